@@ -108,7 +108,8 @@ def _told(pipeline: Pipeline, kinds: dict[str, Form]) -> Iterator[None]:
     forms = {f"{unit.name}:1": kinds[unit.name.partition(".")[0]] for unit in units}
     last = {unit.stage: f"{unit.name}:1" for unit in units}
     loss: Leaf = kinds["loss"].tensors[0]
-    learned = Learned(forms, [[last[stage]] for stage in range(pipeline.cut.count - 1)], loss)
+    sent = [[last[stage]] for stage in range(pipeline.cut.count - 1)]
+    learned = Learned(forms, {f"{unit.name}:1": unit.stage for unit in units}, sent, loss)
 
     def learn(signature: Any, *others: Any) -> None:
         pipeline._learned[signature] = learned

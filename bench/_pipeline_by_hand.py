@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from typing import Any
 
@@ -91,18 +92,30 @@ class PipelineByHand(ByHand):
 
 
 class Slept(torch.autograd.Function):
-    """Sleeps in the forward pass, and in the backward pass: of the input, or of the weight."""
+    """Sleeps in the forward pass, and in the backward pass: of the input, or of the weight.
+
+    Attributes:
+        busy_s: how long this process has slept in passes: a sleep takes up to 2% longer than it should, which is not idle time.
+    """
+
+    busy_s = 0.0
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
-        time.sleep(forward_s)
+        _sleep(forward_s)
         ctx.backward_s = backward_s
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        time.sleep(ctx.backward_s)
+        _sleep(ctx.backward_s)
         return gradients[0], None, None
+
+
+def _sleep(seconds: float) -> None:
+    began = time.perf_counter()
+    time.sleep(seconds)
+    Slept.busy_s += time.perf_counter() - began if seconds else 0.0
 
 
 class SleepingBlock(nn.Module):
@@ -137,8 +150,10 @@ class Sleeping(ech.AutoUnit[Any]):
         return torch.optim.SGD(module.parameters(), lr=0.0), None
 
 
-def slept(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, steps: int) -> list[float]:
-    """Seconds of each update, from the end of the one before, of a pipeline over all ranks; the first two are not counted."""
+def slept(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, steps: int) -> list[Any]:
+    """Of each update, from the end of the one before, of a pipeline over all ranks: its seconds, and of these the ones slept in
+    passes. The first two are not counted.
+    """
     torch.set_num_threads(1)
     ech.init_from_env()
     ranks = dist.get_world_size()
@@ -147,16 +162,29 @@ def slept(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, step
         strategy=ech.Parallel(pp=ranks, schedule=schedule),
         gradient_accumulation_steps=micro_batches,
     )
-    ends: list[float] = []
-    unit.prepared.follow_step(lambda: ends.append(time.perf_counter()))
+    ends: list[tuple[float, float]] = []
+    unit.prepared.follow_step(lambda: ends.append((time.perf_counter(), Slept.busy_s)))
     ech.train(unit, [torch.ones(1, 1)] * (micro_batches * (steps + 2)), max_epochs=1)
-    return [after - before for before, after in itertools.pairwise(ends[1:])]
+    return [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(ends[1:])]
 
 
-def slept_by_hand(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, steps: int) -> list[float]:
+def slept_by_hand(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, steps: int) -> list[Any]:
     """The same with torch's schedule alone, over stages that are one sleeping block each."""
     torch.set_num_threads(1)
     ech.init_from_env()
+    x, seconds = torch.ones(micro_batches, 1), []
+    made, stages = _schedule_of_torch(schedule, per_rank, micro_batches, sleep_s)
+    for _ in range(steps + 2):
+        dist.barrier()
+        began, busy = time.perf_counter(), Slept.busy_s
+        given = {"target": x} if any(stage.is_last for stage in stages) else {}
+        made.step(*([x] if any(stage.is_first for stage in stages) else []), **given, return_outputs=False)
+        dist.barrier()
+        seconds.append((time.perf_counter() - began, Slept.busy_s - busy))
+    return seconds[2:]
+
+
+def _schedule_of_torch(schedule: str, per_rank: int, micro_batches: int, sleep_s: float) -> tuple[Any, list[PipelineStage]]:
     rank, ranks, kind = dist.get_rank(), dist.get_world_size(), SCHEDULES[schedule]
     count, own = ranks * per_rank, [rank, rank + ranks] if not kind.folded else [rank, 2 * ranks - 1 - rank]
     stages = [
@@ -172,12 +200,29 @@ def slept_by_hand(schedule: str, per_rank: int, micro_batches: int, sleep_s: flo
     ]
     make = getattr(pipelining, kind.torch)
     made = make(stages[0] if schedule in ("gpipe", "1f1b") else stages, micro_batches, loss_fn=lambda x, _: x.mean())
-    x, seconds = torch.ones(micro_batches, 1), []
-    for _ in range(steps + 2):
-        dist.barrier()
-        began = time.perf_counter()
-        given = {"target": x} if any(stage.is_last for stage in stages) else {}
-        made.step(*([x] if any(stage.is_first for stage in stages) else []), **given, return_outputs=False)
-        dist.barrier()
-        seconds.append(time.perf_counter() - began)
-    return seconds[2:]
+    return made, stages
+
+
+def order_takes(schedule: str, per_rank: int, micro_batches: int) -> float:
+    """The time of a step in the order that torch gives, in passes of all layers of a rank, which all take equally long."""
+    ech.init_from_env()
+    order = _schedule_of_torch(schedule, per_rank, micro_batches, 0.0)[0].pipeline_order
+    last = dist.get_world_size() * per_rank - 1
+    waiting = {rank: [re.fullmatch(r"(\d+)([FIWB])(\d+)", str(each)) for each in acts if each] for rank, acts in order.items()}
+    ends: dict[tuple[int, str, int], float] = {}
+    now = dict.fromkeys(order, 0.0)
+    while any(waiting.values()):
+        before = len(ends)
+        for rank, acts in waiting.items():
+            while acts and acts[0]:
+                stage, kind, number = int(acts[0][1]), acts[0][2], int(acts[0][3])
+                needs = [(stage, "F", number)] if kind in "IB" else [(stage, "I", number)] if kind == "W" else []
+                needs += [(stage - 1, "F", number)] if kind == "F" and stage else []
+                needs += [(stage + 1, "I", number)] if kind in "IB" and stage < last else []
+                if any(each not in ends for each in needs):
+                    break
+                now[rank] = max([now[rank], *(ends[each] for each in needs)]) + (2 if kind == "B" else 1) / per_rank
+                ends[stage, "I" if kind == "B" else kind, number] = now[rank]
+                acts.pop(0)
+        assert len(ends) > before, "an order that cannot be played"
+    return max(now.values())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -255,6 +258,31 @@ def _kept_for_looking() -> nn.Module:
 def test_what_is_kept_without_gradients_is_nobodys_loss(ranks: Ranks) -> None:
     results = ranks(2, _trained, _kept_for_looking, "pp=2")
     assert largest_difference(_all(results), _plain(_kept_for_looking())) < 1e-12
+
+
+def _held_for_a_moment() -> nn.Module:
+    """Another thread looks where this one is, as a sampler does, and holds its frames meanwhile: what is in them lives on."""
+    torch.manual_seed(0)
+    module = Net().double()
+
+    def hold(part: nn.Module, args: Any, output: torch.Tensor) -> None:
+        started = threading.Event()
+
+        def look(frame: Any) -> None:
+            started.set()
+            time.sleep(0.05)
+            assert frame is not None
+
+        threading.Thread(target=look, args=(sys._getframe(),)).start()
+        started.wait()
+
+    module.blocks[0].register_forward_hook(hold)
+    return module
+
+
+def test_frames_that_another_thread_holds_for_a_moment_keep_nothing(ranks: Ranks) -> None:
+    results = ranks(2, _trained, _held_for_a_moment, "pp=2")
+    assert largest_difference(_all(results), _plain(_held_for_a_moment())) < 1e-12
 
 
 class _Shifted(Net):

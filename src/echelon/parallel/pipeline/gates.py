@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,12 +67,12 @@ class Run:
     is_whole: bool = False
     outgoing: Callable[[Run], Any] = lambda run: None
     sent: Any = None
-    calls: Counter[str] = field(default_factory=Counter)
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     latest: str = "it began"
 
     def call_of(self, name: str) -> str:
-        self.calls[name] += 1
-        return f"{name}:{self.calls[name]}"
+        self.calls[name] = number = self.calls[name] + 1
+        return f"{name}:{number}"
 
 
 @dataclass(frozen=True)

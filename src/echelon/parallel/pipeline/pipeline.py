@@ -7,6 +7,7 @@ on the shapes of its micro-batches, and a broadcast of the losses.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 from collections import OrderedDict
@@ -26,7 +27,7 @@ from echelon.parallel.pipeline.shared import Shared
 from echelon.parallel.pipeline.trial import compute
 from echelon.parallel.pipeline.values import Form, Leaf, form_of, shape_of_batch
 from echelon.parallel.pipeline.walk import Needs, Walk, Walked
-from echelon.parallel.pipeline.window import Learned, Made, Window, weighted
+from echelon.parallel.pipeline.window import Learned, Made, Window
 from echelon.parallel.split_errors import explained
 from echelon.world import agree
 
@@ -95,6 +96,11 @@ class Pipeline:
         self.shared.sum_gradients()
         return self._told(under_way, self._learned[signatures[0]].loss, share)
 
+    @functools.cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        """In the first window the module has its final form."""
+        return list(self.module.parameters())
+
     @property
     def _pp(self) -> int:
         return dist.get_world_size(self.group)
@@ -103,7 +109,7 @@ class Pipeline:
         """The kinds of the micro-batches, where a schedule begins, and which are of a new kind: on any rank, so that all compute
         in one order. What is sent back depends on which layers are trained, on every stage: that is a part of a kind.
         """
-        trained = tuple(p.requires_grad for p in self.module.parameters())
+        trained = tuple([p.requires_grad for p in self._parameters])
         changed = trained != self._trained
         while True:
             signatures = [(self.module.training, self._trained_by_all, shape_of_batch(each)) for each in batches]
@@ -120,16 +126,16 @@ class Pipeline:
 
     def _learn(self, signature: Any, micro_batch: MicroBatch[Any], forward: Callable[[MicroBatch[Any]], Made]) -> None:
         walked = self._studied(("train", signature[0], signature[2][0]), lambda: forward(micro_batch))
-        sent: list[list[str]] = []
+        stages, sent = {call: self.cut.stage_of[call.rpartition(":")[0]] for call in walked.forms}, list[list[str]]()
         for stage in range(self.cut.count - 1):
             later = set().union(*walked.needs[stage + 1 :])
-            held = [call for call in walked.forms if self.cut.stage_of[call.rpartition(":")[0]] <= stage]
+            held = [call for call, at in stages.items() if at <= stage]
             sent.append(sorted(later & set(held)))
             if not sent[-1]:
                 raise UsageError(
                     f"no stage after stage {stage} of {self.cut.kind} uses anything that it computes. Cut elsewhere."
                 )
-        self._learned[signature] = Learned(walked.forms, sent, walked.result.tensors[0])
+        self._learned[signature] = Learned(walked.forms, stages, sent, walked.result.tensors[0])
         if len(self._learned) == 1 and agree.is_rank0():
             self._say(self._learned[signature])
 
@@ -200,18 +206,14 @@ class Pipeline:
 
     def _compute(self, window: Window, stage: int, number: int, received: tuple[torch.Tensor, ...]) -> Any:
         learned, micro_batch = window.learned, window.micro_batches[number]
-        rest, values = iter(received), {}
-        for call in learned.sent[stage - 1] if stage else ():
-            form = learned.forms[call]
-            values[call] = form.filled([next(rest) for _ in form.tensors])
-        run = Run(stage, values, learned.forms, solid=self._walk.solid)
+        run = Run(stage, learned.given(stage, received, self.cut.device), learned.forms, solid=self._walk.solid)
         if stage < self.cut.count - 1:
             run.outgoing = lambda run: self._outgoing(run, learned)
         self._begin_draws(stage, number)
         made = compute(self.cut, run, lambda: window.forward(micro_batch))
         if stage == self.cut.count - 1:
             window.made[number] = made[0].detach(), made[1]
-            output = weighted(made[0], micro_batch, window.backward)
+            output = window.weighted(made[0], micro_batch)
             outputs: list[torch.Tensor] = [output]
         else:
             outputs = self._sendable(run.sent, learned.kinds(stage))
@@ -227,7 +229,8 @@ class Pipeline:
                 raise EchelonError(
                     f"{self.cut.kind}.{call.rpartition(':')[0]} was called in the first step, but not in this one."
                 )
-            found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            flat = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+            found = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
             shapes = [leaf.shape for leaf in learned.forms[call].tensors]
             if [tuple(t.shape) for t in found] != shapes:
                 raise EchelonError(
@@ -292,8 +295,8 @@ class Pipeline:
         if self.has_last:
             return [(window.made[i][0], outputs[i]) for i in range(count)]
         made = []
-        for i, micro_batch in enumerate(window.micro_batches):
-            value = losses[i].to(loss.dtype)
+        values = losses.to(loss.dtype).unbind()
+        for i, (value, micro_batch) in enumerate(zip(values, window.micro_batches, strict=True)):
             window.backward(value, micro_batch)  # counts it
             made.append((value, outputs[i]))
         return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +60,18 @@ class Form:
     tree: str
     leaves: tuple[Any, ...]
 
-    @property
+    @functools.cached_property
     def tensors(self) -> list[Leaf]:
         return [leaf for leaf in self.leaves if isinstance(leaf, Leaf)]
 
-    def filled(self, tensors: list[torch.Tensor]) -> Any:
+    @functools.cached_property
+    def is_tensor(self) -> bool:
+        """One tensor, in no nesting: the usual case, for which nothing is to be put together."""
+        return len(self.tensors) == len(self.leaves) == 1 and bool(_structure(self.tree).is_leaf())
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        if self.is_tensor:
+            return tensors[0]
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, Leaf) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, _structure(self.tree))
