@@ -365,6 +365,18 @@ def test_ranks_that_fail_alike_are_guilty_together_and_later_ones_are_not(left: 
     assert "rank 2 failed with KeyError" in verdict.paragraph
 
 
+@pytest.mark.parametrize(("raised", "guilty"), [((1, 2, 3), (0,)), ((2,), (2,)), ((1, 3), (0, 1, 2, 3))])
+def test_of_ranks_with_modules_unlike_that_of_rank_0_the_fewer_are_to_blame(
+    left: Left, raised: tuple[int, ...], guilty: tuple[int, ...]
+) -> None:
+    said = "RuntimeError: [{}]: params[0] in this process with sizes [8, 8] appears not to match sizes of the same param "
+    said += "in process 0."
+    left.end(1, *(failed(rank, said.format(rank)) for rank in raised), world_size=4)
+    for rank in {0, 1, 2, 3} - set(raised):
+        left.flight(rank, entry(1), entry(2, "broadcast", retired=False))
+    assert (left.verdict.guilty, left.verdict.cause) == (guilty, "ranks differ"), left.verdict
+
+
 def test_ranks_that_all_exit_are_several(left: Left) -> None:
     exits = [failed(r, "SystemExit: exit code 3", kind="SystemExit", exit_code=3) for r in range(2)]
     left.end(3, *exits, world_size=2)
@@ -408,6 +420,41 @@ def test_of_more_than_two_the_one_that_refuses_what_all_others_call_alike_is_the
     assert left.verdict.guilty == (0,) and "these called all_reduce (f64[9]), all alike" in left.verdict.paragraph
 
 
+@pytest.mark.parametrize("how", ["refused", "waited"])
+@pytest.mark.parametrize("steps", [(5, 5), (7, 8)])
+def test_of_two_at_different_lines_nobody_knows_who_has_left_the_loop_or_stayed(
+    left: Left, how: str, steps: tuple[int, int]
+) -> None:
+    """A rank past its loop calls something of its own; so does one that makes a call too many within it.
+
+    Epochs of as many equal calls, of which the first had one fewer since DDP sends its buckets anew, say nothing of the next.
+    """
+    calls, first = [], steps[0]
+    for size in [*[9] * first, 2, *[9] * steps[1]]:
+        calls.append(entry(len(calls) + 1, size=(size,)))
+    left.flight(0, *calls[:-1], {**calls[-1], "retired": False})
+    left.stack(0, (TORCH, 9, "all_reduce"), ("/home/me/train.py", 41, "load"))
+    left.stack(1, (TORCH, 9, "all_reduce"), ("/home/me/train.py", 70, "main"))
+    if how == "refused":
+        said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 36 vs 4."
+        left.end(134, killed(1, "SIGABRT", message=said), failed(0, f"RuntimeError: {CLOSED}"), world_size=2)
+    else:
+        left.flight(1, *calls[:-1], entry(len(calls), size=(2,), retired=False))
+        left.end(124, hang={"after_s": 60.0}, world_size=2, seen={str(r): seen(answers=True) for r in range(2)})
+    verdict = left.verdict
+    assert verdict.guilty == (0, 1) and verdict.cause == "mismatched shape", verdict
+    assert "nothing tells which" in verdict.paragraph and "all_reduce (f32[9])" in verdict.headline
+    assert "train.py:41 in load" in verdict.paragraph and "train.py:70 in main" in verdict.paragraph
+
+
+def test_a_rank_whose_thread_s_call_was_refused_has_come(left: Left) -> None:
+    said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 84 vs 8."
+    left.end(134, killed(0, "SIGABRT", message=said), failed(1, f"RuntimeError: {CLOSED}"), world_size=2)
+    left.stack(0, ("/x/lib/python3.11/threading.py", 9, "join"), ("/home/me/train.py", 30, "step"))
+    left.flight(1, entry(1), entry(2, size=(9,), retired=False)).stack(1, (TORCH, 9, "all_reduce"), ("/home/me/train.py", 7, "f"))
+    assert left.verdict.cause == "mismatched shape" and "did not come" not in left.verdict.paragraph, left.verdict
+
+
 def test_what_a_loop_of_ours_calls_at_the_end_of_an_epoch_is_no_rank_s_fault(left: Left) -> None:
     said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."
     left.end(134, killed(0, "SIGABRT", message=said), world_size=2)
@@ -431,6 +478,16 @@ def test_two_that_make_the_same_two_calls_in_another_order_are_both_named(left: 
     left.end(124, hang={"after_s": 60.0}, world_size=2, seen={str(r): seen(answers=True) for r in range(2)})
     assert left.verdict.guilty == (0, 1) and left.verdict.cause == "mismatched order"
     assert "the same calls in another order" in left.verdict.paragraph and "was due" not in left.verdict.paragraph
+
+
+def test_what_torch_s_check_says_is_enough_without_any_flight_record(left: Left) -> None:
+    """A full disk: nothing was gathered."""
+    call = "Detected mismatch between collectives on ranks. "
+    call += "Rank {} is running collective: CollectiveFingerPrint(SequenceNumber=5, OpType={})"
+    left.end(
+        1, *(failed(r, f"RuntimeError: {call.format(r, op)}") for r, op in enumerate(("ALLREDUCE", "BARRIER"))), world_size=2
+    )
+    assert left.verdict.guilty == (0, 1) and "rank 1 called barrier" in left.verdict.headline, left.verdict
 
 
 def test_without_records_nobody_is_accused_of_a_refused_collective(left: Left) -> None:
@@ -858,6 +915,13 @@ def test_folders_that_are_links_are_not_followed(tmp_path: Path) -> None:
 def test_a_record_that_claims_a_billion_ranks_costs_nothing(left: Left) -> None:
     left.end(1, failed(1 << 40), world_size=1 << 30)
     assert left.evidence.world_size <= 1 << 20 and left.verdict is not None
+
+
+def test_what_several_ranks_did_is_said_in_the_plural(left: Left) -> None:
+    left.end(1, failed(0), world_size=3, seen={str(r): seen(8, Phase.STEP) for r in range(3)})
+    assert "while ranks 1, 2 were in step 9" in left.verdict.paragraph
+    left.end(75, world_size=3, seen={str(r): seen(8, Phase.STEP) for r in range(3)})
+    assert "ranks 0, 1, 2 were in step 9" in left.verdict.seen
 
 
 def test_many_ranks_are_explained_in_few_lines(left: Left) -> None:

@@ -27,12 +27,15 @@ import torch
 import torch.distributed as dist
 
 import echelon
+from echelon.cli.main import main
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.launcher.explain.stacks import Frame
 from echelon.launcher.failure import render
 from echelon.launcher.functions import run as function
 from echelon.launcher.functions.run import launch, spawn
 from echelon.launcher.job import Failure, auto_ranks, parse_ranks
 from echelon.launcher.local.relay import Relay
+from echelon.launcher.local.signs import user_frame
 from echelon.launcher.records import rank_record
 from tests import forked
 from tests.started import Started, wait_until
@@ -308,6 +311,28 @@ def test_a_value_that_cannot_be_sent_back_is_named() -> None:
     with pytest.raises(RankFailedError, match="the value that _return_a_lock returned, of type lock, cannot be sent") as caught:
         launch(_return_a_lock, ranks=1)
     assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("end", [sys.exit, os._exit])
+def test_a_function_that_ends_its_process_as_if_done_is_named(end: Any) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 0 exited with 0, but left no value in .*sys\.exit\(0\)") as caught:
+        launch(end, ranks=1, args=(0,))
+    assert caught.value.exit_code == 0 and Path(str(caught.value.logs)).is_dir()
+
+
+def test_a_folder_that_was_removed_is_named_where_a_run_would_start(
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, runs = tmp_path / "gone", tmp_path / "runs"
+    script = started.script("print(1)")
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match="the current folder has been removed"):
+        launch(_who, ranks=1)
+    assert main(["run", "--ranks", "1", "--runs", str(runs), str(script)]) == 2 and not runs.exists()
+    assert str(Frame("/somewhere/train.py", 3, "f")) == "train.py:3 in f"  # of `explain`
+    assert user_frame('  File "/somewhere/train.py", line 3 in f') == "/somewhere/train.py:3 in f"  # of a launcher that watches
 
 
 def test_an_exception_that_cannot_be_unpickled_still_arrives_as_text() -> None:

@@ -19,6 +19,7 @@ from echelon.cli import traces
 from echelon.cli.script import check_module, check_script
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
+from echelon.contracts.files import working_folder
 from echelon.contracts.machine import DEVICE_VARIABLE, package_version
 from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
@@ -205,6 +206,7 @@ def _outcome(job: JobSpec, run: RunDir) -> Outcome:
 def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpec:
     if not 0 <= arguments.grace < math.inf:
         raise UsageError(f"--grace must be a number of seconds of at least 0, got {arguments.grace:g}.")
+    working_folder()  # before there is a run's folder
     if arguments.module:
         check_module(arguments.script)
     else:
@@ -289,7 +291,7 @@ def describe(job: JobSpec, run: RunDir, launcher: str = "local") -> dict[str, ob
         "ranks": job.ranks * job.nodes,
         "launcher": launcher,
         "host": socket.gethostname(),
-        "cwd": os.getcwd(),
+        "cwd": working_folder(),
         "started": time.time(),
         "versions": versions,
         "git": _git(Path(job.target).resolve().parent),

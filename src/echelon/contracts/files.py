@@ -14,6 +14,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from echelon.contracts.errors import UsageError
+
 __all__ = [
     "MOST_BYTES",
     "is_deeper",
@@ -24,6 +26,7 @@ __all__ = [
     "read_bytes",
     "read_end",
     "sync",
+    "working_folder",
     "write_whole",
 ]
 
@@ -33,6 +36,17 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 # What launchers and ranks leave for each other is a thousand times smaller.
 MOST_BYTES = 16 << 20
 _DEEPEST = 64
+
+
+def working_folder() -> str:
+    """
+    Raises:
+        UsageError: it has been removed, so that no process can start there.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder has been removed. Change to another, such as one made anew.") from None
 
 
 def open_file(path: Where, flags: int = os.O_RDONLY, mode: int = 0o600, *, folder: int | None = None) -> int:

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from echelon.contracts.errors import EchelonError
 
-__all__ = ["FULL_VARIABLE", "in_library", "named_in_library", "print_uncaught", "shortened"]
+__all__ = ["FULL_VARIABLE", "from_here", "in_library", "named_in_library", "print_uncaught", "shortened"]
 
 FULL_VARIABLE = "ECHELON_FULL_TRACEBACK"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -40,6 +40,14 @@ def named_in_library(file: str) -> bool:
         return False
     _, ours, below = file.replace("\\", "/").rpartition("/echelon/")
     return bool(ours and below in _own_files()) or any(os.path.normpath(file).startswith(lib + os.sep) for lib in _libraries())
+
+
+def from_here(path: str) -> str:
+    """A file's path from the working folder, if it lies in there and that folder has not been removed; else as it is."""
+    try:
+        return path.removeprefix(os.getcwd() + os.sep)
+    except FileNotFoundError:
+        return path
 
 
 @functools.lru_cache(maxsize=1)

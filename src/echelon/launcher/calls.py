@@ -22,7 +22,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import IO, Any
 
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
 from echelon.contracts.files import open_file
 from echelon.launcher.workarounds import in_bootstrap, prepare_main
 
@@ -32,6 +32,7 @@ __all__ = [
     "load_call",
     "load_exception",
     "load_value",
+    "load_values",
     "main_module",
     "owner_only",
     "pack",
@@ -43,6 +44,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _SEAL_BYTES = 32
+_SHOWN = 16  # ranks in a message
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,25 @@ def load_value(path: Path, key: str) -> Any:
                 f"a rank returned a value that cannot be loaded here ({type(error).__name__}: {error}). Return plain values, "
                 "arrays or tensors; of a model, what is inside DistributedDataParallel, or its state_dict()."
             ) from error
+
+
+def load_values(paths: Sequence[Path], key: str) -> list[Any]:
+    """Of all ranks, in order, as `load_value`.
+
+    Raises:
+        RankFailedError: ranks left none.
+    """
+    missing = [rank for rank, path in enumerate(paths) if not path.exists()]
+    if missing:
+        which = f"rank {', '.join(map(str, missing))}" if len(missing) <= _SHOWN else f"{len(missing)} of {len(paths)} ranks"
+        folder = str(paths[0].parent)
+        raise RankFailedError(
+            f"{which} exited with 0, but left no value in {folder}. Did the function end its process, as by sys.exit(0)?",
+            rank=missing[0],
+            exit_code=0,
+            logs=folder,
+        )
+    return [load_value(path, key) for path in paths]
 
 
 def load_exception(path: Path, key: str) -> BaseException | None:

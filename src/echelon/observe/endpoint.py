@@ -146,7 +146,8 @@ def listen(port: int, bind: str = "127.0.0.1") -> socket.socket:
     except (OSError, OverflowError) as error:
         made.close()
         raise UsageError(
-            f"--metrics-port {port} cannot be listened at on {bind}: {error}. Give another port, or 0 for a free one."
+            f"--metrics-port {port} cannot be listened at on {bind}: {str(error).rstrip('.')}. "
+            "Give another port, or 0 for a free one."
         ) from error
     return made
 

@@ -9,7 +9,7 @@ from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.contracts.files import read_end
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.terminal import printable
-from echelon.launcher.calls import load_exception, load_value
+from echelon.launcher.calls import load_exception, load_values
 from echelon.launcher.job import Outcome
 from echelon.launcher.protocol import FolderJob, JobState
 from echelon.launcher.records import exit_record
@@ -17,7 +17,6 @@ from echelon.launcher.records import exit_record
 __all__ = ["FinishedJob", "FunctionJob"]
 
 _TAIL_LINES = 5
-_SHOWN = 16
 
 
 class FunctionJob:
@@ -106,16 +105,7 @@ class FunctionJob:
 
     def _values(self) -> list[Any]:
         folder = self._job.attempts[-1]
-        missing = [rank for rank in range(self.ranks) if not _value(folder, rank).exists()]
-        if missing:
-            which = f"rank {', '.join(map(str, missing))}" if len(missing) <= _SHOWN else f"{len(missing)} of {self.ranks} ranks"
-            raise RankFailedError(
-                f"{which} exited with 0, but left no value in {folder}. Did the function end its process?",
-                rank=missing[0],
-                exit_code=0,
-                logs=str(folder),
-            )
-        return [load_value(_value(folder, rank), self._key) for rank in range(self.ranks)]
+        return load_values([_value(folder, rank) for rank in range(self.ranks)], self._key)
 
     def _last_words(self) -> str:
         """Of the batch script and the launchers; they tell where no rank could."""

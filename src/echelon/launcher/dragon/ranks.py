@@ -24,7 +24,7 @@ from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.terminal import printable
-from echelon.launcher.calls import load_exception, load_value
+from echelon.launcher.calls import load_exception, load_values
 from echelon.launcher.dragon.command import FOLDER_VARIABLE
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure
@@ -103,7 +103,7 @@ class DragonRanks:
             self._failed = True
             failed = self._error(failures)
             raise failed from load_exception(self._value(failed.rank, ".error"), self._key)
-        return [load_value(self._value(rank), self._key) for rank in range(self._ranks)]
+        return load_values([self._value(rank) for rank in range(self._ranks)], self._key)
 
     def close(self) -> None:
         with self._closing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import Wait
@@ -37,6 +37,7 @@ _SIGNALS: Mapping[str, tuple[str, str]] = {
 }
 _HEAD = "Traceback (most recent call last)"
 _LAST_ERROR = re.compile(r"^Last error:\s*(\S[^\n]{0,1000})", re.MULTILINE)
+_UNLIKE_FIRST = re.compile(r"of the same param in process 0\b")
 _FROM_OUTSIDE = "Somebody or something outside the run did that: a person, the batch system, a machine going down."
 
 
@@ -123,8 +124,21 @@ def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[
     if cause == "exception" and first.kind in ("exit", "SystemExit"):
         cause = "exit"
     remedy = f" {kind.remedy}" if kind is not None and kind.remedy else ""
+    if _UNLIKE_FIRST.search(first.message[:20_000]):
+        guilty, which = _unlike_most(alike, waits)
+        remedy = f" {which}{remedy}" if which else remedy
     text = text if text.endswith((".", "!", "?")) else f"{text}."
     return Verdict(guilty, cause, headline, sentence(f"{text}{remedy}"))
+
+
+def _unlike_most(raised: Collection[int], waits: Mapping[int, tuple[Wait, str]]) -> tuple[tuple[int, ...], str]:
+    """Of ranks that found themselves unlike rank 0: who is to blame. Those that are like it have gone on to its next call."""
+    like_first = {0, *waits} - set(raised)
+    if len(raised) > len(like_first):
+        return tuple(sorted(like_first)), f"All these differ from {who(like_first)}."
+    if len(raised) < len(like_first):
+        return tuple(sorted(raised)), ""
+    return tuple(sorted({*raised, *like_first})), f"It differs from {who(like_first)}: nothing tells which is wrong."
 
 
 def _message(failure: Failure) -> str:

@@ -17,9 +17,9 @@ from echelon.launcher.explain.words import (
     in_call,
     is_check,
     place,
-    ranks_are,
     sentence,
     stack_of,
+    they_did,
     together,
     while_others,
     who,
@@ -190,7 +190,7 @@ def _stood(evidence: Evidence, guilty: Collection[int]) -> str:
         rank = evidence.rank(number)
         at, where = f" {rank.standing}" if rank.is_known else "", place(rank)
         texts[number] = f"was{at}{where}" if at or where else "left no stack: code in C may have kept it from answering"
-    said = [f"{sentence(ranks_are(ranks, text, text.replace('was', 'were', 1)))}." for ranks, text in grouped(texts)[:3]]
+    said = [f"{sentence(they_did(ranks, text))}." for ranks, text in grouped(texts)[:3]]
     return " ".join([*said, *_lost_threads(evidence, guilty)])
 
 
@@ -259,7 +259,7 @@ def not_waiting(evidence: Evidence, waits: Waits) -> Verdict | None:
             waiting.append(number)
         elif stack or rank.where:
             free.append(number)
-    if len(free) != 1 or len(waiting) != evidence.world_size - 1 or not waiting:
+    if len(free) != 1 or len(waiting) != evidence.world_size - 1 or not waiting or _refused(evidence.rank(free[0])):
         return None
     rank = evidence.rank(free[0])
     headline = f"{who(free)} did not come, and stood{place(rank)}" if place(rank) else f"{who(free)} did not come"
@@ -288,4 +288,4 @@ def behind(evidence: Evidence, waits: Waits) -> Verdict | None:
 def everybody(evidence: Evidence, waits: Waits) -> tuple[str, ...]:
     """What each rank did, a line for those alike."""
     texts = {number: doing(rank, waits) + (place(rank) if number in waits else "") for number, rank in evidence.ranks.items()}
-    return tuple(f"{who(ranks)} {text}" for ranks, text in grouped(texts))
+    return tuple(they_did(ranks, text) for ranks, text in grouped(texts))

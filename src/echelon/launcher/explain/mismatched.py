@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from echelon.launcher.explain.evidence import Evidence
 from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Mismatch, Wait, expected, first_mismatch, tensor
-from echelon.launcher.explain.stacks import called_by_loop
+from echelon.launcher.explain.stacks import called_by_loop, user_frame
 from echelon.launcher.explain.verdict import Verdict
 from echelon.launcher.explain.words import is_check, place, sentence, short, stack_of, together, who
 from echelon.launcher.job import Failure
@@ -22,6 +22,7 @@ _SAYS = re.compile(
     r"Rank (\d{1,7}) is running collective: CollectiveFingerPrint\(SequenceNumber=(\d{1,12}),? ?OpType=(\w{1,40})"
     r"(?:, TensorShape=\[([\d, ]{0,100})\], TensorDtypes=(\w{1,30}))?"
 )
+_ONE_OF_TWO = "One has made a call too many, or the other one too few: nothing tells which."
 _OPS = {"ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather", "ALLTOALL": "all_to_all"}
 _OPS |= {"ALLTOALL_BASE": "all_to_all", "REDUCE_SCATTER": "reduce_scatter", "_REDUCE_SCATTER_BASE": "reduce_scatter"}
 
@@ -88,7 +89,7 @@ def _verdict(evidence: Evidence, worst: Mismatch) -> Verdict:
     if swapped := _swapped(evidence, worst):
         how = " They made the same calls in another order."
     elif set(guilty) >= {rank for ranks in parts for rank in ranks} or not guilty:
-        how += " One has made a call too many, or the other one too few: nothing tells which."
+        how += f" {_ONE_OF_TWO}"
     why = "All ranks of a group must make the same calls in the same order, with as many elements of the same type."
     kind = "order" if swapped or len({call.op for call, _ in worst.calls}) > 1 else "shape"
     text = f"{headline}, as collective #{worst.seq}{of_group}{_where_each(evidence, worst)}.{how} {why}"
@@ -103,7 +104,7 @@ def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], lis
         return tuple(sorted(rank for ranks in odd for rank in ranks)), odd, ""
     if _swapped(evidence, found):
         return tuple(sorted((*most, *next_most))), [], ""
-    traces = [evidence.flights[ranks[0]].get(found.group) for _, ranks in found.calls]
+    traces = [evidence.flights.get(ranks[0], {}).get(found.group) for _, ranks in found.calls]
     told = dict(due for trace in traces if (due := expected(trace, found.seq)) is not None)
     both = tuple(sorted(rank for _, ranks in found.calls for rank in ranks))
     nobody = both if len(both) == 2 else ()
@@ -114,7 +115,9 @@ def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], lis
     if len(right) != 1:
         return nobody, [], ""
     odd = [ranks for _, ranks in found.calls if ranks != right[0][1]]
-    decides = by_several or all(call.op == right[0][0].op for call, _ in found.calls)
+    alike = all(call.op == right[0][0].op for call, _ in found.calls)
+    there = [ranks[0] for (_, ranks), trace in zip(found.calls, traces, strict=True) if trace and trace.last == found.seq]
+    decides = by_several or (alike and not _are_apart(evidence, there))
     guilty = tuple(sorted(rank for ranks in odd for rank in ranks)) if decides else nobody
     return guilty, odd, right[0][0].what
 
@@ -124,7 +127,7 @@ def _swapped(evidence: Evidence, found: Mismatch) -> bool:
     if len(found.calls) != 2 or len(found.calls[0][1]) != len(found.calls[1][1]):
         return False
     (first, ranks), (other, others) = found.calls
-    traces = [evidence.flights[who[0]].get(found.group) for who in (ranks, others)]
+    traces = [evidence.flights.get(who[0], {}).get(found.group) for who in (ranks, others)]
     follows = [trace.calls.get(found.seq + 1) if trace is not None else None for trace in traces]
     return [call.key if call is not None else None for call in follows] == [other.key, first.key]
 
@@ -137,6 +140,7 @@ def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
     refused = [f for f in evidence.failures if is_check(f)]
     if not refused:
         return None
+    first = Failure.first(refused)
     texts: dict[int, str] = {}
     as_due = set[int]()
     for rank, flight in sorted(evidence.flights.items()):
@@ -144,13 +148,15 @@ def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
             call, due, before = trace.calls.get(trace.last), expected(trace, trace.last), trace.calls.get(trace.last - 1)
             if call is None or due is None or before is None:
                 continue
+            if not due[1] and (due[0] != before.key or _are_apart(evidence, (rank, first.rank))):
+                continue
             if due[0] == call.key:
                 as_due.add(rank)
             elif due[0][0] == call.op:
+                what = next(c.what for c in trace.calls.values() if c.key == due[0])
                 texts[rank] = (
-                    f"{who([rank])} called {call.what} as collective #{call.seq}, where its calls before were {before.what}"
+                    f"{who([rank])} called {call.what} as collective #{call.seq}, where {what} was due by its calls before"
                 )
-    first = Failure.first(refused)
     said = short(first.message.splitlines()[-1] if first.message else first.kind)
     others = set(evidence.all_ranks) - {first.rank}
     alike = _all_in_one_call(waits, others) if len(others) > 1 and first.rank not in evidence.flights else None
@@ -161,12 +167,36 @@ def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
         text = f"{headline}{place(evidence.rank(rank))}. {sentence(who([first.rank]))} got it, and failed: {said}"
         return Verdict((rank,), "mismatched shape", headline, sentence(text))
     if len(refused) > 1 or not others or (alike is None and (texts or as_due != others)):
-        return None
+        return _of_two(evidence, first, said) if len(others) == 1 and not texts else None
     headline = f"{who([first.rank])} called a collective with other shapes or types than the others"
     where = place(evidence.rank(first.rank))
     why = "what these called was due by their calls before" if alike is None else f"these called {alike.what}, all alike"
     text = f"{headline}{where}: {why}, and it refused that: {said}"
     return Verdict((first.rank,), "mismatched shape", headline, sentence(text))
+
+
+def _of_two(evidence: Evidence, first: Failure, said: str) -> Verdict | None:
+    """Where only one has left a record, and both stand at lines of their own: one of them is somewhere else in the program."""
+    [other] = set(evidence.all_ranks) - {first.rank}
+    trace = evidence.flights.get(other, {}).get(DEFAULT_GROUP)
+    call = trace.calls.get(trace.last) if trace is not None else None
+    if call is None or not _are_apart(evidence, (first.rank, other)) or called_by_loop(stack_of(evidence.rank(other))):
+        return None
+    headline = f"{who([other])} called {call.what} where {who([first.rank])} called something else"
+    at = [f"{who([rank])}{place(evidence.rank(rank))}" for rank in sorted((other, first.rank))]
+    text = f"{headline} ({', '.join(at)}), which refused what it got: {said} {_ONE_OF_TWO}"
+    return Verdict((*sorted((other, first.rank)),), "mismatched shape", headline, sentence(text))
+
+
+def _are_apart(evidence: Evidence, ranks: Collection[int]) -> bool:
+    """Whether their calls are at different lines of the program: past a loop none is as those in it, and no rank's fault.
+
+    Not within one and the same step of a loop of ours.
+    """
+    found = [evidence.rank(rank) for rank in ranks]
+    lines = {(frame.file, frame.line) for rank in found if (frame := user_frame(stack_of(rank))) is not None}
+    steps = {(rank.standing.step, rank.standing.phase) for rank in found if rank.standing is not None and rank.is_known}
+    return len(lines) > 1 and (len(steps) != 1 or not all(rank.is_known for rank in found))
 
 
 def _all_in_one_call(waits: Waits, ranks: Collection[int]) -> Call | None:

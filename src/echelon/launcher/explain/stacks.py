@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from echelon.contracts.terminal import one_line
-from echelon.contracts.traces import named_in_library
+from echelon.contracts.traces import from_here, named_in_library
 
 __all__ = [
     "Frame",
@@ -62,8 +62,8 @@ def _of_library(file: str) -> bool:
 
 
 def _short(path: str) -> str:
-    here = os.getcwd() + os.sep
-    return path[len(here) :] if path.startswith(here) else os.path.basename(path)
+    shown = from_here(path)
+    return shown if shown != path else os.path.basename(path)
 
 
 def _frames(lines: Iterable[str]) -> tuple[Frame, ...]:

@@ -18,10 +18,10 @@ __all__ = [
     "is_check",
     "lost_data_worker",
     "place",
-    "ranks_are",
     "sentence",
     "short",
     "stack_of",
+    "they_did",
     "together",
     "while_others",
     "who",
@@ -53,10 +53,6 @@ def who(ranks: Iterable[int]) -> str:
     cut = len(parts) > 2 * _MOST_RANGES
     shown = ", ".join(parts[: 2 * _MOST_RANGES]) + (f" and more, {len(ordered)} in all" if cut else "")
     return f"rank{'s' if len(ordered) != 1 else ''} {shown}"
-
-
-def ranks_are(ranks: Collection[int], one: str, many: str) -> str:
-    return f"{who(ranks)} {one if len(set(ranks)) == 1 else many}"
 
 
 def short(text: str, most: int = 300) -> str:
@@ -137,6 +133,11 @@ def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
     return sorted(((ranks, text) for text, ranks in alike.items()), key=lambda pair: (-len(pair[0]), pair[0]))
 
 
+def they_did(ranks: Collection[int], text: str) -> str:
+    """Of one rank or of several: as "rank 0 was in step 9", "ranks 0, 1 were in step 9"."""
+    return f"{who(ranks)} {text if len(set(ranks)) == 1 else re.sub('^was ', 'were ', text)}"
+
+
 def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -149,5 +150,5 @@ def together(parts: list[str]) -> str:
 def while_others(evidence: Evidence, guilty: Collection[int], waits: Mapping[int, tuple[Wait, str]]) -> str:
     """As " while ranks 0, 1, 3 waited in all_reduce #118"; empty if nothing is known of the others."""
     texts = {number: doing(rank, waits) for number, rank in evidence.ranks.items() if number not in guilty}
-    parts = [f"{who(ranks)} {text}" for ranks, text in grouped(texts)[:3]]
+    parts = [they_did(ranks, text) for ranks, text in grouped(texts)[:3]]
     return f" while {together(parts)}" if parts else ""

@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 
 from echelon.contracts.arguments import flags, is_path, mapping, several
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError, require
+from echelon.contracts.files import working_folder
 from echelon.contracts.numbers import number, whole
 from echelon.contracts.overrides import overrides
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import printable
-from echelon.launcher.calls import Call, load_exception, load_value, pack, refuse_in_bootstrap, write_call
+from echelon.launcher.calls import Call, load_exception, load_values, pack, refuse_in_bootstrap, write_call
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, parse_ranks
 from echelon.launcher.local.relay import SilentScreen
@@ -190,6 +191,7 @@ def call(
     flags(quiet=quiet)
     refuse_in_bootstrap("launch()")
     check_environment(env or {}, "env")
+    working_folder()
     payload = pack(Call(fn, [given], argv=sys.argv))
     with _run_of(fn, run_dir) as run:
         job = JobSpec(
@@ -241,7 +243,7 @@ def _values(
         # A signal that was meant for this process: our ranks have ended, now it takes its ordinary course.
         signal.raise_signal(outcome.exit_code - 128)
         raise KeyboardInterrupt
-    return [load_value(run.attempt_path / f"value.rank{rank}.pkl", key) for rank in range(job.ranks)]
+    return load_values([run.attempt_path / f"value.rank{rank}.pkl" for rank in range(job.ranks)], key)
 
 
 @contextlib.contextmanager

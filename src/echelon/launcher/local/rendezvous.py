@@ -23,12 +23,33 @@ from echelon.launcher.local.nodes import Meeting
 
 __all__ = ["NODES_WAIT_S", "NodesRendezvous", "OneNodeRendezvous"]
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK, _CONNECT_S = "127.0.0.1", 10.0
 # Between the first node that has come so far, or has ended, and the last.
 NODES_WAIT_S = 300.0
 # The nodes look once a second, and ranks that do not answer are waited for as long.
 _GATHER_WAIT_S = 3.0
 _ENDED = -1  # in the place of a meeting's number
+
+
+def _listening() -> socket.socket:
+    """A socket at a free port of the loopback interface, to which this machine can connect.
+
+    Raises:
+        EchelonError: it cannot; torch's store would try for a minute.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((_LOOPBACK, 0))
+        listener.listen(1024)
+        with socket.create_connection(listener.getsockname(), _CONNECT_S):
+            listener.accept()[0].close()
+    except OSError as error:
+        listener.close()
+        raise EchelonError(
+            f"ranks meet at {_LOOPBACK}, to which this machine cannot connect: {error.strerror or error}. Bring its loopback "
+            "interface up, as `ip link set lo up` does, with that address."
+        ) from error
+    return listener
 
 
 class OneNodeRendezvous(RendezvousHandler):
@@ -48,9 +69,7 @@ class OneNodeRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         # Bound here and handed over: no other process can take the port first, and nothing listens beyond loopback.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind((_LOOPBACK, 0))
-        listener.listen(1024)
+        listener = _listening()
         port = int(listener.getsockname()[1])
         self._store = dist.TCPStore(
             _LOOPBACK,

@@ -17,7 +17,7 @@ from typing import Any
 
 from echelon.contracts.between_attempts import RESTART_VARIABLE, has_begun
 from echelon.contracts.errors import EchelonError
-from echelon.contracts.files import private_folder
+from echelon.contracts.files import private_folder, working_folder
 from echelon.contracts.machine import usable_cores, visible_devices
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
@@ -220,7 +220,7 @@ class _Starts:
             "target": job.target,
             "args": list(job.args),
             "env": {**env, **place},
-            "cwd": os.getcwd(),
+            "cwd": working_folder(),
             "code": job.code,
             "sys_path": self._sys_path,
             "log": str(attempt.log_path(info.rank).absolute()),

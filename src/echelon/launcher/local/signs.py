@@ -13,6 +13,7 @@ from typing import Any
 from echelon.contracts import pulse
 from echelon.contracts.machine import process_stat
 from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.traces import from_here
 from echelon.launcher.local.raised import in_library
 
 __all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped", "user_frame", "waits"]
@@ -120,13 +121,8 @@ def user_frame(main_stack: str) -> str:
     """As "train.py:30 in load"; empty if there is none."""
     for line in main_stack.splitlines():
         if (frame := _FRAME.fullmatch(line.rstrip())) and not frame[1].startswith("<") and not in_library(frame[1]):
-            return f"{_short(frame[1])}:{frame[2]} in {frame[3]}"
+            return f"{from_here(frame[1])}:{frame[2]} in {frame[3]}"
     return ""
-
-
-def _short(path: str) -> str:
-    here = os.getcwd() + os.sep
-    return path.removeprefix(here)
 
 
 def is_stopped(pid: int) -> bool:
