@@ -484,3 +484,23 @@ def test_a_matrix_of_nothing_is_refused() -> None:
 def test_a_row_in_bf16_is_told_in_its_own_words() -> None:
     assert by_float64("bf16") == "agrees (float64), bf16 is ill-conditioned here"
     assert Result("ddp, bf16", 2, by_float64("bf16")).is_equal and not Result("ddp", 2, "DIFFERS").is_equal
+
+
+MUON = """
+def make(): return nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 4, bias=False))
+class Muon(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        out = self.module(data[0])
+        return nn.functional.cross_entropy(out, data[1]), out
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.Muon(module.parameters(), lr=1e-2), None
+data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,)))
+ech.train(Muon(module=make(), strategy="fsdp"), ech.Loader(data, global_batch=16), max_epochs=1)
+"""
+
+
+def test_what_an_optimizer_computes_in_half_precision_is_compared_in_float64(tmp_path: Path) -> None:
+    """Muon's products in bfloat16 are summed up in another order where a matrix is sharded."""
+    target = _script(tmp_path, MUON)
+    (row,) = prove_target(target, matrix(["fsdp"], [2], [1], sgd=False), 3, False).results
+    assert row.verdict.startswith("agrees (float64)"), show.details(row)

@@ -1,7 +1,8 @@
-"""In float64, casts to float32 in the script's own code are casts to float64.
+"""In float64, casts to float32 in the script's own code are casts to float64, and those to half precision in an optimizer.
 
 `logits.float()` and `softmax(..., dtype=torch.float32)` mean "in full precision"; in a model of float64 they would be its
-narrowest part, and float64 could decide nothing.
+narrowest part, and float64 could decide nothing. So would be what Muon and its like compute in bfloat16: products that each
+sharding sums up in another order.
 
 torch 2.13 has no public name for TorchDispatchMode. The public TorchFunctionMode will not do: it is off in a backward pass, in
 which checkpointed blocks run their forward pass again, and would do so in another type.
@@ -19,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["without_narrow_casts"]
 
+_SINGLE, _HALF = (torch.float32,), (torch.bfloat16, torch.float16)
+
 
 @contextlib.contextmanager
 def without_narrow_casts() -> Iterator[None]:
-    """For what this thread calls. Optimizers keep their types: fused kernels count steps in float32."""
+    """For what this thread calls. Optimizers keep float32, in which fused kernels count steps."""
     mode = _Wide()
     handles = [register_optimizer_step_pre_hook(mode.rest), register_optimizer_step_post_hook(mode.go_on)]
     try:
@@ -46,11 +49,12 @@ class _Wide(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("dtype") is torch.float32 and not self._rests and _is_cast(args):
+        dtype = kwargs.get("dtype")
+        if dtype in (_HALF if self._rests else _SINGLE) and _is_cast(args, dtype):
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
 
 
-def _is_cast(args: Any) -> bool:
+def _is_cast(args: Any, dtype: torch.dtype) -> bool:
     """New tensors keep the type that is asked for: a file's values, for one, are loaded into them."""
-    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype is not torch.float32
+    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype is not dtype
