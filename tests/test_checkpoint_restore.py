@@ -133,6 +133,43 @@ def test_the_saved_options_of_an_optimizer_go_on_and_the_scripts_are_named(
     assert group["foreach"] is False  # how it computes is this script's business
 
 
+class Scheduled(Regression):
+    def __init__(self, make: Any) -> None:
+        super().__init__(step_lr_interval="step")
+        self.make = make
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return optimizer, self.make(optimizer)
+
+
+def _in_turn(rates: Any, *more: Any, longer: int = 9) -> Any:
+    def make(optimizer: Any) -> Any:
+        parts = [rates.LinearLR(optimizer), rates.CosineAnnealingLR(optimizer, longer), *(each(optimizer) for each in more)]
+        return rates.SequentialLR(optimizer, parts, list(range(3, 3 * len(parts), 3)))
+
+    return make
+
+
+def test_another_schedule_is_refused_and_another_length_of_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One took the other's state without a word, or failed with an IndexError; a longer one stayed as short as it was."""
+    rates = torch.optim.lr_scheduler
+    ech.train(Scheduled(_in_turn(rates)), make_loader(), max_steps=4, callbacks=[Saver(tmp_path)])
+    other = Scheduled(_in_turn(rates, lambda optimizer: rates.ExponentialLR(optimizer, 0.9)))
+    with pytest.raises(
+        CheckpointMismatchError, match=r"lr_scheduler +SequentialLR of Li.*NOT harmless(?s:.*)\('lr_scheduler',\)"
+    ):
+        Saver.restore_from_latest(tmp_path, other)
+    Saver.restore_from_latest(tmp_path, other, restore_options=Options(allow_changes=("lr_scheduler",)))
+    assert other.lr_scheduler.last_epoch == 0 and other.train_progress.num_steps_completed == 4
+    assert Saver.restore_from_latest(tmp_path, other, restore_options=Options(restore_lr_schedulers=False))
+    longer = Scheduled(_in_turn(rates, longer=99))
+    with caplog.at_level(logging.INFO):
+        Saver.restore_from_latest(tmp_path, longer)
+    assert re.search(r"lr_scheduler\[2\].T_max +9 +99 +harmless: the saved value is used", caplog.text)
+    assert longer.lr_scheduler.last_epoch == 4
+
+
 def _facts(strategy: str) -> dict[str, Any]:
     unit = make_unit(strategy)
     unit.config = {"width": 8, "path": Path("x"), "of": [1, 2]}  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
 from echelon.contracts.between_attempts import note_loader, read_loaders
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
@@ -27,6 +27,7 @@ from echelon.data.parts import Padding, Pieces
 from echelon.launcher.functions import run as function
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure, JobSpec, Outcome, parse_duration, parse_rank_range
+from echelon.launcher.local import rendezvous
 from echelon.launcher.local import run as local
 from echelon.launcher.local.relay import SilentScreen
 from echelon.launcher.local.shrink import next_ranks
@@ -475,6 +476,13 @@ def test_training_that_is_asked_to_end_saves_and_the_same_command_goes_on(
     assert code == 0 and f"at step {step} of 1" in out, err
     assert _as_undisturbed(started.folder) < 1e-11
     started.all_gone()
+
+
+def test_a_machine_that_cannot_reach_itself_is_told_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loopback interface that is down, or without its address; here one of an address that no machine has (RFC 5737)."""
+    monkeypatch.setattr(rendezvous, "_LOOPBACK", "192.0.2.1")
+    with pytest.raises(EchelonError, match=r"at 192\.0\.2\.1, to which this machine cannot connect: .* Bring its loopback"):
+        rendezvous.OneNodeRendezvous("x").next_rendezvous()
 
 
 def test_a_lost_rank_leaves_fewer_that_go_on_in_the_memory_that_was_planned(started: Started) -> None:

@@ -129,6 +129,21 @@ def test_state_that_appeared_is_refused_when_strict(tmp_path: Path) -> None:
         Saver.restore(tmp_path / "step-00000000", Hand())
 
 
+def test_state_that_appeared_stays_as_it_is_where_it_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks(2, _appeared, tmp_path):
+        assert told.endswith("allow_changes=('counter',) leaves only counter as the script made it. 3")
+
+
+def _appeared(folder: Path) -> str:
+    Saver(folder).save(ech.State(entry_point=ech.EntryPoint.TRAIN), Hand("counter", "of_b"))
+    unit = Hand("of_b")
+    with pytest.raises(CheckpointMismatchError, match=r"allow_changes=.* as the script made it") as refused:
+        Saver.restore(folder / "step-00000000", unit)
+    report = Saver.restore(folder / "step-00000000", unit, restore_options=Options(allow_changes=("counter",)))
+    assert report.missing == ["counter"] and not report.unexpected
+    return f"{str(refused.value).splitlines()[-1]} {unit.counter.count}"
+
+
 def test_an_option_that_is_no_more_takes_its_own_state_along(tmp_path: Path) -> None:
     """Another precision has no scaler: it is listed."""
     _saved(tmp_path, grad_scaler=torch.amp.GradScaler("cpu"))
@@ -209,6 +224,31 @@ def test_layers_of_equal_shapes_are_suggested_and_the_suggestion_works(tmp_path:
         Saver.restore_from_latest(folder, after, restore_options=Options(rename={"model": "net"}))
         moment = after.optimizer.state[after.net.head.weight]["exp_avg"]
         assert torch.equal(moment, before.optimizer.state[before.model.head.weight]["exp_avg"]) and moment.any()
+
+
+def test_a_module_that_became_a_part_of_another_is_found_as_suggested(tmp_path: Path) -> None:
+    """The suggestion was `{"module": "module.0"}`, and was refused."""
+    saved = _saved(tmp_path)
+    other, loader = _unit(nn.Sequential(Net(seed=7))), _loader()
+    with pytest.raises(CheckpointMismatchError, match=r"rename=\{'module': 'module.0'\}"):
+        Saver.restore_from_latest(tmp_path, other, train_dataloader=loader)
+    Saver.restore_from_latest(tmp_path, other, train_dataloader=loader, restore_options=Options(rename={"module": "module.0"}))
+    ech.train(other, loader, max_steps=4)
+    ech.train(saved, _loader(), max_steps=4)
+    assert all(torch.equal(a, b) for a, b in zip(other.module.parameters(), saved.module.parameters(), strict=True))
+
+
+def test_the_moments_of_a_layer_that_is_left_behind_are_left_behind(tmp_path: Path) -> None:
+    """A head of another size has the name now: it was given the old one's moments."""
+    _saved(tmp_path)
+    other = _unit(Net())
+    other.module.head = nn.Linear(8, 3).double()
+    options = Options(rename={"module.head": "module.old"}, strict=False)
+    report = Saver.restore(tmp_path / "step-00000002", other, restore_options=options)
+    assert {"module.head.bias", "module.head.weight"} < set(report.missing)
+    assert {"module.old.weight", "optimizer.state.old.weight.exp_avg"} < set(report.unexpected)
+    assert not other.optimizer.state.get(other.module.head.weight)
+    assert other.optimizer.state[other.module.encoder[0].weight]["step"] == 2
 
 
 def test_weights_of_another_program_are_renamed_too(tmp_path: Path) -> None:

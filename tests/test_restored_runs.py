@@ -200,3 +200,47 @@ def test_what_an_optimizer_trains_besides_the_modules_goes_on_from_a_checkpoint(
     Saver.restore_from_latest(tmp_path / "fsdp-1", alone)
     assert [p.tolist() for p in alone.besides()] != [p.tolist() for p in Besides().besides()]
     assert dict(alone.optimizer.state[alone.weight_of_loss])["step"] == 6
+
+
+def _drawing_before_it_trains(folder: Path, steps: list[int]) -> dict[str, torch.Tensor]:
+    """As a script that evaluates first: to iterate over a torch DataLoader draws a number, whether it shuffles or not."""
+    for step in steps:
+        ech.seed(3)
+        unit, loader = Numbered(dropout=0.4, strategy="ddp"), ech.Loader(DATA, 8, seed=1)
+        saver = Saver(folder / str(len(steps)))
+        saver.restore_from_latest(saver.dirpath, unit, train_dataloader=loader)
+        ech.evaluate(unit, torch.utils.data.DataLoader(DATA, 8))
+        ech.train(unit, loader, max_steps=step, callbacks=[saver])
+        ech.train(unit, loader, max_steps=step + 2)  # that goes on from where it is
+    return whole(unit.module)
+
+
+def test_what_a_script_draws_before_it_resumes_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    """Dropout was another after each restart, if anything was drawn between the restore and the first step."""
+    once, again = (ranks(2, _drawing_before_it_trains, tmp_path, steps) for steps in ([8], [3, 8]))
+    assert [largest_difference(a, b) for a, b in zip(once, again, strict=True)] == [0, 0]
+
+
+def _with_fewer_micro_batches(folder: Path, elsewhere: bool) -> dict[str, torch.Tensor]:
+    """Three updates of two micro-batches, then updates of one, in two runs."""
+    for accumulation, steps in ((2, 6), (1, 4), (1, 5)):
+        unit = Numbered(strategy="ddp", gradient_accumulation_steps=accumulation)
+        loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+        saver = Saver(folder, save_every_n_train_steps=accumulation)
+        saver.restore_from_latest(folder, unit, train_dataloader=loader)
+        if elsewhere and accumulation == 1:
+            folder = folder.with_name("elsewhere")
+            saver = Saver(folder)
+        ech.train(unit, loader, max_steps=steps, callbacks=[saver])
+    return whole(unit.module)
+
+
+def test_a_run_goes_on_in_its_folder_with_fewer_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
+    """Its steps are larger then, so that step 6 is step 3: the newest was refused as ahead of the run."""
+    got = ranks(2, _with_fewer_micro_batches, tmp_path / "here", False)
+    wanted = ranks(2, _with_fewer_micro_batches, tmp_path / "there", True)
+    assert [largest_difference(a, b) for a, b in zip(got, wanted, strict=True)] == [0, 0]
+    names = ["replaced-step-00000004", "replaced-step-00000006", *(f"step-{step:08d}" for step in (2, 3, 4, 5))]
+    assert sorted(path.name for path in (tmp_path / "here").glob("*step*")) == names
+    steps = [manifest.read(tmp_path / "here" / name)["config"]["data"]["accumulation"] for name in names]
+    assert steps == [2, 2, 2, 1, 1, 1]

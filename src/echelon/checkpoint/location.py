@@ -19,6 +19,7 @@ from echelon.contracts.files import sync, write_whole
 __all__ = [
     "Location",
     "Remote",
+    "absolute",
     "create",
     "explain",
     "is_there",
@@ -112,6 +113,11 @@ class Remote:
 
 
 Location = Path | Remote
+
+
+def absolute(folder: Location) -> Location:
+    """The same folder, wherever the program goes from here."""
+    return folder.absolute() if isinstance(folder, Path) else folder
 
 
 def location(where: str | os.PathLike[str] | Remote, name: str = "dirpath") -> Location:

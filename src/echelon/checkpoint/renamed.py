@@ -13,7 +13,7 @@ import torch
 from echelon.checkpoint.layout import NamedState
 from echelon.contracts.errors import CheckpointMismatchError
 
-__all__ = ["Naming", "by_old", "check", "hint", "moved", "rename", "suggest"]
+__all__ = ["Naming", "by_old", "check", "hint", "moved", "rename", "state_in", "suggest"]
 
 # What a name in a checkpoint is called now.
 Naming = Callable[[str], str]
@@ -27,6 +27,11 @@ def moved(name: str, renames: Mapping[str, str]) -> str:
         if name == old or name.startswith(f"{old}."):
             return renames[old] + name[len(old) :]
     return name
+
+
+def state_in(name: str) -> str:
+    """The state that a dotted name begins with: a module may be a part of another one now."""
+    return name.partition(".")[0]
 
 
 def by_old(names: Iterable[str], naming: Naming) -> dict[str, str]:
@@ -71,7 +76,7 @@ def rename(
     check(renames, [*rest, *saved.index])
     saved.rename(naming)
     made: dict[str, Any] = {}
-    for old, new in by_old(rest, naming).items():
+    for old, new in by_old(rest, lambda name: state_in(naming(name))).items():
         made[new] = rest[old]
         if isinstance(states.get(new), NamedState):
             keys = by_old([f"{old}.{key}" for key in rest[old]], naming)

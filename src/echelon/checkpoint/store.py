@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -51,6 +51,7 @@ def read_states(
     *,
     strict: bool = True,
     forgotten: Callable[[list[str]], tuple[list[str], list[str]]] | None = None,
+    may_begin: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
     naming: Naming | None = None,
 ) -> Report:
@@ -59,6 +60,7 @@ def read_states(
     Args:
         forgotten: of the saved states' names, those that are left over, an error when strict, and those that are only listed.
             By default what is not asked for is no matter.
+        may_begin: states that may be missing: they stay as they are.
         rename, naming: what was asked for, and what it makes of the name of a state or a tensor.
         manifest: the checkpoint's, if it was read already.
     Raises:
@@ -73,8 +75,11 @@ def read_states(
         if rename and naming is not None:
             rest = on_each(folder, lambda: renamed.rename(rest, saved, states, rename, naming))
         over, listed = forgotten(sorted(rest)) if forgotten is not None else ([], [])
+        new = sorted(name for name in states if name in may_begin and name not in rest)
+        states = {name: state for name, state in states.items() if name not in new}
         report = fill(folder, states, rest, saved, strict=strict, over=over)
         report.unexpected += listed
+        report.missing += new
     return report
 
 
@@ -200,6 +205,8 @@ def compare(
         hint = "" if shapes else " RestoreOptions(strict=False) leaves these alone, and casts."
         if over:
             hint += f" allow_changes={tuple(over)!r} leaves only {', '.join(over)} out, for good: later checkpoints lack it."
+        if new := tuple(name for name in states if name not in rest):
+            hint += f" allow_changes={new!r} leaves only {', '.join(new)} as the script made it."
         hint += renamed.hint(states, wanted, {k: saved.shape(k) for k in saved.index}, missing, unexpected)
         raise CheckpointMismatchError(
             f"{folder} does not fit this model:\n{table(('state', 'saved', 'now'), rows, most=16)}{hint}"

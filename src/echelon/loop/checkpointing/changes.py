@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from echelon.checkpoint import strict
-from echelon.checkpoint.renamed import moved
+from echelon.checkpoint.renamed import moved, state_in
 from echelon.checkpoint.store import table
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
 from echelon.contracts.redact import redacted_fields
@@ -23,7 +24,7 @@ from echelon.data.loader import Loader
 from echelon.data.stream import StreamLoader
 from echelon.loop.auto import AutoUnit
 from echelon.loop.checkpointing import forgotten
-from echelon.loop.unit import Unit
+from echelon.loop.unit import LRScheduler, Unit
 from echelon.parallel.partition import Partition
 from echelon.parallel.state_keys import HOW
 from echelon.world import agree
@@ -54,7 +55,9 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "modules": {name: each["module"] for name, each in described.items()},
         "optimizers": {name: type(Partition.behind(o)).__name__ for name, o in unit.tracked_optimizers().items()},
-        "options": {name: [_options(group) for group in o.param_groups] for name, o in unit.tracked_optimizers().items()},
+        "schedulers": {name: _kind(_parts(each)) for name, each in unit.tracked_lr_schedulers().items()},
+        "options": {name: [_options(group) for group in o.param_groups] for name, o in unit.tracked_optimizers().items()}
+        | {name: [_arguments(part) for part in _parts(each)] for name, each in unit.tracked_lr_schedulers().items()},
         "data": _of_loader(loader),
         "states": forgotten.kinds(unit),
         "user": _users(unit),
@@ -93,6 +96,24 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         if _is_plain(plain):
             found[key] = json.loads(json.dumps(plain))  # as it will be read: tuples are lists
     return found
+
+
+def _parts(scheduler: Any) -> list[Any]:
+    """A scheduler, and those that it consists of."""
+    inner = [each for value in vars(scheduler).values() if isinstance(value, (list, tuple)) for each in value]
+    return [scheduler, *(part for each in inner if isinstance(each, LRScheduler) for part in _parts(each))]
+
+
+def _kind(parts: Sequence[Any]) -> str:
+    own, *inner = (type(part).__name__ for part in parts)
+    return f"{own} of {', '.join(inner)}" if inner else own
+
+
+def _arguments(scheduler: Any) -> dict[str, Any]:
+    """What the script gave it, as far as it keeps that by the same names."""
+    names = inspect.signature(type(scheduler).__init__).parameters.keys() & vars(scheduler).keys() - {"optimizer", "last_epoch"}
+    plain = {name: vars(scheduler)[name] for name in sorted(names)}
+    return {name: json.loads(json.dumps(value)) for name, value in plain.items() if _is_plain(value)}
 
 
 def _of_loader(loader: Any) -> dict[str, Any]:
@@ -134,18 +155,22 @@ def _command() -> list[str]:
     return [str(word) for word in (about or {}).get("command", [])]
 
 
-_OF_STATES = ("modules", "optimizers", "options", "states")
+_OF_STATES = ("modules", "optimizers", "schedulers", "options", "states")
 
 
 def renamed(saved: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
     """A checkpoint's facts with the names of states that they have now."""
     by_state = {k: each for k, each in saved.items() if k in _OF_STATES and isinstance(each, dict)}
-    return {**saved, **{k: {moved(n, renames): v for n, v in each.items()} for k, each in by_state.items()}}
+    return {**saved, **{k: {state_in(moved(n, renames)): v for n, v in each.items()} for k, each in by_state.items()}}
 
 
-def check(saved: Mapping[str, Any], unit: Unit, loader: Any, *, optimizers: bool, allowed: Iterable[str]) -> tuple[str, set[str]]:
+def check(
+    saved: Mapping[str, Any], unit: Unit, loader: Any, *, restored: Iterable[str], allowed: Iterable[str]
+) -> tuple[str, set[str]]:
     """Compare a checkpoint's facts with this run. Collective: what is different on one rank is an error on all.
 
+    Args:
+        restored: of "optimizers" and "schedulers", those that matter.
     Returns:
         a table of what changed, "" if nothing did, and the names of what is not harmless but allowed.
     Raises:
@@ -159,7 +184,7 @@ def check(saved: Mapping[str, Any], unit: Unit, loader: Any, *, optimizers: bool
             strict.mapping(saved.get(name, {}), name)
         for kind in (*saved.get("states", {}).values(), saved.get("position") or ""):
             strict.text(kind, "the kind of a state or a loader")
-        rows = _changes(saved, now, optimizers)
+        rows = _changes(saved, now, restored)
         if isinstance(loader, Loader):
             allowed |= loader.accept_changes
             if saved.get("data"):
@@ -188,13 +213,13 @@ def check(saved: Mapping[str, Any], unit: Unit, loader: Any, *, optimizers: bool
     return text, harmful
 
 
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], optimizers: bool) -> list[Row]:
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], restored: Iterable[str]) -> list[Row]:
     """What differs, other than the loader.
 
     Raises:
         TypeError, ...: `saved` is not what `facts` gives.
     """
-    for name in ("user", "optimizers", "options", "data"):
+    for name in ("user", "optimizers", "schedulers", "options", "data"):
         if not isinstance(saved.get(name, {}), Mapping):
             raise TypeError(f"{name} is {type(saved[name]).__name__}")
     rows: list[Row] = []
@@ -206,11 +231,9 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], optimizers: bool)
         if before.get(name) != after.get(name):
             was, is_ = before.get(name, "-"), after.get(name, "-")
             rows.append((f"config.{name}", _shown(was), _shown(is_), "harmless: yours", False))
-    if not optimizers:
-        return rows
-    for name, kind in saved.get("optimizers", {}).items():
-        if kind != now["optimizers"].get(name, kind):
-            rows.append((name, _shown(kind), now["optimizers"][name], "it begins without what the saved one knew", True))
+    for name, kind, is_ in ((n, k, now[of].get(n, k)) for of in restored for n, k in saved.get(of, {}).items()):
+        if kind != is_:
+            rows.append((name, _shown(kind), _shown(is_), "it begins without what the saved one knew", True))
         elif name in now["options"] and len(saved.get("options", {}).get(name, ())) == len(now["options"][name]):
             rows += _given(name, saved["options"][name], now["options"][name])
     return rows

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.lease import Lease
-from echelon.checkpoint.location import Location, make_folder
+from echelon.checkpoint.location import Location, absolute, make_folder
 from echelon.checkpoint.policy import Keep
 from echelon.contracts.between_attempts import begins_anew, note_begun
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
@@ -19,7 +20,7 @@ from echelon.world import agree
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["RunFolder", "absolute", "is_begun_anew", "left_alone"]
+__all__ = ["RunFolder", "is_begun_anew", "left_alone"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,6 @@ def left_alone(folder: Location) -> bool:
         logger.warning("%s: nothing in %s is restored", why, folder)
         return True
     return False
-
-
-def absolute(folder: Location) -> Location:
-    return folder.absolute() if isinstance(folder, Path) else folder
 
 
 class RunFolder:
@@ -83,13 +80,16 @@ class RunFolder:
         self.held = False
         self._lease.release()
 
-    def take_over(self, unit: TrainUnit[Any], state: State) -> None:
+    def take_over(self, unit: TrainUnit[Any], state: State) -> list[Location]:
         """As `take`, at the beginning of a run: set aside what must not be there. Collective, once in a run.
 
         A run that is complete and saved has nothing to write: the folder may be read-only then.
+
+        Returns:
+            what is ahead of the run only because steps were smaller when it was saved: to be given to `count_anew`.
         """
         if self.held:
-            return
+            return []
         step, anew = unit.train_progress.num_steps_completed, is_begun_anew(self.path)
         try:
             self.take()
@@ -99,13 +99,29 @@ class RunFolder:
                 raise
             logger.info("the run is complete, and its folder is left as it is: %s", error)
         restart = self.restart or anew
-        for path, saved in self._found():
+        found = self._found()
+        source = next((saved for path, saved in found if str(path) == unit.restored_from), 0)
+        counted = [path for path, saved in found if step < saved <= source]
+        for path, saved in found:
+            if path in counted:
+                continue
             # Another run's beginning is not this one's.
             if saved > step or (restart and step == 0):
                 self._meet_newer(path, step, restart)
         if anew:
             commit.on_rank0(note_begun, self.path)
             _begun.add(str(self.path))
+        return counted
+
+    def count_anew(self, counted: list[Location], step: int, save: Callable[[], object]) -> None:
+        """Save a run whose steps are larger now, under its present step, and only then set aside what has the old numbers."""
+        if not counted:
+            return
+        if self._is_saved(step):  # what was saved at this number was another step
+            commit.on_rank0(lambda: commit.set_aside(self.path / manifest.named(step), "replaced"))
+        save()
+        for path in counted:
+            commit.on_rank0(partial(commit.set_aside, path, "replaced"))
 
     def _found(self) -> list[tuple[Location, int]]:
         """What is named like a checkpoint, and its step, newest first. Collective."""

@@ -48,20 +48,26 @@ def naming(renames: Mapping[str, str], states: Mapping[str, Any]) -> Naming:
     """
     back = {new: old for old, new in renames.items()}
     tables: dict[str, dict[str, str]] = {}
+    modules: dict[str, str] = {}
     for name, state in states.items():
         if hasattr(state, "full_names"):
             pairs = {here: (full, moved(full, back)) for here, full in state.full_names().items()}
             # An optimizer's names have their module's in front only if it has several.
             tables[name] = {was if here == full else was.partition(".")[2]: here for here, (full, was) in pairs.items()}
+            modules[name] = next((full.removesuffix(here) for here, (full, _) in pairs.items()), "")
 
     def now(name: str) -> str:
         state, _, key = moved(name, renames).partition(".")
         kind, _, rest = key.partition(".")
         if kind in ("state", "param_groups") and state in tables:
             words = rest.split(".")
+            left = moved(f"{modules[state]}{rest}", renames).removeprefix(modules[state])
             for end in range(len(words), 0, -1):
-                if (here := tables[state].get(".".join(words[:end]))) is not None:
+                here = tables[state].get(".".join(words[:end]))
+                # Another parameter may have the name now that this one had.
+                if here is not None and (here != ".".join(words[:end]) or left == rest):
                     return ".".join([state, kind, here, *words[end:]])
+            return f"{state}.{kind}.{left}"
         return f"{state}.{key}" if key else state
 
     return now

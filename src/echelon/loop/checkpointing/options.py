@@ -50,8 +50,8 @@ class RestoreOptions:
 
     Args:
         strict: False leaves alone what the checkpoint does not have, and what it has and nobody asks for; both are logged.
-        allow_changes: names of changes that are not harmless, such as "global_batch", and are meant; and of states that the
-            checkpoint has and the unit has no more, to leave out.
+        allow_changes: names of changes that are not harmless, such as "global_batch", and are meant; and of states that only
+            the checkpoint has, to leave out, or only the unit has, to leave as they are.
         rename: what is called otherwise now: the beginning of a name in the checkpoint, and its name here, such as
             `{"module.encoder": "module.backbone"}`. An optimizer's state follows.
         show_changes: log a table of what changed since it was saved, harmless changes too.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.checkpoint import commit, foreign, store
-from echelon.checkpoint.location import Location
+from echelon.checkpoint.location import Location, absolute
 from echelon.checkpoint.store import Report
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UsageError, require
 from echelon.contracts.terminal import printable
@@ -115,10 +115,13 @@ def _restore(path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, 
     allowed = options.allow_changes
     seeks = loader is not None and hasattr(loader, "load_state_dict")
     config = changes.renamed(manifest.get("config", {}), options.rename)
-    table, meant = changes.check(config, unit, loader, optimizers=options.restore_optimizers, allowed=allowed)
+    restored = [
+        k for k, is_ in (("optimizers", options.restore_optimizers), ("schedulers", options.restore_lr_schedulers)) if is_
+    ]
+    table, meant = changes.check(config, unit, loader, restored=restored, allowed=allowed)
     if table and options.show_changes and agree.is_rank0():
         logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used
-    if meant & set(config.get("optimizers", {})):
+    if meant & {name for kind in restored for name in config.get(kind, {})}:
         chosen = {name: value for name, value in chosen.items() if name not in meant}
     # Of all first: an optimizer's names are those of its modules, restored or not.
     states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
@@ -142,6 +145,7 @@ def _restore(path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, 
         manifest,
         strict=options.strict,
         forgotten=lambda names: forgotten.forgotten(config, names, unit, options),
+        may_begin=allowed,
         rename=options.rename,
         naming=forgotten.naming(options.rename, states) if options.rename else None,
     )
@@ -151,6 +155,7 @@ def _restore(path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, 
     for module in unit.tracked_modules().values():
         fill_rest(module)
     unit.restored()
+    unit.restored_from = str(absolute(path))
     return report
 
 
@@ -183,6 +188,7 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
     # Ranks agree: with streams restored on some and not on others, none would be what it was.
     if not agree.any_rank(own is None) and own is not None:
         store.on_each(path, lambda: _load_streams(path, own["streams"]))
+        unit.resumes_with = own["streams"]
         for name, metric in unit.tracked_metrics().items():
             if metrics and name in own["metrics"]:
                 load_share(metric, own["metrics"][name])

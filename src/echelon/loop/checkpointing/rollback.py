@@ -153,6 +153,7 @@ class RollBack(Callback):
         loader = state.train_state.dataloader
         if not restoring.restore_first(self.saver.dirpath, ordered, unit, loader, RestoreOptions(), fall_back=True):
             raise DivergedError(f"{what}, and {self.saver.dirpath} holds no checkpoint from before to go back to.")
+        unit.resumes_with = None  # it trains on from there now
         progress.skipped = skipped
         state.go_on_from_progress()
         back = progress.num_steps_completed

@@ -94,12 +94,13 @@ class DistributedCheckpointSaver(Callback):
     # --- when
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
-        self.folder.take_over(unit, state)
+        counted = self.folder.take_over(unit, state)
         self._looked_at = _step(unit)
         if self._frozen is not None:
             self._frozen.begin(unit)
         for prepared in unit.prepared_modules().values():
             prepared.keep_extras()
+        self.folder.count_anew(counted, self._looked_at, lambda: self.save(state, unit))
 
     def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
         every, steps, before = self.every.train_steps, _step(unit), self._looked_at
