@@ -113,22 +113,38 @@ _SCHEME = "return document.body.getAttribute('data-md-color-scheme') == 'slate' 
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    driver = subprocess.Popen(
-        ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    )
+    driver, port = _started_driver()
     try:
-        assert driver.stdout is not None
-        started = next(found for line in driver.stdout if (found := re.search(r"started successfully on port (\d+)", line)))
-        opened = Browser(f"http://127.0.0.1:{started[1]}", folder / "profile")
+        opened = Browser(f"http://127.0.0.1:{port}", folder / "profile")
         try:
             yield opened
         finally:
             opened.close()
     finally:
-        driver.terminate()
-        driver.wait(30)
-        if driver.stdout is not None:
-            driver.stdout.close()
+        _end(driver)
+
+
+def _started_driver(tries: int = 5) -> tuple[subprocess.Popen[str], int]:
+    """A chromedriver and its port. It asks for a free one in IPv6 and ends at once if another process has that one in IPv4."""
+    printed: list[str] = []
+    for _ in range(tries):
+        driver = subprocess.Popen(
+            ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            printed.append(line)
+            if found := re.search(r"started successfully on port (\d+)", line):
+                return driver, int(found[1])
+        _end(driver)
+    raise RuntimeError(f"chromedriver ended {tries} times before it listened: {''.join(printed)}")
+
+
+def _end(driver: subprocess.Popen[str]) -> None:
+    driver.terminate()
+    driver.wait(30)
+    if driver.stdout is not None:
+        driver.stdout.close()
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

@@ -21,6 +21,7 @@ pytest.importorskip("transformers", reason="pip install transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.standing_ranks]
 
 LENGTH = 16
+_MASKED = ("bert", "modernbert")  # labels are not shifted
 
 
 def _made(name: str) -> nn.Module:
@@ -37,6 +38,13 @@ def _made(name: str) -> nn.Module:
         "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**size, **more)),
         "windows": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**size, **more, **windows)),
         "bert": bert,
+        "modernbert": lambda: tf.ModernBertForMaskedLM(
+            tf.ModernBertConfig(
+                **{name: value for name, value in {**size, **more}.items() if name != "num_key_value_heads"},
+                **dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+                local_attention=6,
+            )
+        ),
         "classifier": lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**size, **more, num_labels=3)),
         "eager": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**size, **more, attn_implementation="eager")),
         "opt": lambda: tf.OPTForCausalLM(
@@ -54,7 +62,7 @@ def _made(name: str) -> nn.Module:
     }
     torch.manual_seed(0)
     made: Any = makers[name]().double()
-    made.shifts = name != "bert"
+    made.shifts = name not in _MASKED
     for part in made.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -94,7 +102,7 @@ def _their_loss(module: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _far(model: str, kind: str, options: dict[str, Any], loss: Any = _own_loss) -> tuple[float, float]:
-    causal = model != "bert"
+    causal = model not in _MASKED
     windows = [[_batch(kind, 2 * i), _batch(kind, 2 * i + 1)] for i in range(5)]
     unit = Language(
         module=_made(model),
@@ -119,6 +127,7 @@ CASES = [
     ("windows", "padded", {}),
     ("gpt2", "prompts", {}),
     ("bert", "plain", {}),
+    ("modernbert", "plain", {}),
 ]
 
 

@@ -220,7 +220,7 @@ SETUPS: dict[str, tuple[int, Any, list[str], list[str]]] = {
         ["sgd", "auxiliary"],
         ["adamw, clipped", "one expert a token", "frozen router", "recomputed"],
     ),
-    "ep two, data two": (4, ech.Parallel(ep=2), ["adamw, clipped"], ["sgd", "auxiliary"]),
+    "ep two, data two": (4, ech.Parallel(ep=2), [], ["adamw, clipped", "sgd", "auxiliary"]),
     "ep on four": (4, ech.Parallel(ep=4), [], ["adamw, clipped", "one expert a token"]),
     "ep two, copies two": (4, ech.Parallel(dp_replicate=2, ep=2), [], ["sgd", "adamw, clipped"]),
     "ep two, tp two": (4, ech.Parallel(ep=2, tp=2, plan={"first": "colwise_gather"}), [], ["adamw, clipped", "auxiliary"]),

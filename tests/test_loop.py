@@ -588,6 +588,8 @@ def test_arguments_in_anothers_place_are_named() -> None:
         ech.train(Plain, loader, max_epochs=1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"the dataloader of train.* must be an iterable of batches, got int"):
         ech.train(Plain(), 3, max_epochs=1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"an iterable of batches, got a dict of 'a', 'b'. Give one of them, or"):
+        ech.train(Plain(), {"a": loader, "b": loader}, max_epochs=1)  # trained on the names
 
 
 @pytest.mark.parametrize(

@@ -362,3 +362,36 @@ def _let_go() -> list[bool]:
 def test_a_model_that_is_dropped_is_freed(ranks: Ranks) -> None:
     """Each call of prepare kept its model and optimizer for good."""
     assert ranks(2, _let_go) == [[False] * 6] * 2
+
+
+# --- random numbers
+
+
+def _drawing(folder: Path, stops_after: int, counts: bool) -> dict[str, torch.Tensor]:
+    """Draws before its first epoch, and before each epoch's batches."""
+    torch.manual_seed(0)
+    model = net(dropout=0.4)
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=_strategy(), checkpoints=saver)
+    held_out = list(DataLoader(DATA, 8))  # its order draws a number
+    steps = 0
+    for _ in range(3) if counts else ech.epochs(loader, 3):
+        assert held_out and float(torch.rand(())) < 1
+        for x, y in loader:
+            _step(model, optimizer, x, y)
+            steps += 1
+            if steps == stops_after:
+                return {}
+    return whole(model)
+
+
+@pytest.mark.parametrize(("stops_after", "counts"), [(2, False), (4, False), (5, True)])
+def test_what_a_loop_draws_before_its_batches_changes_no_resumed_run(
+    ranks: Ranks, tmp_path: Path, stops_after: int, counts: bool
+) -> None:
+    """Dropout was another after each restart, if anything was drawn between `prepare` and the first batch."""
+    wanted = ranks(2, _drawing, tmp_path / "once", -1, counts)
+    ranks(2, _drawing, tmp_path / "again", stops_after, counts)
+    got = ranks(2, _drawing, tmp_path / "again", -1, counts)
+    assert [largest_difference(a, b) for a, b in zip(wanted, got, strict=True)] == [0, 0]

@@ -16,10 +16,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon as ech
+from echelon.contracts.errors import UsageError
 from echelon.parallel.parallelize import parallelize, prepare_module
 from echelon.parallel.recipe import Recipe
 from tests.conftest import Ranks
-from tests.models import Net, net
+from tests.models import Net, net, whole
 from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -331,3 +332,39 @@ def test_norms_of_ones_own_and_calls_outside_of_a_step_work(ranks: Ranks) -> Non
     for found in ranks(2, _called_elsewhere):
         for strategy in ("fsdp", "zero2"):
             torch.testing.assert_close(found[strategy], found["ddp"], atol=2e-2, rtol=2e-2)
+
+
+class _Island(Net):
+    """Ends in float32, as many models compute a head or a router."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.last(x.float())
+
+
+def _islands() -> list[Any]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    full = ech.FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32))
+    found: list[Any] = []
+    for strategy in ("ddp", "fsdp", full):
+        torch.manual_seed(0)
+        unit = Regression(module=_Island(), strategy=strategy, precision="bf16", lr=0.01)
+        try:
+            ech.train(unit, _data(), max_epochs=1)
+        except UsageError as error:
+            found.append(str(error))
+            continue
+        found.append(whole(unit.module))
+    return found
+
+
+def test_a_layer_without_autocast_is_told_of_gathered_weights_or_trains_with_its_own(ranks: Ranks) -> None:
+    """One that was refused in torch's own words, of two matrices without a name."""
+    for plain, said, full in ranks(2, _islands):
+        assert said.startswith("parameters of _Island are gathered in torch.bfloat16") and "param_dtype=torch.float32" in said
+        for name, value in plain.items():
+            torch.testing.assert_close(full[name], value, atol=1e-4, rtol=1e-4)

@@ -5,7 +5,7 @@ Mocks are accepted: an instance is asked what it has, not only its type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -61,6 +61,12 @@ def check_loader(dataloader: Any, entry: str) -> None:
     gives = hasattr(dataloader, "__iter__") or hasattr(dataloader, "__getitem__")
     if not gives or isinstance(dataloader, (type, str, bytes)):
         raise UsageError(f"the dataloader of {entry}() must be an iterable of batches, got {type(dataloader).__name__}.")
+    if isinstance(dataloader, Mapping):  # its keys would be the batches
+        names = ", ".join(map(repr, list(dataloader)[:5]))
+        raise UsageError(
+            f"the dataloader of {entry}() must be an iterable of batches, got a {type(dataloader).__name__} of {names}. Give one "
+            "of them, or a loader that gives the batches of all; echelon.Mixture mixes datasets."
+        )
 
 
 def no_end(entry: str) -> UsageError:

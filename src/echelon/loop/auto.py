@@ -18,7 +18,14 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
-from echelon.loop.auto_checks import check_accumulation, check_made, check_own_names, check_plateau, check_trainable
+from echelon.loop.auto_checks import (
+    check_accumulation,
+    check_evaluated,
+    check_made,
+    check_own_names,
+    check_plateau,
+    check_trainable,
+)
 from echelon.loop.auto_eval import AutoEvalUnit
 from echelon.loop.auto_options import AutoOptions, BuiltAtFirstUse
 from echelon.loop.auto_predict import AutoPredictUnit
@@ -165,7 +172,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self._pieces_of_step = 1
         self._finite = FiniteWatch(options.stop_after_nonfinite_losses)
         self.latest_update = (None, None)
-        self.eval_loss = self.test_loss = float("nan")  # of the latest evaluation and test, over all ranks
+        self.eval_loss = self.test_loss = math.nan  # of the latest evaluation and test, over all ranks
+        self.has_eval_loss = False  # whether the latest evaluation counted any
         self._around_window, self._held, self._trains_with = None, [], []
         self._evaluation = MeanOfAPhase()
 
@@ -232,6 +240,10 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self.prepared.before_evaluation()
         if phase != "predict":
             self._evaluation.mean.reset()
+        if phase == "eval":
+            self.eval_loss = math.nan
+        elif phase == "test":
+            self.test_loss = math.nan
 
     def _begin_training(self, state: State) -> None:
         together = self.prepared.averaged_over > 1 or self.prepared.forward_is_collective
@@ -297,14 +309,18 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         if phase == "train" and self.step_lr_interval == "epoch":
             self._advance()
         elif phase == "eval":
-            self.eval_loss = loss = self._evaluation.mean.compute()
+            loss = self._evaluation.mean.compute()
+            self.has_eval_loss = not self._evaluation.mean.is_empty
+            self.eval_loss = loss if self.has_eval_loss else self.eval_loss  # which a step of the unit's own may have set
             self.eval_progress.latest_loss = loss if math.isfinite(loss) else None
             if self._plateau and state.train_state is not None:
-                self.lr_scheduler.step(self.eval_loss)
-            if state.recorder is not None:
-                state.recorder.evaluation(self.train_progress.num_steps_completed, "eval_loss", self.eval_loss)
+                check_evaluated(self)
+                self.lr_scheduler.step(loss)
+            if state.recorder is not None and self.has_eval_loss:
+                state.recorder.evaluation(self.train_progress.num_steps_completed, "eval_loss", loss)
         elif phase == "test":
-            self.test_loss = self._evaluation.mean.compute()
+            loss = self._evaluation.mean.compute()
+            self.test_loss = self.test_loss if self._evaluation.mean.is_empty else loss
 
     def phase_ended(self, state: State, phase: str) -> None:
         self.window.group, self._trains_with = None, []

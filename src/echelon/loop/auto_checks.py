@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from echelon.loop.auto_train import AutoTrainUnit
     from echelon.loop.state import State
 
-__all__ = ["check_accumulation", "check_made", "check_own_names", "check_plateau", "check_trainable"]
+__all__ = ["check_accumulation", "check_evaluated", "check_made", "check_own_names", "check_plateau", "check_trainable"]
 
 
 def check_made(unit: str, made: Any) -> None:
@@ -69,6 +69,16 @@ def check_plateau(state: State) -> None:
         raise UsageError(
             "ReduceLROnPlateau needs the loss of evaluations, and train() has none. Use fit(), or override "
             "step_lr_scheduler and call self.lr_scheduler.step(metric) there."
+        )
+
+
+def check_evaluated(unit: Any) -> None:
+    """After an evaluation whose loss a scheduler is to follow."""
+    if not unit.has_eval_loss:
+        raise UsageError(
+            f"ReduceLROnPlateau needs the loss of evaluations, and this one counted none: {type(unit).__name__}.eval_step must "
+            "call super().eval_step(state, data), of batches that are not empty. Or override step_lr_scheduler and call "
+            "self.lr_scheduler.step(metric) there."
         )
 
 

@@ -28,7 +28,7 @@ from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps
 from echelon.loop.undivided import warn_of_same_samples
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.world import agree, clock, stop
+from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
 from echelon.world.handshake import greet
 
@@ -74,6 +74,7 @@ class Run:
             raise no_end(state.entry_point.name.lower())
         with self._training(), torch.enable_grad(), in_mode(self._inner, "train"):
             self._begin_training(stage)
+            self._inner.resumes_with = None
             self._evaluate_if_due()  # the state that was restored was saved before an evaluation
             while not state.should_stop and not here.is_complete(progress):
                 if not self._train_epoch(stage):
@@ -99,7 +100,13 @@ class Run:
         check_tracked(self._inner)
         self._agree_on_agreeing()
         self._agree_to_stop()
+        self._take_up_streams()
         self._reporting.event("train_start", total_steps=here.total_steps(), step=progress.num_steps_completed)
+
+    def _take_up_streams(self) -> None:
+        """Of a unit that was restored: as they were when it was saved, whatever the script has drawn since."""
+        if (streams := self._inner.resumes_with) is not None:
+            rng.load_states(streams)
 
     def _let_go(self) -> None:
         for each in self._stages.values():  # their loaders' workers end here, and not when somebody collects cycles
@@ -227,11 +234,15 @@ class Run:
         plain = within_fit or self._inner.forward_is_collective or phase != "predict"
         with torch.no_grad() if plain else torch.inference_mode(), in_mode(self._inner, "eval"):
             self._reporting.event("eval_start", phase=phase, within_fit=within_fit)
+            drawn = rng.states() if within_fit else None
             self._begin(stage)
             with self._inner.evaluating():
                 whole = self._evaluation_epoch(stage)
+            if drawn is not None and not whole:
+                rng.put_back(drawn)  # it is made again, and draws the same
             stage.call(stage.hooks.end)
-            loss = getattr(self.unit, "eval_loss", None) if phase == "eval" and whole else None
+            whole = whole and phase == "eval" and getattr(self.unit, "has_eval_loss", True)
+            loss = getattr(self.unit, "eval_loss", None) if whole else None
             step = self.unit.train_progress.num_steps_completed if isinstance(self.unit, TrainUnit) else None
             eval_loss = loss if isinstance(loss, float) else None
             self._reporting.event("eval_end", phase=phase, within_fit=within_fit, step=step, eval_loss=eval_loss)

@@ -16,9 +16,13 @@ class Mean:
     """A weighted mean over all ranks, however many updates each has seen.
 
     `update` is local and does not wait for a device; `compute` is collective.
+
+    Attributes:
+        is_empty: whether no rank had added anything, at the latest `compute`.
     """
 
     def __init__(self) -> None:
+        self.is_empty = True
         self._sum: Any = 0.0
         self._weight: Any = 0.0
 
@@ -40,6 +44,7 @@ class Mean:
         if is_joined():
             dist.all_reduce(total, group=control_group())
         value, weight = total.tolist()
+        self.is_empty = weight == 0
         return value / weight if weight else float("nan")
 
     def reset(self) -> None:

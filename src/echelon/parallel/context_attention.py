@@ -39,6 +39,8 @@ _OTHERS = {
     "_flash_attn_varlen_forward": "flash_attn_varlen_func",
     "_flash_attn_forward": "flash_attn_func",
 }
+# All that is looked at, by name: of some thousand calls in a step most end at the first question.
+_NAMES = frozenset({_SPLIT.__name__, *(each.__name__ for each in _SPECIAL), *_OTHERS})
 
 
 class SplitAttention(TorchFunctionMode):
@@ -62,6 +64,8 @@ class SplitAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if getattr(func, "__name__", "") not in _NAMES:
+            return func(*args, **(kwargs or {}))
         parts = current()
         if func is _SPLIT and parts is not None:
             return self._attend(parts, *args, **(kwargs or {}))

@@ -20,6 +20,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.context_active import over
 from echelon.parallel.context_split import SequenceParts
 from echelon.parallel.experts.moe import MoE
+from echelon.parallel.split_errors import meaning
 from echelon.world import agree, rng
 from echelon.world.device import map_tensors
 
@@ -54,13 +55,16 @@ def probe(
     for short in lengths:
         whole = map_tensors((args, kwargs), partial(_beginning, rows=rows, length=length, short=short, parts=parts))
         try:
-            mine = _passes(parts, forward, module, whole, short)
+            found = [_passes(parts, forward, module, each, short) for each in _with_padding(whole)]
+            mine = next((each for each in found if each is not None), None)
             break
         except UsageError:
             raise
         except Exception as error:
             if short < lengths[-1]:  # a model for one length only
                 continue
+            if (said := meaning(module, str(error))) is not None:
+                raise UsageError(f"{said} torch says: {error}") from error
             raise UsageError(
                 f"context parallelism: {kind} could not be called on whole sequences of {short} tokens, to "
                 f"compare with their parts: {type(error).__name__}: {error}. Switch the comparison off if it cannot work: "
@@ -72,11 +76,17 @@ def probe(
         raise _differs(module, kind, name, side, difference, parts.size)
 
 
+def _with_padding(whole: Any) -> list[Any]:
+    """These arguments; and with padding, which positions may depend on, and without which masks may be left out."""
+    mask = whole[1].get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return [whole]
+    padded = mask.index_fill(1, torch.arange(2, device=mask.device), 0)
+    return [whole, (whole[0], {**whole[1], "attention_mask": padded})]
+
+
 def _passes(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any, short: int) -> list[Any] | None:
     """Both, and where this rank's part differs first."""
-    mask = whole[1].get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # positions may depend on padding, of which a batch may have none
-        whole = (whole[0], {**whole[1], "attention_mask": mask.index_fill(1, torch.arange(2, device=mask.device), 0)})
     part = map_tensors(whole, lambda value: _cut(value, short, parts))
     with _undisturbed(module), torch.no_grad():
         with over(None), _Watch(module) as first:

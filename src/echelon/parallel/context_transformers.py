@@ -198,7 +198,7 @@ class _Mask:
             )
         length = kv_length * parts.size
         whole = None if attention_mask is None else parts.whole(attention_mask, 1)
-        skips = (allow_is_causal_skip and (local_size is None or length < local_size)) or allow_is_bidirectional_skip
+        skips = (allow_is_causal_skip or allow_is_bidirectional_skip) and (local_size is None or length < local_size)
         if skips and (whole is None or bool(whole.all())):
             return None
         where = torch.device(device)

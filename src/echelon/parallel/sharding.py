@@ -37,7 +37,7 @@ from echelon.parallel.registry import Kind, register
 from echelon.parallel.same_gradients import SameGradients
 from echelon.parallel.second_derivatives import refuse_second_derivatives
 from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
-from echelon.parallel.split_errors import explained
+from echelon.parallel.split_errors import explained, gathers_in
 from echelon.parallel.tensor_gradients import check_same_loss, check_whole_layers
 from echelon.parallel.tensor_logits import around_losses, plain_loss
 from echelon.parallel.units import Unit, expert_units, experts_apart, prefetch, resharded, units_of
@@ -259,6 +259,7 @@ def _split(
     how: Sharding,
 ) -> None:
     """The units in turn, then the rest."""
+    gathers_in(module, root_policy.param_dtype)
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     options: dict[str, Any] = {"mesh": how.mesh, "shard_placement_fn": how.placement, "ignored_params": ignored or None}

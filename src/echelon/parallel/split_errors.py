@@ -12,7 +12,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.names import class_name
 from echelon.parallel.tensor_layers import shared_axis, split_outputs
 
-__all__ = ["explain_step", "explained"]
+__all__ = ["explain_step", "explained", "gathers_in", "meaning"]
 
 # What torch says of a part of the features where all are expected.
 _SHAPES = (
@@ -21,6 +21,14 @@ _SHAPES = (
     "is invalid for input of size",
     "must match except in dim",
 )
+
+# What torch says of operands of two types: matrix products and norms, indices that are written to, convolutions.
+_TYPES = ("the same dtype", "dtypes match", "same dtypes", "expected scalar type", "should be the same")
+
+
+def gathers_in(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Say in which type the module's parameters are gathered to compute; None is their own."""
+    vars(module)["_gathered_in"] = dtype
 
 
 @contextmanager
@@ -33,7 +41,7 @@ def explained(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if (said := _meaning(module, str(error))) is None:
+        if (said := meaning(module, str(error))) is None:
             raise
         raise UsageError(f"{said} torch says: {error}") from error
 
@@ -59,7 +67,8 @@ def explain_step(optimizer: torch.optim.Optimizer, error: RuntimeError) -> None:
         ) from error
 
 
-def _meaning(module: nn.Module, text: str) -> str | None:
+def meaning(module: nn.Module, text: str) -> str | None:
+    """What torch's words mean for a module that is split over ranks; None if they say nothing of that."""
     name = class_name(module)
     if "appears to not have been used in the graph" in text and "_pipeline_gate" in vars(module):
         return (
@@ -75,6 +84,15 @@ def _meaning(module: nn.Module, text: str) -> str | None:
         if shared_axis(module) is not None:
             said += " A layer whose weight is read by other code than its own is left out of the tensor-parallel plan."
         return said
+    half = vars(module).get("_gathered_in")
+    if half is not None and any(each in text for each in _TYPES):
+        return (
+            f"parameters of {name} are gathered in {half}, and one of them meets numbers of another type. A layer within "
+            "torch.autocast(..., enabled=False) must have its input in the type of its weight: layer(x.to(layer.weight.dtype)). "
+            "To have its weight in float32 there, as under 'ddp', give "
+            "FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32)), which is fsdp= of Parallel: then "
+            "autocast casts weights where they are used."
+        )
     if "Sparse" in text and ("fsdp::" in text or "backend" in text):
         return (
             f"{name} has gradients that are sparse tensors, which cannot be split over the ranks. Make its embeddings with "

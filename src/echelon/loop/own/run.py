@@ -57,6 +57,8 @@ class OwnRun(Run):
         """
         state, rolled_back = self.state, True
         while rolled_back and not state.should_stop:
+            if self.stage.progress.num_steps_completed_in_epoch:  # what stands before the batches has run in this epoch already
+                self._take_up_streams()
             self._steps = self._open_epoch(self.stage)
             self._look()
             yield from self._steps.each()
@@ -78,6 +80,7 @@ class OwnRun(Run):
     def trains(self) -> None:
         """The loop trains on the batch that it has."""
         self.took_step, self.only_looks, self.stage.hooks.step_end = True, False, self._step_end
+        self._inner.resumes_with = None
 
     @property
     def has_only_looked(self) -> bool:
