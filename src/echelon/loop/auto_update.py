@@ -124,6 +124,10 @@ class AutoUpdates(TrainUnit[T]):
         micro_batches, (weight, loss, stop) = window.count, window.close()
         if clock.running is not None:
             clock.running.enter(OPTIMIZER)
+        if prepared.calls is not None:
+            if window.called is not None:
+                prepared.calls.check(window.called, window.updates - 1)
+            prepared.calls.look(window.updates - 1)
         self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
         if stop:
             state.agree_to_stop()

@@ -24,6 +24,7 @@ from echelon.contracts.errors import UsageError
 from echelon.loop.logged import NOBODY
 from echelon.loop.loss import weighted
 from echelon.loop.progress import Progress
+from echelon.parallel.same_calls import SAME, SameCalls
 from echelon.world.agree import gather
 
 __all__ = ["Window"]
@@ -43,6 +44,7 @@ class Window:
         reference: W0.
         latest_loss: this rank's mean loss of the latest micro-batch, without its graph.
         told: the sum of the ranks' signatures of what they have logged, and their number; None where ranks were not asked.
+        called: likewise, of what they have done with the module; None also where no rank has done something new.
         own_loss: this rank's part of the latest update's loss: the mean of its one micro-batch, or the weighted sum of several.
     """
 
@@ -56,6 +58,7 @@ class Window:
         self.latest_loss: Any = None
         self.own_loss: Any = None
         self.told: list[float] | None = None
+        self.called: list[float] | None = None
         self._weight: Any = 0
         self._loss: Any = None  # the mean of the one micro-batch so far, or the weighted sum of several
         self._is_sum = False
@@ -94,13 +97,17 @@ class Window:
             self._weight = self._weight + weight
             self._is_sum = True
 
-    def start_reduction(self, wants_stop: bool, logged: Sequence[float] = NOBODY) -> None:
+    def start_reduction(self, wants_stop: bool, logged: Sequence[float] = NOBODY, calls: SameCalls | None = None) -> None:
         """Begin to sum up over the ranks; the backward pass runs meanwhile. Collective, in the same order on every rank.
 
         Args:
             logged: the signature of what this rank has logged.
+            calls: knows what this rank has done with the module.
         """
-        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, logged, self.group)
+        called = SAME if calls is None else calls.signature()
+        more = (*called, *logged)
+        has_more = wants_stop or any(logged) or (calls is not None and calls.has_news)
+        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, more, has_more, self.group)
 
     def _weighted_sum(self) -> torch.Tensor:
         """In float64, as a sum over many ranks needs."""
@@ -113,10 +120,10 @@ class Window:
         Weight and loss are floats where no device has to be waited for, else 0-dim tensors.
         """
         weight, loss, stop = self._weight, self._loss, False
-        self.own_loss, self.told = loss, None
+        self.own_loss, self.told, self.called = loss, None, None
         if self._reduction is not None:
             weight, loss, stop = self._reduction.wait()
-            self.told = self._reduction.told
+            self.told, self.called = self._reduction.told, self._reduction.called
             self._is_sum, self._reduction = True, None
         if self._is_sum:
             loss = loss / weight if isinstance(weight, torch.Tensor) or weight else loss
@@ -148,13 +155,19 @@ class _Reduction:
     The second goes out after the backward pass. Before it, gathers of the pass, which one communicator takes in turn, would wait
     for the loss, and so for the end of the forward pass on every rank.
 
-    A rank that has more to say, a wish to stop or what it has logged, sends a weight that is no number, upon which all ranks sum
-    up once more, with all of it: gloo sends every element of a short message round its ring by itself, so that a third one in
-    each update would cost half as much again.
+    A rank that has more to say, a wish to stop, what it has logged, or that it has done something new, sends a weight that is no
+    number, upon which all ranks sum up once more, with all of it: gloo sends every element of a short message round its ring by
+    itself, so that a third one in each update would cost half as much again.
     """
 
     def __init__(
-        self, weight: Any, loss: torch.Tensor, wants_stop: bool, logged: Sequence[float], group: dist.ProcessGroup | None
+        self,
+        weight: Any,
+        loss: torch.Tensor,
+        wants_stop: bool,
+        more: Sequence[float],
+        has_more: bool,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self._on_device = not loss.is_cpu
         self._weight_on_device = self._on_device and isinstance(weight, torch.Tensor)
@@ -162,12 +175,12 @@ class _Reduction:
             0.0 if self._weight_on_device else float(weight),
             0.0 if self._on_device else float(loss),
             float(wants_stop),
-            *logged,
+            *more,
             1.0,
         ]
-        has_more = wants_stop or any(logged)
         self._host = torch.tensor([math.nan if has_more else self._mine[0], self._mine[1]], dtype=torch.float64)
-        self.told: list[float] = []  # the sum of `logged`, and of ones
+        self.told: list[float] = []  # the sums of what ranks have logged, and of ones
+        self.called: list[float] | None = None
         self._works = [dist.all_reduce(self._host, group=group, async_op=True)]
         self._loss, self._weight, self._group = loss, weight, group
 
@@ -183,7 +196,8 @@ class _Reduction:
         if math.isnan(weight):
             full = torch.tensor(self._mine, dtype=torch.float64)
             dist.all_reduce(full, group=self._group)
-            weight, loss, stop, *self.told = full.tolist()
+            weight, loss, stop, *rest = full.tolist()
+            self.called, self.told = [*rest[: len(SAME)], rest[-1]], rest[len(SAME) :]
         if self._on_device:
             return (self._device[1] if self._weight_on_device else weight), self._device[0], stop > 0
         return weight, loss, stop > 0

@@ -20,10 +20,11 @@ from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.blocks import Blocks, blocks_by_policy, chosen_blocks
+from echelon.parallel.data_mesh import flat_mesh, replica_mesh
 from echelon.parallel.fsdp1 import precision_policies, sharding_named
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
-from echelon.parallel.sharding import Reduction, Sharding, flat_mesh, offloads, replica_mesh, shard
+from echelon.parallel.sharding import Reduction, Sharding, offloads, shard
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.units import check_prefetch, check_reshard
 from echelon.world.init import World, ensure_group

@@ -12,10 +12,11 @@ from torch import nn
 from echelon.contracts.arguments import several
 from echelon.contracts.errors import UsageError, require
 from echelon.parallel.blocks import Blocks, chosen_blocks, innermost_first
+from echelon.parallel.data_mesh import flat_mesh
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
-from echelon.parallel.sharding import Reduction, Sharding, flat_mesh, offloads, shard
+from echelon.parallel.sharding import Reduction, Sharding, offloads, shard
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.units import check_prefetch
 from echelon.world.init import World

@@ -24,6 +24,7 @@ from echelon.parallel.loose import Joined, average_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
 from echelon.parallel.registry import kind_of, wrapper_of
+from echelon.parallel.same_calls import SameCalls
 from echelon.parallel.shards import reshard
 from echelon.parallel.state import ModuleState, module_state
 from echelon.world import agree
@@ -62,6 +63,7 @@ class Prepared(Generic[M]):
         is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
+        calls: compares what the ranks do with the module; None where they need not do the same.
         explaining: makes a context around passes, in which errors of torch's that say nothing of their cause are UsageErrors.
     """
 
@@ -80,6 +82,7 @@ class Prepared(Generic[M]):
     is_trying = False
     share: float | torch.Tensor = 1.0
     computes_in: torch.dtype | None = None
+    calls: SameCalls | None = None
     explaining: Callable[[], AbstractContextManager[Any]] = staticmethod(lambda: NO_CONTEXT)
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
@@ -215,7 +218,6 @@ class Prepared(Generic[M]):
 
     def trains_also(self, others: list[nn.Parameter]) -> None:
         """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
-
         Raises UsageError if these parameters, or those that the module has got since, are not the same on all ranks.
         """
         fill_rest(self.module)
@@ -303,14 +305,12 @@ class Prepared(Generic[M]):
 
     def fix_order(self) -> None:
         """From now on, add gradients over the ranks in the order of `parallel/fixed_order`, and take norms in one order.
-
         Raises UsageError if this kind of module has no fixed order.
         """
         self.order_is_fixed = True
 
     def parameters_written(self) -> None:
         """Call it after writing into parameters other than by an optimizer's step: what was gathered of them is forgotten.
-
         Raises UsageError if this kind of module cannot forget.
         """
 

@@ -34,6 +34,7 @@ from echelon.parallel.place import place
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
+from echelon.parallel.same_calls import SameCalls
 from echelon.parallel.same_gradients import SameGradients
 from echelon.parallel.second_derivatives import refuse_second_derivatives
 from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
@@ -42,14 +43,13 @@ from echelon.parallel.tensor_gradients import check_same_loss, check_whole_layer
 from echelon.parallel.tensor_logits import around_losses, plain_loss
 from echelon.parallel.units import Unit, expert_units, experts_apart, prefetch, resharded, units_of
 from echelon.parallel.unsplit import of_another_type, unsplittable
-from echelon.world.init import World, ensure_group
-from echelon.world.mesh import ParallelDims
+from echelon.world.init import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-__all__ = ["FSDPPrepared", "Reduction", "Sharding", "flat_mesh", "offloads", "replica_mesh", "replicas_default", "shard"]
+__all__ = ["FSDPPrepared", "Reduction", "Sharding", "offloads", "shard"]
 
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741
@@ -74,6 +74,8 @@ class FSDPPrepared(Prepared[nn.Module]):
         self._is_checked = False
         self._losses = around_losses(module) or NO_CONTEXT
         refuse_copies(module)
+        if self.averaged_over > 1 and not self.takes_windows:
+            self.calls = SameCalls(module)
 
     def adopt(self) -> None:
         Buffers.keep_equal(self.module, self.data_groups, begin=True)
@@ -137,6 +139,13 @@ class FSDPPrepared(Prepared[nn.Module]):
             forget_gradients(self.module)
         if self._same is not None:
             self._same.forget()
+        if self.calls is not None:
+            self.calls.discard()
+
+    def end_training(self) -> None:
+        super().end_training()
+        if self.calls is not None:
+            self.calls.settle()
 
     def fix_order(self) -> None:
         if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if is_split(p)):  # type: ignore[attr-defined]
@@ -317,33 +326,3 @@ def offloads(value: Any, option: str) -> tuple[bool, bool]:
     if isinstance(value, OffloadPolicy):
         return False, True
     raise UsageError(f"{option} must be True, False, or torch's CPUOffload or CPUOffloadPolicy, got {type(value).__name__}.")
-
-
-def flat_mesh(world: World) -> DeviceMesh:
-    """All ranks on one axis."""
-    ensure_group(world.device)
-    return ParallelDims.of(world.size).data_mesh(world.device)
-
-
-def replica_mesh(
-    world: World, replicate_size: int | None = None, shard_size: int | None = None, *, local_size: int
-) -> DeviceMesh:
-    """Ranks as (replicas, shards); what is not given follows from the other, or is `replicas_default`.
-
-    Raises:
-        UsageError: the sizes do not multiply to the world size.
-    """
-    ensure_group(world.device)
-    if replicate_size is None:
-        size = shard_size if shard_size is not None else replicas_default(world.size, local_size)
-        replicate_size = max(1, world.size // max(1, size))
-        shard_size = size
-    dims = ParallelDims.of(world.size, dp_replicate=replicate_size, dp_shard=shard_size)
-    return dims.data_mesh(world.device)
-
-
-def replicas_default(world_size: int, local_size: int) -> int:
-    """Ranks that split one copy: those of a machine, where traffic is fast; on one machine the most that leave two copies."""
-    if 1 < local_size < world_size and world_size % local_size == 0:
-        return local_size
-    return next((d for d in range(world_size // 2, 0, -1) if world_size % d == 0), 1)

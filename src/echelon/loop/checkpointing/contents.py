@@ -19,7 +19,7 @@ from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.stream import StreamLoader
 from echelon.loop.checkpointing import changes, restoring
-from echelon.loop.checkpointing.replicas import warn_of_drift
+from echelon.loop.checkpointing.replicas import check_ranks
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.metrics import share_of
 from echelon.loop.unit import TrainUnit
@@ -54,7 +54,7 @@ def take(
     metrics = unit.tracked_metrics()
     for module in unit.tracked_modules().values():
         fill_rest(module)
-    warn_of_drift(unit)
+    check_ranks(unit)
     states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
     loader = state.train_state.dataloader if state.train_state is not None else None
     own: dict[str, Any] = {

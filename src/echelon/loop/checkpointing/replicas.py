@@ -1,4 +1,4 @@
-"""At a save, a look at whether the copies of a model are still copies.
+"""At a save, a look at whether the ranks did alike what they must, and whether the copies of a model are still copies.
 
 Gradients are averaged, not parameters. A callback that draws noise into weights, or changes them on rank 0 only, leaves the ranks
 with models that drift apart; rank 0's is saved. Communication: one all-reduce for each axis of ranks that have the same, of four
@@ -20,7 +20,7 @@ from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import is_split, local
 from echelon.world import agree
 
-__all__ = ["warn_of_drift"]
+__all__ = ["check_ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,19 @@ _MOST = 1 << 20
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def warn_of_drift(unit: Unit) -> None:
+def check_ranks(unit: Unit) -> None:
+    """Collective.
+
+    Raises:
+        RanksDisagreeError: the latest update mixed gradients of different parameters.
+    """
+    for prepared in unit.prepared_modules().values():
+        if prepared.calls is not None:
+            prepared.calls.settle()
+    _warn_of_drift(unit)
+
+
+def _warn_of_drift(unit: Unit) -> None:
     """Collective. Of what every rank of an axis has; shards have no copies."""
     for name, prepared in unit.prepared_modules().items():
         if not prepared.averaged or prepared.works_alone or prepared.flattens_parameters or prepared.module in _told:

@@ -1,0 +1,150 @@
+"""Whether all ranks use a sharded module alike: the same blocks in the same order, with gradients of the same parameters.
+
+`fully_shard` gathers a block as it is called, and reduces its gradients after its backward pass; what comes first on one rank is
+paired with what comes first on the others. A rank that calls another block of the same size gets weights that are part of one
+block and part of the other, and sums go to the wrong parameters: without any error. Where sizes differ the collective fails.
+
+Each rank looks whether a window's calls are those of the window before, and says so only if they are not, by the message that the
+window sends in any case. Where no rank says anything, all still do the same. Which parameters have gradients is seen when the
+window has been reduced, so that it is told with the next one, at a save, or at the end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import RanksDisagreeError
+from echelon.parallel.experts.distribute import divided_experts
+from echelon.parallel.names import class_name, plain_name, plain_names
+from echelon.parallel.shards import is_fully_sharded, is_split
+from echelon.world import agree
+
+__all__ = ["SAME", "SameCalls"]
+
+SAME = (0.0, 0.0)  # of a module whose ranks need not do the same
+_BITS = 18  # the squares of 2 ** 14 ranks are whole numbers of float64 then
+_REMEDY = (
+    "Let all ranks draw what they leave out from generators with one seed, and use a layer that counts on some of them on all, "
+    "its output times 0 elsewhere; or train under 'ddp'."
+)
+
+
+class SameCalls:
+    """Notes what this rank does with a sharded module, and what there is to say of it.
+
+    Attributes:
+        has_news: this rank has done something else than in the window before.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._blocks: list[str] = []
+        for name, part in module.named_modules():
+            if is_fully_sharded(part):
+                part.register_forward_pre_hook(torch.compiler.disable(self._noting(len(self._blocks))))
+                self._blocks.append(plain_name(name) or class_name(module))
+        experts = {p for _, part in divided_experts(module) for p in part.parameters()}  # others on each rank
+        named = [(n, p) for n, p in plain_names(module) if is_split(p) and p not in experts]
+        self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
+        self._now: list[int] = []
+        self._calls: list[int] | None = None
+        self._without: list[bool] = []  # by parameter, whether it had no gradient after the latest window
+        self._looked_after = 0  # which update, from 0
+        self._said = SAME
+        self.has_news = False
+
+    def _noting(self, number: int) -> Any:
+        def note(part: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled():
+                self._now.append(number)
+
+        return note
+
+    def signature(self) -> tuple[float, float]:
+        """Of the window under way, before its last backward pass: a number for what this rank has done, and its square."""
+        calls, self._now = self._now, []
+        if calls != self._calls or self.has_news:
+            self._calls, self.has_news = calls, True
+            self._said = self._number()
+        return self._said
+
+    def _number(self) -> tuple[float, float]:
+        number = 1.0 + zlib.crc32(repr((self._calls, self._without)).encode()) % ((1 << _BITS) - 1)
+        return number, number * number
+
+    def look(self, update: int) -> None:
+        """At the gradients of a window, when they have been reduced."""
+        without, self._looked_after = [p.grad is None for p in self._parameters], update
+        if without != self._without:
+            self._without, self.has_news = without, True
+
+    def discard(self) -> None:
+        """The window under way was given up, on all ranks."""
+        self._now = []
+
+    def check(self, told: Sequence[float], update: int) -> None:
+        """After a message in which a rank had something to say. Collective.
+
+        Args:
+            told: the sums of all ranks' signatures, and how many these are.
+            update: the window's, from 0.
+        Raises:
+            RanksDisagreeError: on every rank, with what two of them have done.
+        """
+        total, squares, ranks = map(round, told)
+        self.has_news = False
+        if ranks * squares != total * total:
+            self._compare(update)
+
+    def settle(self) -> None:
+        """Compare what no window has told yet: before a save, and at the end. Collective.
+
+        Raises:
+            RanksDisagreeError: on every rank.
+        """
+        if agree.any_rank(self.has_news):
+            self.has_news, self._said = False, self._number()
+            self._compare(self._looked_after)
+
+    def _compare(self, update: int) -> None:
+        kind = class_name(self._module)
+        every = agree.gather([[self._blocks[at] for at in self._calls or ()], self._lacking()])
+        calls = [each for each, _ in every]
+        if (other := _another(calls)) is not None:
+            at, ours, theirs = _first_difference(calls[0], calls[other])
+            raise RanksDisagreeError(
+                f"the ranks must call the blocks of {kind} alike, as its parameters are gathered and its gradients reduced by "
+                f"the order of calls; as call {at} of update {update} rank 0 {ours} and rank {other} {theirs}. The update was "
+                f"not made. {_REMEDY}"
+            )
+        lacking = [set(each) for _, each in every]
+        if (other := _another(lacking)) is not None:
+            name = min(lacking[0] ^ lacking[other])
+            having, without = (0, other) if name in lacking[other] else (other, 0)
+            raise RanksDisagreeError(
+                f"the ranks must compute gradients of the same parameters of {kind}, which are reduced together; in update "
+                f"{self._looked_after} rank {having} had one of {name} and rank {without} had none, so that sums went to wrong "
+                f"parameters. Go on from a checkpoint before it. {_REMEDY}"
+            )
+
+    def _lacking(self) -> list[str]:
+        return [name for name, is_without in zip(self._names, self._without, strict=False) if is_without]
+
+
+def _another(every: Sequence[Any]) -> int | None:
+    """The first rank that has something else than rank 0."""
+    return next((r for r, each in enumerate(every) if each != every[0]), None)
+
+
+def _first_difference(mine: Sequence[str], others: Sequence[str]) -> tuple[int, str, str]:
+    """Where it is, from 1, and what each of the two does there."""
+    for at, (a, b) in enumerate(zip_longest(mine, others), 1):
+        if a != b:
+            return at, *(f"called {each}" if each is not None else "called no more" for each in (a, b))
+    raise AssertionError("the two are the same")
