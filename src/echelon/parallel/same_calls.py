@@ -146,5 +146,9 @@ def _first_difference(mine: Sequence[str], others: Sequence[str]) -> tuple[int, 
     """Where it is, from 1, and what each of the two does there."""
     for at, (a, b) in enumerate(zip_longest(mine, others), 1):
         if a != b:
-            return at, *(f"called {each}" if each is not None else "called no more" for each in (a, b))
+            return at, _said(a), _said(b)
     raise AssertionError("the two are the same")
+
+
+def _said(called: str | None) -> str:
+    return "called no more" if called is None else f"called {called}"
