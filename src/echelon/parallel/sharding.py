@@ -61,10 +61,12 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     Attributes:
         reduction: what travels in an accumulation window.
+        compares_calls: all ranks of a run have this module.
     """
 
     forward_is_collective = True
     replaces_parameters = True
+    compares_calls = True
 
     def __init__(self, module: nn.Module, world: World, averaged: Sequence[Axis] | None = None) -> None:
         reshard(module)
@@ -74,7 +76,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         self._is_checked = False
         self._losses = around_losses(module) or NO_CONTEXT
         refuse_copies(module)
-        if self.averaged_over > 1 and not self.takes_windows:
+        if self.averaged_over > 1 and self.compares_calls:
             self.calls = SameCalls(module)
 
     def adopt(self) -> None:
