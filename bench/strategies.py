@@ -166,12 +166,13 @@ def pipeline(arguments: Any) -> None:
     from _by_hand import Case, compare
 
     about, rows = {**facts(), "ranks": {}, "idle": {}}, []
-    for ranks in (2, 4):
-        case = Case(f"pp={ranks}", accumulation=8, updates=1, turns=max(5, arguments.rounds // 2), batch=2, context=64)
-        about["ranks"][ranks] = found = launch(compare, case, ranks=ranks)[0]
-        rows.append(_beside_hand(ranks, found, PIPELINE_SLOWER))
-    header = ["ranks", "by hand, ms", "AutoUnit, ms", "ratio", "+-", "CPU", "+-", "target", "", "parameters"]
-    title = "Parallel(pp=...) against torch's 1F1B over stages written by hand: GPT, 8 micro-batches of 2 x 64"
+    for context, ranks in ((64, 2), (64, 4), (512, 2), (512, 4)):
+        # What echelon adds does not depend on the size of a micro-batch, so the small one shows it and the other what it means.
+        case = Case(f"pp={ranks}", accumulation=8, updates=1, turns=max(5, arguments.rounds // 2), batch=2, context=context)
+        about["ranks"][f"{ranks}, 2 x {context}"] = found = launch(compare, case, ranks=ranks)[0]
+        rows.append([f"2 x {context}", *_beside_hand(ranks, found, PIPELINE_SLOWER)])
+    header = ["bytes", "ranks", "by hand, ms", "AutoUnit, ms", "ratio", "+-", "CPU", "+-", "target", "", "parameters"]
+    title = "Parallel(pp=...) against torch's 1F1B over stages written by hand: GPT, 8 micro-batches"
     notes = ["Medians of pairs of neighbouring turns; +- is half of the median's 95% interval."]
     emit(arguments, title, header, rows, notes=notes, facts=about)
     _idle(arguments, about)
