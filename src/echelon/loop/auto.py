@@ -250,6 +250,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self._reduces = agree.is_joined() and together
         self.window.group = agree.control_group() if self._reduces else None
         self.window.may_be_empty = self.prepared.works_alone
+        if self._reduces:
+            self.prepared.compare_calls()
         has_strategy = self._options.strategy is not None
         check_trainable(self, together=self._reduces or not agree.is_joined(), has_strategy=has_strategy)
         self.configure()

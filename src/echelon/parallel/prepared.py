@@ -63,7 +63,7 @@ class Prepared(Generic[M]):
         is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
-        calls: compares what the ranks do with the module; None where they need not do the same.
+        calls: compares what the ranks do with the module, once `compare_calls` was called; None where they need not do the same.
         explaining: makes a context around passes, in which errors of torch's that say nothing of their cause are UsageErrors.
     """
 
@@ -235,6 +235,9 @@ class Prepared(Generic[M]):
         """What is frozen now is not in the strategy's buckets: once it is unfrozen, its gradients are averaged apart."""
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
 
+    def compare_calls(self) -> None:
+        """Training begins, in windows, by whose messages `calls` compares the ranks."""
+
     def window(self) -> AbstractContextManager[Any]:
         """Context around all forward and backward passes of an update, whichever way they are called."""
         return NO_CONTEXT
@@ -322,9 +325,8 @@ class Prepared(Generic[M]):
         gradients.scale_((*self.module.parameters(), *self.others), factor)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
-
-        Collective over the ranks that hold different parameters: each of them must call it.
+        """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`. Collective over the ranks
+        that hold different parameters.
 
         Args:
             max_norm: > 0, in loss units per unit of weight, that is after `scale_grads`.

@@ -76,8 +76,6 @@ class FSDPPrepared(Prepared[nn.Module]):
         self._is_checked = False
         self._losses = around_losses(module) or NO_CONTEXT
         refuse_copies(module)
-        if self.averaged_over > 1 and self.compares_calls:
-            self.calls = SameCalls(module)
 
     def adopt(self) -> None:
         Buffers.keep_equal(self.module, self.data_groups, begin=True)
@@ -143,6 +141,13 @@ class FSDPPrepared(Prepared[nn.Module]):
             self._same.forget()
         if self.calls is not None:
             self.calls.discard()
+
+    def compare_calls(self) -> None:
+        if self.calls is not None:
+            self.calls.discard()
+        elif self.averaged_over > 1 and self.compares_calls:
+            self.reshard()
+            self.calls = SameCalls(self.module)
 
     def end_training(self) -> None:
         super().end_training()
