@@ -61,12 +61,10 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     Attributes:
         reduction: what travels in an accumulation window.
-        compares_calls: all ranks of a run have this module.
     """
 
     forward_is_collective = True
     replaces_parameters = True
-    compares_calls = True
 
     def __init__(self, module: nn.Module, world: World, averaged: Sequence[Axis] | None = None) -> None:
         reshard(module)
@@ -145,7 +143,7 @@ class FSDPPrepared(Prepared[nn.Module]):
     def compare_calls(self) -> None:
         if self.calls is not None:
             self.calls.discard()
-        elif self.averaged_over > 1 and self.compares_calls:
+        elif self.averaged_over > 1 and not self.takes_windows:  # each stage has other blocks
             self.reshard()
             self.calls = SameCalls(self.module)
 

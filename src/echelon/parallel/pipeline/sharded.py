@@ -20,8 +20,6 @@ __all__ = ["ShardedStages"]
 class ShardedStages(Pipelined, FSDPPrepared):
     """What `fully_shard` reduces after a backward pass that a schedule calls."""
 
-    compares_calls = False  # each stage has other blocks
-
     def forward_backward_window(self, *given: Any) -> list[tuple[torch.Tensor, Any]]:
         with explained(self.module):
             made = super().forward_backward_window(*given)
