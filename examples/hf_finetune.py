@@ -84,7 +84,9 @@ def main() -> None:
     parser.add_argument("--merge", action="store_true", help="with --lora: write a whole model, with the adapters in its weights")
     parser.add_argument("--data", type=Path, help="a folder of text files; default: Python's own source")
     parser.add_argument("--out", type=Path, default=Path("runs/hf_finetune/model"), help="where the model is written")
-    parser.add_argument("--strategy", default="fsdp", help="noop, ddp, fsdp, hsdp, zero1 to zero3, tp; or axes: dp_shard=2,tp=2")
+    parser.add_argument(
+        "--strategy", default="fsdp", help="noop, ddp, fsdp, hsdp, zero1 to zero3, tp, cp, pp; or axes: dp_shard=2,tp=2"
+    )
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--lr", type=float, help="default: 2e-5, with LoRA 2e-4; 1e-3 for an untrained model")
     parser.add_argument("--toy", action="store_true", help="a narrower model and short rows: seconds")

@@ -29,6 +29,12 @@ def test_text_names_the_axes(text: str, want: dict[str, int]) -> None:
     assert ech.Parallel.parse(text) == ech.Parallel(**want) == resolve(text)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("axis", ["pp", "dp_replicate", "dp_shard", "cp"])
+def test_an_axis_alone_takes_all_ranks(axis: str) -> None:
+    assert resolve(axis) == ech.Parallel(**{axis: -1})  # type: ignore[arg-type]
+    assert isinstance(resolve("tp"), ech.TPStrategy)
+
+
 @pytest.mark.parametrize("text", ["dp_shard=2,tp", "dp=2", "tp=x", "tp=2,tp=2", "tp=2,", "=2", "tp=²"])
 def test_text_that_names_no_axis_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="strategy must give each axis once"):

@@ -15,6 +15,7 @@ from echelon.parallel.materialize import materialize
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.world.init import World
+from echelon.world.mesh import AXES
 
 __all__ = ["STRATEGIES", "NOOPStrategy", "Prepared", "Strategy", "resolve"]
 
@@ -59,19 +60,22 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 
 
 def resolve(strategy: Strategy | str | None) -> Strategy | None:
-    """A strategy from its name, from axes such as "dp_shard=2,tp=4", or itself; None stays None: a wrapped module has its own.
+    """A strategy from its name, from axes such as "dp_shard=2,tp=4" or "cp", or itself; None stays None: a wrapped module has its
+    own.
 
     Raises:
         UsageError: an unknown name, with the known ones.
     """
     if strategy is None or isinstance(strategy, Strategy):
         return strategy
+    if strategy in AXES and strategy not in STRATEGIES:  # of all ranks
+        strategy = f"{strategy}=-1"
     if isinstance(strategy, str) and "=" in strategy:
         made: Strategy = STRATEGIES["parallel"].parse(strategy)  # type: ignore[attr-defined]
         return made
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise UsageError(
-            f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, or a Strategy such as DDPStrategy(...), got "
-            f"{strategy!r}."
+            f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, axes such as 'dp_shard=2,tp=4' or 'pp', or a Strategy "
+            f"such as DDPStrategy(...), got {strategy!r}."
         )
     return STRATEGIES[strategy]()
