@@ -365,6 +365,34 @@ def evaluated(name: str, strategy: Any, batches: list[Tokens]) -> tuple[float, f
     return unit.eval_loss, unit.test_loss, unit.logits
 
 
+class Predicts(Unit):
+    """From batches with targets, by a step of its own."""
+
+    direct = False
+
+    def predict_step(self, state: ech.State, data: Tokens) -> Any:
+        logits = self.module(data[0]) if self.direct else super().predict_step(state, data[0])
+        self.found = logits.argmax(-1)
+
+
+def predicted(batch: Tokens, direct: bool) -> Any:
+    unit = Predicts(strategy="pp")
+    unit.direct = direct
+    try:
+        ech.predict(unit, [batch])
+    except UsageError as error:
+        return str(error)
+    return unit.found
+
+
+def test_a_prediction_of_ones_own_takes_what_the_module_takes(ranks: Ranks) -> None:
+    batch = tokens(3, 0)
+    want = built("tied").eval()(batch[0]).argmax(-1)
+    assert all(torch.equal(got, want) for got in ranks(2, predicted, batch, False))
+    for said in ranks(2, predicted, batch, True):
+        assert "write super().predict_step(state, inputs) in the place of self.module(inputs)" in said
+
+
 @pytest.mark.parametrize("name", ["tied", "residual"])
 def test_evaluation_and_prediction_go_through_the_stages_to_all_ranks(ranks: Ranks, name: str) -> None:
     batches = [tokens(3, 0), tokens(2, 1, length=4), tokens(1, 2)]

@@ -225,8 +225,9 @@ def _is_reentrant() -> bool:
 def _outside(cut: Cut, name: str | None) -> UsageError:
     what = f"{cut.kind}.{name}" if name else cut.kind
     return UsageError(
-        f"{what} is split over {cut.count} stages of a pipeline, and must be called in compute_loss or predict_step of an "
-        "AutoUnit, which all ranks call together. To generate text or the like, export the weights and load them in one process."
+        f"{what} is split over {cut.count} stages of a pipeline, and must be called in compute_loss, or by AutoUnit's own steps: "
+        "in a predict_step of yours write super().predict_step(state, inputs) in the place of self.module(inputs), and what "
+        "follows from a loss in on_eval_step_end. To generate text or the like, export the weights and load them in one process."
     )
 
 
