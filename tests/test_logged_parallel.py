@@ -124,6 +124,41 @@ def test_a_metric_of_the_last_stage_alone_is_refused_on_all_ranks(ranks: Ranks) 
         )
 
 
+class Counts(Regression):
+    """Metrics of its own, in the loss."""
+
+    def __init__(self, **options: Any) -> None:
+        from torchmetrics import MeanMetric, SumMetric
+
+        super().__init__(**options)
+        self.rows, self.mean = SumMetric(sync_on_compute=False), MeanMetric(sync_on_compute=False)
+
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        loss, out = super().compute_loss(state, data)
+        self.rows.update(len(data[0]))
+        self.mean.update(out.detach().mean().float(), weight=len(data[0]))
+        return loss, out
+
+
+def _counted(strategy: Any) -> list[tuple[float, float]]:
+    batches = [batch(rows, n) for n, rows in enumerate((3, 3, 3, 5, 5, 3))]
+    unit = Counts(strategy=strategy, gradient_accumulation_steps=2)
+    ech.train(unit, batches, max_epochs=1)
+    trained = float(unit.rows.compute()), float(unit.mean.compute())
+    unit.rows.reset(), unit.mean.reset()
+    ech.evaluate(unit, batches)
+    return [trained, (float(unit.rows.compute()), float(unit.mean.compute()))]
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+def test_metrics_of_the_last_stage_count_each_sample_once(ranks: Ranks) -> None:
+    want = ranks(1, _counted, "noop")[0]
+    first, last = ranks(2, _counted, STRATEGIES["1f1b"])
+    assert [rows for rows, _ in first] == [0, 0]
+    for got, one in zip(last, want, strict=True):
+        assert got[0] == one[0] == 22 and got[1] == pytest.approx(one[1], rel=1e-6)
+
+
 class Rows(Regression):
     """With weights of its own."""
 

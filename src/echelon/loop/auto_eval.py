@@ -50,7 +50,7 @@ class AutoEvalUnit(AutoPredictUnit[T], EvalUnit[T], TestUnit[T]):
         weight = self.weight(data) if counts and not self.prepared.is_replica else 0
         compute = partial(self._compute, state, weight)
         if self.prepared.takes_windows:
-            compute = partial(state.logged.of_stage, self.prepared, compute)
+            compute = partial(self._through_stages, state, compute)
         with self.autocast():
             loss, outputs = self.prepared.forward(data, compute)
         if counts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.loop.auto_options import AutoOptions
+from echelon.loop.metrics import load_share, share_of
 from echelon.loop.state import step_under_way
 from echelon.loop.unit import PredictUnit
 from echelon.parallel.activation import Preset
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoPredictUnit"]
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -121,6 +125,17 @@ class AutoPredictUnit(PredictUnit[T]):
     def autocast(self) -> Any:
         """The context in which losses and predictions are computed."""
         return self.computes.autocast(self.device)
+
+    def _through_stages(self, state: State, compute: Callable[..., R], *data: Any) -> R:
+        """`compute(*data)` in a pipeline. Of a trial pass nothing stays, also in metrics of the user's own."""
+        metrics = self.tracked_metrics() if self.prepared.is_trying else {}
+        shares = {name: copy.deepcopy(share_of(metric)) for name, metric in metrics.items()}
+        try:
+            made: R = state.logged.of_stage(self.prepared, compute, *data)
+            return made
+        finally:
+            for name, share in shares.items():
+                load_share(metrics[name], share)
 
     def predict_step(self, state: State, data: T) -> Any:
         """The module's outputs for a batch."""

@@ -155,7 +155,7 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         steps, self._held = self._held, []
         every = [micro_batch for step in steps for micro_batch in step]
         with self.prepared.window():
-            forward = partial(state.logged.of_stage, self.prepared, partial(self._forward, state))
+            forward = partial(self._through_stages, state, partial(self._forward, state))
             clock.enter(Part.STEP)  # in any order
             made = iter(self.prepared.forward_backward_window(every, forward, partial(self._backward, state)))
         if self._reduces:
