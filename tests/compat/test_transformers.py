@@ -231,6 +231,37 @@ def test_a_run_with_a_dataloader_of_the_users_goes_on_where_it_stood(tmp_path: P
     assert all(torch.equal(values[name], resumed[name]) for name in values)
 
 
+def test_a_dataloader_that_is_saved_before_it_is_read_stands_where_it_was_restored() -> None:
+    """Saved again before its first batch, as by a run that is asked to stop at once, it stood at the epoch's beginning."""
+    from echelon.compat.transformers.batches import Counted
+
+    def loader() -> Any:
+        return Counted(torch.utils.data.DataLoader(range(12), batch_size=2, shuffle=True))
+
+    first, second, third = loader(), loader(), loader()
+    batches = iter(first)
+    for _ in range(2):
+        next(batches)
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict(second.state_dict())
+    assert [each.tolist() for each in third] == [each.tolist() for each in batches]
+    assert len(list(third)) == 6
+
+
+def test_a_run_goes_on_with_fewer_micro_batches_in_its_folder(tmp_path: Path) -> None:
+    """Its updates have the same numbers; a folder of another name was looked for, and was not there."""
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "lr_scheduler_type": "constant"}
+    runs = [(tmp_path / "one", 2, 4)] + [(tmp_path / "two", *each) for each in ((2, 2), (1, 3), (2, 4))]
+    for folder, accumulation, updates in runs:
+        parts = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": GLOBAL_BATCH // accumulation}
+        trainer = _trainer(folder, args={**saves, **parts, "max_steps": updates})
+        trainer.train(resume_from_checkpoint=folder.exists() or None)
+        assert sorted(path.name for path in folder.iterdir()) == [f"checkpoint-{at}" for at in (updates - 1, updates)]
+        if folder == tmp_path / "one":
+            want = _values(trainer.model)
+    assert largest_difference(_values(trainer.model), want) < 1e-6
+
+
 def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = {"save_strategy": "epoch", "save_total_limit": 1}
     trainer = _trainer(tmp_path, args=saves)

@@ -122,4 +122,5 @@ class Counted:
         return {"batches": self._read, "began": self._began}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._skip, self._began = int(state_dict["batches"]), state_dict["began"]
+        self._read = self._skip = int(state_dict["batches"])
+        self._began = state_dict["began"]
