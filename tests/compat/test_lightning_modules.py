@@ -63,6 +63,22 @@ def test_two_ranks_train_as_one_process_does(strategy: str, ranks: Any, tmp_path
             assert updates == (16 if kind is GAN else 8)
 
 
+def drawn_by_rank(checks: int) -> list[float]:
+    echelon.seed(3)
+    module, drawn = Small(), list[float]()
+    module.on_train_batch_start = lambda *_: drawn.extend(torch.rand(2).tolist())  # type: ignore[method-assign]
+    trainer = Trainer(max_epochs=1, strategy="ddp", num_sanity_val_steps=checks, **QUIET)
+    trainer.fit(module, echelon.Loader(TensorDataset(torch.ones(8, 2)), 4), echelon.Loader(TensorDataset(torch.ones(8, 2)), 4))
+    return drawn
+
+
+def test_ranks_draw_otherwise_than_each_other_after_a_sanity_check(ranks: Any) -> None:
+    """Its streams were put back as if a checkpoint had them: dropout dropped the same units of all ranks' samples."""
+    first, second = ranks(2, drawn_by_rank, 2)
+    assert len(first) == 4 and first[0] != second[0]
+    assert [first, second] == ranks(2, drawn_by_rank, 0)
+
+
 # --- beside the weights
 
 
@@ -294,6 +310,24 @@ class Keeps(GAN):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.kept = checkpoint["mine"]
+
+
+def test_a_second_run_in_a_folder_saves_its_own_weights_and_removes_nothing_elsewhere(tmp_path: Path) -> None:
+    """It left the first run's as last.ckpt, if both had made as many steps, and removed the checkpoint that it began from."""
+    for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
+        module, saver = Small(), ModelCheckpoint(dirpath=folder, save_last=True)
+        nn.init.constant_(module.layer.weight, len(list(tmp_path.rglob("last.ckpt"))))
+        source = str(tmp_path / "a/epoch=0-step=2-v1.ckpt") if folder.name == "b" else None
+        trainer = Trainer(max_epochs=2 if source else 1, callbacks=[saver], logger=False, accelerator="cpu")
+        trainer.fit(module, two_batches(), ckpt_path=source)
+        last = Small.load_from_checkpoint(str(folder / "last.ckpt"))
+        assert largest_difference(dict(last.state_dict()), dict(module.state_dict())) == 0
+    names = {path.name for path in (tmp_path / "a").glob("epoch*")}
+    assert names == {"epoch=0-step=2.ckpt", "epoch=0-step=2-v1.ckpt"}
+    nn.init.zeros_(module.layer.weight)
+    trainer.save_checkpoint(tmp_path / "b/last.ckpt")
+    assert not Small.load_from_checkpoint(str(tmp_path / "b/last.ckpt")).layer.weight.any()
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"epoch=1-step=4.ckpt", ".last-step=4.ckpt", "last.ckpt"}
 
 
 def test_manual_optimization_resumes_with_its_optimizers_and_what_hooks_saved(tmp_path: Path) -> None:
