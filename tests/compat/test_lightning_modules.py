@@ -6,6 +6,7 @@ import csv
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -495,6 +496,30 @@ def test_a_data_module_is_made_of_datasets() -> None:
     trainer = Trainer(max_epochs=1, **QUIET)
     trainer.fit(Small(), made_of)
     assert trainer.num_val_batches == [3] and isinstance(trainer.train_dataloader.sampler, torch.utils.data.RandomSampler)
+
+
+def test_a_dataset_that_is_a_sequence_is_one_dataset() -> None:
+    class Rows(torch.utils.data.Dataset[Any], Sequence[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            return (torch.ones(2),)
+
+        def __len__(self) -> int:
+            return 6
+
+    assert len(LightningDataModule.from_datasets(Rows(), batch_size=2).train_dataloader()) == 3
+
+
+def test_when_it_evaluates_is_known_without_a_length() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([torch.ones(2)] * 4)
+
+    module, told = Small(), list[float]()
+    module.on_train_start = lambda: told.append(module.trainer.val_check_batch)  # type: ignore[method-assign]
+    module.training_step = lambda batch, batch_idx: module.layer(batch).square().mean()  # type: ignore[method-assign]
+    trainer = Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, DataLoader(Stream(), batch_size=2), two_batches())
+    assert told == [float("inf")]
 
 
 class Draws(Small):
