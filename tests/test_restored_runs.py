@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -262,6 +263,26 @@ def test_the_one_checkpoint_that_stays_is_the_one_that_is_counted_anew(tmp_path:
         with contextlib.suppress(KeyboardInterrupt):
             ech.train(unit, loader, max_steps=6, callbacks=[*more, saver])
     assert {path.name for path in tmp_path.glob("*step*")} == {"replaced-step-00000006", "step-00000003"}
+
+
+def test_what_is_counted_anew_has_the_streams_of_what_it_is_made_of(tmp_path: Path) -> None:
+    """It had what the script had drawn by then, and the next run that began from it drew otherwise."""
+
+    def run(folder: Path, accumulation: int, steps: int, *more: ech.Callback) -> dict[str, torch.Tensor]:
+        ech.seed(3)
+        unit = Numbered(dropout=0.4, gradient_accumulation_steps=accumulation)
+        loader, saver = ech.Loader(DATA, 8, seed=1, accumulation=accumulation), Saver(folder)
+        saver.restore_from_latest(folder, unit, train_dataloader=loader)
+        torch.rand(3)
+        with contextlib.suppress(KeyboardInterrupt):
+            ech.train(unit, loader, max_steps=steps, callbacks=[*more, saver])
+        return whole(unit.module)
+
+    run(tmp_path / "once", 2, 6)
+    shutil.copytree(tmp_path / "once", tmp_path / "again")
+    run(tmp_path / "again", 1, 6, Killed())
+    assert (tmp_path / "again/step-00000003").is_dir()
+    assert largest_difference(run(tmp_path / "again", 1, 6), run(tmp_path / "once", 1, 6)) == 0
 
 
 def test_a_run_that_takes_weights_only_sets_nothing_aside(tmp_path: Path) -> None:

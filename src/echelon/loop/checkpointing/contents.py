@@ -58,7 +58,7 @@ def take(
     states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
     loader = state.train_state.dataloader if state.train_state is not None else None
     own: dict[str, Any] = {
-        "streams": rng.states(),
+        "streams": unit.resumes_with or rng.states(),  # of one that has not trained since it was restored: as they were then
         "metrics": {name: share_of(metric) for name, metric in metrics.items()},
         **(more or {}),
     }
