@@ -17,6 +17,7 @@ from torch import nn
 from echelon.contracts.errors import CheckpointError, UsageError
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
+from echelon.data.prefetch import Feed
 from echelon.parallel.fsdp import FSDPStrategy
 from tests.compat.reference import in_order, plain, run_programs
 from tests.conftest import server_with
@@ -246,6 +247,40 @@ def test_a_dataloader_that_is_saved_before_it_is_read_stands_where_it_was_restor
     third.load_state_dict(second.state_dict())
     assert [each.tolist() for each in third] == [each.tolist() for each in batches]
     assert len(list(third)) == 6
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """Its length is a guess: each worker's last batch may be a short one."""
+
+    def __len__(self) -> int:
+        return program.ROWS
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        rows = program.Rows(program.ROWS, 1)
+        return iter([rows[at] for at in range(worker.id if worker else 0, program.ROWS, worker.num_workers if worker else 1)])
+
+
+def test_all_batches_of_a_dataloader_are_trained_on_whatever_its_length_says(tmp_path: Path) -> None:
+    """Those beyond its length were left out, and a sampler that draws at its end did not."""
+    from echelon.compat.transformers import Trainer
+    from echelon.compat.transformers.batches import Counted
+
+    class Reads(Trainer):
+        def get_train_dataloader(self) -> Any:
+            loader = torch.utils.data.DataLoader(Streamed(), batch_size=8, num_workers=2, collate_fn=self.data_collator)
+            assert sum(1 for _ in loader) > len(loader)
+            return loader
+
+    trainer = _trainer(tmp_path, kind=Reads, args={"gradient_accumulation_steps": 1, "num_train_epochs": 1})
+    assert trainer.train().global_step == sum(1 for _ in trainer.get_train_dataloader())
+
+    def order(wraps: Any) -> list[Any]:
+        sampler = torch.utils.data.RandomSampler(range(6), num_samples=9, generator=torch.Generator().manual_seed(3))
+        loader = wraps(torch.utils.data.DataLoader(range(6), batch_size=2, sampler=sampler))
+        return [[step.batch.tolist() for step in Feed(loader)] for _ in range(3)]
+
+    assert order(Counted) == order(lambda loader: loader)
 
 
 def test_a_run_goes_on_with_fewer_micro_batches_in_its_folder(tmp_path: Path) -> None:

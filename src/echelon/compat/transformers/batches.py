@@ -96,6 +96,11 @@ class Counted:
         self._read = self._skip = 0
         self._began: dict[str, Any] = {}
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        """The loader's own, by which its length is judged, and read to its end."""
+        return type(self._loader)
+
     def __len__(self) -> int:
         return len(self._loader)
 

@@ -273,7 +273,7 @@ class _IfSaved:
             own = self._own()
             if own is None:
                 raise CheckpointMismatchError(
-                    f"each rank saved the state of its own {type(self._loader).__name__}, so their number must be the same. "
+                    f"each rank saved the state of its own {self._loader.__class__.__name__}, so their number must be the same. "
                     "Use as many ranks, or do not restore the loader; echelon.Loader resumes on any number."
                 )
             if not isinstance(own.get("train_dataloader"), dict):
