@@ -238,6 +238,47 @@ def test_a_module_that_became_a_part_of_another_is_found_as_suggested(tmp_path: 
     assert all(torch.equal(a, b) for a, b in zip(other.module.parameters(), saved.module.parameters(), strict=True))
 
 
+class Parts(ech.TrainUnit[Any]):
+    """Two modules, or one that has them as its parts."""
+
+    def __init__(self, *, apart: bool, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        body, head = nn.Linear(4, 8).double(), nn.Linear(8, 1).double()
+        if apart:
+            self.body, self.head = body, head
+        else:
+            self.both = nn.ModuleDict({"body": body, "head": head})
+        self.parts = lambda: (body, head)
+        self.optimizer = torch.optim.AdamW([*body.parameters(), *head.parameters()], lr=0.1)
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        body, head = self.parts()
+        self.optimizer.zero_grad()
+        head(body(data[0])).square().mean().backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_modules_that_became_parts_of_one_and_parts_that_became_modules_are_found_as_suggested(
+    tmp_path: Path, apart: bool
+) -> None:
+    """The suggestion was made, and then refused."""
+    saved, loader = Parts(apart=apart), _loader()
+    ech.train(saved, loader, max_steps=2, callbacks=[Saver(tmp_path)])
+    names = {"body": "both.body", "head": "both.head"}
+    names = names if apart else {new: old for old, new in names.items()}
+    other = Parts(apart=not apart, seed=7)
+    with pytest.raises(CheckpointMismatchError) as refused:
+        Saver.restore(tmp_path / "step-00000002", other)
+    assert all(f"{old!r}: {new!r}" in str(refused.value) for old, new in names.items())
+    report = Saver.restore(tmp_path / "step-00000002", other, restore_options=Options(rename=names))
+    assert not report.missing and not report.unexpected
+    for ours, theirs in zip(saved.parts(), other.parts(), strict=True):
+        assert torch.equal(ours.weight, theirs.weight)
+        assert torch.equal(saved.optimizer.state[ours.bias]["exp_avg"], other.optimizer.state[theirs.bias]["exp_avg"])
+
+
 def test_the_moments_of_a_layer_that_is_left_behind_are_left_behind(tmp_path: Path) -> None:
     """A head of another size has the name now: it was given the old one's moments."""
     _saved(tmp_path)

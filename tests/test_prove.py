@@ -504,3 +504,36 @@ def test_what_an_optimizer_computes_in_half_precision_is_compared_in_float64(tmp
     target = _script(tmp_path, MUON)
     (row,) = prove_target(target, matrix(["fsdp"], [2], [1], sgd=False), 3, False).results
     assert row.verdict.startswith("agrees (float64)"), show.details(row)
+
+
+MOMENTA = """
+class Momenta(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["slow"] = torch.zeros(p.shape, dtype=torch.bfloat16)
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if "fast" not in state:
+                state["fast"] = torch.zeros(p.shape, dtype=torch.bfloat16)
+            for name, weight in (("fast", 0.5), ("slow", 0.1)):
+                state[name].lerp_(p.grad.to(torch.bfloat16), weight)
+                p.sub_(state[name].to(p.dtype), alpha=self.param_groups[0]["lr"])
+class Halves(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        out = self.module(data[0])
+        return nn.functional.mse_loss(out, data[1]), out
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return Momenta(module.parameters()), None
+data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randn(64, 4))
+ech.train(Halves(module=nn.Linear(16, 4), strategy="ddp"), ech.Loader(data, global_batch=16), max_epochs=1)
+"""
+
+
+def test_what_an_optimizer_keeps_in_half_precision_is_float64_with_what_it_casts(tmp_path: Path) -> None:
+    """Its casts were float64 alone: "expected dtype c10::BFloat16 for `end` but got dtype double"."""
+    target = _script(tmp_path, MOMENTA)
+    (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 3, True).results
+    assert row.verdict == "agrees" or row.verdict == "bit-equal", show.details(row)

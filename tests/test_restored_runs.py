@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import echelon as ech
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.policy import BestCheckpointConfig
-from echelon.contracts.errors import CheckpointMismatchError
+from echelon.contracts.errors import CheckpointError, CheckpointMismatchError
 from echelon.world import rng
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
@@ -244,3 +246,80 @@ def test_a_run_goes_on_in_its_folder_with_fewer_micro_batches(ranks: Ranks, tmp_
     assert sorted(path.name for path in (tmp_path / "here").glob("*step*")) == names
     steps = [manifest.read(tmp_path / "here" / name)["config"]["data"]["accumulation"] for name in names]
     assert steps == [2, 2, 2, 1, 1, 1]
+
+
+class Killed(ech.Callback):
+    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_the_one_checkpoint_that_stays_is_the_one_that_is_counted_anew(tmp_path: Path) -> None:
+    """It had the smaller number, and was removed as an older one; then the other was set aside, and nothing was left."""
+    for accumulation, more in ((2, []), (1, [Killed()])):
+        unit = Numbered(gradient_accumulation_steps=accumulation)
+        loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+        saver = Saver(tmp_path, save_every_n_train_steps=2, keep_last_n_checkpoints=1)
+        saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
+        with contextlib.suppress(KeyboardInterrupt):
+            ech.train(unit, loader, max_steps=6, callbacks=[*more, saver])
+    assert {path.name for path in tmp_path.glob("*step*")} == {"replaced-step-00000006", "step-00000003"}
+
+
+def test_what_is_counted_anew_has_the_streams_of_what_it_is_made_of(tmp_path: Path) -> None:
+    """It had what the script had drawn by then, and the next run that began from it drew otherwise."""
+
+    def run(folder: Path, accumulation: int, steps: int, *more: ech.Callback) -> dict[str, torch.Tensor]:
+        ech.seed(3)
+        unit = Numbered(dropout=0.4, gradient_accumulation_steps=accumulation)
+        loader, saver = ech.Loader(DATA, 8, seed=1, accumulation=accumulation), Saver(folder)
+        saver.restore_from_latest(folder, unit, train_dataloader=loader)
+        torch.rand(3)
+        with contextlib.suppress(KeyboardInterrupt):
+            ech.train(unit, loader, max_steps=steps, callbacks=[*more, saver])
+        return whole(unit.module)
+
+    run(tmp_path / "once", 2, 6)
+    shutil.copytree(tmp_path / "once", tmp_path / "again")
+    run(tmp_path / "again", 1, 6, Killed())
+    assert (tmp_path / "again/step-00000003").is_dir()
+    assert largest_difference(run(tmp_path / "again", 1, 6), run(tmp_path / "once", 1, 6)) == 0
+
+
+def test_a_run_that_takes_weights_only_sets_nothing_aside(tmp_path: Path) -> None:
+    """It begins at step 0, and its source was taken for a checkpoint whose steps were smaller."""
+    ech.train(Numbered(), ech.Loader(DATA, 8), max_steps=2, callbacks=[Saver(tmp_path)])
+    unit = Numbered()
+    Saver.restore_from_latest(tmp_path, unit, restore_options=ech.RestoreOptions.weights_only())
+    with pytest.raises(CheckpointError, match="step-00000002 is ahead of this run, which is at step 0"):
+        ech.train(unit, ech.Loader(DATA, 8), max_steps=2, callbacks=[Saver(tmp_path)])
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000002"]
+
+
+def _restored_twice(folder: Path) -> list[float]:
+    """From a checkpoint of this number of ranks, and then from one of another number, which has no streams for them."""
+    unit = Numbered(strategy="ddp")
+    Saver.restore(folder / "two/step-00000002", unit)
+    Saver.restore(folder / "one/step-00000002", unit)
+    drawn = torch.random.get_rng_state()
+    before = torch.rand(2).tolist()
+    torch.random.set_rng_state(drawn)
+    seen: list[float] = []
+
+    class Look(ech.Callback):
+        def on_train_step_start(self, state: ech.State, unit: Any) -> None:
+            seen.extend(torch.rand(2).tolist())
+
+    ech.train(unit, ech.Loader(DATA, 8), max_steps=3, callbacks=[Look()])
+    return [*before, *seen]
+
+
+def _two_steps(folder: Path) -> None:
+    ech.seed(5)
+    ech.train(Numbered(strategy="ddp"), ech.Loader(DATA, 8), max_steps=2, callbacks=[Saver(folder)])
+
+
+def test_the_streams_of_a_checkpoint_that_was_left_again_are_not_taken_up(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _two_steps, tmp_path / "two")
+    ranks(1, _two_steps, tmp_path / "one")
+    (*first, a, b), _ = ranks(2, _restored_twice, tmp_path)
+    assert first == [a, b]

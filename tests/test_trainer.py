@@ -164,6 +164,24 @@ def test_the_callers_seed_decides_what_ranks_draw() -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+class DrawsOnEachRank(Regression):
+    folder = Path()
+
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        (self.folder / f"rank{ech.RankInfo().rank}").write_text(str(torch.rand(4).tolist()))
+        return super().compute_loss(state, data)
+
+
+def test_ranks_draw_otherwise_than_each_other_after_a_restore_in_their_parent(tmp_path: Path) -> None:
+    """All took up the streams that the parent had restored: dropout dropped the same units of different samples."""
+    ech.train(Regression(), loader(), max_steps=1, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    unit = DrawsOnEachRank()
+    unit.folder = tmp_path
+    ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
+    Trainer(devices=2, max_steps=2).fit(unit, loader())
+    assert len({(tmp_path / f"rank{rank}").read_text() for rank in range(2)}) == 2
+
+
 def test_dp_is_one_process(caplog: pytest.LogCaptureFixture) -> None:
     unit = Regression()
     with caplog.at_level(logging.WARNING):

@@ -62,7 +62,20 @@ def test_a_module_is_no_unit() -> None:
     ],
 )
 def test_names_are_where_programs_import_them_from(module: str, name: str) -> None:
-    assert hasattr(importlib.import_module(f"echelon.compat.{module}"), name)
+    found = importlib.import_module(f"echelon.compat.{module}")
+    by_attributes = importlib.import_module("echelon.compat.lightning")
+    for part in module.split(".")[1:]:  # as programs name it that import `lightning.pytorch as pl`
+        by_attributes = getattr(by_attributes, part)
+    assert getattr(by_attributes, name) is getattr(found, name)
+
+
+def test_a_rank_that_a_program_gives_itself_counts() -> None:
+    """As scripts for Slurm have it, of which each process has a number of its own."""
+    utilities = importlib.import_module("echelon.compat.lightning.pytorch.utilities")
+    own = type(utilities.rank_zero_only)()
+    assert own(lambda: "done")() == "done"
+    own.rank = 1
+    assert own.rank == 1 and own(lambda: "done")() is None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import csv
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,22 @@ def test_two_ranks_train_as_one_process_does(strategy: str, ranks: Any, tmp_path
             for name in (n for n in numbers if n.endswith(("_epoch", "_acc"))):  # means over all ranks
                 assert numbers[name] == pytest.approx(alone[kind.__name__][1][name], rel=1e-6), (kind, name)
             assert updates == (16 if kind is GAN else 8)
+
+
+def drawn_by_rank(checks: int) -> list[float]:
+    echelon.seed(3)
+    module, drawn = Small(), list[float]()
+    module.on_train_batch_start = lambda *_: drawn.extend(torch.rand(2).tolist())  # type: ignore[method-assign]
+    trainer = Trainer(max_epochs=1, strategy="ddp", num_sanity_val_steps=checks, **QUIET)
+    trainer.fit(module, echelon.Loader(TensorDataset(torch.ones(8, 2)), 4), echelon.Loader(TensorDataset(torch.ones(8, 2)), 4))
+    return drawn
+
+
+def test_ranks_draw_otherwise_than_each_other_after_a_sanity_check(ranks: Any) -> None:
+    """Its streams were put back as if a checkpoint had them: dropout dropped the same units of all ranks' samples."""
+    first, second = ranks(2, drawn_by_rank, 2)
+    assert len(first) == 4 and first[0] != second[0]
+    assert [first, second] == ranks(2, drawn_by_rank, 0)
 
 
 # --- beside the weights
@@ -296,6 +313,24 @@ class Keeps(GAN):
         self.kept = checkpoint["mine"]
 
 
+def test_a_second_run_in_a_folder_saves_its_own_weights_and_removes_nothing_elsewhere(tmp_path: Path) -> None:
+    """It left the first run's as last.ckpt, if both had made as many steps, and removed the checkpoint that it began from."""
+    for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
+        module, saver = Small(), ModelCheckpoint(dirpath=folder, save_last=True)
+        nn.init.constant_(module.layer.weight, len(list(tmp_path.rglob("last.ckpt"))))
+        source = str(tmp_path / "a/epoch=0-step=2-v1.ckpt") if folder.name == "b" else None
+        trainer = Trainer(max_epochs=2 if source else 1, callbacks=[saver], logger=False, accelerator="cpu")
+        trainer.fit(module, two_batches(), ckpt_path=source)
+        last = Small.load_from_checkpoint(str(folder / "last.ckpt"))
+        assert largest_difference(dict(last.state_dict()), dict(module.state_dict())) == 0
+    names = {path.name for path in (tmp_path / "a").glob("epoch*")}
+    assert names == {"epoch=0-step=2.ckpt", "epoch=0-step=2-v1.ckpt"}
+    nn.init.zeros_(module.layer.weight)
+    trainer.save_checkpoint(tmp_path / "b/last.ckpt")
+    assert not Small.load_from_checkpoint(str(tmp_path / "b/last.ckpt")).layer.weight.any()
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"epoch=1-step=4.ckpt", ".last-step=4.ckpt", "last.ckpt"}
+
+
 def test_manual_optimization_resumes_with_its_optimizers_and_what_hooks_saved(tmp_path: Path) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=6, save_top_k=-1)
     Trainer(max_epochs=2, callbacks=[saver], logger=False, accelerator="cpu").fit(made(Keeps), loader_of(GAN, 1))
@@ -461,6 +496,30 @@ def test_a_data_module_is_made_of_datasets() -> None:
     trainer = Trainer(max_epochs=1, **QUIET)
     trainer.fit(Small(), made_of)
     assert trainer.num_val_batches == [3] and isinstance(trainer.train_dataloader.sampler, torch.utils.data.RandomSampler)
+
+
+def test_a_dataset_that_is_a_sequence_is_one_dataset() -> None:
+    class Rows(torch.utils.data.Dataset[Any], Sequence[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            return (torch.ones(2),)
+
+        def __len__(self) -> int:
+            return 6
+
+    assert len(LightningDataModule.from_datasets(Rows(), batch_size=2).train_dataloader()) == 3
+
+
+def test_when_it_evaluates_is_known_without_a_length() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([torch.ones(2)] * 4)
+
+    module, told = Small(), list[float]()
+    module.on_train_start = lambda: told.append(module.trainer.val_check_batch)  # type: ignore[method-assign]
+    module.training_step = lambda batch, batch_idx: module.layer(batch).square().mean()  # type: ignore[method-assign]
+    trainer = Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, DataLoader(Stream(), batch_size=2), two_batches())
+    assert told == [float("inf")]
 
 
 class Draws(Small):

@@ -17,6 +17,7 @@ from torch import nn
 from echelon.contracts.errors import CheckpointError, UsageError
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
+from echelon.data.prefetch import Feed
 from echelon.parallel.fsdp import FSDPStrategy
 from tests.compat.reference import in_order, plain, run_programs
 from tests.conftest import server_with
@@ -229,6 +230,71 @@ def test_a_run_with_a_dataloader_of_the_users_goes_on_where_it_stood(tmp_path: P
     (values, losses, _), (resumed, losses_again, updates) = _with_loader_of_its_own(str(tmp_path))
     assert updates == 12 and losses_again == losses
     assert all(torch.equal(values[name], resumed[name]) for name in values)
+
+
+def test_a_dataloader_that_is_saved_before_it_is_read_stands_where_it_was_restored() -> None:
+    """Saved again before its first batch, as by a run that is asked to stop at once, it stood at the epoch's beginning."""
+    from echelon.compat.transformers.batches import Counted
+
+    def loader() -> Any:
+        return Counted(torch.utils.data.DataLoader(range(12), batch_size=2, shuffle=True))
+
+    first, second, third = loader(), loader(), loader()
+    batches = iter(first)
+    for _ in range(2):
+        next(batches)
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict(second.state_dict())
+    assert [each.tolist() for each in third] == [each.tolist() for each in batches]
+    assert len(list(third)) == 6
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """Its length is a guess: each worker's last batch may be a short one."""
+
+    def __len__(self) -> int:
+        return program.ROWS
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        rows = program.Rows(program.ROWS, 1)
+        return iter([rows[at] for at in range(worker.id if worker else 0, program.ROWS, worker.num_workers if worker else 1)])
+
+
+def test_all_batches_of_a_dataloader_are_trained_on_whatever_its_length_says(tmp_path: Path) -> None:
+    """Those beyond its length were left out, and a sampler that draws at its end did not."""
+    from echelon.compat.transformers import Trainer
+    from echelon.compat.transformers.batches import Counted
+
+    class Reads(Trainer):
+        def get_train_dataloader(self) -> Any:
+            loader = torch.utils.data.DataLoader(Streamed(), batch_size=8, num_workers=2, collate_fn=self.data_collator)
+            assert sum(1 for _ in loader) > len(loader)
+            return loader
+
+    trainer = _trainer(tmp_path, kind=Reads, args={"gradient_accumulation_steps": 1, "num_train_epochs": 1})
+    assert trainer.train().global_step == sum(1 for _ in trainer.get_train_dataloader())
+
+    def order(wraps: Any) -> list[Any]:
+        sampler = torch.utils.data.RandomSampler(range(6), num_samples=9, generator=torch.Generator().manual_seed(3))
+        loader = wraps(torch.utils.data.DataLoader(range(6), batch_size=2, sampler=sampler))
+        return [[step.batch.tolist() for step in Feed(loader)] for _ in range(3)]
+
+    assert order(Counted) == order(lambda loader: loader)
+
+
+def test_a_run_goes_on_with_fewer_micro_batches_in_its_folder(tmp_path: Path) -> None:
+    """Its updates have the same numbers; a folder of another name was looked for, and was not there."""
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "lr_scheduler_type": "constant"}
+    runs = [(tmp_path / "one", 2, 4)] + [(tmp_path / "two", *each) for each in ((2, 2), (1, 3), (2, 4))]
+    for folder, accumulation, updates in runs:
+        parts = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": GLOBAL_BATCH // accumulation}
+        trainer = _trainer(folder, args={**saves, **parts, "max_steps": updates})
+        trainer.train(resume_from_checkpoint=folder.exists() or None)
+        assert sorted(path.name for path in folder.iterdir()) == [f"checkpoint-{at}" for at in (updates - 1, updates)]
+        if folder == tmp_path / "one":
+            want = _values(trainer.model)
+    assert largest_difference(_values(trainer.model), want) < 1e-6
 
 
 def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,12 @@ def by_old(names: Iterable[str], naming: Naming) -> dict[str, str]:
     made = {name: naming(name) for name in names}
     twice = [new for new, count in Counter(made.values()).items() if count > 1]
     if twice:
-        olds = " and ".join(old for old, new in made.items() if new == twice[0])
-        raise CheckpointMismatchError(f"rename must give every state a name of its own: {olds} would both be {twice[0]}.")
+        raise _of_one_name([old for old, new in made.items() if new == twice[0]], twice[0])
     return made
+
+
+def _of_one_name(olds: Sequence[str], new: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(f"rename must give every state a name of its own: {' and '.join(olds)} would both be {new}.")
 
 
 def check(renames: Mapping[str, str], names: Sequence[str]) -> None:
@@ -74,13 +77,21 @@ def rename(
         the nested states by their present names.
     """
     check(renames, [*rest, *saved.index])
+    homes: dict[str, set[str]] = {}  # of a state's tensors: a module's parts may be several now, or it a part of another one
+    for name in saved.index:
+        homes.setdefault(state_in(name), set()).add(state_in(naming(name)))
     saved.rename(naming)
     made: dict[str, Any] = {}
-    for old, new in by_old(rest, lambda name: state_in(naming(name))).items():
-        made[new] = rest[old]
-        if isinstance(states.get(new), NamedState):
-            keys = by_old([f"{old}.{key}" for key in rest[old]], naming)
-            made[new] = {now.removeprefix(f"{new}."): rest[old][full.removeprefix(f"{old}.")] for full, now in keys.items()}
+    for old, now in by_old(rest, naming).items():
+        news = homes.get(old, {state_in(now)})
+        if any(isinstance(states.get(new), NamedState) for new in news):
+            made |= {new: made.get(new, {}) for new in news}
+            for key, full in by_old([f"{old}.{key}" for key in rest[old]], naming).items():
+                made.setdefault(state_in(full), {})[full.partition(".")[2]] = rest[old][key.removeprefix(f"{old}.")]
+        elif (new := state_in(now)) in made and new in states:
+            raise _of_one_name([before for before in rest if state_in(naming(before)) == new], new)
+        else:
+            made[new] = rest[old]
     return made
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["Missing", "later", "leave_out"]
+__all__ = ["Missing", "attach", "later", "leave_out"]
 
 
 class Missing:
@@ -82,7 +82,12 @@ def leave_out(system: str, package: str, modules: Mapping[str, str]) -> None:
         modules: name -> what to use in its place; a module above others comes before them.
     """
     for name, instead in modules.items():
-        module = sys.modules.setdefault(f"{package}.{name}", _Absent(f"{package}.{name}", f"{system}.{name}", instead))
-        around, _, last = module.__name__.rpartition(".")
-        if (parent := sys.modules.get(around)) is not None and last not in vars(parent):
-            setattr(parent, last, module)
+        attach(f"{package}.{name}", _Absent(f"{package}.{name}", f"{system}.{name}", instead))
+
+
+def attach(name: str, module: ModuleType) -> None:
+    """Let a module be imported under this name, unless one has it, and be found in the module above it."""
+    around, _, last = name.rpartition(".")
+    found = sys.modules.setdefault(name, module)
+    if (parent := sys.modules.get(around)) is not None and last not in vars(parent):
+        setattr(parent, last, found)

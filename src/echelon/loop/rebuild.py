@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Made at first use, over the module as it is now.
 _MADE_LATER = frozenset({"optimizer", "lr_scheduler", "swa_scheduler", "_reports_step"})
+# Of this rank: on others, they would be the same streams for different samples.
+_OF_RANK = frozenset({"resumes_with"})
 # The attributes that `build_from` sets: each process makes its own.
 # fmt: off
 BUILT = frozenset({
@@ -72,7 +74,7 @@ def rebuild(unit: AutoUnit[Any], **changes: Any) -> None:
 def pack(unit: AutoUnit[Any]) -> Parcel:
     """What another process needs to build this unit. Its module is on the CPU afterwards; the caller moves it back."""
     husk = copy.copy(unit)
-    for name in BUILT | _MADE_LATER:
+    for name in BUILT | _MADE_LATER | _OF_RANK:
         vars(husk).pop(name, None)
     return Parcel(husk, _plain(unit).cpu(), replace(unit.auto_options, device=None))
 
@@ -86,7 +88,7 @@ def unpack(parcel: Parcel, **changes: Any) -> AutoUnit[Any]:
 def own_attributes(unit: AutoUnit[Any], *, progress: bool) -> dict[str, Any]:
     """What a subclass's code has set and no checkpoint holds; with `progress` that too."""
     saved = {*unit.tracked_modules(), *unit.tracked_optimizers(), *unit.tracked_lr_schedulers(), *unit.tracked_metrics()}
-    saved |= {*unit.tracked_misc_statefuls(), *unit.tracked_progress(), *BUILT, *_MADE_LATER}
+    saved |= {*unit.tracked_misc_statefuls(), *unit.tracked_progress(), *BUILT, *_MADE_LATER, *_OF_RANK}
     own = {name: value for name, value in vars(unit).items() if name not in saved}
     return {**own, **unit.tracked_progress()} if progress else own
 

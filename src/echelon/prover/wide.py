@@ -41,8 +41,10 @@ class _Wide(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._rests = False
 
-    def rest(self, *_: Any) -> None:
+    def rest(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._rests = True
+        for state in optimizer.state.values():  # which it may have made before its first step
+            state.update({k: v.double() for k, v in state.items() if isinstance(v, torch.Tensor) and v.dtype in _HALF})
 
     def go_on(self, *_: Any) -> None:
         self._rests = False
@@ -50,7 +52,8 @@ class _Wide(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         dtype = kwargs.get("dtype")
-        if dtype in (_HALF if self._rests else _SINGLE) and _is_cast(args, dtype):
+        # What an optimizer makes in half precision meets what it casts.
+        if dtype in _HALF if self._rests else dtype in _SINGLE and _is_cast(args, dtype):
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
 

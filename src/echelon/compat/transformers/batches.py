@@ -96,6 +96,11 @@ class Counted:
         self._read = self._skip = 0
         self._began: dict[str, Any] = {}
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        """The loader's own, by which its length is judged, and read to its end."""
+        return type(self._loader)
+
     def __len__(self) -> int:
         return len(self._loader)
 
@@ -122,4 +127,5 @@ class Counted:
         return {"batches": self._read, "began": self._began}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._skip, self._began = int(state_dict["batches"]), state_dict["began"]
+        self._read = self._skip = int(state_dict["batches"])
+        self._began = state_dict["began"]

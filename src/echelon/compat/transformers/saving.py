@@ -31,16 +31,9 @@ def _inside(folder: Location) -> list[Location]:
     return [path for _, path in sorted(found, key=lambda each: each[0]) if (path / manifest.MANIFEST).exists()]
 
 
-def _step_of(path: Location) -> int:
-    """Micro-batches that were trained on before it; 0 of one that is not whole."""
-    try:
-        return int(manifest.read(path)["step"])
-    except CheckpointError:
-        return 0
-
-
 class _Folder(RunFolder):
-    """
+    """Counts updates, as the names do, whatever micro-batches they were made of.
+
     Attributes:
         limit: how many stay; None keeps all.
         best: the name of one that stays in any case.
@@ -50,8 +43,11 @@ class _Folder(RunFolder):
     best: str | None = None
 
     def _found(self) -> list[tuple[Location, int]]:
-        found = commit.on_rank0(lambda: [(path.name, _step_of(path)) for path in reversed(_inside(self.path))], self.path)
-        return [(self.path / name, step) for name, step in found]
+        names = commit.on_rank0(lambda: [path.name for path in reversed(_inside(self.path))], self.path)
+        return [(self.path / name, int(name.rpartition("-")[2])) for name in names]
+
+    def _now(self, unit: Any) -> int:
+        return int(unit.window.updates)
 
     def _is_saved(self, step: int) -> bool:
         return any(saved == step for _, saved in self._found())

@@ -58,7 +58,7 @@ def take(
     states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
     loader = state.train_state.dataloader if state.train_state is not None else None
     own: dict[str, Any] = {
-        "streams": rng.states(),
+        "streams": unit.resumes_with or rng.states(),  # of one that has not trained since it was restored: as they were then
         "metrics": {name: share_of(metric) for name, metric in metrics.items()},
         **(more or {}),
     }
@@ -79,7 +79,7 @@ def take(
     metrics_now = monitored(best.monitored_metric, state, unit) if best is not None else {}
     config = changes.facts(unit, loader)
     if position and not isinstance(loader, BaseLoader):  # where progress alone does not tell it
-        config["position"] = type(loader).__name__
+        config["position"] = loader.__class__.__name__
     facts = {"config": config, "host": socket.gethostname(), "metrics": metrics_now}
     if left:
         facts["frozen"] = left
@@ -110,7 +110,7 @@ def _warn_if_inexact(state: State, loader: Any, position: Any) -> None:
     """Warn once, at the first save in mid-epoch: a run that resumes from it will not see the same samples."""
     if loader is None or state in _told:
         return
-    kind, why = type(loader).__name__, None
+    kind, why = loader.__class__.__name__, None
     if isinstance(loader, StreamLoader):
         why = loader.inexact()
     elif position is None:

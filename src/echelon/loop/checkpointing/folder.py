@@ -51,12 +51,16 @@ class RunFolder:
         restart: set checkpoints that are ahead of the run aside.
     Attributes:
         held: this run has the lease; the same on all ranks, though only rank 0 has it.
+        counts_anew: its owner calls `count_anew`.
     """
+
+    counts_anew = True
 
     def __init__(self, path: Location, keep: Keep, *, restart: bool) -> None:
         self._given, self.path, self.keep, self.restart = str(path), absolute(path), keep, restart
         self.held = False
         self._lease = Lease(self.path)
+        self._counted: set[str] = set()  # names of those that `count_anew` is about to set aside
 
     def take(self) -> None:
         """Hold the lease, and sweep up what a killed run left. Collective.
@@ -90,7 +94,7 @@ class RunFolder:
         """
         if self.held:
             return []
-        step, anew = unit.train_progress.num_steps_completed, is_begun_anew(self.path)
+        step, anew = self._now(unit), is_begun_anew(self.path)
         try:
             self.take()
         except CheckpointWriteError as error:
@@ -100,7 +104,7 @@ class RunFolder:
             logger.info("the run is complete, and its folder is left as it is: %s", error)
         restart = self.restart or anew
         found = self._found()
-        source = next((saved for path, saved in found if str(path) == unit.restored_from), 0)
+        source = next((saved for path, saved in found if self.counts_anew and str(path) == unit.restored_from), 0)
         counted = [path for path, saved in found if step < saved <= source]
         for path, saved in found:
             if path in counted:
@@ -119,9 +123,15 @@ class RunFolder:
             return
         if self._is_saved(step):  # what was saved at this number was another step
             commit.on_rank0(lambda: commit.set_aside(self.path / manifest.named(step), "replaced"))
+        self._counted = {path.name for path in counted}
         save()
         for path in counted:
             commit.on_rank0(partial(commit.set_aside, path, "replaced"))
+        self._counted = set()
+
+    def _now(self, unit: TrainUnit[Any]) -> int:
+        """Where a unit stands, counted as `_found` counts."""
+        return unit.train_progress.num_steps_completed
 
     def _found(self) -> list[tuple[Location, int]]:
         """What is named like a checkpoint, and its step, newest first. Collective."""
@@ -154,7 +164,7 @@ class RunFolder:
             self._lease.refresh()
             if self.keep.count is None:
                 return
-            whole = {commit.step_of(p): p for p in commit.committed(self.path)}
+            whole = {commit.step_of(p): p for p in commit.committed(self.path) if p.name not in self._counted}
             metrics = {step: manifest.read(p).get("metrics", {}) for step, p in whole.items()} if self.keep.best else {}
             commit.retire(self.path, [whole[step].name for step in self.keep.doomed(list(whole), metrics)])
         except Exception as error:  # the save itself is committed

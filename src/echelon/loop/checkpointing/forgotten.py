@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from echelon.checkpoint.renamed import Naming, moved
@@ -20,7 +20,7 @@ def kinds(unit: Unit) -> dict[str, str]:
 
 
 def forgotten(
-    config: Mapping[str, Any], names: Iterable[str], unit: Unit, options: RestoreOptions
+    config: Mapping[str, Any], names: Collection[str], unit: Unit, options: RestoreOptions
 ) -> tuple[list[str], list[str]]:
     """What the unit has no more of the states in a checkpoint: what to refuse when strict, and what to list in any case.
 
@@ -28,6 +28,8 @@ def forgotten(
     that takes weights only, leaves what belongs to training behind without a word.
     """
     kind_of = {**dict.fromkeys(names, "misc_statefuls"), **config.get("states", {})}
+    # Each rank has its share of a metric elsewhere; what else is not there any more has other names now.
+    kind_of = {name: kind for name, kind in kind_of.items() if name in names or kind == "metrics"}
     kind_of.pop("train_dataloader", None)
     trains = isinstance(unit, TrainUnit) and not options.takes_weights_only
     wanted = {"modules": options.restore_modules, "misc_statefuls": not options.takes_weights_only, "progress": False}
@@ -47,27 +49,22 @@ def naming(renames: Mapping[str, str], states: Mapping[str, Any]) -> Naming:
         states: what will be restored, by name.
     """
     back = {new: old for old, new in renames.items()}
-    tables: dict[str, dict[str, str]] = {}
-    modules: dict[str, str] = {}
+    fronts: dict[str, tuple[str, str]] = {}  # by optimizer, what its names lack of a parameter's: in the checkpoint, and here
     for name, state in states.items():
         if hasattr(state, "full_names"):
-            pairs = {here: (full, moved(full, back)) for here, full in state.full_names().items()}
+            full = state.full_names()
+            olds = {moved(each, back).partition(".")[0] for each in full.values()}
             # An optimizer's names have their module's in front only if it has several.
-            tables[name] = {was if here == full else was.partition(".")[2]: here for here, (full, was) in pairs.items()}
-            modules[name] = next((full.removesuffix(here) for here, (full, _) in pairs.items()), "")
+            before = f"{olds.pop()}." if len(olds) == 1 else ""
+            fronts[name] = before, next((each.removesuffix(here) for here, each in full.items()), "")
 
     def now(name: str) -> str:
         state, _, key = moved(name, renames).partition(".")
         kind, _, rest = key.partition(".")
-        if kind in ("state", "param_groups") and state in tables:
-            words = rest.split(".")
-            left = moved(f"{modules[state]}{rest}", renames).removeprefix(modules[state])
-            for end in range(len(words), 0, -1):
-                here = tables[state].get(".".join(words[:end]))
-                # Another parameter may have the name now that this one had.
-                if here is not None and (here != ".".join(words[:end]) or left == rest):
-                    return ".".join([state, kind, here, *words[end:]])
-            return f"{state}.{kind}.{left}"
+        # What begins with ~ is in no module.
+        if kind in ("state", "param_groups") and state in fronts and not rest.startswith("~"):
+            before, after = fronts[state]
+            return f"{state}.{kind}.{moved(before + rest, renames).removeprefix(after)}"
         return f"{state}.{key}" if key else state
 
     return now

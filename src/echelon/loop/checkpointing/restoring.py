@@ -155,7 +155,8 @@ def _restore(path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, 
     for module in unit.tracked_modules().values():
         fill_rest(module)
     unit.restored()
-    unit.restored_from = str(absolute(path))
+    if options.restore_train_progress:
+        unit.restored_from = str(absolute(path))
     return report
 
 
@@ -195,6 +196,7 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
         for name, prepared in unit.prepared_modules().items():
             prepared.load_extras({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
     elif isinstance(unit, TrainUnit):
+        unit.resumes_with = None  # of another checkpoint
         rng.renew(unit.train_progress.num_steps_completed)
         if metrics and unit.tracked_metrics():
             logger.warning(
@@ -271,7 +273,7 @@ class _IfSaved:
             own = self._own()
             if own is None:
                 raise CheckpointMismatchError(
-                    f"each rank saved the state of its own {type(self._loader).__name__}, so their number must be the same. "
+                    f"each rank saved the state of its own {self._loader.__class__.__name__}, so their number must be the same. "
                     "Use as many ranks, or do not restore the loader; echelon.Loader resumes on any number."
                 )
             if not isinstance(own.get("train_dataloader"), dict):

@@ -16,8 +16,9 @@ from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.successors import ALIASES, MODULES, NAMES, missing
 from echelon.compat.lightning.pytorch.trainer import Trainer
+from echelon.compat.lightning.pytorch.utilities import exceptions, rank_zero, types  # noqa: F401  # found as pl.utilities.types
 from echelon.compat.lightning.pytorch.version import __version__ as __version__
-from echelon.compat.names import leave_out
+from echelon.compat.names import attach, leave_out
 from echelon.world import rng
 
 __all__ = [
@@ -48,5 +49,5 @@ def __getattr__(name: str) -> Any:
 
 
 for _name, _same in ALIASES.items():
-    sys.modules.setdefault(f"{__name__}.{_name}", sys.modules[f"{__name__}.{_same}".rstrip(".")])
+    attach(f"{__name__}.{_name}", sys.modules[f"{__name__}.{_same}".rstrip(".")])
 leave_out("lightning.pytorch", __name__, {name: f"{instead}." for name, instead in MODULES.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -127,9 +128,12 @@ class Asked:
 
     @property
     def val_check_batch(self) -> float:
-        """After how many batches it evaluates."""
+        """After how many batches it evaluates; infinite if that is at the end of a loader without a length."""
         every = self.val_check_interval
-        return every if isinstance(every, int) else max(int(self.num_training_batches * every), 1)
+        if isinstance(every, int):
+            return every
+        batches = self.num_training_batches * every
+        return max(int(batches), 1) if math.isfinite(batches) else batches
 
     # --- options
 

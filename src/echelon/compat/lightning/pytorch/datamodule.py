@@ -48,9 +48,10 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
             return DataLoader(dataset, batch_size=batch_size, shuffle=shuffles, num_workers=num_workers)
 
         def loaders(given: Any, shuffle: bool = False) -> Any:
-            if isinstance(given, Mapping):
+            if isinstance(given, Mapping) and not isinstance(given, Dataset):
                 return {name: loader(each, shuffle) for name, each in given.items()}
-            return [loader(each, shuffle) for each in given] if isinstance(given, Sequence) else loader(given, shuffle)
+            several = isinstance(given, Sequence) and not isinstance(given, Dataset)
+            return [loader(each, shuffle) for each in given] if several else loader(given, shuffle)
 
         made = cls(**datamodule_kwargs)
         for name, given, shuffle in (

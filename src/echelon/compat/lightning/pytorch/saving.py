@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
+from echelon.checkpoint import commit, manifest
+from echelon.checkpoint.location import is_there, remove_tree
 from echelon.compat.lightning.pytorch import reading
 from echelon.contracts.errors import CheckpointNotFoundError, UsageError
+from echelon.contracts.files import sync
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State
@@ -30,8 +34,26 @@ class _Writer(DistributedCheckpointSaver):
 
 
 def write(path: Path, state: State, unit: Any) -> None:
-    """Collective."""
-    _Writer(path.absolute()).save(state, unit)
+    """Save under this name. What was saved under it before makes way when the new one is whole. Collective."""
+    path = path.absolute()
+    new, old = path.with_name(f".new-{path.name}"), path.with_name(f".old-{path.name}")
+
+    def is_taken() -> bool:
+        for left in filter(is_there, (new, old)):  # by a run that was killed
+            remove_tree(left)
+        return manifest.is_whole(path)
+
+    def put() -> None:
+        os.rename(path, old)
+        os.rename(new, path)
+        sync(path.parent)
+        remove_tree(old)
+
+    if commit.on_rank0(is_taken, path.parent):
+        _Writer(new).save(state, unit)
+        commit.on_rank0(put, path.parent)
+    else:
+        _Writer(path).save(state, unit)
 
 
 def restore(path: Path, unit: Any, loader: Any, *, trains: bool) -> None:

@@ -271,7 +271,7 @@ class Session:
             evaluate(unit, loader, max_steps_per_epoch=most, callbacks=[hooking])
         finally:
             vars(unit.eval_progress).update(progress)
-            rng.load_states(before)
+            rng.put_back(before)
             trainer.num_loaders["validation"] = lengths
         trainer.call("on_sanity_check_end")
         trainer.results["validation"].reset()

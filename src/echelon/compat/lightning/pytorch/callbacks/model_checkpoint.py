@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -153,8 +153,8 @@ class ModelCheckpoint(Checkpoint):
             self._save_last(trainer)
 
     def _save_latest(self, trainer: Any, values: Mapping[str, Any]) -> None:
-        doomed = self.best_model_path if self.save_top_k == 1 else ""
-        self.best_model_path = self._free_path(values, but=doomed)
+        doomed = self.best_model_path if self.save_top_k == 1 and self._is_inside(self.best_model_path) else ""
+        self.best_model_path = _free(lambda ver: self.format_checkpoint_name(values, ver=ver), but=doomed)
         self._put(trainer, self.best_model_path, doomed)
 
     def _save_best(self, trainer: Any, values: Mapping[str, Any]) -> None:
@@ -167,7 +167,7 @@ class ModelCheckpoint(Checkpoint):
         if not better:
             return
         doomed = self.kth_best_model_path if is_full else ""
-        path = self._free_path(values, but=doomed)
+        path = _free(lambda ver: self.format_checkpoint_name(values, ver=ver), but=doomed)
         models = {name: score for name, score in self.best_k_models.items() if name != doomed} | {path: current}
         ordered = sorted(models, key=lambda name: float(models[name]), reverse=self.mode == "max")
         self.best_k_models, self.kth_best_model_path = models, ordered[-1]
@@ -178,14 +178,16 @@ class ModelCheckpoint(Checkpoint):
                 "step %s: %s = %s is among the best %s: %s", trainer.global_step, self.monitor, value, self.save_top_k, path
             )
 
+    def _is_inside(self, path: str) -> bool:
+        """Whether it is in this callback's folder: a run that goes on from a checkpoint elsewhere leaves that alone."""
+        assert self.dirpath is not None
+        return Path(self.dirpath) in Path(path).parents
+
     def _put(self, trainer: Any, path: str, doomed: str) -> None:
-        """Save, and then remove `doomed`, whose name the new one may take: at every moment one of them is whole."""
-        aside = f"{path.removesuffix(self.FILE_EXTENSION)}.new{self.FILE_EXTENSION}" if path == doomed else path
-        trainer.save_checkpoint(aside)
-        if doomed:
+        """Save, and then remove `doomed`, whose name the new one may take."""
+        trainer.save_checkpoint(path)
+        if doomed and doomed != path:
             _remove(doomed)
-        if aside != path:
-            commit.on_rank0(lambda: os.rename(aside, path))
 
     def _is_better(self, score: torch.Tensor, than: torch.Tensor) -> bool:
         return bool(score < than) if self.mode == "min" else bool(score > than)
@@ -194,7 +196,8 @@ class ModelCheckpoint(Checkpoint):
         """A link to a folder of its own, so that at every moment it stands for a whole checkpoint."""
         assert self.dirpath is not None
         last = Path(self.dirpath) / f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}"
-        folder = last.with_name(f".last-step={trainer.global_step}{self.FILE_EXTENSION}")
+        name = f".last-step={trainer.global_step}"
+        folder = Path(_free(lambda ver: str(last.with_name(f"{name}{'' if ver is None else f'-v{ver}'}{self.FILE_EXTENSION}"))))
         self.last_model_path = str(last)
         trainer.save_checkpoint(folder)
 
@@ -225,16 +228,6 @@ class ModelCheckpoint(Checkpoint):
         name = f"{name}{'' if ver is None else f'-v{ver}'}{self.FILE_EXTENSION}"
         return os.path.join(self.dirpath, name) if self.dirpath else name
 
-    def _free_path(self, values: Mapping[str, Any], but: str) -> str:
-        def choose() -> str:
-            path, version = self.format_checkpoint_name(values), 0
-            while os.path.lexists(path) and path != but:
-                version += 1
-                path = self.format_checkpoint_name(values, ver=version)
-            return path
-
-        return commit.on_rank0(choose)
-
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,6 +248,19 @@ def _refuse(**options: Any) -> None:
     for name, value in options.items():
         if value:
             raise UsageError(f"ModelCheckpoint({name}={value!r}) is not supported. Use every_n_train_steps.")
+
+
+def _free(name: Callable[[int | None], str], but: str = "") -> str:
+    """The first of these paths, without and with a version, at which nothing is, or only `but`. Collective."""
+
+    def choose() -> str:
+        path, version = name(None), 0
+        while os.path.lexists(path) and path != but:
+            version += 1
+            path = name(version)
+        return path
+
+    return commit.on_rank0(choose)
 
 
 def _remove(path: str) -> None:

@@ -34,9 +34,16 @@ logger = logging.getLogger(__name__)
 class _RankZeroOnly:
     """A decorator: the function on rank 0; elsewhere it does nothing and gives None."""
 
+    _given: int | None = None
+
     @property
     def rank(self) -> int:
-        return RankInfo.from_env().rank
+        """This process's, unless it was told another."""
+        return self._given if self._given is not None else RankInfo.from_env().rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._given = rank
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R | None]:
         @functools.wraps(function)

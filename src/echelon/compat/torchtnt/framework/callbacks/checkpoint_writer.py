@@ -51,6 +51,8 @@ class Manager(CheckpointManager):
 class NamedFolder(RunFolder):
     """A folder whose checkpoints have TorchTNT's names. Those that TorchTNT wrote are left alone."""
 
+    counts_anew = False
+
     def _found(self) -> list[tuple[Location, int]]:
         """Of training."""
 
