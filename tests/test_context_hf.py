@@ -46,6 +46,21 @@ def _made(name: str) -> nn.Module:
             )
         ),
         "classifier": lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**size, **more, num_labels=3)),
+        "dynamic": lambda: llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "longrope": lambda: tf.Phi3ForCausalLM(
+            tf.Phi3Config(
+                **size,
+                **more,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 8,
+                    "short_factor": [1.0, 1.0],
+                    "long_factor": [2.0, 3.0],
+                },
+            )
+        ),
+        "softcapped": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**size, **more, head_dim=8)),
         "eager": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**size, **more, attn_implementation="eager")),
         "opt": lambda: tf.OPTForCausalLM(
             tf.OPTConfig(
@@ -149,8 +164,11 @@ REFUSED = [
     (
         "eager",
         "plain",
-        r"Qwen2ForCausalLM must compute attention by scaled_dot_product_attention, got attn_implementation='eager'",
+        r"Qwen2ForCausalLM must compute attention by scaled_dot_product_attention, got attn_implementation='eager'\. Make",
     ),
+    ("softcapped", "plain", r"Gemma2ForCausalLM must .* got attn_implementation='eager'\. .* train it without cp\."),
+    ("dynamic", "plain", r"LlamaForCausalLM .* got rope_type='dynamic' in model\.rotary_emb\. Give .* without cp"),
+    ("longrope", "plain", r"Phi3ForCausalLM .* got rope_type='longrope' in model\.rotary_emb\. Give .* without cp"),
 ]
 
 

@@ -55,10 +55,13 @@ def _adapt_one(model: Any) -> bool:
         )
     used = config._attn_implementation
     if used not in ("sdpa", _NAME):
+        can = getattr(model, "_supports_sdpa", False)
+        what = "Make the model with attn_implementation='sdpa'" if can else "transformers has none for it: train it without cp"
         raise UsageError(
             f"context parallelism: {kind} must compute attention by scaled_dot_product_attention, got "
-            f"attn_implementation={used!r}. Make the model with attn_implementation='sdpa'."
+            f"attn_implementation={used!r}. {what}."
         )
+    _refuse_changing_frequencies(model)
     for name in _LAYER_DROP:
         if getattr(config, name, 0):
             raise UsageError(
@@ -72,6 +75,19 @@ def _adapt_one(model: Any) -> bool:
     shifts = "labels" in names and getattr(model, "loss_function", None) is ForCausalLMLoss
     model.forward = _Filled(model, tuple(names), shifts)
     return shifts
+
+
+def _refuse_changing_frequencies(model: Any) -> None:
+    """Rotary embeddings that are made anew for the largest position in sight, which differs between the parts."""
+    for name, part in model.named_modules():
+        types = getattr(part, "rope_type", None)
+        for each in types.values() if isinstance(types, Mapping) else (types,):
+            if isinstance(each, str) and ("dynamic" in each or each == "longrope"):
+                raise UsageError(
+                    f"context parallelism: the rotary frequencies of {type(model).__name__} must not depend on the length of the "
+                    f"sequence, of which a rank sees a part, got rope_type={each!r} in {name}. Give its configuration "
+                    "another rope_type in rope_parameters, such as 'default', 'linear' or 'yarn', or train it without cp."
+                )
 
 
 def with_shifted_labels(batch: Any) -> Any:
