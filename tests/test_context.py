@@ -62,7 +62,7 @@ def _routed() -> nn.Module:
 
 
 class RoutedByHand(LM):
-    """Experts that somebody else wrote: each is called with its own tokens, then an activation with all, one expert after another."""
+    """Experts that somebody else wrote: each has its own tokens, then an activation has all, one expert after another."""
 
     def __init__(self) -> None:
         super().__init__()
