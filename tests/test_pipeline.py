@@ -420,6 +420,9 @@ class Shapes(nn.Module):
             x = x + self.blocks[0].down.bias
         if self.how == "twice":
             x = self.blocks[0](x)
+        if self.how == "counts":
+            self.calls = getattr(self, "calls", 0) + 1
+            x = x * self.calls
         return (self.out or self.head)(x)  # type: ignore[no-any-return, misc]
 
 
@@ -458,6 +461,7 @@ def refused(how: str, strategy: Any, hook: bool = False, direct: bool = False) -
         ("twice", {"pp": 2}, ("Shapes.blocks.0", "stage 0", "after blocks.1")),
         ("weight", {"pp": 2}, ("stage 1", "parameter of another stage")),
         ("buffer", {"pp": 2}, ("Shapes.mean", "1 of 2 stages", "lose")),
+        ("counts", {"pp": 2}, ("Shapes must give the same for the same batch", "changes from call to call")),
         ("outside", {"pp": 2}, ("Shapes", "2 stages", "compute_loss")),
     ],
 )

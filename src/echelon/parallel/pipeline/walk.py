@@ -176,6 +176,8 @@ class Walk:
             self.cut.fill_weights(nan)
         if not same(seen, leaves(other, value)):
             base = leaves(*once(dict.fromkeys(rest, zero)))
+            if not same(base, leaves(*once(dict.fromkeys(rest, zero)))):
+                raise self._changing(stage)
             if not same(base, leaves(other, value)):
                 raise UsageError(
                     f"stage {stage} of {self.cut.kind} uses a parameter of another stage outside of its module. Cut so that both "
@@ -183,8 +185,17 @@ class Walk:
                     "parameters is the optimizer's: weight_decay."
                 )
             more = [call for call in rest if not same(base, leaves(*once({**dict.fromkeys(rest, zero), call: nan})))]
-            return {"more": more}
+            if not more and not rest:
+                raise self._changing(stage)
+            return {"more": more or rest}
         return self._report(stage, other, value)
+
+    def _changing(self, stage: int) -> UsageError:
+        return UsageError(
+            f"stage {stage} of {self.cut.kind} must give the same for the same batch, but what it gives changes from call to "
+            "call: a pipeline learns by repeated calls what its stages need of one another. Does a module keep a value between "
+            "calls, or draw from a generator of its own? Let it be a buffer, and torch's own RNG."
+        )
 
     def _refuse_kept(self, stage: int, escapes: Escapes) -> None:
         if names := escapes.found():
