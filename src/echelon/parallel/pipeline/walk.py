@@ -137,7 +137,7 @@ class Walk:
             if self.solid or not any(word in str(error) for word in ("in-place", "single memory location")):
                 raise
         self.solid = True
-        fresh = Run(run.stage, run.received, run.forms, run.fills, True, run.tracked)
+        fresh = Run(run.stage, run.received, run.forms, run.fills, True, run.tracked, leaving=run.leaving)
         value = compute(self.cut, fresh, act)
         run.gave, run.stood_in = fresh.gave, fresh.stood_in
         return value
@@ -157,14 +157,14 @@ class Walk:
         nan, zero = float("nan"), 0.0
         rest = [call for call in forms if call not in have]
 
-        def once(fills: dict[str, float]) -> tuple[Run, Any]:
-            run = Run(stage, received, forms, fills)
+        def once(fills: dict[str, float], leaving: Callable[[], None] = lambda: None) -> tuple[Run, Any]:
+            run = Run(stage, received, forms, fills, leaving=leaving)
             with self._trials.repeated(), self.cut.listed():
                 return run, self._pass(run, act)
 
         escapes = Escapes(unit for unit in self.cut.units if unit.stage == stage < self.cut.count - 1)
         with escapes.watched():
-            first, value = once(dict.fromkeys(rest, nan))
+            first, value = once(dict.fromkeys(rest, nan), escapes.stage_ends)
         # Copies: what is detached has its origin, and the graph with it.
         seen = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves(first, value)]
         del first, value
@@ -202,7 +202,8 @@ class Walk:
             raise UsageError(
                 f"stage {stage} of {self.cut.kind} keeps something that {', '.join(names[:4])} computed, beside the outputs: an "
                 "attribute, an entry of a list, what a hook has caught. It requires gradients, and later stages, on other ranks, "
-                "would not see it. Pass it on with what forward returns; or detach() it, if no loss uses it."
+                "would not see it. Pass it on with what forward returns; or detach() it, if no loss uses it. Models of "
+                "transformers do so for output_hidden_states, output_attentions and output_router_logits."
             )
 
     def _computed(
