@@ -420,6 +420,10 @@ class Shapes(nn.Module):
             x = x + self.blocks[0].down.bias
         if self.how == "twice":
             x = self.blocks[0](x)
+        if self.how == "writes":
+            with torch.no_grad():
+                for block in self.blocks:
+                    block.down.weight.div_(2)
         if self.how == "counts":
             self.calls = getattr(self, "calls", 0) + 1
             x = x * self.calls
@@ -461,6 +465,7 @@ def refused(how: str, strategy: Any, hook: bool = False, direct: bool = False) -
         ("twice", {"pp": 2}, ("Shapes.blocks.0", "stage 0", "after blocks.1")),
         ("weight", {"pp": 2}, ("stage 1", "parameter of another stage")),
         ("buffer", {"pp": 2}, ("Shapes.mean", "1 of 2 stages", "lose")),
+        ("writes", {"pp": 2}, ("Shapes writes into a parameter of another stage than stage", "torch says")),
         ("counts", {"pp": 2}, ("Shapes must give the same for the same batch", "changes from call to call")),
         ("outside", {"pp": 2}, ("Shapes", "2 stages", "compute_loss")),
     ],

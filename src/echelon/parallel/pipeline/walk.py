@@ -134,11 +134,16 @@ class Walk:
         try:
             return compute(self.cut, run, act)
         except RuntimeError as error:
+            if self.solid and "single memory location" in str(error):
+                raise UsageError(
+                    f"{self.cut.kind} writes into a parameter of another stage than stage {run.stage}, where it is not, "
+                    f"or into what it has expanded itself. torch says: {error} Let each module write into its own, within its forward."
+                ) from error
             if self.solid or not any(word in str(error) for word in ("in-place", "single memory location")):
                 raise
         self.solid = True
         fresh = Run(run.stage, run.received, run.forms, run.fills, True, run.tracked, leaving=run.leaving)
-        value = compute(self.cut, fresh, act)
+        value = self._pass(fresh, act)
         run.gave, run.stood_in = fresh.gave, fresh.stood_in
         return value
 
