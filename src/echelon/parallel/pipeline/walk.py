@@ -136,8 +136,8 @@ class Walk:
         except RuntimeError as error:
             if self.solid and "single memory location" in str(error):
                 raise UsageError(
-                    f"{self.cut.kind} writes into a parameter of another stage than stage {run.stage}, where it is not, "
-                    f"or into what it has expanded itself. torch says: {error} Let each module write into its own, within its forward."
+                    f"{self.cut.kind} writes into a parameter of another stage than stage {run.stage}, where it is not, or into "
+                    f"what it has expanded itself. Let each module write into its own, within its forward. torch says: {error}"
                 ) from error
             if self.solid or not any(word in str(error) for word in ("in-place", "single memory location")):
                 raise
