@@ -222,7 +222,8 @@ def _mine(whole: torch.Tensor, part: torch.Tensor, short: int, parts: SequencePa
             continue
         if (a, b) == (short, length):
             return parts.cut(whole, dim)
-        if dim == 0 and a % short == 0 and b * parts.size == a:  # rows and tokens as one dimension, as routers have it
+        # Rows and tokens as one dimension, as routers have it. Of several numbers for each token nobody knows the order.
+        if dim == 0 and whole.dim() > 1 and a % short == 0 and b * parts.size == a:
             return parts.cut(whole.unflatten(0, (a // short, short)), 1).flatten(0, 1)
         return None
     return None

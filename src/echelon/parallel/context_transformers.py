@@ -18,12 +18,12 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.context_active import current
 from echelon.parallel.context_split import SequenceParts
+from echelon.parallel.layer_drop import layer_drop
 
 __all__ = ["adapt", "with_shifted_labels"]
 
 _NAME = "echelon_context"
 _IGNORED = -100
-_LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def adapt(module: nn.Module) -> bool:
@@ -63,12 +63,12 @@ def _adapt_one(model: Any) -> bool:
         )
     _refuse_looks_at_length(model)
     _refuse_other_losses(kind, names, config, {})
-    for name in _LAYER_DROP:
-        if getattr(config, name, 0):
-            raise UsageError(
-                f"context parallelism: {kind} leaves out layers at random ({name}={getattr(config, name)}), and ranks that share "
-                f"a sequence would leave out different ones. Set {name}=0."
-            )
+    if (left_out := layer_drop(model)) is not None:
+        name, often = left_out
+        raise UsageError(
+            f"context parallelism: {kind} leaves out layers at random ({name}={often}), and ranks that share a sequence would "
+            f"leave out different ones. Set {name}=0."
+        )
     _register()
     model.set_attn_implementation(_NAME)
     from transformers.loss.loss_utils import ForCausalLMLoss
