@@ -39,7 +39,7 @@ def gpt2(**more: Any) -> nn.Module:
 
 def llama(**more: Any) -> nn.Module:
     """Rotary frequencies in buffers that are not saved."""
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**_TEXT, num_key_value_heads=1, **more))
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**{**_TEXT, "num_key_value_heads": 1, **more}))
 
 
 def auto_bf16() -> nn.Module:

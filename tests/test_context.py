@@ -61,6 +61,31 @@ def _routed() -> nn.Module:
     return Routed().double()
 
 
+class RoutedByHand(LM):
+    """Experts that somebody else wrote: each has its own tokens, then an activation has all, one expert after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.norm.normalized_shape[0]
+        self.router = nn.Linear(width, 4)
+        self.up, self.activation = nn.ModuleList(nn.Linear(width, width) for _ in range(4)), nn.SiLU()
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.tokens(x) + self.places(ech.positions(x))
+        for block in self.blocks:
+            h = block(h)
+        flat = h.flatten(0, 1)
+        shares, chosen = self.router(flat).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        made = torch.cat([up(flat[chosen == number]) for number, up in enumerate(self.up)])
+        return self.head(self.norm(h + (self.activation(made)[order.argsort()] * shares[:, None]).view_as(h)))
+
+
+def _routed_by_hand() -> nn.Module:
+    torch.manual_seed(0)
+    return RoutedByHand().double()
+
+
 # (make the model, options of a batch, options of the unit)
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "sgd": (lm, {}, {}),
@@ -73,6 +98,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "blocks computed again by torch": (_reentrant, {}, {}),
     "experts": (_routed, {}, {}),
     "divided experts": (_routed, {}, {}),
+    "experts by hand": (_routed_by_hand, {}, {}),
     "checkpointed": (lm, {"packed": True}, {"activation_checkpoint_params": "blocks"}),
 }
 

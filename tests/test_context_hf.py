@@ -32,6 +32,8 @@ def _made(name: str) -> nn.Module:
     size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     more: dict[str, Any] = {"vocab_size": 50, "num_key_value_heads": 2, "pad_token_id": 0, "max_position_embeddings": 32}
     windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 4}
+    experts["experts_implementation"] = "eager"  # the usual has no kernel for float64
     makers = {
         "llama": llama,
         "gpt2": lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
@@ -46,6 +48,27 @@ def _made(name: str) -> nn.Module:
             )
         ),
         "classifier": lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**size, **more, num_labels=3)),
+        "dynamic": lambda: llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "longrope": lambda: tf.Phi3ForCausalLM(
+            tf.Phi3Config(
+                **size,
+                **more,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 8,
+                    "short_factor": [1.0, 1.0],
+                    "long_factor": [2.0, 3.0],
+                },
+            )
+        ),
+        "answers": lambda: tf.LlamaForQuestionAnswering(tf.LlamaConfig(**size, **more)),
+        "routers": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**size, **more, **experts, output_router_logits=True)),
+        "experts": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**size, **more, **experts)),
+        "tempered": lambda: tf.Llama4ForCausalLM(
+            tf.Llama4TextConfig(**size, **more, head_dim=4, intermediate_size_mlp=32, num_local_experts=2, no_rope_layers=[1, 0])
+        ),
+        "softcapped": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**size, **more, head_dim=8)),
         "eager": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**size, **more, attn_implementation="eager")),
         "opt": lambda: tf.OPTForCausalLM(
             tf.OPTConfig(
@@ -128,6 +151,7 @@ CASES = [
     ("gpt2", "prompts", {}),
     ("bert", "plain", {}),
     ("modernbert", "plain", {}),
+    ("experts", "padded", {}),
 ]
 
 
@@ -149,8 +173,22 @@ REFUSED = [
     (
         "eager",
         "plain",
-        r"Qwen2ForCausalLM must compute attention by scaled_dot_product_attention, got attn_implementation='eager'",
+        r"Qwen2ForCausalLM must compute attention by scaled_dot_product_attention, got attn_implementation='eager'\. Make",
     ),
+    ("softcapped", "plain", r"Gemma2ForCausalLM must .* got attn_implementation='eager'\. .* train it without cp\."),
+    ("answers", "plain", r"the loss of LlamaForQuestionAnswering compares all tokens of a sequence .* without cp\."),
+    (
+        "routers",
+        "plain",
+        r"the loss of Qwen3MoeForCausalLM has a part for the load of its experts .* Set output_router_logits=Fal",
+    ),
+    (
+        "tempered",
+        "plain",
+        r"Llama4ForCausalLM\.model\.layers\.1\.self_attn scales attention .* Set attn_temperature_tuning=False",
+    ),
+    ("dynamic", "plain", r"LlamaForCausalLM .* got rope_type='dynamic' in model\.rotary_emb\. Give .* without cp"),
+    ("longrope", "plain", r"Phi3ForCausalLM .* got rope_type='longrope' in model\.rotary_emb\. Give .* without cp"),
 ]
 
 
@@ -164,6 +202,21 @@ def _refused(model: str, kind: str) -> str:
 def test_what_would_be_another_model_is_refused(ranks: Ranks, model: str, kind: str, message: str) -> None:
     for found in ranks(2, _refused, model, kind):
         assert re.search(message, found), found
+
+
+def _asked_of_routers() -> str:
+    """By an argument of each call, and not by the configuration."""
+
+    def loss(module: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        return module(**batch, output_router_logits=True).loss  # type: ignore[no-any-return]
+
+    with pytest.raises(UsageError) as raised:
+        ech.train(Language(module=_made("experts"), strategy="cp=2", loss=loss), [_batch("plain", 0)], max_epochs=1)
+    return str(raised.value)
+
+
+def test_a_loss_of_routers_is_refused_however_it_is_asked_for(ranks: Ranks) -> None:
+    assert all("a part for the load of its experts" in said for said in ranks(2, _asked_of_routers))
 
 
 def _outside() -> float:

@@ -437,6 +437,8 @@ class Shapes(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.out = nn.Linear(WIDTH, VOCABULARY) if how != "head first" else None
         self.register_buffer("mean", torch.zeros(()))
+        if how == "layer drop":
+            self.layerdrop = 0.1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.words(x)
@@ -448,6 +450,13 @@ class Shapes(nn.Module):
             x = x + self.blocks[0].down.bias
         if self.how == "twice":
             x = self.blocks[0](x)
+        if self.how == "writes":
+            with torch.no_grad():
+                for block in self.blocks:
+                    block.down.weight.div_(2)
+        if self.how == "counts":
+            self.calls = getattr(self, "calls", 0) + 1
+            x = x * self.calls
         return (self.out or self.head)(x)  # type: ignore[no-any-return, misc]
 
 
@@ -486,6 +495,9 @@ def refused(how: str, strategy: Any, hook: bool = False, direct: bool = False) -
         ("twice", {"pp": 2}, ("Shapes.blocks.0", "stage 0", "after blocks.1")),
         ("weight", {"pp": 2}, ("stage 1", "parameter of another stage")),
         ("buffer", {"pp": 2}, ("Shapes.mean", "1 of 2 stages", "lose")),
+        ("layer drop", {"pp": 2}, ("Shapes leaves out layers at random (layerdrop=0.1)", "Set layerdrop=0.")),
+        ("writes", {"pp": 2}, ("Shapes writes into a parameter of another stage than stage", "torch says")),
+        ("counts", {"pp": 2}, ("Shapes must give the same for the same batch", "changes from call to call")),
         ("outside", {"pp": 2}, ("Shapes", "2 stages", "compute_loss")),
     ],
 )

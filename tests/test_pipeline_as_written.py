@@ -255,6 +255,53 @@ def _kept_for_looking() -> nn.Module:
     return _Kept("attribute", detached=True).double()
 
 
+class _Catching(Regression):
+    """A loss over what hooks catch in a list that lives as long as compute_loss."""
+
+    def __init__(self, where: str, detached: bool = False) -> None:
+        super().__init__(module=net(), strategy="pp=2")
+        self.where, self.detached = where, detached
+
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        caught: list[torch.Tensor] = []
+
+        def catch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            caught.append((output.detach() if self.detached else output).pow(2).mean())
+
+        handles = [self.module.get_submodule(name).register_forward_hook(catch) for name in self.where.split()]
+        try:
+            loss, out = super().compute_loss(state, data)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return loss + sum(each for each in caught if each.requires_grad), out
+
+
+def _caught(where: list[str]) -> dict[str, str]:
+    found = {}
+    for each in where:
+        with pytest.raises(ech.EchelonError) as refused:
+            ech.train(_Catching(each), DATA, max_epochs=1)
+        found[each] = str(refused.value)
+    return found
+
+
+def test_what_hooks_catch_for_the_loss_in_an_earlier_stage_is_refused(ranks: Ranks) -> None:
+    for found in ranks(2, _caught, ["blocks.0", "blocks.0.0 blocks.1.0", "first"]):
+        for where, said in found.items():
+            assert "stage 0 of Net keeps something that" in said and where.split()[0][:8] in said and "hook" in said
+
+
+def _looked_at() -> dict[str, torch.Tensor]:
+    unit = _Catching("blocks.0 blocks.1.0", detached=True)
+    ech.train(unit, DATA, max_epochs=1)
+    return {name: p.detach() for name, p in unit.prepared.named_parameters()}
+
+
+def test_hooks_that_only_look_change_nothing(ranks: Ranks) -> None:
+    assert largest_difference(_all(ranks(2, _looked_at)), _plain(net())) < 1e-12
+
+
 def test_what_is_kept_without_gradients_is_nobodys_loss(ranks: Ranks) -> None:
     results = ranks(2, _trained, _kept_for_looking, "pp=2")
     assert largest_difference(_all(results), _plain(_kept_for_looking())) < 1e-12

@@ -30,6 +30,8 @@ def built(name: str) -> nn.Module:
     options: dict[str, Any] = {"n_layer": 4} if name == "gpt2" else {}
     if name.startswith("llama"):
         options = {"tie_word_embeddings": name == "llama tied"}
+    if name == "llama dynamic":  # longer than what it was made for
+        options |= {"max_position_embeddings": 4, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
     made: nn.Module = getattr(hf_models, name.split()[0])(**options).double()
     for part in made.modules():
         for attribute in ("p", "dropout", "attention_dropout", "dropout_rate"):
@@ -41,8 +43,9 @@ def built(name: str) -> nn.Module:
 def batches(name: str, count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     made = []
-    for _ in range(count):
-        words = torch.randint(3, 50, (2, 7), generator=generator)
+    for number in range(count):
+        length = 7 if name != "llama dynamic" else (6, 9, 12, 9, 7)[number // 2]
+        words = torch.randint(3, 50, (2, length), generator=generator)
         one = {"input_ids": words, "labels": words.clone()}
         if name != "t5":
             one["attention_mask"] = torch.ones_like(words)
@@ -92,7 +95,8 @@ def plain(name: str, data: list[Batch]) -> tuple[dict[str, torch.Tensor], list[f
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama tied", *(pytest.param(n, marks=pytest.mark.full) for n in ("llama untied", "bert", "t5"))]
+    "name",
+    ["gpt2", "llama tied", "llama dynamic", *(pytest.param(n, marks=pytest.mark.full) for n in ("llama untied", "bert", "t5"))],
 )
 def test_models_of_transformers_run_in_stages_as_they_are(ranks: Ranks, name: str) -> None:
     data = batches(name, 10)

@@ -98,6 +98,14 @@ def _of_transformers(name: str) -> nn.Module:
         "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**text, head_dim=8)),
         "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**text, pad_token_id=0)),
         "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**text)),
+        "deepseek": lambda: tf.DeepseekV2ForCausalLM(
+            tf.DeepseekV2Config(
+                **{**text, "num_key_value_heads": 4},
+                **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 4),
+                **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8),
+                first_k_dense_replace=2,
+            )
+        ),
         "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_TEXT, attention_dropout=0.0, hidden_dropout=0.0)),
         "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**_TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
     }
@@ -271,6 +279,7 @@ OTHERS = [
     [
         pytest.param("tp", SOME, id="tp"),
         pytest.param("tp + sp", ["llama"], id="tp + sp"),
+        pytest.param("tp", ["deepseek"], id="tp, deepseek"),
         pytest.param("logits stay split", ["small"], id="logits stay split"),
         pytest.param("tp + sp", ["shared"], id="tp + sp, shared", marks=pytest.mark.full),
         pytest.param("tp", ["shared", *OTHERS, "bert", "examples/gpt.py"], id="tp, others", marks=pytest.mark.full),
@@ -540,6 +549,14 @@ def _few_heads() -> str:
     with pytest.raises(UsageError) as caught:
         check_tensor(_of_transformers("llama"), None, 4)
     return str(caught.value)
+
+
+def test_attention_that_transformers_splits_in_a_way_of_its_own_computes_all_heads() -> None:
+    plan = ech.tp_plan(_of_transformers("deepseek"))
+    layers = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    styles = [plan.get(f"model.layers.*.self_attn.{name}") for name in layers]
+    assert styles == [None, "colwise_gather", None, "colwise_gather", "rowwise_split"]
+    assert plan["model.layers.*.mlp.up_proj"] == "colwise" and plan["model.layers.*.mlp.down_proj"] == "rowwise"
 
 
 def test_fewer_heads_of_keys_than_ranks_are_refused_by_name(ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.context_active import current
 from echelon.parallel.context_split import SequenceParts
+from echelon.parallel.layer_drop import layer_drop
 
 __all__ = ["adapt", "with_shifted_labels"]
 
 _NAME = "echelon_context"
 _IGNORED = -100
-_LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def adapt(module: nn.Module) -> bool:
@@ -55,16 +55,20 @@ def _adapt_one(model: Any) -> bool:
         )
     used = config._attn_implementation
     if used not in ("sdpa", _NAME):
+        can = getattr(model, "_supports_sdpa", False)
+        what = "Make the model with attn_implementation='sdpa'" if can else "transformers has none for it: train it without cp"
         raise UsageError(
             f"context parallelism: {kind} must compute attention by scaled_dot_product_attention, got "
-            f"attn_implementation={used!r}. Make the model with attn_implementation='sdpa'."
+            f"attn_implementation={used!r}. {what}."
         )
-    for name in _LAYER_DROP:
-        if getattr(config, name, 0):
-            raise UsageError(
-                f"context parallelism: {kind} leaves out layers at random ({name}={getattr(config, name)}), and ranks that share "
-                f"a sequence would leave out different ones. Set {name}=0."
-            )
+    _refuse_looks_at_length(model)
+    _refuse_other_losses(kind, names, config, {})
+    if (left_out := layer_drop(model)) is not None:
+        name, often = left_out
+        raise UsageError(
+            f"context parallelism: {kind} leaves out layers at random ({name}={often}), and ranks that share a sequence would "
+            f"leave out different ones. Set {name}=0."
+        )
     _register()
     model.set_attn_implementation(_NAME)
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -72,6 +76,41 @@ def _adapt_one(model: Any) -> bool:
     shifts = "labels" in names and getattr(model, "loss_function", None) is ForCausalLMLoss
     model.forward = _Filled(model, tuple(names), shifts)
     return shifts
+
+
+def _refuse_looks_at_length(model: Any) -> None:
+    """What depends on how many tokens are in sight, and so differs between the parts: too late in a sequence for the probe."""
+    for name, part in model.named_modules():
+        if getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True):
+            raise UsageError(
+                f"context parallelism: {type(model).__name__}.{name} scales attention by positions that it counts from a rank's "
+                "first token (attn_temperature_tuning). Set attn_temperature_tuning=False, or train it without cp."
+            )
+        types = getattr(part, "rope_type", None)
+        for each in types.values() if isinstance(types, Mapping) else (types,):
+            if isinstance(each, str) and ("dynamic" in each or each == "longrope"):
+                raise UsageError(
+                    f"context parallelism: the rotary frequencies of {type(model).__name__} must not depend on the length of the "
+                    f"sequence, of which a rank sees a part, got rope_type={each!r} in {name}. Give its configuration "
+                    "another rope_type in rope_parameters, such as 'default', 'linear' or 'yarn', or train it without cp."
+                )
+
+
+def _refuse_other_losses(kind: str, names: Iterable[str], config: Any, given: Mapping[str, Any]) -> None:
+    """Losses that are no means over tokens, of which the parts' mean would be another."""
+    if "start_positions" in names:
+        raise UsageError(
+            f"context parallelism: the loss of {kind} compares all tokens of a sequence with one another, and a rank has a part "
+            "of them. Train it without cp."
+        )
+    routers = given.get("output_router_logits")
+    routers = getattr(config, "output_router_logits", False) if routers is None else routers
+    if routers and getattr(config, "router_aux_loss_coef", 0):
+        raise UsageError(
+            f"context parallelism: the loss of {kind} has a part for the load of its experts (output_router_logits=True), which "
+            "is no mean over tokens: the parts of a sequence would give another. Set output_router_logits=False, or train it "
+            "without cp."
+        )
 
 
 def with_shifted_labels(batch: Any) -> Any:
@@ -101,7 +140,9 @@ class _Filled:
         parts = current()
         if parts is None:
             return self._forward(*args, **kwargs)
-        return self._forward(**self._fill(parts, {**dict(zip(self._names, args, strict=False)), **kwargs}))
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        _refuse_other_losses(self._kind, (), self._config, given)
+        return self._forward(**self._fill(parts, given))
 
     def _fill(self, parts: SequenceParts, given: dict[str, Any]) -> dict[str, Any]:
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")

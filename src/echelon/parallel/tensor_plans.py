@@ -46,6 +46,9 @@ _LEFT_WHOLE = {
     "local_packed_rowwise",
 }
 
+# What is right for any code, beside a layer that transformers splits as nothing else does.
+_WITH_ALL_HEADS = {"colwise": "colwise_gather", "rowwise": "rowwise_split"}
+
 _QUERIES = {
     *("q", "k", "v", "q_proj", "k_proj", "v_proj", "query", "key", "value", "wq", "wk", "wv", "to_q", "to_k", "to_v"),
     *("c_attn", "qkv", "qkv_proj", "in_proj", "Wqkv", "query_key_value"),
@@ -152,12 +155,17 @@ def _with_inferred(module: nn.Module, own: Mapping[str, Any], size: int) -> Plan
     styles: dict[str, Any] = {}
     whole: dict[str, str] = {}
     taken: set[str] = set()
+    known = {*STYLES, *ALIASES, *_LEFT_WHOLE}
+    odd = {pattern for pattern, style in own.items() if isinstance(style, str) and style not in known}
+    beside = {pattern.rpartition(".")[0] for pattern in odd if matching(pattern, names)}
     for pattern, style in own.items():
         found = matching(pattern, names)
         style = ALIASES.get(style, style)
-        if style in _LEFT_WHOLE or not found:
+        if pattern.rpartition(".")[0] in beside:
+            style = _WITH_ALL_HEADS.get(style, style)
+        if style in _LEFT_WHOLE or pattern in odd or not found:
             if found:
-                whole[pattern] = f"{style} is transformers' style for experts"
+                whole[pattern] = f"{style} is transformers' style for {'parts of its outputs' if pattern in odd else 'experts'}"
             continue
         styles[pattern] = style
         taken |= set(found)

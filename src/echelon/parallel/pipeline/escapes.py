@@ -2,6 +2,8 @@
 
 Later stages run on other ranks and would not see it, so a loss that adds it up would leave it out in silence. That something is
 kept is seen by the ends of autograd's graph, of which each trained parameter has one: it lives as long as a graph that it is in.
+What hooks catch may live no longer than the pass, as in a list of the function that calls the module. So they are given sums with
+a zero of its own, with which nothing else goes on, and it is looked at when the stage ends, before the pass does.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from echelon.parallel.pipeline.stages import Unit
+from echelon.parallel.pipeline.trial import same
 
 __all__ = ["Escapes"]
 
@@ -31,7 +35,9 @@ class Escapes:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._units = list(units)
-        self._marked: dict[str, list[nn.Parameter]] = {}
+        self._marked: dict[str, list[torch.Tensor]] = {}
+        self._shown: dict[str, list[torch.Tensor]] = {}
+        self._caught: list[str] = []
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -39,13 +45,26 @@ class Escapes:
         nodes: list[Node] = []  # as long as the pass lasts, so that its graph has these
         with ExitStack() as stack:
             for unit in self._units:
-                hook = unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._mark(unit, nodes))
+                hook = unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._begin(unit, nodes, stack))
                 stack.callback(hook.remove)
             yield
 
-    def _mark(self, unit: Unit, nodes: list[Node]) -> None:
+    def stage_ends(self) -> None:
+        """Before the frames of the pass end, and with them what is in their variables."""
+        self._caught = _kept(self._shown)
+
+    def _begin(self, unit: Unit, nodes: list[Node], stack: ExitStack) -> None:
         if unit.name in self._marked or not torch.is_grad_enabled():
             return
+        self._mark(unit, nodes)
+        shown = self._shown[unit.name] = []
+        for part in unit.module.modules():
+            if any(_is_foreign(hook) for hook in getattr(part, "_forward_hooks", {}).values()):
+                show = _Shown(shown)
+                stack.callback(part.register_forward_hook(show.instead, prepend=True).remove)
+                stack.callback(part.register_forward_hook(show.again).remove)
+
+    def _mark(self, unit: Unit, nodes: list[Node]) -> None:
         self._marked[unit.name] = []
         for parameter in unit.module.parameters():
             if not parameter.requires_grad or _is_marked(parameter):
@@ -60,21 +79,57 @@ class Escapes:
 
     def found(self) -> list[str]:
         """The names of the units of which something is kept. When nobody holds the pass's own outputs any more."""
-        for pause_s in _PAUSES_S:
-            if not self._alive():
-                return []
-            time.sleep(pause_s)
-            gc.collect()  # what is held by a circle of references is not kept by anybody
-        return self._alive()
-
-    def _alive(self) -> list[str]:
-        return [name for name, parameters in self._marked.items() if any(_is_marked(p) for p in parameters)]
+        return list(dict.fromkeys([*self._caught, *_kept(self._marked)]))
 
 
-def _is_marked(parameter: nn.Parameter) -> bool:
+class _Shown:
+    """What a module's hooks are given instead of its outputs."""
+
+    def __init__(self, zeros: list[torch.Tensor]) -> None:
+        self._zeros = zeros
+        self._calls: list[tuple[Any, Any, torch.Tensor]] = []
+
+    def instead(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        zero = torch.zeros((), requires_grad=True)
+        shown = pytree.tree_map_only(torch.Tensor, lambda t: t + zero if _is_tracked(t) else t, outputs)
+        _metadata(zero)[_MARK] = True  # the sums hold the node
+        self._calls.append((outputs, shown, zero))
+        return shown
+
+    def again(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        own, shown, zero = self._calls.pop()
+        if outputs is not shown or not same(pytree.tree_leaves(own), pytree.tree_leaves(shown)):
+            return None  # a hook has changed them, and the pass goes on with that
+        self._zeros.append(zero)
+        return own
+
+
+def _is_foreign(hook: Any) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith(("torch.", "echelon."))
+
+
+def _is_tracked(t: torch.Tensor) -> bool:
+    return t.requires_grad and not hasattr(t, "to_local")
+
+
+def _kept(marked: dict[str, list[torch.Tensor]]) -> list[str]:
+    """The names of those of which something lives."""
+
+    def alive() -> list[str]:
+        return [name for name, tensors in marked.items() if any(_is_marked(t) for t in tensors)]
+
+    for pause_s in _PAUSES_S:
+        if not alive():
+            return []
+        time.sleep(pause_s)
+        gc.collect()  # what is held by a circle of references is not kept by anybody
+    return alive()
+
+
+def _is_marked(parameter: torch.Tensor) -> bool:
     return _MARK in _metadata(parameter)
 
 
-def _metadata(parameter: nn.Parameter) -> Any:
+def _metadata(parameter: torch.Tensor) -> Any:
     """Of the node at which its gradient arrives: it is made anew unless a graph, or somebody, holds it."""
     return get_gradient_edge(parameter).node.metadata

@@ -65,6 +65,7 @@ class Run:
     has_left: bool = False
     learns: bool = field(default_factory=torch.is_grad_enabled)
     is_whole: bool = False
+    leaving: Callable[[], None] = lambda: None
     outgoing: Callable[[Run], Any] = lambda run: None
     sent: Any = None
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -138,6 +139,7 @@ class Cut:
     def meet(self, gate: Gate, run: Run) -> Any:
         """What a unit of another stage gives."""
         if gate.stage > run.stage:
+            run.leaving()
             raise Left
         call = run.call_of(gate.name)
         if call in run.received:

@@ -227,7 +227,8 @@ class Pipeline:
             value = run.gave[call] if call in run.gave else run.received.get(call)
             if value is None:
                 raise EchelonError(
-                    f"{self.cut.kind}.{call.rpartition(':')[0]} was called in the first step, but not in this one."
+                    f"{self.cut.kind}.{call.rpartition(':')[0]} was called in the first step, but not in this one. A "
+                    "pipeline sends the same in every step: let forward call the same modules, whatever it draws."
                 )
             flat = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
             found = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]

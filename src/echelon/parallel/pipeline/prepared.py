@@ -13,6 +13,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel import gradients
 from echelon.parallel.apart import set_apart
+from echelon.parallel.layer_drop import layer_drop
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import names_of_each, plain_name
 from echelon.parallel.pipeline.gates import cut, kept_by
@@ -63,6 +64,12 @@ def plan_stages(module: nn.Module, stages: Splits | None, schedule: str, pp: int
     units = units_of(module, splits, pp, per_rank)
     ranks = stage_ranks(kind, units[-1].stage + 1, pp)
     _refuse_hooks(module, units)
+    if (left_out := layer_drop(module)) is not None:
+        name, often = left_out
+        raise UsageError(
+            f"{type(module).__name__} leaves out layers at random ({name}={often}), and the stages of a pipeline, which draw each "
+            f"for itself, would leave out different ones. Set {name}=0."
+        )
     names = {id(p): names[0] for p, names in names_of_each(module.named_parameters(remove_duplicate=False)).items()}
     holders: dict[str, list[int]] = {}
     for rank in range(pp):

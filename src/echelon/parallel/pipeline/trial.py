@@ -17,6 +17,8 @@ from echelon.world import rng
 
 __all__ = ["Trials", "compute", "leaves", "same"]
 
+_PLAIN = (bool, int, float, str, torch.Tensor, type(None))
+
 
 def compute(cut: Cut, run: Run, act: Callable[[], Any]) -> Any:
     """The user's code for one stage: what `act` returns on the last one, else None.
@@ -52,18 +54,24 @@ class Trials:
     def __init__(self, module: nn.Module, cut: Cut) -> None:
         self._module, self._cut = module, cut
         self._buffers: dict[str, torch.Tensor] = {}
+        self._parts: list[tuple[nn.Module, dict[str, torch.Tensor], dict[str, Any]]] = []
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
         """Nothing stays of the passes within."""
         states = rng.states()
         self._buffers = {name: b.detach().clone() for name, b in plain_buffers(self._module)}
+        self._parts = [
+            (part, held, {name: value for name, value in vars(part).items() if isinstance(value, _PLAIN)})
+            for part in self._module.modules()
+            if (held := dict(part.named_buffers(recurse=False)))
+        ]
         try:
             yield
         finally:
             rng.put_back(states)
             self._put_back()
-            self._buffers = {}
+            self._buffers, self._parts = {}, []
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
@@ -76,6 +84,12 @@ class Trials:
             rng.put_back(states)
 
     def _put_back(self) -> None:
+        for part, held, attributes in self._parts:
+            now = dict(part.named_buffers(recurse=False))
+            # Whoever has registered another buffer, as rotary embeddings for a longer sequence, has noted that in an attribute.
+            if any(now.get(name) is not buffer for name, buffer in held.items()):
+                for name, value in {**attributes, **held}.items():
+                    setattr(part, name, value)
         with torch.no_grad():
             for name, buffer in plain_buffers(self._module):
                 if name in self._buffers:

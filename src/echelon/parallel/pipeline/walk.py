@@ -134,11 +134,16 @@ class Walk:
         try:
             return compute(self.cut, run, act)
         except RuntimeError as error:
+            if self.solid and "single memory location" in str(error):
+                raise UsageError(
+                    f"{self.cut.kind} writes into a parameter of another stage than stage {run.stage}, where it is not, or into "
+                    f"what it has expanded itself. Let each module write into its own, within its forward. torch says: {error}"
+                ) from error
             if self.solid or not any(word in str(error) for word in ("in-place", "single memory location")):
                 raise
         self.solid = True
-        fresh = Run(run.stage, run.received, run.forms, run.fills, True, run.tracked)
-        value = compute(self.cut, fresh, act)
+        fresh = Run(run.stage, run.received, run.forms, run.fills, True, run.tracked, leaving=run.leaving)
+        value = self._pass(fresh, act)
         run.gave, run.stood_in = fresh.gave, fresh.stood_in
         return value
 
@@ -157,14 +162,14 @@ class Walk:
         nan, zero = float("nan"), 0.0
         rest = [call for call in forms if call not in have]
 
-        def once(fills: dict[str, float]) -> tuple[Run, Any]:
-            run = Run(stage, received, forms, fills)
+        def once(fills: dict[str, float], leaving: Callable[[], None] = lambda: None) -> tuple[Run, Any]:
+            run = Run(stage, received, forms, fills, leaving=leaving)
             with self._trials.repeated(), self.cut.listed():
                 return run, self._pass(run, act)
 
         escapes = Escapes(unit for unit in self.cut.units if unit.stage == stage < self.cut.count - 1)
         with escapes.watched():
-            first, value = once(dict.fromkeys(rest, nan))
+            first, value = once(dict.fromkeys(rest, nan), escapes.stage_ends)
         # Copies: what is detached has its origin, and the graph with it.
         seen = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves(first, value)]
         del first, value
@@ -176,6 +181,8 @@ class Walk:
             self.cut.fill_weights(nan)
         if not same(seen, leaves(other, value)):
             base = leaves(*once(dict.fromkeys(rest, zero)))
+            if not same(base, leaves(*once(dict.fromkeys(rest, zero)))):
+                raise self._changing(stage)
             if not same(base, leaves(other, value)):
                 raise UsageError(
                     f"stage {stage} of {self.cut.kind} uses a parameter of another stage outside of its module. Cut so that both "
@@ -183,15 +190,25 @@ class Walk:
                     "parameters is the optimizer's: weight_decay."
                 )
             more = [call for call in rest if not same(base, leaves(*once({**dict.fromkeys(rest, zero), call: nan})))]
-            return {"more": more}
+            if not more and not rest:
+                raise self._changing(stage)
+            return {"more": more or rest}
         return self._report(stage, other, value)
+
+    def _changing(self, stage: int) -> UsageError:
+        return UsageError(
+            f"stage {stage} of {self.cut.kind} must give the same for the same batch, but what it gives changes from call to "
+            "call: a pipeline learns by repeated calls what its stages need of one another. Does a module keep a value between "
+            "calls, or draw from a generator of its own? Let it be a buffer, and torch's own RNG."
+        )
 
     def _refuse_kept(self, stage: int, escapes: Escapes) -> None:
         if names := escapes.found():
             raise UsageError(
                 f"stage {stage} of {self.cut.kind} keeps something that {', '.join(names[:4])} computed, beside the outputs: an "
                 "attribute, an entry of a list, what a hook has caught. It requires gradients, and later stages, on other ranks, "
-                "would not see it. Pass it on with what forward returns; or detach() it, if no loss uses it."
+                "would not see it. Pass it on with what forward returns; or detach() it, if no loss uses it. Models of "
+                "transformers do so for output_hidden_states, output_attentions and output_router_logits."
             )
 
     def _computed(
