@@ -317,6 +317,14 @@ def test_a_tracker_that_does_not_answer_holds_no_training(
     assert all("waiting for" in each for each in said(caplog))
 
 
+def test_a_training_that_fails_does_not_wait_for_its_tracker(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "_FLUSH_S", 20.0)
+    begun = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        ech.train(Regression(), (batch(4, 1 // (2 - i)) for i in range(5)), max_epochs=1)
+    assert time.monotonic() - begun < 10
+
+
 def test_what_a_tracker_has_not_taken_at_the_end_is_said_to_be_cut_off(
     slow: Slow, run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -106,7 +106,7 @@ class TrackerSink:
     def close(self) -> None:
         """A training is over, perhaps not the last of this process: the tracker ends with that, or by `end`."""
         self._do(partial(self._try, self._logger.flush))
-        if self._apart is not None and not self._was_late:
+        if self._apart is not None and not self._was_late and not self._hurries:  # a failure is first to be recorded
             self._was_late = not self._apart.settle(_FLUSH_S)
 
     def end(self) -> None:
