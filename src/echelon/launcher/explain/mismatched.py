@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 
 from echelon.launcher.explain.evidence import Evidence
 from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Mismatch, Wait, expected, first_mismatch, tensor
+from echelon.launcher.explain.rank import is_check
 from echelon.launcher.explain.stacks import called_by_loop, user_frame
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import is_check, place, sentence, short, stack_of, together, who
+from echelon.launcher.explain.words import place, sentence, short, stack_of, together, who
 from echelon.launcher.job import Failure
 
 __all__ = ["checked", "departs", "mismatch"]

@@ -1,0 +1,198 @@
+"""A rank that has raised, and then waits where nobody comes: in `finally`, `except`, `__exit__` or an exit function."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon as ech
+from echelon.contracts.errors import RankFailedError
+from echelon.launcher.explain import Evidence, Verdict, explain
+from echelon.launcher.functions.run import launch
+from tests.left_records import CLOSED, TIMED_OUT, Left, entry, failed, seen
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Left:
+    return Left(tmp_path / "run")
+
+
+TORCH = "/x/site-packages/torch/distributed/distributed_c10d.py"
+
+
+def handles(text: str = "KeyError: 'label'", line: int = 12) -> dict[str, Any]:
+    """An exception that a rank was handling as it was asked."""
+    said = failed(0, text)
+    frame = f'File "/home/me/train.py", line {line}, in load'
+    trace = f"Traceback (most recent call last):\n  {frame}\n    x()\n{text}\n"
+    return {"kind": said["kind"], "message": said["message"], "user_frames": [frame], "traceback": trace}
+
+
+def differ(left: Left, raised: dict[int, Any], world: int = 2) -> Left:
+    """All wait; the first rank in a barrier, the others in the all-reduce that was due."""
+    ranks = {str(rank): seen(answers=True, raised=raised.get(rank)) for rank in range(world)}
+    left.end(124, seen=ranks, hang={"after_s": 600.0}, world_size=world)
+    for rank in range(world):
+        last = entry(5, "barrier", retired=False) if rank in (raised or {0}) else entry(5, retired=False)
+        left.flight(rank, *map(entry, range(1, 5)), last)
+        left.stack(rank, (TORCH, 3, "barrier" if rank in (raised or {0}) else "all_reduce"), ("/home/me/train.py", 41, "main"))
+    return left
+
+
+def test_one_that_waits_in_a_call_of_its_own_while_it_handles_an_exception_has_raised_it(left: Left) -> None:
+    verdict = differ(left, {1: handles()}).verdict
+    assert verdict.guilty == (1,) and verdict.cause == "exception"
+    assert verdict.paragraph == (
+        "Rank 1 raised KeyError at train.py:12 in load and then waited in barrier #5 while rank 0 waited in all_reduce #5: "
+        "'label'. It called that while it was handling its error, in `except`, `finally` or `__exit__`: let the error end the "
+        "rank, and the others end with it."
+    )
+
+
+def test_without_an_exception_of_two_nobody_knows(left: Left) -> None:
+    assert differ(left, {}).verdict.guilty == (0, 1)
+
+
+def test_several_that_have_raised_the_same_are_guilty_together_also_if_they_are_most(left: Left) -> None:
+    verdict = differ(left, {rank: handles() for rank in (1, 2, 3)}, 4).verdict
+    assert verdict.guilty == (1, 2, 3) and verdict.headline.startswith("ranks 1, 2, 3 raised KeyError at train.py:12")
+
+
+def test_what_all_ranks_are_handling_tells_nothing(left: Left) -> None:
+    """As where a program trains in an `except ImportError`."""
+    ranks = {str(rank): seen(answers=True, raised=handles("ImportError: no apex", 3)) for rank in range(4)}
+    left.end(124, seen=ranks, hang={"after_s": 600.0}, world_size=4)
+    for rank in range(4):
+        left.flight(rank, *map(entry, range(1, 5)), *([entry(5, "barrier" if rank == 2 else "all_reduce", retired=False)]))
+    verdict = left.verdict
+    assert verdict.guilty == (2,) and verdict.cause == "mismatched order"
+
+
+def test_who_handles_an_exception_while_another_rank_is_stopped_or_does_not_come_is_not_accused(left: Left) -> None:
+    ranks = {"0": seen(answers=True, raised=handles()), "1": seen(stopped=True), "2": seen(answers=True)}
+    left.end(124, seen=ranks, hang={"after_s": 600.0}, world_size=3)
+    for rank in (0, 2):
+        left.flight(rank, *map(entry, range(1, 5)), entry(5, retired=False))
+    assert (left.verdict.guilty, left.verdict.cause) == ((1,), "stopped")
+    ranks["1"] = seen(answers=True)
+    left.end(124, seen=ranks, hang={"after_s": 600.0}, world_size=3).flight(1, *map(entry, range(1, 5)))
+    assert (left.verdict.guilty, left.verdict.cause) == ((1,), "did not come")
+    assert "rank 0 was handling KeyError at train.py:12 in load" in left.verdict.seen
+
+
+def test_a_rank_that_does_not_come_because_it_handles_an_exception_has_raised_it(left: Left) -> None:
+    left.end(124, seen={"0": seen(answers=True), "1": seen(answers=True, raised=handles())}, hang={"after_s": 9.0}, world_size=2)
+    left.flight(0, *map(entry, range(1, 5)), entry(5, retired=False)).flight(1, *map(entry, range(1, 5)))
+    left.stack(1, ("/x/lib/python3.11/threading.py", 3, "join"), ("/home/me/train.py", 41, "main"))
+    assert left.verdict.guilty == (1,) and left.verdict.cause == "exception"
+    assert left.verdict.headline == "rank 1 raised KeyError at train.py:12 in load and then waited"
+
+
+CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+@pytest.mark.parametrize(("end", "text"), [(CLOSED, TIMED_OUT), (TIMED_OUT, CLOSED)])
+def test_the_error_before_the_one_that_lost_the_others_is_the_cause(left: Left, end: str, text: str) -> None:
+    mine = failed(1, f"RuntimeError: {end}", 1.0)
+    mine["traceback"] = handles("data.labels.BadLabel: no 7")["traceback"] + CONTEXT + mine["traceback"]
+    other = failed(0, f"RuntimeError: {text}")
+    other["traceback"] = other["traceback"].replace("    x()\n", f'    x()\n  File "{TORCH}", line 3, in all_reduce\n    x()\n')
+    left.end(1, other, mine, world_size=2)
+    assert left.verdict.guilty == (1,) and left.verdict.headline.startswith("rank 1 raised BadLabel at train.py:12 in load and")
+
+
+def test_an_error_that_was_raised_because_another_rank_was_lost_is_no_cause(left: Left) -> None:
+    lost = failed(1, f"RuntimeError: {CLOSED}")["traceback"]
+    for rank in (0, 1):
+        both = failed(rank, f"RuntimeError: {CLOSED}")
+        both["traceback"] = lost + CONTEXT + handles("KeyError: 'best'")["traceback"] + CONTEXT + lost
+        left.end(1, *([both] if rank else [failed(0, f"RuntimeError: {CLOSED}"), both]), world_size=2)
+    assert left.verdict.guilty == () and left.verdict.cause == "unknown"
+
+
+def test_words_that_hold_a_traceback_lend_no_line_to_the_users_own_error(left: Left) -> None:
+    inner = 'Traceback (most recent call last):\n  File "/home/me/convert.py", line 3, in <module>\n    x\nOSError: no such'
+    said = failed(1, f"RuntimeError: the converter failed:\n{inner}")
+    left.end(1, said, world_size=2)
+    assert left.verdict.headline == "rank 1 raised RuntimeError at train.py:41 in load"
+    passed_on = {
+        **said,
+        "traceback": said["traceback"].replace("/home/me/train.py", "/x/site-packages/torch/multiprocessing/spawn.py"),
+    }
+    left.end(1, passed_on, world_size=2)
+    assert left.verdict.headline == "rank 1 raised RuntimeError at convert.py:3"
+
+
+# ---- with real ranks ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _all_together() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        dist.barrier()
+
+
+def _bad_label() -> None:
+    raise LookupError("no label 7")
+
+
+def _raises(how: str) -> None:
+    ech.init_from_env(timeout=datetime.timedelta(seconds=2 if how == "gives up" else 60))
+    for _ in range(8):
+        dist.all_reduce(torch.ones(4))
+    here = dist.get_rank() == 1
+    if here and how == "files":
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90))
+        assert most[1] > 90
+        kept = [open("/dev/null") for _ in range(90)]
+        assert kept
+    if here and how == "atexit":
+        atexit.register(dist.barrier)
+        _bad_label()
+    if how == "with":
+        with _all_together():
+            if here:
+                _bad_label()
+            dist.all_reduce(torch.ones(4))
+    try:
+        if here:
+            _bad_label()
+        dist.all_reduce(torch.ones(4))
+    finally:
+        dist.barrier()
+
+
+def told(tmp_path: Path) -> Verdict:
+    (run,) = tmp_path.iterdir()
+    return explain(Evidence.of(run, 0))
+
+
+@pytest.mark.parametrize("how", ["with", "finally", "atexit", "gives up"])
+def test_a_rank_that_raised_and_hangs_is_named_with_its_error_and_line(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "1" if how != "gives up" else "30")
+    with pytest.raises(RankFailedError) as caught:
+        launch(_raises, ranks=2, args=(how,), run_dir=tmp_path, timeout_s=60)
+    verdict = told(tmp_path)
+    assert verdict.guilty == (1,) and verdict.cause == "exception", verdict
+    assert verdict.headline.startswith("rank 1 raised LookupError at ") and "in _bad_label" in verdict.headline
+    assert ": no label 7" in verdict.paragraph and "no label 7" in str(caught.value)
+
+
+def test_a_rank_that_may_open_no_more_files_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="Too many open files"):
+        launch(_raises, ranks=2, args=("files",), run_dir=tmp_path, timeout_s=60)
+    assert told(tmp_path).cause == "too many open files"
