@@ -18,7 +18,7 @@ import echelon as ech
 from echelon.contracts.errors import RankFailedError
 from echelon.launcher.explain import Evidence, Verdict, explain
 from echelon.launcher.functions.run import launch
-from tests.left_records import CLOSED, TIMED_OUT, Left, entry, failed, seen
+from tests.left_records import CLOSED, TIMED_OUT, Left, entry, failed, killed, seen
 
 
 @pytest.fixture
@@ -130,6 +130,70 @@ def test_words_that_hold_a_traceback_lend_no_line_to_the_users_own_error(left: L
     }
     left.end(1, passed_on, world_size=2)
     assert left.verdict.headline == "rank 1 raised RuntimeError at convert.py:3"
+
+
+@pytest.mark.parametrize("error", [CLOSED, TIMED_OUT])
+def test_a_lost_peer_that_a_rank_is_handling_accuses_it_of_nothing(left: Left, error: str) -> None:
+    """As where it is asked while it writes down how it failed."""
+    lost = {**handles(f"RuntimeError: {error}"), "message": error}
+    assert differ(left, {1: lost}).verdict.guilty == (0, 1)
+    lost["traceback"] = handles()["traceback"] + CONTEXT + lost["traceback"]
+    assert differ(left, {1: lost}).verdict.headline.startswith("rank 1 raised KeyError at train.py:12 in load")
+
+
+UNSENT = """Traceback (most recent call last):
+  File "/x/lib/python3.11/multiprocessing/queues.py", line 244, in _feed
+    obj = _ForkingPickler.dumps(obj)
+  File "/x/lib/python3.11/multiprocessing/reduction.py", line 51, in dumps
+    cls(buf, protocol).dump(obj)
+AttributeError: Can't pickle local object 'D.__getitem__.<locals>.<lambda>'
+"""
+
+
+def test_a_batch_that_a_data_worker_could_not_send_is_told_of_the_rank_that_waits_for_it(left: Left) -> None:
+    left.end(124, seen={"0": seen(answers=True), "1": seen(answers=True)}, hang={"after_s": 9.0}, world_size=2)
+    left.flight(0, *map(entry, range(1, 5)), entry(5, retired=False)).flight(1, *map(entry, range(1, 5)))
+    left.stack(1, ("/x/site-packages/torch/utils/data/dataloader.py", 3, "_try_get_data"), ("/home/me/train.py", 41, "main"))
+    assert left.verdict.cause == "slow data"
+    (left.here / "rank1.log").write_text("hello\n" + UNSENT)
+    assert left.verdict.guilty == (1,) and left.verdict.cause == "data worker"
+    assert "A data worker of rank 1 could not hand on what it had read: AttributeError: Can't pickle" in left.verdict.paragraph
+    (left.here / "rank1.log").write_text(UNSENT + UNSENT.replace("multiprocessing/queues.py", "me/train.py"))
+    assert left.verdict.cause == "slow data"
+
+
+def test_one_rank_in_a_barrier_that_is_in_no_record_has_left_the_order_of_calls(left: Left) -> None:
+    failure = failed(0, "RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms")
+    failure["traceback"] = failure["traceback"].replace(
+        "    x()\n", f'    x()\n  File "{TORCH}", line 3, in monitored_barrier\n    x()\n'
+    )
+    left.end(1, failure, seen={"1": seen(answers=True)}, world_size=2)
+    left.flight(0, *map(entry, range(1, 5))).flight(1, *map(entry, range(1, 5)), entry(5, retired=False))
+    left.stack(1, (TORCH, 3, "all_reduce"), ("/home/me/train.py", 42, "main"))
+    assert left.verdict.guilty == (0,) and left.verdict.cause == "mismatched order"
+    assert (
+        "Rank 0 was in monitored_barrier at train.py:41 in load. All ranks must make that call, or none."
+        in left.verdict.paragraph
+    )
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        ("python: gather.cpp:12: gather: Assertion `index < size' failed.", "Assertion `index < size' failed"),
+        ("double free or corruption (out)", "had damaged the memory"),
+        ("*** stack smashing detected ***: terminated", "had damaged the memory"),
+    ],
+)
+def test_what_the_c_library_says_as_it_aborts_is_told(left: Left, log: str, says: str) -> None:
+    (left.here / "rank1.log").write_text(f"step 7\n{log}\nFatal Python error: Aborted\n\n")
+    left.end(134, killed(1, "SIGABRT"), world_size=2)
+    assert left.verdict.guilty == (1,) and left.verdict.cause == "crash" and says in left.verdict.paragraph
+
+
+def test_what_a_message_announces_in_its_first_line_is_told_too(left: Left) -> None:
+    left.end(1, failed(1, "RuntimeError: the converter failed:\n  reading a.png\nOSError: no such file"), world_size=2)
+    assert left.verdict.paragraph.endswith("the converter failed: OSError: no such file.")
 
 
 # ---- with real ranks ----------------------------------------------------------------------------------------------------------
