@@ -196,6 +196,41 @@ def test_what_a_message_announces_in_its_first_line_is_told_too(left: Left) -> N
     assert left.verdict.paragraph.endswith("the converter failed: OSError: no such file.")
 
 
+def test_a_broadcast_from_two_roots_is_the_fault_and_not_what_its_receivers_did_next(left: Left) -> None:
+    """As `broadcast_object_list` does with another `src` on one rank: some are given a wrong size, and go on with that."""
+    left.end(124, seen={str(rank): seen(answers=True) for rank in range(4)}, hang={"after_s": 9.0}, world_size=4)
+    for rank in range(4):
+        after = [entry(5, "broadcast", (22 if rank == 2 else 4,), "Byte", retired=False)] if rank > 1 else []
+        left.flight(rank, *map(entry, range(1, 4)), entry(4, "broadcast", (1,), "Long", retired=rank > 1), *after)
+        left.stack(rank, (TORCH, 3, "broadcast_object_list"), ("/home/me/train.py", 41, "main"))
+    assert left.verdict.guilty == (0, 1) and left.verdict.cause == "mismatched arguments"
+    assert "broadcast #4" in left.verdict.headline and "`src` or `dst`" in left.verdict.paragraph
+
+
+def test_where_the_other_threads_of_a_rank_stand_is_told_if_it_stands_too(left: Left) -> None:
+    left.end(124, seen={"0": seen(answers=True), "1": seen(answers=True)}, hang={"after_s": 9.0}, world_size=2)
+    left.flight(0, *map(entry, range(1, 5)), entry(5, retired=False)).flight(1, *map(entry, range(1, 5)))
+    queue, own = '  File "/x/lib/python3.11/queue.py", line 1 in put', '  File "/home/me/io.py", line 7 in write'
+    other = f"Thread 0x1 (most recent call first):\n{queue}\n{own}\n\n"
+    main = 'Thread main (most recent call first):\n  File "/home/me/train.py", line 41 in main\n'
+    (left.dumps / "stack.rank1.txt").write_text(other + other + main)
+    assert "Rank 1 was at train.py:41 in main. Other threads of rank 1 stood at io.py:7 in write." in left.verdict.paragraph
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause", "says"),
+    [
+        (failed(1, "KeyboardInterrupt"), "interrupted", "It was sent SIGINT"),
+        (failed(1, "exit: exit code 3", exit_code=3, traceback="", user_frames=[]), "exit", "It called os._exit"),
+    ],
+)
+def test_how_a_rank_may_have_ended_without_an_error_of_its_own_is_said(
+    left: Left, failure: dict[str, Any], cause: str, says: str
+) -> None:
+    left.end(failure["exit_code"], failure, world_size=2)
+    assert left.verdict.guilty == (1,) and left.verdict.cause == cause and says in left.verdict.paragraph
+
+
 # ---- with real ranks ----------------------------------------------------------------------------------------------------------
 
 

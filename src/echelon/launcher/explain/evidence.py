@@ -32,7 +32,7 @@ from echelon.launcher.explain.rank import (
     with_error_before,
     with_words_of_log,
 )
-from echelon.launcher.explain.stacks import crash_stack, main_thread
+from echelon.launcher.explain.stacks import crash_stack, main_thread, other_threads
 from echelon.launcher.job import Failure
 from echelon.launcher.records import exit_record, rank_record
 
@@ -114,7 +114,8 @@ class _Reader:
                 add_rank(ranks, number, found, self.run.log(number), final=whole)
         for number, path in self._files(self.dumps, "stack.rank"):
             text = self._text(path, _STACK_BYTES)
-            ranks[number] = replace(ranks.get(number) or RankEvidence(number), stack=main_thread(text))
+            known = ranks.get(number) or RankEvidence(number)
+            ranks[number] = replace(known, stack=main_thread(text), threads=other_threads(text))
         for number, path in self._files(self.dumps, "flight.rank"):
             dump = object_in(self._text(path, _FLIGHT_BYTES))
             if dump is None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from echelon.contracts.pulse import Phase
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.failed import raised
-from echelon.launcher.explain.flight import Wait, expected
+from echelon.launcher.explain.flight import ROOTED, Wait, expected
 from echelon.launcher.explain.rank import is_check
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import Verdict
@@ -42,8 +42,9 @@ _NOT_PASSED = re.compile(r"Ranks? (\d{1,7}(?:, ?\d{1,7}){0,1000}) failed to pass
 # What no record says of a call, and must be alike.
 _UNRECORDED = (
     (re.compile("all_?to_?all"), "the sizes of what each sends to each"),
-    (re.compile("broadcast|^reduce$|^gather|^scatter"), "the roots, `src` or `dst`,"),
+    (ROOTED, "the roots, `src` or `dst`,"),
 )
+_MOST_THREADS = 3
 _NOT_TOLD = "monitored_barrier"
 _SEND = "The loader waits for that batch for ever: return what can be pickled, such as tensors, numbers and text."
 Waits = Mapping[int, tuple[Wait, str]]
@@ -197,7 +198,14 @@ def _stood(evidence: Evidence, guilty: Collection[int]) -> str:
         at = f"{at}{',' if at else ''} in {_NOT_TOLD}" if _checks_itself(rank) else at
         texts[number] = f"was{at}{where}" if at or where else "left no stack: code in C may have kept it from answering"
     said = [f"{sentence(they_did(ranks, text))}." for ranks, text in grouped(texts)[:3]]
-    return " ".join([*said, *_lost_threads(evidence, guilty)])
+    return " ".join([*said, *_other_threads(evidence, guilty), *_lost_threads(evidence, guilty)])
+
+
+def _other_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
+    """A sentence each for ranks that stand in code of their own: a thread may hold what they wait for."""
+    own = [rank for rank in map(evidence.rank, guilty) if rank.stack and not waits_in(rank.stack)]
+    texts = {rank.rank: together([str(frame) for frame in rank.threads[:_MOST_THREADS]]) for rank in own if rank.threads}
+    return [f"Other threads of {who(ranks)} stood at {text}." for ranks, text in grouped(texts)[:3]]
 
 
 def _checks_itself(rank: RankEvidence) -> bool:

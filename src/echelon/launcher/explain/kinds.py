@@ -168,6 +168,16 @@ _KINDS = (
         "crash",
         "Code in C or C++ had damaged the memory, perhaps long before this line: an extension, or a library of another build.",
     ),
+    Kind(
+        r"^KeyboardInterrupt\b",
+        "interrupted",
+        "It was sent SIGINT: by a person (Ctrl-C, kill -2), or by a program that the job started.",
+    ),
+    Kind(
+        r"^exit: exit code",
+        "exit",
+        "It called os._exit, or code in C ended the process: the end of its log may say why.",
+    ),
     Kind(r"^(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b", "import", "Install it, or correct the file."),
 )
 

@@ -61,6 +61,7 @@ class RankEvidence:
         answers: whether its interpreter still ran; None if it was not asked.
         where: its innermost frame in the user's code, if no stack is there.
         stack: of its main thread, innermost first, at the time when it was asked, or of its crash.
+        threads: where its other threads were then, in the user's own code.
         flight: its collectives; None if it left no record.
         unread: it left one that could not be read.
         thread: of one that stood: the error that ended a thread of it.
@@ -80,6 +81,7 @@ class RankEvidence:
     answers: bool | None = None
     where: str = ""
     stack: tuple[Frame, ...] = ()
+    threads: tuple[Frame, ...] = ()
     flight: Flight | None = None
     unread: bool = False
     thread: str = ""

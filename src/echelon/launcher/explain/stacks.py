@@ -18,6 +18,7 @@ __all__ = [
     "lost_thread",
     "main_thread",
     "of_traceback",
+    "other_threads",
     "unsent_batch",
     "user_frame",
     "waits_in",
@@ -25,7 +26,7 @@ __all__ = [
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.{1,4096})", line (\d{1,9}),? in (.{1,200})')
-_MOST_FRAMES, _MOST_LINES, _MOST_SAID = 200, 1000, 200
+_MOST_FRAMES, _MOST_LINES, _MOST_SAID, _MOST_THREADS = 200, 1000, 200, 100
 # Installed packages and Python itself, also on a machine that is not this one.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|^<")
 # In whose files a rank waits for others, but not where one of these is the innermost: there it writes to a disk, or computes.
@@ -83,6 +84,12 @@ def main_thread(text: str) -> tuple[Frame, ...]:
     """The main thread's frames, innermost first: faulthandler prints it last; none if it stopped before, at a hundred threads."""
     last = _THREAD.split(text)[-1].splitlines()
     return () if "..." in last else _frames(last)
+
+
+def other_threads(text: str) -> tuple[Frame, ...]:
+    """Where in the user's own code threads other than the main one are, each place once."""
+    places = (user_frame(_frames(thread.splitlines())) for thread in _THREAD.split(text)[1:-1][:_MOST_THREADS])
+    return tuple(dict.fromkeys(place for place in places if place is not None))
 
 
 def crash_stack(log: str) -> tuple[Frame, ...]:
