@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -10,6 +11,8 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from echelon.contracts.events import read_lines
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.observe.loggers import MLflowLogger, TrackioLogger, WandbLogger
 from echelon.observe.sinks import trackers
+from echelon.observe.sinks.apart import Apart
 from echelon.observe.sinks.folder import FolderSink, default_sinks
 from tests.conftest import clean_environment
 from tests.models import batch
@@ -261,6 +265,136 @@ def test_an_mlflow_server_that_is_away_ends_no_training(
     assert [r["step"] for r in read_lines(run.metrics)] == [1, 2] and len((run.path / "metrics.csv").read_text().split()) == 3
     (said,) = [r.getMessage() for r in caplog.records if r.name.startswith("echelon")]
     assert said.startswith("mlflow gets no more numbers: MLflow cannot begin a run") and "MLFLOW_TRACKING_URI" in said
+
+
+class Slow:
+    """A tracker whose server does not answer until it is told to."""
+
+    def __init__(self) -> None:
+        self.answers, self.steps, self.threads = threading.Event(), list[int](), set[threading.Thread]()
+        self.closed = False
+
+    def log(self, name: str, data: Any, step: int) -> None: ...
+
+    def log_dict(self, payload: Any, step: int) -> None:
+        self.threads.add(threading.current_thread())
+        self.answers.wait(20)
+        self.steps.append(step)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.threads.add(threading.current_thread())
+        self.closed = True
+
+
+@pytest.fixture
+def slow(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    made = Slow()
+    monkeypatch.setattr(trackers, "TRACKERS", {**trackers.TRACKERS, "tensorboard": lambda run, config: made})
+    monkeypatch.setattr(trackers, "_FLUSH_S", 0.01)
+    monkeypatch.setattr(trackers, "_QUIET_S", 0.01)
+    monkeypatch.setattr(trackers, "_END_S", 0.03)
+    monkeypatch.setenv("ECHELON_TRACK", "tensorboard")
+    yield made
+    made.answers.set()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("echelon")]
+
+
+def test_a_tracker_that_does_not_answer_holds_no_training(
+    slow: Slow, run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ech.train(Regression(), [batch(4, i) for i in range(3)], max_epochs=2)
+    assert [r["step"] for r in read_lines(run.metrics)] == [1, 2, 3, 4, 5, 6] and slow.steps == []
+    slow.answers.set()
+    monkeypatch.setattr(trackers, "_END_S", 20.0)
+    end_trackers(run, monkeypatch)
+    assert slow.steps == [1, 2, 3, 4, 5, 6] and slow.closed
+    assert len(slow.threads) == 1 and threading.main_thread() not in slow.threads
+    assert all("waiting for" in each for each in said(caplog))
+
+
+def test_a_training_that_fails_does_not_wait_for_its_tracker(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "_FLUSH_S", 20.0)
+    begun = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        ech.train(Regression(), (batch(4, 1 // (2 - i)) for i in range(5)), max_epochs=1)
+    assert time.monotonic() - begun < 10
+
+
+def test_what_a_tracker_has_not_taken_at_the_end_is_said_to_be_cut_off(
+    slow: Slow, run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ech.train(Regression(), [batch(4, i) for i in range(3)], max_epochs=1)
+    end_trackers(run, monkeypatch)
+    waits, cut = said(caplog)
+    assert waits == "waiting for tensorboard to take the last numbers, for 0 s at most"
+    assert cut.startswith("tensorboard had not ended after 0 s: what it was given last is cut off") and "metrics.jsonl" in cut
+
+
+def test_a_tracker_that_is_far_behind_says_so_and_leaves_out_the_oldest(caplog: pytest.LogCaptureFixture) -> None:
+    slow, behind = Slow(), Apart("wandb", most=3)
+    sink = trackers.TrackerSink("wandb", slow, behind)
+    sink.records([{"step": 0, "loss": 1.0}])
+    while not slow.threads:
+        time.sleep(0.001)
+    for step in range(1, 8):
+        sink.records([{"step": step, "loss": 1.0}])
+    (full,) = said(caplog)
+    assert full.startswith("wandb is 3 records behind: from now on the oldest")
+    slow.answers.set()
+    assert behind.settle(20)
+    sink.end()
+    assert slow.steps == [0, 5, 6, 7]
+    assert said(caplog)[1:] == ["wandb was too slow: 4 records were left out there. metrics.jsonl has them."]
+
+
+OWN_END = """
+import atexit, sys
+from echelon.observe.sinks.apart import Apart
+from echelon.observe.sinks.trackers import TrackerSink
+
+class Late:
+    def log_dict(self, payload, step):
+        if step == 0:
+            atexit.register(self.close)  # as a tracker's library does when it begins
+        print(step, flush=True)
+    def flush(self): pass
+    def close(self): print("closed", flush=True)
+
+sink = TrackerSink("late", Late(), Apart("late"))
+sink.records([{"step": n, "loss": 1.0} for n in range(3)])
+sink.close()
+sink.records([{"step": n, "loss": 1.0} for n in range(3, 300)])
+"""
+
+
+def test_at_the_end_of_a_process_a_tracker_ends_once_and_after_all_it_was_given() -> None:
+    done = subprocess.run([sys.executable, "-c", OWN_END], env=clean_environment(), capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [*map(str, range(300)), "closed"] and done.stderr == ""
+
+
+def test_what_other_threads_print_while_trackio_speaks_is_the_scripts_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Speaks:
+        def init(self, **_: Any) -> None:
+            print("of trackio")
+            other = threading.Thread(target=print, args=("of the script",))
+            other.start()
+            other.join()
+
+    monkeypatch.setitem(sys.modules, "trackio", Speaks())
+    made, usual = TrackioLogger("p"), sys.stdout
+    with contextlib.suppress(AttributeError):  # there is no run
+        made.log("a", 1.0, 1)
+        made.flush()
+    monkeypatch.setattr(made, "_end", lambda: None)
+    made.close()
+    assert capsys.readouterr() == ("of the script\n", "of trackio\n") and sys.stdout is usual
 
 
 class Counted(Broken):

@@ -13,8 +13,9 @@ import re
 
 from echelon.contracts.terminal import one_line
 
-__all__ = ["TAIL_BYTES", "last_words"]
+__all__ = ["DAMAGED", "TAIL_BYTES", "last_words"]
 
+DAMAGED = r"(?:double free|corrupted |free\(\)|malloc\w{0,20}\(\)|realloc\(\)|munmap_chunk\(\)|\*\*\* stack smashing)"
 TAIL_BYTES = 256 << 10  # of a log, its end: stacks of C++ follow the words
 # What NCCL adds on the next lines; the rest of the lines is advice and stacks.
 _MORE = r"[^\n]{1,1000}(?:\nnccl[A-Z]\w{1,40}:[^\n]{0,300})?(?:\nLast error:\s{0,4}[^\n]{1,500})?"
@@ -22,6 +23,9 @@ _MORE = r"[^\n]{1,1000}(?:\nnccl[A-Z]\w{1,40}:[^\n]{0,300})?(?:\nLast error:\s{0
 _WORDS = (
     re.compile(rf"watchdog thread terminated with exception: ({_MORE})"),
     re.compile(rf"^terminate called [^\n]{{0,300}}\n\s{{0,8}}what\(\): {{0,4}}({_MORE})", re.MULTILINE),
+    # A check in C, and the C library's own, of a heap or a stack that somebody has damaged.
+    re.compile(r"^([^\n]{1,500}: Assertion [^\n]{1,500} failed\.?)$", re.MULTILINE),
+    re.compile(rf"^({DAMAGED}[^\n]{{0,200}})$", re.MULTILINE),
     re.compile(rf"\) raised the following async exception: ({_MORE})"),
     re.compile(r"(Watchdog caught collective operation timeout: WorkNCCL[^\n]{0,1000})"),
     re.compile(r"(Received a dump signal due to a collective timeout from {1,3}(?:this local rank|rank -?\d{1,7}))"),

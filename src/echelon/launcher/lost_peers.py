@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-__all__ = ["gave_up_waiting", "lost_peer"]
+__all__ = ["error_before", "gave_up_waiting", "lost_peer"]
 
 _MOST = 100_000  # of a traceback, its end
 _RAISED = re.compile(
@@ -52,6 +52,16 @@ def lost_peer(traceback: str) -> bool:
 def gave_up_waiting(traceback: str) -> bool:
     """Whether one of the chained exceptions says that another rank did not come in time."""
     return any(_WAITED.search(said) is not None for said in _of_groups(traceback))
+
+
+def error_before(traceback: str) -> str:
+    """Of chained exceptions the last but one, if none of those before the last is about another rank; else empty.
+
+    A rank that raises, and then calls a collective in `finally`, fails there for want of the others.
+    """
+    *before, _ = _RAISED.split(traceback[-_MOST:])
+    before = [part for part in before if part.strip()]
+    return before[-1] if before and not any(lost_peer(part) or gave_up_waiting(part) for part in before) else ""
 
 
 def _of_groups(traceback: str) -> Iterator[str]:

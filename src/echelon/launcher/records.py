@@ -13,7 +13,16 @@ from typing import Any
 from echelon.contracts.pulse import Phase
 from echelon.contracts.run_dir import read_json
 
-__all__ = ["came_to", "exit_record", "flight_record", "meeting_record", "place_record", "rank_record", "refusal_record"]
+__all__ = [
+    "came_to",
+    "exit_record",
+    "flight_record",
+    "meeting_record",
+    "place_record",
+    "raised_record",
+    "rank_record",
+    "refusal_record",
+]
 
 Check = Callable[[Any], bool]
 
@@ -89,6 +98,7 @@ _FAILURE = _object(
     {"rank": _count, "exit_code": _exit_code, "kind": _text, "message": _text},
     {**_SAID, "time": _time, "log": _or_none(_text), "reported": _flag, "headline": _text, "oom": _flag},
 )
+_RAISED = _object({"kind": _text, "message": _text}, _SAID)
 _CAME_TO = _object({"steps": lambda steps: isinstance(steps, list)}, {"checkpoint": _or_none(_text)})
 _SEEN = _object(
     {
@@ -98,7 +108,7 @@ _SEEN = _object(
         "stopped": _flag,
         "where": _text,
     },
-    {"silent_s": _or_none(_seconds), "waits_in": _text, "answers": _or_none(_flag)},
+    {"silent_s": _or_none(_seconds), "waits_in": _text, "answers": _or_none(_flag), "raised": _or_none(_RAISED)},
 )
 _EXIT = _object(
     {"exit_code": _exit_code},
@@ -148,6 +158,11 @@ _REFUSAL = _object({"host": _text, "why": _text}, {})
 def _read(path: Path, check: Check) -> dict[str, Any] | None:
     found = read_json(path)
     return found if check(found) else None
+
+
+def raised_record(said: Any) -> dict[str, Any] | None:
+    """An exception that a rank says it was handling, as `worker.describe` says it."""
+    return said if _RAISED(said) else None
 
 
 def rank_record(path: Path) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -16,90 +15,37 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.files import open_file, read_end
-from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir, read_json
-from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.aborted import TAIL_BYTES, last_words
 from echelon.launcher.explain import flight as flights
 from echelon.launcher.explain.batch import why_ended
 from echelon.launcher.explain.flight import Flight
 from echelon.launcher.explain.folder import is_file, is_folder, is_held, object_in
-from echelon.launcher.explain.stacks import Frame, crash_stack, lost_thread, main_thread, of_traceback, waits_in
+from echelon.launcher.explain.rank import (
+    MOST_RANKS,
+    RankEvidence,
+    add_rank,
+    add_record,
+    fell_in_call,
+    later_failure,
+    seconds,
+    with_error_before,
+    with_words_of_log,
+)
+from echelon.launcher.explain.stacks import crash_stack, main_thread, other_threads
 from echelon.launcher.job import Failure
 from echelon.launcher.records import exit_record, rank_record
 
 __all__ = ["Evidence", "RankEvidence"]
 
-_MOST_RANKS, _MOST_NOTES = 1 << 20, 20
+_MOST_NOTES = 20
 _STACK_BYTES, _FLIGHT_BYTES, _ALL_BYTES = 1 << 20, 16 << 20, 256 << 20  # the last: of all files of an attempt together
 # What is used of a record, whatever else it holds.
 _OF_RANK = ("exit_code", "time_ns", "kind", "message", "user_frames", "traceback", "ours", "finished", "collectives")
 _OF_END = ("exit_code", "stopped", "ranks", "seen", "hang", "world_size")
 _MOST_GROUPS = 1000
 _FILE = re.compile(r"(exit\.rank|stack\.rank|flight\.rank|exit\.node)(\d{1,7})\.(json|txt)")
-# What waits for others, and is not in a flight record.
-_NO_COLLECTIVES = frozenset(
-    ("a DataLoader", "batch_isend_irecv", "destroy_process_group", "init_process_group", "irecv", "isend", "monitored_barrier")
-    + ("new_group", "new_subgroups", "recv", "recv_object_list", "rendezvous", "send", "send_object_list")
-)
-# torch's checks under TORCH_DISTRIBUTED_DEBUG=DETAIL, which come before the call that they are about.
-_BEFORE_CALL = re.compile("monitoredBarrier|Detected mismatch between collectives")
 _LEFT = re.compile(r"\(rank (\d{1,7}(?:, \d{1,7}){0,200}) had ended before, with exit code 0: ")
-# What a launcher concluded itself, in place of how the rank failed.
-_VERDICTS = ("stopped", "behind", "hang")
-
-
-@dataclass(frozen=True)
-class RankEvidence:
-    """What is known of one rank.
-
-    Args:
-        failure: how it failed; None if it did not, or only because it was ended with the others.
-        later: how it failed once the attempt's end had been recorded.
-        ended: exit code of a rank that ended without failing; None if it ran.
-        finished: such a one had destroyed its process group, at its program's own end.
-        oom: the kernel's out-of-memory killer ended it.
-        standing: how far its loop was; None if it has none, or nothing is known.
-        stopped: its process existed and did not run.
-        silent_s: seconds since it gave a sign.
-        answers: whether its interpreter still ran; None if it was not asked.
-        where: its innermost frame in the user's code, if no stack is there.
-        stack: of its main thread, innermost first, at the time when it was asked, or of its crash.
-        flight: its collectives; None if it left no record.
-        unread: it left one that could not be read.
-        thread: of one that stood: the error that ended a thread of it.
-    """
-
-    rank: int
-    failure: Failure | None = None
-    later: Failure | None = None
-    ended: int | None = None
-    finished: bool = False
-    oom: bool = False
-    standing: Standing | None = None
-    stopped: bool = False
-    silent_s: float | None = None
-    answers: bool | None = None
-    where: str = ""
-    stack: tuple[Frame, ...] = ()
-    flight: Flight | None = None
-    unread: bool = False
-    thread: str = ""
-
-    @property
-    def exit_code(self) -> int | None:
-        return self.failure.exit_code if self.failure is not None else self.ended
-
-    @property
-    def signal(self) -> str:
-        """Such as "SIGKILL"; empty if no signal ended it."""
-        kind = self.failure.kind if self.failure is not None else ""
-        return kind if kind.startswith("SIG") and kind in signal.Signals.__members__ else ""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether its position in the loop is."""
-        return self.standing is not None and self.standing.phase not in (Phase.NONE, Phase.ENDED)
 
 
 @dataclass(frozen=True)
@@ -160,15 +106,16 @@ class _Reader:
         ended = records[0] if whole else {}
         ranks: dict[int, RankEvidence] = {}
         for record in records:
-            _add_record(ranks, record, self.run)
+            add_record(ranks, record, self.run)
         own = {number: self._own(path) for number, path in self._files(self.here, "exit.rank")}
         last_ns = _last_failure_ns(ranks, own) if whole and len(records) == 1 else None
         for number, found in own.items():
             if last_ns is None or found.get("time_ns", 0) <= last_ns or _has_failed(ranks, number):
-                _add_rank(ranks, number, found, self.run.log(number), final=whole)
+                add_rank(ranks, number, found, self.run.log(number), final=whole)
         for number, path in self._files(self.dumps, "stack.rank"):
             text = self._text(path, _STACK_BYTES)
-            ranks[number] = replace(ranks.get(number) or RankEvidence(number), stack=main_thread(text))
+            known = ranks.get(number) or RankEvidence(number)
+            ranks[number] = replace(known, stack=main_thread(text), threads=other_threads(text))
         for number, path in self._files(self.dumps, "flight.rank"):
             dump = object_in(self._text(path, _FLIGHT_BYTES))
             if dump is None:
@@ -176,19 +123,7 @@ class _Reader:
             found_flight = flights.parse(dump) if dump is not None else None
             ranks[number] = replace(ranks.get(number) or RankEvidence(number), flight=found_flight, unread=dump is None)
         for number, rank in list(ranks.items()):
-            # Without a call there is no file; and of a rank that ended well only the last calls are known.
-            last = own.get(number, {}).get("collectives")
-            if rank.flight is None and not rank.unread and (rank.answers or isinstance(last, dict)):
-                ranks[number] = rank = replace(rank, flight=flights.of_last_calls(last or {}))
-            ranks[number] = rank = replace(rank, later=_later_failure(number, own.get(number, {}), self.run.log(number)))
-            failure = rank.failure or rank.later
-            if rank.flight and failure is not None and _fell_in_call(failure):
-                ranks[number] = rank = replace(rank, flight=flights.reopened(rank.flight))
-            if rank.failure is None and rank.stack and not waits_in(rank.stack):
-                with contextlib.suppress(OSError):
-                    ranks[number] = replace(rank, thread=lost_thread(read_end(self.run.log(number)).decode("utf-8", "replace")))
-            if rank.failure is not None and rank.signal not in ("", "SIGKILL"):
-                ranks[number] = self._crashed(rank, rank.failure)
+            ranks[number] = self._completed(rank, own.get(number, {}))
         for number in _left_while_others_waited(ranks):
             if number in ranks or number < self._world_size(records):
                 ranks[number] = replace(ranks.get(number) or RankEvidence(number), ended=0)
@@ -200,11 +135,29 @@ class _Reader:
             {n: r for n, r in ranks.items() if n < world},
             code,
             str(ended.get("stopped") or ""),
-            next((_seconds(r["hang"].get("after_s")) for r in records if isinstance(r.get("hang"), dict)), None),
+            next((seconds(r["hang"].get("after_s")) for r in records if isinstance(r.get("hang"), dict)), None),
             code is None and self._is_last() and is_held(self.run.path / ".lock"),
             why_ended(self.run) if self._is_last() else "",
             (*self.notes[:_MOST_NOTES], *([f"and {more} more"] if (more := len(self.notes) - _MOST_NOTES) > 0 else [])),
         )
+
+    def _completed(self, rank: RankEvidence, own: Mapping[str, Any]) -> RankEvidence:
+        """With what its files say together."""
+        log = self.run.log(rank.rank)
+        # Without a call there is no file; and of a rank that ended well only the last calls are known.
+        last = own.get("collectives")
+        if rank.flight is None and not rank.unread and (rank.answers or isinstance(last, dict)):
+            rank = replace(rank, flight=flights.of_last_calls(last or {}))
+        rank = replace(rank, later=later_failure(rank.rank, own, log))
+        failure = rank.failure or rank.later
+        if rank.flight and failure is not None and fell_in_call(failure):
+            rank = replace(rank, flight=flights.reopened(rank.flight))
+        if rank.failure is None and rank.stack:
+            with contextlib.suppress(OSError):
+                rank = with_words_of_log(rank, read_end(log).decode("utf-8", "replace"))
+        if rank.failure is not None and rank.signal not in ("", "SIGKILL"):
+            rank = self._crashed(rank, rank.failure)
+        return with_error_before(rank)
 
     def _is_last(self) -> bool:
         attempts = self.run.attempts()
@@ -245,7 +198,7 @@ class _Reader:
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 name = _FILE.fullmatch(entry.name)
-                if name is not None and name[1] == kind and int(name[2]) < _MOST_RANKS:
+                if name is not None and name[1] == kind and int(name[2]) < MOST_RANKS:
                     names.append((int(name[2]), folder / entry.name))
         yield from sorted(names)
 
@@ -271,56 +224,7 @@ class _Reader:
 
     def _world_size(self, records: list[dict[str, Any]]) -> int:
         told = [record.get("world_size") for record in records] + [(read_json(self.run.run_json) or {}).get("ranks")]
-        return next((n for n in told if type(n) is int and 0 < n <= _MOST_RANKS), 0)
-
-
-def _add_record(ranks: dict[int, RankEvidence], record: Mapping[str, Any], run: RunDir) -> None:
-    """What the record of an attempt's end, or of a node's part of it, says of each rank. The first that says something counts."""
-    for number, said in record.get("seen", {}).items():
-        if len(number) < 8 and int(number) not in ranks and int(number) < _MOST_RANKS:
-            step, phase, evaluated, beats = said["at"]
-            standing = Standing(step, Phase(phase), evaluated, beats)
-            silent_s = _seconds(said.get("silent_s"))
-            rank = RankEvidence(int(number), standing=standing, stopped=said["stopped"], silent_s=silent_s)
-            ranks[rank.rank] = replace(rank, where=said["where"][:500], answers=said.get("answers"))
-    for said in record.get("ranks", {}).values():
-        number = said["rank"]
-        known = ranks.get(number) or RankEvidence(number)
-        if number >= _MOST_RANKS or known.failure is not None:
-            continue
-        if said["kind"] in _VERDICTS:
-            ranks[number] = replace(known, stopped=known.stopped or said["kind"] == "stopped")
-        else:
-            failure = replace(Failure.from_json(said), log=run.log(number))
-            ranks[number] = replace(known, failure=failure, oom=said.get("oom") is True)
-
-
-def _add_rank(ranks: dict[int, RankEvidence], number: int, said: Mapping[str, Any], log: Path, *, final: bool) -> None:
-    """What a rank wrote itself. If the attempt's end was recorded, a failure that is not in that came after the others'.
-
-    One that was seen to run when all were gathered ended well only because it was then asked to.
-    """
-    code = said.get("exit_code")
-    known = ranks.get(number) or RankEvidence(number)
-    if code in (0, REQUEUE) and known.failure is None and known.answers is None and not known.stopped:
-        ranks[number] = replace(known, ended=code, finished=said.get("finished") is True)
-    elif code and not final and known.failure is None:
-        ranks[number] = replace(known, failure=Failure.from_record(number, code, 0, said, log))
-
-
-def _later_failure(number: int, said: Mapping[str, Any], log: Path) -> Failure | None:
-    """How a rank failed after the attempt's end had been recorded: as a victim, and yet it tells where that one was."""
-    code = said.get("exit_code")
-    return Failure.from_record(number, code, 0, said, log) if code and "traceback" in said else None
-
-
-def _fell_in_call(failure: Failure) -> bool:
-    """Whether a rank failed in a collective, as all do that lose a peer there."""
-    if _BEFORE_CALL.search(failure.message[:20_000]):
-        return False
-    name = waits_in(of_traceback(failure.traceback))
-    raised = not failure.kind.startswith("SIG")  # NCCL's own records, of ranks that it aborts, say themselves what has ended
-    return name not in _NO_COLLECTIVES and (bool(name) or (raised and failure.is_victim))
+        return next((n for n in told if type(n) is int and 0 < n <= MOST_RANKS), 0)
 
 
 def _left_while_others_waited(ranks: Mapping[int, RankEvidence]) -> set[int]:
@@ -344,7 +248,3 @@ def _last_failure_ns(ranks: Mapping[int, RankEvidence], own: Mapping[int, Mappin
     failed = [number for number, rank in ranks.items() if rank.failure is not None]
     times = [own[number]["time_ns"] for number in failed if "time_ns" in own.get(number, {})]
     return max(times) if times and len(times) == len(failed) else None
-
-
-def _seconds(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and 0 <= value < 1e9 else None

@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.kinds import kind_of, kind_of_words
+from echelon.launcher.explain.rank import is_check
 from echelon.launcher.explain.stacks import of_traceback, user_frame
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import is_check, place, sentence, short, while_others, who
+from echelon.launcher.explain.words import frames_of, place, sentence, short, while_others, who
 from echelon.launcher.job import Failure
 
 __all__ = [
@@ -101,8 +102,21 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
     return Verdict(tuple(guilty), "killed", headline, sentence(f"{headline}{where}{others}. {_FROM_OUTSIDE}"))
 
 
-def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[int, tuple[Wait, str]]) -> Verdict:
-    """Of one that failed first, and those that failed in the same way."""
+def raised(
+    evidence: Evidence,
+    first: Failure,
+    alike: list[int],
+    waits: Mapping[int, tuple[Wait, str]],
+    *,
+    then: str = "",
+    why: str = "",
+) -> Verdict:
+    """Of one that failed first, and those that failed in the same way.
+
+    Args:
+        then: what they did after that, if they did not end.
+        why: of that, below what their error means.
+    """
     if first.kind.startswith("SIG"):
         return _signalled(evidence, first, [first], waits)
     kind = kind_of(first)
@@ -114,7 +128,7 @@ def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[
     message = _message(first)
     verb = _verb(first, many=len(alike) > 1)
     where = _where(first, rank)
-    headline = f"{who(alike)} {verb}{where}"
+    headline = f"{who(alike)} {verb}{where}{then}"
     if named and named != tuple(alike):
         headline = f"{who(named)}: {message or verb}"
         text = f"{who(alike)} {verb}{where}, and it names {who(named)}: {message}"
@@ -123,7 +137,7 @@ def raised(evidence: Evidence, first: Failure, alike: list[int], waits: Mapping[
         text = headline + while_others(evidence, alike, waits) + (f": {said}" if said else "")
     if cause == "exception" and first.kind in ("exit", "SystemExit"):
         cause = "exit"
-    remedy = f" {kind.remedy}" if kind is not None and kind.remedy else ""
+    remedy = " ".join(["", *([kind.remedy] if kind is not None and kind.remedy else []), *([why] if why else [])])
     if _UNLIKE_FIRST.search(first.message[:20_000]):
         guilty, which = _unlike_most(alike, waits)
         remedy = f" {which}{remedy}" if which else remedy
@@ -153,9 +167,12 @@ def _message(failure: Failure) -> str:
 
 
 def summary(message: str) -> str:
-    """Its first line, with what NCCL says of the reason below."""
+    """Its first line, with what it announces, and what NCCL says of the reason, below."""
     last = _LAST_ERROR.search(message[:20_000])
-    return short(message) + (f" Last error: {short(last[1])}" if last is not None else "")
+    said, lines = short(message), message.strip().splitlines()
+    if said.endswith(":") and len(lines) > 1:  # such as what another program wrote
+        said = f"{said} {short(lines[-1])}"
+    return said + (f" Last error: {short(last[1])}" if last is not None else "")
 
 
 def _verb(failure: Failure, *, many: bool) -> str:
@@ -168,7 +185,7 @@ def _verb(failure: Failure, *, many: bool) -> str:
 
 def _where(failure: Failure, rank: RankEvidence) -> str:
     """Where in the user's code; in what step, if its loop is ours."""
-    frame = user_frame(of_traceback(failure.traceback))
+    frame = user_frame(frames_of(failure))
     if frame is None and failure.user_frames:
         frame = user_frame(of_traceback("\n".join(f"  {line}" for line in failure.user_frames)))
     step = f", {rank.standing}" if rank.standing is not None and rank.is_known else ""

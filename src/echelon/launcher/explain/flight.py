@@ -18,6 +18,7 @@ from typing import Any
 from echelon.contracts.terminal import one_line
 
 __all__ = [
+    "ROOTED",
     "Call",
     "Flight",
     "Mismatch",
@@ -56,6 +57,8 @@ _TYPES = {
 # likes; a barrier has nothing.
 _BY_INPUT = re.compile(r"all_?reduce|broadcast|all_?gather|^reduce$|^gather")
 _BY_OUTPUT = re.compile(r"reduce_?scatter|^scatter")
+
+ROOTED = re.compile("broadcast|^reduce$|^gather|^scatter")  # calls of which one rank is the root, by an argument
 
 
 @dataclass(frozen=True)

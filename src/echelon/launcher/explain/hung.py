@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from echelon.contracts.pulse import Phase
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.failed import raised
-from echelon.launcher.explain.flight import Wait, expected
+from echelon.launcher.explain.flight import ROOTED, Wait, expected
+from echelon.launcher.explain.rank import is_check
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import Verdict
 from echelon.launcher.explain.words import (
     doing,
     grouped,
     in_call,
-    is_check,
     place,
     sentence,
     stack_of,
@@ -42,8 +42,11 @@ _NOT_PASSED = re.compile(r"Ranks? (\d{1,7}(?:, ?\d{1,7}){0,1000}) failed to pass
 # What no record says of a call, and must be alike.
 _UNRECORDED = (
     (re.compile("all_?to_?all"), "the sizes of what each sends to each"),
-    (re.compile("broadcast|^reduce$|^gather|^scatter"), "the roots, `src` or `dst`,"),
+    (ROOTED, "the roots, `src` or `dst`,"),
 )
+_MOST_THREADS = 3
+_NOT_TOLD = "monitored_barrier"
+_SEND = "The loader waits for that batch for ever: return what can be pickled, such as tensors, numbers and text."
 Waits = Mapping[int, tuple[Wait, str]]
 
 
@@ -137,7 +140,8 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     guilty = [rank for rank in guilty if not _waits_for_others(evidence.rank(rank))] or guilty
     failures = [f for rank in guilty if (f := evidence.rank(rank).failure) is not None and not f.kind.startswith("SIG")]
     # By their words they lost a peer, and yet nobody else is to blame. But NCCL's watchdog aborts the absent with the others.
-    if len(failures) == len(guilty):
+    lone = all(_checks_itself(evidence.rank(rank)) for rank in guilty)
+    if len(failures) == len(guilty) and not lone:
         return raised(evidence, Failure.first(failures), guilty, waits)
     call = next(call for wait, call in waits.values() if set(guilty) & (set(wait.missing) | set(wait.unknown)))
     rank = evidence.rank(guilty[0])
@@ -146,6 +150,8 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     others = f", in which {who(here)} waited" if len(here) + len(guilty) == evidence.world_size else ""
     others = others or while_others(evidence, guilty, waits)
     text = f"{headline}{others}. {_stood(evidence, guilty)}{_fewer_steps(evidence, guilty)}"
+    if lone:
+        return Verdict(tuple(guilty), "mismatched order", headline, sentence(f"{text} All ranks must make that call, or none."))
     return Verdict(tuple(guilty), _kind_of_absence(rank), headline, sentence(text.strip()))
 
 
@@ -189,15 +195,35 @@ def _stood(evidence: Evidence, guilty: Collection[int]) -> str:
     for number in guilty:
         rank = evidence.rank(number)
         at, where = f" {rank.standing}" if rank.is_known else "", place(rank)
+        at = f"{at}{',' if at else ''} in {_NOT_TOLD}" if _checks_itself(rank) else at
         texts[number] = f"was{at}{where}" if at or where else "left no stack: code in C may have kept it from answering"
     said = [f"{sentence(they_did(ranks, text))}." for ranks, text in grouped(texts)[:3]]
-    return " ".join([*said, *_lost_threads(evidence, guilty)])
+    return " ".join([*said, *_other_threads(evidence, guilty), *_lost_threads(evidence, guilty)])
+
+
+def _other_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
+    """A sentence each for ranks that stand in code of their own: a thread may hold what they wait for."""
+    own = [rank for rank in map(evidence.rank, guilty) if rank.stack and not waits_in(rank.stack)]
+    texts = {rank.rank: together([str(frame) for frame in rank.threads[:_MOST_THREADS]]) for rank in own if rank.threads}
+    return [f"Other threads of {who(ranks)} stood at {text}." for ranks, text in grouped(texts)[:3]]
+
+
+def _checks_itself(rank: RankEvidence) -> bool:
+    """Whether it waits for all others in a call that is in no record."""
+    return waits_in(stack_of(rank)) == _NOT_TOLD
 
 
 def _lost_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
     """A sentence each for ranks that may wait for what a thread of them would have done."""
-    texts = {number: evidence.rank(number).thread for number in guilty}
-    return [f"A thread of {who(ranks)} had ended with {text}." for ranks, text in grouped(texts)[:3]]
+    threads = grouped({number: evidence.rank(number).thread for number in guilty})
+    unsent = grouped({number: evidence.rank(number).unsent for number in guilty})
+    return [
+        *(f"A thread of {who(ranks)} had ended with {text}." for ranks, text in threads[:3]),
+        *(
+            f"A data worker of {who(ranks)} could not hand on what it had read: {text.rstrip('.')}. {_SEND}"
+            for ranks, text in unsent[:3]
+        ),
+    ]
 
 
 def _fewer_steps(evidence: Evidence, guilty: Collection[int]) -> str:
@@ -210,6 +236,8 @@ def _fewer_steps(evidence: Evidence, guilty: Collection[int]) -> str:
 
 
 def _kind_of_absence(rank: RankEvidence) -> str:
+    if rank.unsent:
+        return "data worker"
     phase = rank.standing.phase if rank.standing is not None else Phase.NONE
     if phase in (Phase.DATA, Phase.EVAL_DATA) or waits_in(rank.stack) == "a DataLoader":
         return "slow data"

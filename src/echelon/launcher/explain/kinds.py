@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from echelon.launcher.aborted import DAMAGED
 from echelon.launcher.explain.words import lost_data_worker
 from echelon.launcher.job import Failure
 
@@ -162,6 +163,21 @@ _KINDS = (
         r"^(CheckpointCorruptError|CheckpointMismatchError|CheckpointNotFoundError|CheckpointUnreadableError)\b", "checkpoint", ""
     ),
     Kind(r"^CheckpointWriteError\b", "checkpoint", "The storage refused the save. Older checkpoints are as they were."),
+    Kind(
+        rf"^{DAMAGED}",
+        "crash",
+        "Code in C or C++ had damaged the memory, perhaps long before this line: an extension, or a library of another build.",
+    ),
+    Kind(
+        r"^KeyboardInterrupt\b",
+        "interrupted",
+        "It was sent SIGINT: by a person (Ctrl-C, kill -2), or by a program that the job started.",
+    ),
+    Kind(
+        r"^exit: exit code",
+        "exit",
+        "It called os._exit, or code in C ended the process: the end of its log may say why.",
+    ),
     Kind(r"^(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b", "import", "Install it, or correct the file."),
 )
 

@@ -6,10 +6,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from echelon.launcher.explain.evidence import Evidence
-from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Mismatch, Wait, expected, first_mismatch, tensor
+from echelon.launcher.explain.flight import DEFAULT_GROUP, ROOTED, Call, Mismatch, Wait, expected, first_mismatch, tensor
+from echelon.launcher.explain.rank import is_check
 from echelon.launcher.explain.stacks import called_by_loop, user_frame
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import is_check, place, sentence, short, stack_of, together, who
+from echelon.launcher.explain.words import place, sentence, short, stack_of, together, who
 from echelon.launcher.job import Failure
 
 __all__ = ["checked", "departs", "mismatch"]
@@ -29,12 +30,20 @@ _OPS |= {"ALLTOALL_BASE": "all_to_all", "REDUCE_SCATTER": "reduce_scatter", "_RE
 
 def mismatch(evidence: Evidence, waits: Waits) -> Verdict | None:
     """Ranks that called different collectives where all must call the same."""
-    found = first_mismatch(evidence.flights)
+    found = [each for each in first_mismatch(evidence.flights) if not _follows(each, waits)]
     if not found:
         return None
     # In several groups: the one in which somebody still waits.
     waiting = {wait.group for wait, _ in waits.values()}
     return _verdict(evidence, min(found, key=lambda m: (m.group not in waiting, m.group != DEFAULT_GROUP, m.seq)))
+
+
+def _follows(found: Mismatch, waits: Waits) -> bool:
+    """Whether ranks still wait in a call before it, to which all had come: if its root differed, others have gone on with what
+    they were given by the wrong one.
+    """
+    before = (wait for wait, _ in waits.values() if wait.group == found.group and wait.call.seq < found.seq)
+    return any(ROOTED.search(wait.call.op) and wait.complete and not (wait.missing or wait.unknown) for wait in before)
 
 
 def checked(evidence: Evidence, waits: Waits) -> Verdict | None:

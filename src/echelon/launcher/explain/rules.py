@@ -1,7 +1,8 @@
 """The rules that name a cause, in their order: what explains most comes first, and what only follows from something comes last.
 
 1. Nothing went wrong, or it still runs. 2. A rank failed by itself: what others say of lost connections follows from that.
-3. Ranks only waited: for one that is stopped; because calls differ; for one that has left; for one that did not come.
+3. Ranks only waited: for one that is stopped; because calls differ; for one that has left; for one that did not come. If one of
+these was handling an exception, that is why.
 4. What the launcher said. 5. Nothing tells: what is known is said, and nobody accused.
 """
 
@@ -17,6 +18,7 @@ from echelon.launcher.explain.batch import OUT_OF_MEMORY
 from echelon.launcher.explain.evidence import Evidence
 from echelon.launcher.explain.failed import own_failure, summary
 from echelon.launcher.explain.flight import Wait, waits
+from echelon.launcher.explain.handling import handling, was_handling
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
 from echelon.launcher.explain.words import in_call, place, sentence, short, who
@@ -66,10 +68,17 @@ def explain(evidence: Evidence) -> Verdict:
         if verdict is not None and rule in _OF_A_MOMENT and _was_cut_off(evidence):
             text = f"{_LAUNCHER_KILLED} When its ranks were last looked at, {verdict.headline}: that may have been on its way."
             verdict = Verdict((), "launcher killed", "its launcher ended without a word", text)
-    verdict = verdict or _lone_check(evidence) or _by_launcher(evidence) or _unknown(evidence)
+        verdict = verdict or _lone_check(evidence) or _by_launcher(evidence)
+        if not (evidence.stopped or _was_cut_off(evidence)):
+            verdict = verdict or _unknown(evidence)
+            verdict = handling(evidence, waiting, verdict) or verdict
+    verdict = verdict or _unknown(evidence)
     if verdict.cause in _FROM_OUTSIDE:
         verdict = _by_batch(evidence, verdict)
-    seen = [*verdict.seen, *([] if verdict.cause == FINE else hung.everybody(evidence, waiting)[:_SHOWN])]
+    known = (
+        [] if verdict.cause == FINE else [*hung.everybody(evidence, waiting)[:_SHOWN], *was_handling(evidence, verdict)[:_SHOWN]]
+    )
+    seen = [*verdict.seen, *known]
     differs = mismatched.mismatch(evidence, waiting)
     if differs is not None and not verdict.cause.startswith("mismatched") and verdict.cause not in (FINE, RUNNING):
         seen.append(f"also: {differs.headline}")

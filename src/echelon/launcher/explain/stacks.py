@@ -18,13 +18,15 @@ __all__ = [
     "lost_thread",
     "main_thread",
     "of_traceback",
+    "other_threads",
+    "unsent_batch",
     "user_frame",
     "waits_in",
 ]
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.{1,4096})", line (\d{1,9}),? in (.{1,200})')
-_MOST_FRAMES, _MOST_LINES, _MOST_SAID = 200, 1000, 200
+_MOST_FRAMES, _MOST_LINES, _MOST_SAID, _MOST_THREADS = 200, 1000, 200, 100
 # Installed packages and Python itself, also on a machine that is not this one.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|^<")
 # In whose files a rank waits for others, but not where one of these is the innermost: there it writes to a disk, or computes.
@@ -35,6 +37,7 @@ _PASSES_ON = re.compile(r"[/\\]torch[/\\](_ops\.py|_library[/\\]|futures[/\\]|cu
 _AROUND = frozenset({"wrapper", "inner", "__call__", "_fn", "decorate_context", "wait", "wait_tensor", "<lambda>"})
 _OF_TORCH = re.compile(r"[/\\]torch[/\\]")
 _OF_LOOPS = re.compile(r"[/\\]echelon[/\\](loop|world)[/\\]")
+_FEEDS = re.compile(r"[/\\]multiprocessing[/\\]queues\.py\", line \d{1,9}, in _feed$")
 _OF_LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]")
 
 
@@ -83,6 +86,12 @@ def main_thread(text: str) -> tuple[Frame, ...]:
     return () if "..." in last else _frames(last)
 
 
+def other_threads(text: str) -> tuple[Frame, ...]:
+    """Where in the user's own code threads other than the main one are, each place once."""
+    places = (user_frame(_frames(thread.splitlines())) for thread in _THREAD.split(text)[1:-1][:_MOST_THREADS])
+    return tuple(dict.fromkeys(place for place in places if place is not None))
+
+
 def crash_stack(log: str) -> tuple[Frame, ...]:
     """Of the thread that crashed, as faulthandler wrote it into a rank's log; empty if it wrote none."""
     _, found, rest = log.rpartition("Fatal Python error: ")
@@ -95,10 +104,22 @@ def crash_stack(log: str) -> tuple[Frame, ...]:
 def lost_thread(log: str) -> str:
     """The error that ended a thread, by the last words of Python's own about one: "KeyError: 'id' at train.py:41 in load"."""
     _, found, rest = f"\n{log}".rpartition("\nException in thread ")
-    if not found:
-        return ""
+    said, frames = _first_error(rest) if found else ("", ())
+    frame = user_frame(frames)
+    return said + (f" at {frame}" if said and frame is not None else "")
+
+
+def unsent_batch(log: str) -> str:
+    """The last error of a process of torch's loader that could not hand on what it had read: multiprocessing only prints it."""
+    _, _, rest = log.rpartition("Traceback (most recent call last):\n  File ")
+    place, _, _ = rest.partition("\n")
+    return _first_error(rest)[0] if _FEEDS.search(place) else ""
+
+
+def _first_error(text: str) -> tuple[str, tuple[Frame, ...]]:
+    """The last words of the traceback with which a text begins, below its first line, chained ones together; and its frames."""
     said, read = "", list[str]()
-    for line in rest.splitlines()[1:_MOST_LINES]:
+    for line in text.splitlines()[1:_MOST_LINES]:
         if line.startswith(("Traceback (", "During handling of", "The above exception was")):
             said = ""
         elif line[:1].strip():
@@ -106,8 +127,7 @@ def lost_thread(log: str) -> str:
                 break  # what the rank said afterwards
             said = line[:_MOST_SAID]
         read.append(line)
-    frame = user_frame(of_traceback("\n".join(read)))
-    return one_line(said) + (f" at {frame}" if said and frame is not None else "")
+    return one_line(said), of_traceback("\n".join(read))
 
 
 def of_traceback(text: str) -> tuple[Frame, ...]:

@@ -8,14 +8,15 @@ from collections.abc import Collection, Iterable, Mapping
 from echelon.contracts.terminal import one_line
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Wait
+from echelon.launcher.explain.rank import is_check
 from echelon.launcher.explain.stacks import Frame, of_traceback, user_frame, waits_in
 from echelon.launcher.job import Failure
 
 __all__ = [
     "doing",
+    "frames_of",
     "grouped",
     "in_call",
-    "is_check",
     "lost_data_worker",
     "place",
     "sentence",
@@ -28,14 +29,12 @@ __all__ = [
 ]
 
 _MOST_RANGES = 6
+_HEAD = "Traceback (most recent call last)"
 # What reading from a process that has died raises, besides: torch's loader hands tensors on through sockets and files.
 _ENDS_OF_PIPES = frozenset(
     ("BrokenPipeError", "ConnectionRefusedError", "ConnectionResetError", "EOFError", "FileNotFoundError", "UnpicklingError")
 )
 _BUILT_AT = re.compile(r"\[enforce fail at [^\]\n]{1,300}\] ")
-
-# A collective's own check of what ranks gave: not a rank's fault by itself.
-_OF_COLLECTIVES = re.compile(r"op\.preamble\.length|enforce fail at [^\n]{0,300}\bgloo\b|Detected mismatch between collectives")
 
 
 def who(ranks: Iterable[int]) -> str:
@@ -67,11 +66,6 @@ def in_call(call: Call, group: str) -> str:
     return f"{call}{'' if group == DEFAULT_GROUP else f' of group {group!r}'}"
 
 
-def is_check(failure: Failure) -> bool:
-    """Whether a collective refused what it was given: the fault is that of any rank in it."""
-    return failure.kind != "SIGKILL" and _OF_COLLECTIVES.search(f"{failure.kind}: {failure.message}"[:20_000]) is not None
-
-
 def lost_data_worker(failure: Failure) -> bool:
     """Whether a process that loads data died, whatever the error's own words are; not of an error that its dataset raised."""
     if failure.message.startswith("Caught "):
@@ -86,7 +80,16 @@ def lost_data_worker(failure: Failure) -> bool:
 def stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
     """Where its failure was raised, or else where it stood; innermost first."""
     failure = rank.failure or rank.later
-    return (of_traceback(failure.traceback) if failure is not None else ()) or rank.stack
+    return (frames_of(failure) if failure is not None else ()) or rank.stack
+
+
+def frames_of(failure: Failure) -> tuple[Frame, ...]:
+    """Where it was raised, innermost first. A library passes on the traceback of another process in its words, which then counts;
+    in an error that the user's own code raised, words are words.
+    """
+    head, found, _ = failure.traceback.rpartition(failure.message) if _HEAD in failure.message else ("", "", "")
+    own = of_traceback(head) if found else ()
+    return own if own and not own[0].of_library else of_traceback(failure.traceback)
 
 
 def place(rank: RankEvidence) -> str:

@@ -183,6 +183,8 @@ def write_exit(
     text = ""
     for most in _OF_OTHERS:
         said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else most) for f in failures}
+        if seen and most <= 1000:
+            said["seen"] = {rank: {k: v for k, v in s.items() if k != "raised"} for rank, s in seen.items()}
         text = json.dumps(said, indent=2 if most > 1000 else None, default=str)
         if len(text) <= _LARGEST:
             break

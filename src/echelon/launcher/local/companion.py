@@ -17,13 +17,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from echelon.contracts.files import parse_object
 from echelon.launcher.local.flight import called, flight_record, waits_in, write_flight
+from echelon.launcher.local.raised import describe
+from echelon.launcher.records import raised_record
 
 __all__ = ["FLIGHT", "HOW_FAR", "Answer", "Companions", "begin"]
 
@@ -32,6 +35,7 @@ _LONGEST = 1 << 20
 # Of a main thread; of all threads of a rank.
 _MOST_FRAMES, _MOST_TEXT = 30, 4000
 _MOST_OF_EACH, _MOST_STACKS = 100, 200_000
+_MOST_SAID = 3000  # of an exception's text, and of its traceback
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Answer:
         main: the stack of its main thread, as faulthandler would show it. That one looks at frames while threads change them,
             which has ended programs that were well with SIGSEGV: it is only for ranks that do not answer.
         stacks: those of all its threads, the main one last; empty where they were not asked for.
+        raised: the exception that its main thread is handling: a rank that waits in `finally` has printed nothing of it. None
+            where it handles none, or that was not asked for.
     """
 
     called: int = 0
@@ -52,6 +58,7 @@ class Answer:
     waits_in: str = ""
     main: str = ""
     stacks: str = ""
+    raised: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, line: bytes) -> Answer | None:
@@ -60,7 +67,7 @@ class Answer:
         if said is None or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
             return None
         main, stacks = said["main"][:_MOST_TEXT], said["stacks"][-_MOST_STACKS:]
-        return cls(said["called"], said["pending"], said["waits_in"][:200], main, stacks)
+        return cls(said["called"], said["pending"], said["waits_in"][:200], main, stacks, raised_record(said.get("raised")))
 
 
 def begin(descriptor: int, flight: str | None) -> None:
@@ -79,11 +86,22 @@ def _answer(descriptor: int, flight: str | None) -> None:
     owner = os.getpid()
     with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as questions:
         while os.getpid() == owner and (asked := questions.recv(1)):
-            record, stacks = None, ""
+            record, stacks, raised = None, "", None
             if asked == FLIGHT:
                 record = write_flight(Path(flight)) if flight else flight_record()
-                stacks = _all_stacks()
-            questions.sendall(json.dumps(asdict(Answer(*called(), waits_in(record), _main_stack(), stacks))).encode() + b"\n")
+                stacks, raised = _all_stacks(), _raised()
+            answer = Answer(*called(), waits_in(record), _main_stack(), stacks, raised)
+            questions.sendall(json.dumps(asdict(answer)).encode() + b"\n")
+
+
+def _raised() -> dict[str, Any] | None:
+    """What the main thread is handling in `except`, `finally` or `__exit__`, also further out than the call in which it is."""
+    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = found[1] if isinstance(found, tuple) else found  # before Python 3.12 as `sys.exc_info` has it
+    if not isinstance(error, BaseException):
+        return None
+    said = describe(error)
+    return {**said, "message": said["message"][:_MOST_SAID], "traceback": said["traceback"][-_MOST_SAID:]}
 
 
 def _main_stack() -> str:

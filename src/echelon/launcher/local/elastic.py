@@ -198,8 +198,10 @@ class ForkAgent(SimpleElasticAgent):
         self.hang_s = idle_s
         said, now = positions({rank: seen[rank] for rank in attempt.running}, attempt.running), time.monotonic_ns()
         headline = f"no rank made progress for {idle_s:.0f} s"
+        own = {f.rank: f for f in attempt.failures()}  # one that has failed may wait in a function that it gave to atexit
         self.failures = [
-            Failure(rank, HUNG, now, HANGS, said, log=attempt.log_path(rank), headline=headline) for rank in attempt.running
+            own.get(rank) or Failure(rank, HUNG, now, HANGS, said, log=attempt.log_path(rank), headline=headline)
+            for rank in attempt.running
         ]
         self._plan_restart(attempt)
         return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in self.failures})

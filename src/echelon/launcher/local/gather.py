@@ -89,7 +89,8 @@ class Sight:
             waiting = told is not None and waits(self.pulses.main_stack(rank), pending=told.pending)
             said = told.waits_in if told is not None and waiting else ""
             answers_now = None if s.stopped else told is not None
-            seen[rank] = Seen(s.standing, s.stopped, self.pulses.where(rank), s.silent_s, said, answers_now)
+            raised = told.raised if told is not None else None
+            seen[rank] = Seen(s.standing, s.stopped, self.pulses.where(rank), s.silent_s, said, answers_now, raised)
         return seen
 
     def _stacks_come(self, ranks: Sequence[int], until: float) -> None:

@@ -53,7 +53,8 @@ def record_end(
         return None
     try:
         translate(here.dump_path)
-        verdict = explain(Evidence.of(here.path, here.attempt))
+        evidence = Evidence.of(here.path, here.attempt)
+        verdict = explain(evidence)
     except Exception:  # whatever the folder holds: the end of a run does not depend on its explanation
         logger.debug("the end of attempt %d cannot be explained", here.attempt, exc_info=True)
         return first
@@ -61,6 +62,8 @@ def record_end(
         write(failures, None, verdict.paragraph)
         return None
     named = _named(first, failures, verdict)
+    if named.kind == "behind" and (raised := evidence.rank(named.rank).raised) is not None:
+        named = replace(named, user_frames=raised.user_frames)
     write([*failures, *([named] if all(f.rank != named.rank for f in failures) else [])], named, verdict.paragraph)
     return named
 

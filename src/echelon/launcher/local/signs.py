@@ -38,6 +38,7 @@ class Seen:
         silent_s: since it was last seen to make progress; None where that cannot be seen.
         waits_in: the collective in which it is, as "all_reduce #118"; empty if in none, or not known.
         answers: whether its interpreter ran; None if it was not asked.
+        raised: the exception that it was handling, as `raised.describe` has it; None if none, or not known.
     """
 
     standing: Standing
@@ -46,6 +47,7 @@ class Seen:
     silent_s: float | None = None
     waits_in: str = ""
     answers: bool | None = None
+    raised: Mapping[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         at = self.standing
@@ -56,13 +58,14 @@ class Seen:
             "silent_s": None if self.silent_s is None else round(self.silent_s, 3),
             "waits_in": self.waits_in,
             "answers": self.answers,
+            **({"raised": dict(self.raised)} if self.raised is not None else {}),
         }
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Seen:
         """From what `as_json` gave, as `records.exit_record` has checked it."""
         step, phase, evaluated, beats = said["at"]
-        more = {name: said[name] for name in ("silent_s", "waits_in", "answers") if name in said}
+        more = {name: said[name] for name in ("silent_s", "waits_in", "answers", "raised") if name in said}
         return cls(Standing(step, Phase(phase), evaluated, beats), said["stopped"], said["where"], **more)
 
     @property

@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import random
+import resource
 import runpy
 import signal
 import sys
@@ -186,6 +187,7 @@ def run_recorded(start: Start, program: Callable[[], None]) -> int:
         # while it holds the interpreter's lock, for which one of them may be waiting (gloo, torch 2.13).
         gc.disable()
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        _leave_room_for_files()
         failure = describe(error)
         text = failure["traceback"]
         if start.log:  # the launcher shows the first failure itself; the log has them all, whole
@@ -202,6 +204,17 @@ def run_recorded(start: Start, program: Callable[[], None]) -> int:
         flight = flight_record() if keeps else write_flight(Path(str(start.flight)))
         _record(start, code, failure, last_calls(flight), finished=finished)
     return code
+
+
+def _leave_room_for_files() -> None:
+    """A rank that has opened as many files as it may is still to say so, which takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        os.close(os.dup(2))
+    except OSError:
+        os.close(0)  # nobody reads any more
 
 
 def _has_no_group() -> bool:

@@ -15,9 +15,10 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ class TrackioLogger(OnlineLogger):
     package = "trackio"
 
     def _begin(self) -> None:
-        with contextlib.redirect_stdout(sys.stderr):  # what it has to say is not the script's output
+        with _printing_to_stderr():
             self._run = self._tracker.init(
                 project=re.sub(r"[^\w\-]", "_", self.project), name=self.name, config=self.config, resume="allow"
             )
@@ -219,5 +220,26 @@ class TrackioLogger(OnlineLogger):
             self._run.log({k: v if math.isfinite(v) else str(v) for k, v in row.items()}, step=step)
 
     def _end(self) -> None:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _printing_to_stderr():
             self._run.finish()
+
+
+class _Printed:
+    """In place of `sys.stdout`: of the thread that made it, stderr."""
+
+    def __init__(self, usual: Any) -> None:
+        self.usual, self._thread = usual, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr if threading.get_ident() == self._thread else self.usual, name)
+
+
+@contextlib.contextmanager
+def _printing_to_stderr() -> Iterator[None]:
+    """What a tracker has to say is not the script's output; what other threads print meanwhile is."""
+    printed = sys.stdout = _Printed(sys.stdout)
+    try:
+        yield
+    finally:
+        if sys.stdout is printed:  # else another thread has taken it for a while, and puts back what passes all on
+            sys.stdout = printed.usual

@@ -1,7 +1,8 @@
 """Trackers by name: the numbers of metrics.jsonl, also to TensorBoard, Weights & Biases, MLflow, trackio or a CSV file.
 
 `echelon run --track wandb,csv` names them for every script; it reaches the ranks by `ECHELON_TRACK`. A tracker that fails, as
-when its server is away, is said once and left out: the run goes on, and metrics.jsonl has its numbers.
+when its server is away, is said once and left out: the run goes on, and metrics.jsonl has its numbers. One whose server or disk
+is slow holds nobody: it is called in a thread of its own (`apart`). A CSV file is written at once.
 
 A run folder is one run of a tracker, however many trainings, processes and attempts it has: a tracker is begun once in a
 process and ends with it, and the next process goes on with the same run there.
@@ -9,6 +10,7 @@ process and ends with it, and the next process goes on with the same run there.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
 import logging
@@ -22,6 +24,7 @@ from typing import Any, Protocol
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, read_json
 from echelon.observe.loggers import CSVLogger, MetricLogger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from echelon.observe.sinks.apart import Apart
 
 __all__ = ["TRACKERS", "TrackerSink", "names_of", "trackers"]
 
@@ -45,6 +48,10 @@ TRACKERS: Mapping[str, Make] = {
 }
 # What a record says of itself.
 _NO_NUMBERS = ("step", "time", "update")
+# How long to wait for a tracker: as a training ends, without a word, as the process ends, and where that was not its own wish:
+# a rank that failed is killed after ten seconds.
+_FLUSH_S, _QUIET_S, _END_S, _HURRIED_S = 5.0, 5.0, 60.0, 5.0
+_AT_ONCE = frozenset({"csv"})  # files, whose lines are there when they are given
 
 
 def _project() -> str:
@@ -73,27 +80,80 @@ def names_of(text: str) -> list[str]:
 
 
 class TrackerSink:
-    """Gives a tracker the numbers of records."""
+    """Gives a tracker the numbers of records.
 
-    def __init__(self, name: str, made: Tracker) -> None:
-        self._name, self._logger = name, made
-        self._failed = False
+    Args:
+        apart: where the tracker is called; None calls it at once, in the thread that has the records.
+    """
+
+    def __init__(self, name: str, made: Tracker, apart: Apart | None = None) -> None:
+        self._name, self._logger, self._apart = name, made, apart
+        self._failed = self._begun = self._ends = self._was_late = self._hurries = False
+        if apart is not None:
+            self._end_last()
 
     def records(self, records: list[dict[str, Any]]) -> None:
         for record in records:
             numbers = {k: v for k, v in record.items() if k not in _NO_NUMBERS and type(v) in (int, float)}
-            if numbers:
-                self._try(partial(self._logger.log_dict, numbers, record["step"]))
+            if numbers and not self._failed:
+                self._do(partial(self._log, numbers, record["step"]))
 
     def event(self, event: dict[str, Any]) -> None:
-        """Events are the run folder's."""
+        """Events are the run folder's. But a rank that failed, or was asked to stop, has not long to end."""
+        if event["event"] in ("exception", "stopped", "train_start"):
+            self._hurries = event["event"] != "train_start"
 
     def close(self) -> None:
         """A training is over, perhaps not the last of this process: the tracker ends with that, or by `end`."""
-        self._try(self._logger.flush)
+        self._do(partial(self._try, self._logger.flush))
+        if self._apart is not None and not self._was_late and not self._hurries:  # a failure is first to be recorded
+            self._was_late = not self._apart.settle(_FLUSH_S)
 
     def end(self) -> None:
-        self._try(self._logger.close)
+        """The process ends, or the tracker's run: waits for what it has not been told, and says what it will never be."""
+        if self._apart is None:
+            self._try(self._logger.close)
+            return
+        if not self._apart.is_here:  # a process that was forked has it, and not its thread
+            return
+        self._ends = True
+        atexit.unregister(self.end)
+        self._apart.give(partial(self._try, self._logger.close))
+        most_s = _HURRIED_S if self._hurries else _END_S
+        done = self._apart.settle(min(_QUIET_S, most_s))
+        if not done and most_s > _QUIET_S:
+            logger.warning("waiting for %s to take the last numbers, for %.0f s at most", self._name, most_s)
+            done = self._apart.settle(most_s - _QUIET_S)
+        self._apart.finish()
+        left_out, waiting = self._apart.left_out, max(0, self._apart.waiting - 1)
+        if not done:
+            logger.warning(
+                "%s had not ended after %.0f s: what it was given last is cut off%s. metrics.jsonl has all numbers.",
+                self._name,
+                most_s,
+                f", {waiting} records of it and more" if waiting else "",
+            )
+        if left_out and not self._failed:
+            logger.warning("%s was too slow: %d records were left out there. metrics.jsonl has them.", self._name, left_out)
+
+    def _do(self, call: Callable[[], None]) -> None:
+        if self._apart is None:
+            call()
+        else:
+            self._apart.give(call)
+
+    def _log(self, numbers: Mapping[str, float], step: int) -> None:
+        self._try(partial(self._logger.log_dict, numbers, step))
+        if self._apart is not None and not self._begun and not self._ends:
+            self._begun = True
+            self._end_last()
+
+    def _end_last(self) -> None:
+        """What the tracker does at the end of the process comes after `end`, which waits for the thread: the last registered is
+        called first, and trackers register theirs when they are made or begin."""
+        atexit.unregister(self._logger.close)
+        atexit.unregister(self.end)
+        atexit.register(self.end)
 
     def _try(self, do: Callable[[], None]) -> None:
         if self._failed:
@@ -123,7 +183,8 @@ def trackers(run: RunDir) -> list[TrackerSink]:
             other.end()
     for name, key in keys.items():
         if key not in _made:
-            _made[key] = TrackerSink(name, TRACKERS[name](run, _config(run)))
+            apart = None if name in _AT_ONCE else Apart(name)
+            _made[key] = TrackerSink(name, TRACKERS[name](run, _config(run)), apart)
     return [_made[key] for key in keys.values()]
 
 

@@ -1,0 +1,76 @@
+"""Ranks that had raised an exception, and then waited: in `finally`, `except` or `__exit__`, for others who never came there.
+
+Such a rank has printed no traceback, since it has not ended. What it was handling is no fault by itself: a program may well train
+in an `except`. So it only says why a rank is elsewhere than the others, where other rules have found that it is, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from echelon.launcher.explain.evidence import Evidence, RankEvidence
+from echelon.launcher.explain.failed import raised
+from echelon.launcher.explain.flight import Wait
+from echelon.launcher.explain.stacks import user_frame, waits_in
+from echelon.launcher.explain.verdict import Verdict
+from echelon.launcher.explain.words import frames_of, in_call, who
+from echelon.launcher.job import Failure
+
+__all__ = ["handling", "was_handling"]
+
+Waits = Mapping[int, tuple[Wait, str]]
+_WHY = (
+    "It called that while it was handling its error, in `except`, `finally` or `__exit__`: let the error end the rank, and the "
+    "others end with it."
+)
+
+
+def handling(evidence: Evidence, waits: Waits, verdict: Verdict) -> Verdict | None:
+    """In place of a verdict by the calls or the stacks: the exception of ranks which that names, or cannot tell from others."""
+    found = _of_some(evidence)
+    named = [rank for rank in found if rank in verdict.guilty]
+    if not named and (verdict.guilty and not verdict.cause.startswith("mismatched")):
+        return None
+    guilty = named or sorted(found)
+    if not guilty:
+        return None
+    first = found[guilty[0]]
+    alike = [rank for rank in guilty if _key(found[rank]) == _key(first)]
+    call = _call(evidence.rank(guilty[0]), waits)
+    then = f"{',' if evidence.rank(guilty[0]).is_known else ''} and then waited{f' in {call}' if call else ''}"
+    return raised(evidence, first, alike, waits, then=then, why=_WHY if call else "")
+
+
+def was_handling(evidence: Evidence, verdict: Verdict) -> list[str]:
+    """A line for each that the verdict does not name, for who reads on."""
+    return [
+        f"{who([rank])} was handling {failure.kind}{_at(failure)}"
+        for rank, failure in _of_some(evidence).items()
+        if evidence.rank(rank).failure is None and rank not in verdict.guilty
+    ]
+
+
+def _of_some(evidence: Evidence) -> dict[int, Failure]:
+    """Those exceptions that are not on all ranks, as where all train in an `except`."""
+    found = {number: rank.raised for number, rank in sorted(evidence.ranks.items()) if rank.raised is not None}
+    is_common = len(found) == evidence.world_size and len({_key(failure) for failure in found.values()}) == 1
+    return {} if is_common and evidence.world_size > 1 else found
+
+
+def _key(failure: Failure) -> tuple[str, str]:
+    return failure.kind, _at(failure)
+
+
+def _at(failure: Failure) -> str:
+    frame = user_frame(frames_of(failure))
+    return f" at {frame}" if frame is not None else ""
+
+
+def _call(rank: RankEvidence, waits: Waits) -> str:
+    if rank.rank in waits:
+        wait, call = waits[rank.rank]
+        own = rank.flight.get(wait.group) if rank.flight is not None else None
+        mine = own.calls.get(wait.call.seq) if own is not None else None
+        return call if mine is None or mine.op == wait.call.op else in_call(mine, wait.group)
+    name = waits_in(rank.stack)
+    return "" if name == "a DataLoader" else name

@@ -1,0 +1,186 @@
+"""What is known of one rank, and how it is read from records."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.run_dir import RunDir
+from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.explain.flight import Flight
+from echelon.launcher.explain.stacks import Frame, lost_thread, of_traceback, unsent_batch, waits_in
+from echelon.launcher.job import Failure
+from echelon.launcher.lost_peers import error_before
+
+__all__ = [
+    "MOST_RANKS",
+    "RankEvidence",
+    "add_rank",
+    "add_record",
+    "fell_in_call",
+    "is_check",
+    "later_failure",
+    "seconds",
+    "with_error_before",
+    "with_words_of_log",
+]
+
+MOST_RANKS = 1 << 20
+# What waits for others, and is not in a flight record.
+_NO_COLLECTIVES = frozenset(
+    ("a DataLoader", "batch_isend_irecv", "destroy_process_group", "init_process_group", "irecv", "isend", "monitored_barrier")
+    + ("new_group", "new_subgroups", "recv", "recv_object_list", "rendezvous", "send", "send_object_list")
+)
+# torch's checks under TORCH_DISTRIBUTED_DEBUG=DETAIL, which come before the call that they are about.
+_BEFORE_CALL = re.compile("monitoredBarrier|Detected mismatch between collectives")
+# A collective's own check of what ranks gave: not a rank's fault by itself.
+_OF_COLLECTIVES = re.compile(r"op\.preamble\.length|enforce fail at [^\n]{0,300}\bgloo\b|Detected mismatch between collectives")
+# What a launcher concluded itself, in place of how the rank failed.
+_VERDICTS = ("stopped", "behind", "hang")
+_SAID = re.compile(r"^([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """What is known of one rank.
+
+    Args:
+        failure: how it failed; None if it did not, or only because it was ended with the others.
+        later: how it failed once the attempt's end had been recorded.
+        ended: exit code of a rank that ended without failing; None if it ran.
+        finished: such a one had destroyed its process group, at its program's own end.
+        oom: the kernel's out-of-memory killer ended it.
+        standing: how far its loop was; None if it has none, or nothing is known.
+        stopped: its process existed and did not run.
+        silent_s: seconds since it gave a sign.
+        answers: whether its interpreter still ran; None if it was not asked.
+        where: its innermost frame in the user's code, if no stack is there.
+        stack: of its main thread, innermost first, at the time when it was asked, or of its crash.
+        threads: where its other threads were then, in the user's own code.
+        flight: its collectives; None if it left no record.
+        unread: it left one that could not be read.
+        thread: of one that stood: the error that ended a thread of it.
+        unsent: of one that waited for a DataLoader: the error of a worker that could not hand on what it had read.
+        raised: the exception that it was handling, or was, before a call in `finally` failed: by itself no fault. None if none.
+    """
+
+    rank: int
+    failure: Failure | None = None
+    later: Failure | None = None
+    ended: int | None = None
+    finished: bool = False
+    oom: bool = False
+    standing: Standing | None = None
+    stopped: bool = False
+    silent_s: float | None = None
+    answers: bool | None = None
+    where: str = ""
+    stack: tuple[Frame, ...] = ()
+    threads: tuple[Frame, ...] = ()
+    flight: Flight | None = None
+    unread: bool = False
+    thread: str = ""
+    unsent: str = ""
+    raised: Failure | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.failure.exit_code if self.failure is not None else self.ended
+
+    @property
+    def signal(self) -> str:
+        """Such as "SIGKILL"; empty if no signal ended it."""
+        kind = self.failure.kind if self.failure is not None else ""
+        return kind if kind.startswith("SIG") and kind in signal.Signals.__members__ else ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its position in the loop is."""
+        return self.standing is not None and self.standing.phase not in (Phase.NONE, Phase.ENDED)
+
+
+def add_record(ranks: dict[int, RankEvidence], record: Mapping[str, Any], run: RunDir) -> None:
+    """What the record of an attempt's end, or of a node's part of it, says of each rank. The first that says something counts."""
+    for number, said in record.get("seen", {}).items():
+        if len(number) < 8 and int(number) not in ranks and int(number) < MOST_RANKS:
+            step, phase, evaluated, beats = said["at"]
+            standing = Standing(step, Phase(phase), evaluated, beats)
+            silent_s = seconds(said.get("silent_s"))
+            raised = said.get("raised") and Failure.from_record(int(number), 1, 0, said["raised"], run.log(int(number)))
+            rank = RankEvidence(int(number), standing=standing, stopped=said["stopped"], silent_s=silent_s, raised=raised)
+            ranks[rank.rank] = replace(rank, where=said["where"][:500], answers=said.get("answers"))
+    for said in record.get("ranks", {}).values():
+        number = said["rank"]
+        known = ranks.get(number) or RankEvidence(number)
+        if number >= MOST_RANKS or known.failure is not None:
+            continue
+        if said["kind"] in _VERDICTS:
+            ranks[number] = replace(known, stopped=known.stopped or said["kind"] == "stopped")
+        else:
+            failure = replace(Failure.from_json(said), log=run.log(number))
+            ranks[number] = replace(known, failure=failure, oom=said.get("oom") is True)
+
+
+def add_rank(ranks: dict[int, RankEvidence], number: int, said: Mapping[str, Any], log: Path, *, final: bool) -> None:
+    """What a rank wrote itself. If the attempt's end was recorded, a failure that is not in that came after the others'.
+
+    One that was seen to run when all were gathered ended well only because it was then asked to.
+    """
+    code = said.get("exit_code")
+    known = ranks.get(number) or RankEvidence(number)
+    if code in (0, REQUEUE) and known.failure is None and known.answers is None and not known.stopped:
+        ranks[number] = replace(known, ended=code, finished=said.get("finished") is True)
+    elif code and not final and known.failure is None:
+        ranks[number] = replace(known, failure=Failure.from_record(number, code, 0, said, log))
+
+
+def later_failure(number: int, said: Mapping[str, Any], log: Path) -> Failure | None:
+    """How a rank failed after the attempt's end had been recorded: as a victim, and yet it tells where that one was."""
+    code = said.get("exit_code")
+    return Failure.from_record(number, code, 0, said, log) if code and "traceback" in said else None
+
+
+def fell_in_call(failure: Failure) -> bool:
+    """Whether a rank failed in a collective, as all do that lose a peer there."""
+    if _BEFORE_CALL.search(failure.message[:20_000]):
+        return False
+    name = waits_in(of_traceback(failure.traceback))
+    raised = not failure.kind.startswith("SIG")  # NCCL's own records, of ranks that it aborts, say themselves what has ended
+    return name not in _NO_COLLECTIVES and (bool(name) or (raised and failure.is_victim))
+
+
+def is_check(failure: Failure) -> bool:
+    """Whether a collective refused what it was given: the fault is that of any rank in it."""
+    return failure.kind != "SIGKILL" and _OF_COLLECTIVES.search(f"{failure.kind}: {failure.message}"[:20_000]) is not None
+
+
+def with_words_of_log(rank: RankEvidence, log: str) -> RankEvidence:
+    """With what its threads and data workers wrote there of errors that end nothing: somebody waits for what they would give."""
+    name = waits_in(rank.stack)
+    if name == "a DataLoader":
+        return replace(rank, unsent=unsent_batch(log))
+    return rank if name else replace(rank, thread=lost_thread(log))
+
+
+def with_error_before(rank: RankEvidence) -> RankEvidence:
+    """With the error that it was handling as it lost another rank, or as a collective refused its call: by its traceback."""
+    failure = rank.raised or rank.failure or rank.later
+    if failure is None or not (failure.is_victim or is_check(failure)):
+        return rank
+    rank = replace(rank, raised=None)
+    text = error_before(failure.traceback)
+    said = next((found for line in text.splitlines() if (found := _SAID.match(line)) is not None), None)
+    if said is None:
+        return rank
+    kind, message = said[1].rpartition(".")[2], said[2] or ""
+    return replace(rank, raised=replace(failure, kind=kind, message=message, user_frames=(), traceback=text, ours=False))
+
+
+def seconds(value: Any) -> float | None:
+    """What a record says of a time, if that is one."""
+    return float(value) if type(value) in (int, float) and 0 <= value < 1e9 else None
