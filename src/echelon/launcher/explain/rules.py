@@ -138,7 +138,8 @@ def _lone_check(evidence: Evidence) -> Verdict | None:
         return Verdict((first.rank,), "mismatched shape", headline, sentence(f"{text} {why}"))
     why = (
         "Ranks gave it different shapes or types, or called different collectives; no flight record tells which. "
-        "`--check-collectives` names them at the call."
+        "`--check-collectives` names them at the call. Where parameters are split over the ranks, as under fsdp, a layer that "
+        "only some of them use in a step does it: call it on all, its output times 0 where it does not count."
     )
     return Verdict((), "mismatched shape", headline, sentence(f"{text} {why}"))
 
