@@ -10,7 +10,7 @@ from echelon.launcher.explain.flight import DEFAULT_GROUP, ROOTED, Call, Mismatc
 from echelon.launcher.explain.rank import is_check
 from echelon.launcher.explain.stacks import called_by_loop, user_frame
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import place, sentence, short, stack_of, together, who
+from echelon.launcher.explain.words import USED_ON_SOME, place, sentence, short, stack_of, together, who
 from echelon.launcher.job import Failure
 
 __all__ = ["checked", "departs", "mismatch"]
@@ -97,6 +97,8 @@ def _verdict(evidence: Evidence, worst: Mismatch) -> Verdict:
     how = f" By the calls before, {due} was due." if due else ""
     if swapped := _swapped(evidence, worst):
         how = " They made the same calls in another order."
+    elif {call.op for call, _ in worst.calls} == {"reduce_scatter"}:
+        how = f" {USED_ON_SOME}"
     elif set(guilty) >= {rank for ranks in parts for rank in ranks} or not guilty:
         how += f" {_ONE_OF_TWO}"
     why = "All ranks of a group must make the same calls in the same order, with as many elements of the same type."

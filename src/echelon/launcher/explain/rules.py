@@ -21,7 +21,7 @@ from echelon.launcher.explain.flight import Wait, waits
 from echelon.launcher.explain.handling import handling, was_handling
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
-from echelon.launcher.explain.words import in_call, place, sentence, short, who
+from echelon.launcher.explain.words import USED_ON_SOME, in_call, place, sentence, short, who
 from echelon.launcher.job import Failure
 
 __all__ = ["explain"]
@@ -138,8 +138,7 @@ def _lone_check(evidence: Evidence) -> Verdict | None:
         return Verdict((first.rank,), "mismatched shape", headline, sentence(f"{text} {why}"))
     why = (
         "Ranks gave it different shapes or types, or called different collectives; no flight record tells which. "
-        "`--check-collectives` names them at the call. Where parameters are split over the ranks, as under fsdp, a layer that "
-        "only some of them use in a step does it: call it on all, its output times 0 where it does not count."
+        f"`--check-collectives` names them at the call. {USED_ON_SOME}"
     )
     return Verdict((), "mismatched shape", headline, sentence(f"{text} {why}"))
 

@@ -13,6 +13,7 @@ from echelon.launcher.explain.stacks import Frame, of_traceback, user_frame, wai
 from echelon.launcher.job import Failure
 
 __all__ = [
+    "USED_ON_SOME",
     "doing",
     "frames_of",
     "grouped",
@@ -28,6 +29,11 @@ __all__ = [
     "who",
 ]
 
+# Of gradients of other sizes.
+USED_ON_SOME = (
+    "Where parameters are split over the ranks, as under fsdp, a layer that only some of them use in a step does it: call it on "
+    "all, its output times 0 where it does not count."
+)
 _MOST_RANGES = 6
 _HEAD = "Traceback (most recent call last)"
 # What reading from a process that has died raises, besides: torch's loader hands tensors on through sockets and files.
