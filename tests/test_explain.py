@@ -333,6 +333,15 @@ def test_of_more_than_two_the_one_that_refuses_what_all_others_call_alike_is_the
     assert left.verdict.guilty == (0,) and "these called all_reduce (f64[9]), all alike" in left.verdict.paragraph
 
 
+def test_gradients_of_other_sizes_come_of_a_layer_that_some_ranks_use(left: Left) -> None:
+    for rank, size in enumerate((280, 212)):
+        steps = [entry(n, "_reduce_scatter_base", size=(280,)) for n in range(1, 6)]
+        left.flight(rank, *steps, entry(6, "_reduce_scatter_base", size=(size,), retired=False))
+    left.end(124, hang={"after_s": 60.0}, world_size=2, seen={str(r): seen(answers=True) for r in range(2)})
+    assert left.verdict.cause == "mismatched shape"
+    assert "a layer that only some of them use in a step does it" in left.verdict.paragraph
+
+
 @pytest.mark.parametrize("how", ["refused", "waited"])
 @pytest.mark.parametrize("steps", [(5, 5), (7, 8)])
 def test_of_two_at_different_lines_nobody_knows_who_has_left_the_loop_or_stayed(

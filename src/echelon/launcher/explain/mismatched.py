@@ -97,8 +97,8 @@ def _verdict(evidence: Evidence, worst: Mismatch) -> Verdict:
     how = f" By the calls before, {due} was due." if due else ""
     if swapped := _swapped(evidence, worst):
         how = " They made the same calls in another order."
-    elif {call.op for call, _ in worst.calls} == {"reduce_scatter"}:
-        how = f" {USED_ON_SOME}"
+    elif all("reduce_scatter" in call.op for call, _ in worst.calls):
+        how += f" {USED_ON_SOME}"
     elif set(guilty) >= {rank for ranks in parts for rank in ranks} or not guilty:
         how += f" {_ONE_OF_TWO}"
     why = "All ranks of a group must make the same calls in the same order, with as many elements of the same type."
