@@ -290,6 +290,15 @@ def test_of_ranks_with_modules_unlike_that_of_rank_0_the_fewer_are_to_blame(
     assert (left.verdict.guilty, left.verdict.cause) == (guilty, "ranks differ"), left.verdict
 
 
+def test_a_rank_that_has_ended_had_the_module_of_rank_0(left: Left) -> None:
+    """Of three ranks the one with another module was said to differ from rank 0, and nothing to tell which is wrong."""
+    said = "RuntimeError: [1]: params[0] in this process appears not to match sizes of the same param in process 0."
+    left.end(1, failed(1, said), world_size=3)
+    left.rank(2, 0)
+    left.flight(0, entry(1), entry(2, "broadcast", retired=False))
+    assert left.verdict.guilty == (1,) and "nothing tells" not in left.verdict.paragraph
+
+
 def test_ranks_that_all_exit_are_several(left: Left) -> None:
     exits = [failed(r, "SystemExit: exit code 3", kind="SystemExit", exit_code=3) for r in range(2)]
     left.end(3, *exits, world_size=2)

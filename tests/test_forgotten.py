@@ -272,6 +272,8 @@ def test_modules_that_became_parts_of_one_and_parts_that_became_modules_are_foun
     with pytest.raises(CheckpointMismatchError) as refused:
         Saver.restore(tmp_path / "step-00000002", other)
     assert all(f"{old!r}: {new!r}" in str(refused.value) for old, new in names.items())
+    gone, come = (["body", "head"], ["both"]) if apart else (["both"], ["body", "head"])
+    assert f"allow_changes={(*gone, *come)!r} leaves only {', '.join(gone)} out" in str(refused.value)  # either alone is refused
     report = Saver.restore(tmp_path / "step-00000002", other, restore_options=Options(rename=names))
     assert not report.missing and not report.unexpected
     for ours, theirs in zip(saved.parts(), other.parts(), strict=True):

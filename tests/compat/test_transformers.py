@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import CheckpointError, UsageError
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, UsageError
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
 from echelon.data.prefetch import Feed
 from echelon.parallel.fsdp import FSDPStrategy
+from echelon.world import rng
 from tests.compat.reference import in_order, plain, run_programs
 from tests.conftest import server_with
 from tests.models import largest_difference
@@ -247,6 +248,25 @@ def test_a_dataloader_that_is_saved_before_it_is_read_stands_where_it_was_restor
     third.load_state_dict(second.state_dict())
     assert [each.tolist() for each in third] == [each.tolist() for each in batches]
     assert len(list(third)) == 6
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "says"),
+    [
+        ({"batches": 1, "began": {"torch": 1}}, CheckpointCorruptError, "is not valid"),
+        ({"batches": -1}, CheckpointCorruptError, "batches must be .* at least 0, got -1"),
+        ({"position": 4, "began": {}}, CheckpointMismatchError, "had another kind of loader"),
+    ],
+)
+def test_a_state_that_no_dataloader_of_the_users_gave_is_refused(state: dict[str, Any], error: Any, says: str) -> None:
+    """It was found out when the first batch was read, by one rank alone."""
+    from echelon.compat.transformers.batches import Counted
+
+    loader = Counted(torch.utils.data.DataLoader(range(12), batch_size=2))
+    drawn = torch.get_rng_state()
+    with pytest.raises(error, match=says):
+        loader.load_state_dict({"began": rng.states(), **state} if "batches" in state else state)
+    assert torch.equal(torch.get_rng_state(), drawn) and len(list(loader)) == 6
 
 
 class Streamed(torch.utils.data.IterableDataset[Any]):

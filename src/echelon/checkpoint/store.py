@@ -203,10 +203,11 @@ def compare(
     rows.sort(key=lambda row: ".state." in row[0] or ".param_groups." in row[0])  # what an optimizer knows of them comes last
     if rows:
         hint = "" if shapes else " RestoreOptions(strict=False) leaves these alone, and casts."
-        if over:
-            hint += f" allow_changes={tuple(over)!r} leaves only {', '.join(over)} out, for good: later checkpoints lack it."
-        if new := tuple(name for name in states if name not in rest):
-            hint += f" allow_changes={new!r} leaves only {', '.join(new)} as the script made it."
+        new = [name for name in states if name not in rest]
+        left = [f"{', '.join(over)} out, for good: later checkpoints lack it"] if over else []
+        left += [f"{', '.join(new)} as the script made it"] if new else []
+        if left:
+            hint += f" allow_changes={(*over, *new)!r} leaves only {'; and '.join(left)}."
         hint += renamed.hint(states, wanted, {k: saved.shape(k) for k in saved.index}, missing, unexpected)
         raise CheckpointMismatchError(
             f"{folder} does not fit this model:\n{table(('state', 'saved', 'now'), rows, most=16)}{hint}"

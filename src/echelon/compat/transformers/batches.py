@@ -11,7 +11,8 @@ import transformers
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import trainer_utils
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
+from echelon.contracts.numbers import whole
 from echelon.data.loader import Loader
 from echelon.data.stream import StreamLoader
 from echelon.world import rng
@@ -127,5 +128,16 @@ class Counted:
         return {"batches": self._read, "began": self._began}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._read = self._skip = int(state_dict["batches"])
+        if state_dict.keys() != self.state_dict().keys():
+            raise CheckpointMismatchError(
+                "the run that was saved had another kind of loader than a DataLoader of its own. Go on with the one that it had."
+            )
+        now = rng.states()
+        try:
+            rng.put_back(state_dict["began"])
+            self._read = self._skip = whole("batches", state_dict["batches"], at_least=0)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:  # and a UsageError
+            raise CheckpointCorruptError(f"the checkpoint's state of the DataLoader is not valid: {error!r}.") from None
+        finally:
+            rng.put_back(now)
         self._began = state_dict["began"]

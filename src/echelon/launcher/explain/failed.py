@@ -139,15 +139,17 @@ def raised(
         cause = "exit"
     remedy = " ".join(["", *([kind.remedy] if kind is not None and kind.remedy else []), *([why] if why else [])])
     if _UNLIKE_FIRST.search(first.message[:20_000]):
-        guilty, which = _unlike_most(alike, waits)
+        guilty, which = _unlike_most(evidence, alike, waits)
         remedy = f" {which}{remedy}" if which else remedy
     text = text if text.endswith((".", "!", "?")) else f"{text}."
     return Verdict(guilty, cause, headline, sentence(f"{text}{remedy}"))
 
 
-def _unlike_most(raised: Collection[int], waits: Mapping[int, tuple[Wait, str]]) -> tuple[tuple[int, ...], str]:
-    """Of ranks that found themselves unlike rank 0: who is to blame. Those that are like it have gone on to its next call."""
-    like_first = {0, *waits} - set(raised)
+def _unlike_most(
+    evidence: Evidence, raised: Collection[int], waits: Mapping[int, tuple[Wait, str]]
+) -> tuple[tuple[int, ...], str]:
+    """Of ranks that found themselves unlike rank 0: who is to blame. Those that are like it have gone on, perhaps to the end."""
+    like_first = {0, *waits, *(number for number, rank in evidence.ranks.items() if rank.ended == 0)} - set(raised)
     if len(raised) > len(like_first):
         return tuple(sorted(like_first)), f"All these differ from {who(like_first)}."
     if len(raised) < len(like_first):
