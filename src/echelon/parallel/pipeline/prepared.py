@@ -67,7 +67,7 @@ def plan_stages(module: nn.Module, stages: Splits | None, schedule: str, pp: int
     if (left_out := layer_drop(module)) is not None:
         name, often = left_out
         raise UsageError(
-            f"{type(module).__name__} leaves out layers at random ({name}={often}), and stages of a pipeline, each of which draws "
+            f"{type(module).__name__} leaves out layers at random ({name}={often}), and stages of a pipeline, which each draw "
             f"for itself, would leave out different ones. Set {name}=0."
         )
     names = {id(p): names[0] for p, names in names_of_each(module.named_parameters(remove_duplicate=False)).items()}
