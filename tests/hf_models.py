@@ -99,6 +99,12 @@ def state_space() -> nn.Module:
     return tf.MambaForCausalLM(tf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50, state_size=4))
 
 
+def hybrid() -> nn.Module:
+    """Its second and fourth layers have attention, the others a short convolution, of which a cache holds the state."""
+    size = {**_TEXT, "num_hidden_layers": 4, "num_key_value_heads": 1}
+    return tf.Lfm2ForCausalLM(tf.Lfm2Config(**size, layer_types=["conv", "full_attention"] * 2, pad_token_id=0))
+
+
 def lora(base: Any = gpt2, **more: Any) -> nn.Module:
     options: dict[str, Any] = {"r": 2, "init_lora_weights": "gaussian"} | ({"fan_in_fan_out": True} if base is gpt2 else {})
     made: nn.Module = get_peft_model(base(), LoraConfig(**{**options, **more}))

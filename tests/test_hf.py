@@ -280,7 +280,7 @@ def _recomputed_under(strategies: list[str]) -> list[Any]:
     return [_recomputed(strategy, name) for strategy in strategies for name in ("gpt2", "lora")]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "lora"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "lora", "hybrid"])
 def test_recomputing_with_a_padding_mask_trains_as_without_and_evaluation_keeps_its_cache(name: str) -> None:
     apart, use_cache, kept = _recomputed(None, name)
     assert apart < 1e-12 and use_cache and kept == 8
@@ -292,15 +292,21 @@ def test_sharded_ranks_recompute_models_with_a_cache(ranks: Ranks) -> None:
             assert apart < 1e-12 and use_cache and kept == 8
 
 
-def test_recomputing_after_earlier_tokens_is_refused() -> None:
-    from tests.hf_models import gpt2
+@pytest.mark.parametrize(
+    ("name", "block"), [("gpt2", "transformer.h.1"), ("hybrid", "model.layers.1"), ("hybrid", "model.layers.2")]
+)
+def test_recomputing_after_earlier_tokens_is_refused(name: str, block: str) -> None:
+    from tests import hf_models
 
-    module = gpt2()
+    module = getattr(hf_models, name)()
     data = _tokens([8, 8], 0)
     with torch.no_grad():
         earlier = module(input_ids=data["input_ids"]).past_key_values
-    ech.checkpoint_wrapper(module.transformer.h[1])
-    with pytest.raises(UsageError, match=r"GPT2Block recomputes.*past_key_values.*Leave out activation_checkpoint_params"):
+    part = module.get_submodule(block)
+    ech.checkpoint_wrapper(part)
+    with pytest.raises(
+        UsageError, match=rf"{type(part).__name__} recomputes.*past_key_values.*Leave out activation_checkpoint_params"
+    ):
         module(input_ids=data["input_ids"], past_key_values=earlier)
 
 

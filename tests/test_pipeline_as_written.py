@@ -366,3 +366,53 @@ def _held_nodes() -> bool:
 
 def test_whoever_holds_the_nodes_of_parameters_keeps_nothing_of_a_pass(ranks: Ranks) -> None:
     assert ranks(2, _held_nodes) == [True, True]
+
+
+class _Turned(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).T
+
+
+class _Decoding(Net):
+    """Words of its own come in late, as a decoder's behind its encoder, turned; and a block is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = _Turned(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        h = h + self.blocks[0](h)
+        words = self.late(x)
+        for _ in range(2):
+            h = h + self.blocks[1](h)
+        return self.last((h + words.T).tanh())
+
+
+def _decoding() -> nn.Module:
+    torch.manual_seed(0)
+    return _Decoding().double()
+
+
+SPLIT = {
+    "zbv": [["first"], ["blocks.0", "late"], ["blocks.1"], ["last"]],
+    "zero_bubble": [["first", "blocks.0"], ["late", "blocks.1", "last"]],
+}
+
+
+def test_weights_that_meet_a_stages_inputs_never_or_twice_have_all_their_gradients(ranks: Ranks) -> None:
+    """torch's zero-bubble schedules left the former out in silence, and failed with the latter."""
+    for schedule, stages in SPLIT.items():
+        results = ranks(2, _trained, _decoding, ech.Parallel(pp=2, schedule=schedule, stages=stages))
+        assert largest_difference(_all(results), _plain(_decoding())) < 1e-12, schedule
+
+
+def test_weights_of_a_chain_can_be_computed_apart_and_others_not() -> None:
+    from echelon.parallel.pipeline.split_backward import can_be_split
+
+    x, layer, other = torch.randn(3, 4, requires_grad=True), nn.Linear(4, 4), nn.Linear(4, 4)
+    weights = [*layer.parameters(), *other.parameters()]
+    chain = other(layer(x).tanh())
+    assert can_be_split([x], [chain], weights)
+    assert not can_be_split([x], [layer(layer(x))], weights), "twice"
+    assert not can_be_split([x], [chain, other(torch.ones(4))], weights), "past the inputs"

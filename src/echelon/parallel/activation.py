@@ -191,7 +191,7 @@ class Recompute:
             UsageError: the cache holds something already, on which the result depends.
         """
         own = next((i for m in self._module.modules() if isinstance(i := getattr(m, "layer_idx", None), int)), 0)
-        if any(_is_cache(value) and value.get_seq_length(own) > 0 for value in (*args, *kwargs.values())):
+        if any(_is_cache(value) and _holds(value, own) for value in (*args, *kwargs.values())):
             raise UsageError(
                 f"{type(self._module).__name__} recomputes its activations and was given keys and values of earlier tokens "
                 "(past_key_values, as prefix tuning gives them). Leave out activation_checkpoint_params for this model."
@@ -229,6 +229,14 @@ def _is_cache(value: Any) -> bool:
     if value is None or isinstance(value, (torch.Tensor, nn.Module, bool, int, float, str, tuple)):
         return False
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
+
+
+def _holds(cache: Any, layer: int) -> bool:
+    """Whether it has something of earlier tokens for this layer: keys and values, or the state of a linear attention."""
+    try:
+        return bool(cache.get_seq_length(layer) > 0)
+    except ValueError:  # transformers counts no tokens for a state
+        return bool(cache.has_previous_state(layer))
 
 
 @functools.cache

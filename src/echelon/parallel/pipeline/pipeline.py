@@ -242,12 +242,12 @@ class Pipeline:
         return tensors
 
     def _sendable(self, tensors: list[torch.Tensor], kinds: list[Leaf]) -> list[torch.Tensor]:
-        made = []
+        made, dense = [], torch.contiguous_format
         for tensor, kind in zip(tensors, kinds, strict=True):
             tensor = tensor if tensor.dtype == kind.dtype else tensor.to(kind.dtype)
             # What is received and sent on, and views: the schedules that split backward passes detach outputs in place.
             copies = tensor.is_leaf or (self.kind.splits_backward and tensor._base is not None)
-            made.append(tensor.clone() if copies and kind.grad else tensor.contiguous())
+            made.append(tensor.clone(memory_format=dense) if copies and kind.grad else tensor.contiguous())
         return made
 
     @contextlib.contextmanager

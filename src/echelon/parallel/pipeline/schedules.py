@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.pipeline.split_backward import can_be_split
 from echelon.parallel.pipeline.values import Leaf
 
 __all__ = ["SCHEDULES", "Kind", "kind_named", "parts", "torch_schedule"]
@@ -80,9 +81,23 @@ class StageModule(nn.Module):
     def __init__(self, compute: Callable[[int, tuple[torch.Tensor, ...]], Any], weights: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self._compute, self._held = compute, list(weights)
+        self._not_split: Callable[[], None] | None = None
 
     def forward(self, *received: torch.Tensor, number: torch.Tensor) -> Any:
-        return self._compute(int(number), received)
+        for t in received if self._held else ():
+            if t.requires_grad:
+                t.register_hook(torch.Tensor.contiguous)  # torch sends what it computes apart from weights as it is laid out
+        made = self._compute(int(number), received)
+        if self._not_split is not None and torch.is_grad_enabled():
+            if not can_be_split(received, made if isinstance(made, tuple) else (made,), self._held):
+                self._not_split()
+            self._not_split = None
+        return made
+
+    def runs_in(self, stage: Any) -> None:
+        """torch's object for the stage, which is told before its first backward pass if that cannot be split."""
+        if self._held and not stage.is_first:
+            self._not_split = lambda: setattr(stage, "dw_builder", _nothing_is_left)
 
     def parameters(self, recurse: bool = True) -> Any:
         """Those whose gradients are computed apart from the inputs'."""
@@ -120,6 +135,8 @@ def torch_schedule(
         )
         for stage, module in sorted(modules.items())
     ]
+    for stage in stages:
+        modules[stage.stage_index].runs_in(stage)
     name = "ScheduleGPipe" if kind.name == "1f1b" and number < count else kind.torch
     make = getattr(pipelining, name)
     single = name in ("ScheduleGPipe", "Schedule1F1B")
@@ -128,6 +145,11 @@ def torch_schedule(
 
 def _itself(loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     return loss
+
+
+def _nothing_is_left() -> Callable[[], None]:
+    """What torch calls for the second half of a backward pass, instead of the first half, which then is a whole one."""
+    return lambda: None
 
 
 def _examples(leaves: Sequence[Leaf]) -> tuple[torch.Tensor, ...]:
