@@ -10,7 +10,7 @@ from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.kinds import kind_of, kind_of_words
 from echelon.launcher.explain.rank import is_check
-from echelon.launcher.explain.stacks import of_traceback, user_frame
+from echelon.launcher.explain.stacks import is_endless, of_traceback, user_frame
 from echelon.launcher.explain.verdict import Verdict
 from echelon.launcher.explain.words import frames_of, place, sentence, short, while_others, who
 from echelon.launcher.job import Failure
@@ -96,6 +96,8 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
         words = first.message.partition("\n")[2]
         if words and (kind := kind_of_words(words)) is not None:
             cause, why = kind.cause, kind.remedy
+        if first.kind == "SIGSEGV" and is_endless(rank.stack):
+            why = "Its stack was used up: these calls call one another without an end."
         said = f": {summary(words).rstrip('.')}" if words else ""
         return Verdict(tuple(guilty), cause, headline, sentence(f"{headline}{where}{others}{said}. {why}"))
     headline = f"{who(guilty)} {_was(guilty)} ended by {short(first.kind, 30)}"

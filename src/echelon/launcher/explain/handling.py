@@ -13,7 +13,7 @@ from echelon.launcher.explain.failed import raised
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.stacks import user_frame, waits_in
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import frames_of, in_call, who
+from echelon.launcher.explain.words import frames_of, in_call, place, who
 from echelon.launcher.job import Failure
 
 __all__ = ["handling", "was_handling"]
@@ -37,7 +37,8 @@ def handling(evidence: Evidence, waits: Waits, verdict: Verdict) -> Verdict | No
     first = found[guilty[0]]
     alike = [rank for rank in guilty if _key(found[rank]) == _key(first)]
     call = _call(evidence.rank(guilty[0]), waits)
-    then = f"{',' if evidence.rank(guilty[0]).is_known else ''} and then waited{f' in {call}' if call else ''}"
+    then = f"waited in {call}" if call else f"stood{place(evidence.rank(guilty[0]))}"
+    then = f"{',' if evidence.rank(guilty[0]).is_known else ''} and then {then}"
     return raised(evidence, first, alike, waits, then=then, why=_WHY if call else "")
 
 

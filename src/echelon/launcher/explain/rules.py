@@ -60,6 +60,7 @@ def explain(evidence: Evidence) -> Verdict:
             hung.missing,
             hung.barrier,
             hung.deadlock,
+            hung.receiving,
             hung.not_waiting,
             hung.behind,
         )
