@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import os
 import resource
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch.distributed as dist
 import echelon as ech
 from echelon.contracts.errors import RankFailedError
 from echelon.launcher.explain import Evidence, Verdict, explain
+from echelon.launcher.explain.stacks import last_traceback, logged_error
 from echelon.launcher.functions.run import launch
 from echelon.launcher.local.raised import describe
 from tests.left_records import CLOSED, TIMED_OUT, Left, entry, failed, killed, seen
@@ -278,6 +281,21 @@ def test_a_line_of_code_that_speaks_of_a_traceback_begins_none(left: Left) -> No
     assert left.verdict.headline == "rank 1 raised ValueError at train.py:41 in load"
 
 
+def test_what_the_log_of_a_named_rank_tells_of_is_told_besides(left: Left) -> None:
+    """As of a program that catches an error, logs it and takes the next batch."""
+    differ(left, {})
+    (left.here / "rank1.log").write_text("step 3\n" + handles("ValueError: bad image", 9)["traceback"] + "skipping it\nstep 4\n")
+    assert left.verdict.guilty == (0, 1) and left.verdict.cause == "mismatched order"
+    assert "the log of rank 1 tells of ValueError: bad image at train.py:9 in load" in left.verdict.seen
+
+
+def test_the_last_traceback_of_a_log_comes_with_those_before_it_in_its_chain() -> None:
+    first, second = handles("KeyError: 1", 3)["traceback"], handles("ValueError: 2", 4)["traceback"]
+    assert last_traceback(f"a\n{second}b\n{first}{CONTEXT}{second}") == f"{first}{CONTEXT}{second}"
+    assert last_traceback(f"{first}b\n{second}") == second and last_traceback("nothing\n") == logged_error("") == ""
+    assert logged_error(f"{first}{CONTEXT}{second}and so on\n") == "ValueError: 2 at train.py:4 in load"
+
+
 # ---- with real ranks ----------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +322,14 @@ def _raises(how: str) -> None:
         assert most[1] > 90
         kept = [open("/dev/null") for _ in range(90)]
         assert kept
+    if how == "prints":
+        try:
+            if here:
+                _bad_label()
+            dist.all_reduce(torch.ones(4))
+        except Exception:
+            traceback.print_exc()
+            os._exit(3)
     if here and how == "atexit":
         atexit.register(dist.barrier)
         _bad_label()
@@ -336,6 +362,15 @@ def test_a_rank_that_raised_and_hangs_is_named_with_its_error_and_line(
     assert verdict.guilty == (1,) and verdict.cause == "exception", verdict
     assert verdict.headline.startswith("rank 1 raised LookupError at ") and "in _bad_label" in verdict.headline
     assert ": no label 7" in verdict.paragraph and "no label 7" in str(caught.value)
+
+
+def test_of_ranks_that_print_their_errors_and_leave_by_themselves_the_first_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError):
+        launch(_raises, ranks=2, args=("prints",), run_dir=tmp_path, timeout_s=60)
+    verdict = told(tmp_path)
+    assert (
+        verdict.guilty == (1,) and verdict.cause == "exit" and "its log tells of LookupError: no label 7 at" in verdict.paragraph
+    )
 
 
 def test_a_rank_that_may_open_no_more_files_says_so(tmp_path: Path) -> None:

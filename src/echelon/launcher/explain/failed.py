@@ -135,8 +135,9 @@ def raised(
         headline = f"{who(named)}: {message or verb}"
         text = f"{who(alike)} {verb}{where}, and it names {who(named)}: {message}"
     else:
-        said = "" if first.kind in ("exit", "SystemExit") and re.fullmatch(r"exit code \d+", message) else message
-        text = headline + while_others(evidence, alike, waits) + (f": {said}" if said else "")
+        if first.kind in ("exit", "SystemExit") and re.fullmatch(r"exit code \d+", message):
+            message = f"its log tells of {rank.logged}" if rank.logged else ""
+        text = headline + while_others(evidence, alike, waits) + (f": {message}" if message else "")
     if cause == "exception" and first.kind in ("exit", "SystemExit"):
         cause = "exit"
     remedy = " ".join(["", *([kind.remedy] if kind is not None and kind.remedy else []), *([why] if why else [])])
@@ -179,7 +180,7 @@ def summary(message: str) -> str:
 
 def _verb(failure: Failure, *, many: bool) -> str:
     if failure.kind == "exit":
-        return f"ended with exit code {failure.exit_code} and without a word"
+        return f"ended with exit code {failure.exit_code}" + ("" if failure.traceback else " and without a word")
     if failure.kind == "SystemExit":
         return f"ended {'themselves' if many else 'itself'} with exit code {failure.exit_code}"
     return f"raised {short(failure.kind, 80)}"
@@ -187,7 +188,7 @@ def _verb(failure: Failure, *, many: bool) -> str:
 
 def _where(failure: Failure, rank: RankEvidence) -> str:
     """Where in the user's code; in what step, if its loop is ours."""
-    frame = user_frame(frames_of(failure))
+    frame = user_frame(frames_of(failure)) if failure.kind != "exit" else None
     if frame is None and failure.user_frames:
         frame = user_frame(of_traceback("\n".join(f"  {line}" for line in failure.user_frames)))
     step = f", {rank.standing}" if rank.standing is not None and rank.is_known else ""

@@ -16,6 +16,8 @@ __all__ = [
     "called_by_loop",
     "crash_stack",
     "is_endless",
+    "last_traceback",
+    "logged_error",
     "lost_thread",
     "main_thread",
     "of_traceback",
@@ -40,6 +42,8 @@ _AROUND = frozenset({"wrapper", "inner", "__call__", "_fn", "decorate_context", 
 _OF_TORCH = re.compile(r"[/\\]torch[/\\]")
 _OF_LOOPS = re.compile(r"[/\\]echelon[/\\](loop|world)[/\\]")
 _HEADS = re.compile(r"^(?:\S.{0,200})?Traceback \(most recent call last\):", re.MULTILINE)  # indented it is code
+_CHAINED = ("direct cause of the following exception:", "another exception occurred:")
+_MOST_OF_IT = 20_000
 _FEEDS = re.compile(r"[/\\]multiprocessing[/\\]queues\.py\", line \d{1,9}, in _feed$")
 _OF_LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]")
 
@@ -117,6 +121,22 @@ def unsent_batch(log: str) -> str:
     _, _, rest = log.rpartition("Traceback (most recent call last):\n  File ")
     place, _, _ = rest.partition("\n")
     return _first_error(rest)[0] if _FEEDS.search(place) else ""
+
+
+def last_traceback(log: str) -> str:
+    """The last of a log with those that it is chained to: a program may catch an error, write it there, and go on or end."""
+    heads = [head.start() for head in _HEADS.finditer(log)]
+    begin = len(heads) - 1
+    while begin > 0 and log[: heads[begin]].rstrip().endswith(_CHAINED):
+        begin -= 1
+    return log[heads[begin] :][:_MOST_OF_IT] if heads else ""
+
+
+def logged_error(traceback: str) -> str:
+    """The last of the errors of `last_traceback`, as "KeyError: 'id' at train.py:41 in load"."""
+    said, frames = _first_error(f"\n{traceback}") if traceback else ("", ())
+    frame = user_frame(frames)
+    return said + (f" at {frame}" if said and frame is not None else "")
 
 
 def _first_error(text: str) -> tuple[str, tuple[Frame, ...]]:
