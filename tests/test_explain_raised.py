@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import os
 import resource
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,9 @@ import torch.distributed as dist
 import echelon as ech
 from echelon.contracts.errors import RankFailedError
 from echelon.launcher.explain import Evidence, Verdict, explain
+from echelon.launcher.explain.stacks import last_traceback, logged_error
 from echelon.launcher.functions.run import launch
+from echelon.launcher.local.raised import describe
 from tests.left_records import CLOSED, TIMED_OUT, Left, entry, failed, killed, seen
 
 
@@ -94,7 +98,7 @@ def test_a_rank_that_does_not_come_because_it_handles_an_exception_has_raised_it
     left.flight(0, *map(entry, range(1, 5)), entry(5, retired=False)).flight(1, *map(entry, range(1, 5)))
     left.stack(1, ("/x/lib/python3.11/threading.py", 3, "join"), ("/home/me/train.py", 41, "main"))
     assert left.verdict.guilty == (1,) and left.verdict.cause == "exception"
-    assert left.verdict.headline == "rank 1 raised KeyError at train.py:12 in load and then waited"
+    assert left.verdict.headline == "rank 1 raised KeyError at train.py:12 in load and then stood at train.py:41 in main"
 
 
 CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
@@ -221,6 +225,7 @@ def test_where_the_other_threads_of_a_rank_stand_is_told_if_it_stands_too(left: 
     ("failure", "cause", "says"),
     [
         (failed(1, "KeyboardInterrupt"), "interrupted", "It was sent SIGINT"),
+        (failed(1, "BdbQuit"), "debugger", "a rank has no terminal to ask"),
         (failed(1, "exit: exit code 3", exit_code=3, traceback="", user_frames=[]), "exit", "It called os._exit"),
     ],
 )
@@ -229,6 +234,66 @@ def test_how_a_rank_may_have_ended_without_an_error_of_its_own_is_said(
 ) -> None:
     left.end(failure["exit_code"], failure, world_size=2)
     assert left.verdict.guilty == (1,) and left.verdict.cause == cause and says in left.verdict.paragraph
+
+
+def test_a_group_that_one_rank_makes_alone_is_no_slowness(left: Left) -> None:
+    left.end(124, seen={"0": seen(answers=True), "1": seen(answers=True)}, hang={"after_s": 9.0}, world_size=2)
+    left.flight(0, *map(entry, range(1, 5))).flight(1, *map(entry, range(1, 5)), entry(5, retired=False))
+    left.stack(0, (TORCH, 3, "barrier"), (TORCH, 4, "new_group"), ("/home/me/train.py", 41, "main"))
+    assert left.verdict.guilty == (0,) and left.verdict.cause == "mismatched order"
+    assert "Rank 0 was in new_group at train.py:41 in main. All ranks must make that call" in left.verdict.paragraph
+
+
+@pytest.mark.parametrize(("others", "cause"), [("recv", "mismatched order"), ("send", "unknown")])
+def test_ranks_that_all_wait_to_receive(left: Left, others: str, cause: str) -> None:
+    left.end(124, seen={str(rank): seen(answers=True) for rank in range(3)}, hang={"after_s": 9.0}, world_size=3)
+    for rank in range(3):
+        left.stack(rank, (TORCH, 3, "recv" if rank else others), ("/home/me/train.py", 41, "main"))
+    assert left.verdict.cause == cause and (left.verdict.guilty == (0, 1, 2)) == (cause != "unknown")
+
+
+def test_a_stack_that_was_used_up_is_told_from_other_crashes(left: Left) -> None:
+    for frames, says in ((99, "call one another without an end"), (30, "memory that is not its own")):
+        log = "".join('  File "/home/me/train.py", line 4 in __repr__\n' for _ in range(frames))
+        (left.here / "rank1.log").write_text(f"Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent):\n{log}")
+        left.end(139, killed(1, "SIGSEGV"), world_size=2)
+        assert left.verdict.cause == "crash" and says in left.verdict.paragraph
+
+
+def test_of_a_group_of_exceptions_the_first_is_told_with_the_way_to_it(left: Left) -> None:
+    try:
+        try:
+            _bad_label()
+        except LookupError as error:
+            raise ExceptionGroup("in a TaskGroup", [ExceptionGroup("inner", [error])]) from None
+    except ExceptionGroup as group:
+        said = describe(group)
+    assert (said["kind"], said["message"]) == ("LookupError", "no label 7") and "in a TaskGroup" in said["traceback"]
+    assert "in test_of_a_group" in said["user_frames"][0] and "in _bad_label" in said["user_frames"][-1]
+    left.end(1, failed(1, **{**said, "time": 1e9}), world_size=2)
+    assert left.verdict.headline.startswith("rank 1 raised LookupError at ") and "in _bad_label" in left.verdict.headline
+
+
+def test_a_line_of_code_that_speaks_of_a_traceback_begins_none(left: Left) -> None:
+    said = failed(1)
+    said["traceback"] = said["traceback"].replace("    x()", '    raise ValueError("Traceback (most recent call last):")')
+    left.end(1, said, world_size=2)
+    assert left.verdict.headline == "rank 1 raised ValueError at train.py:41 in load"
+
+
+def test_what_the_log_of_a_named_rank_tells_of_is_told_besides(left: Left) -> None:
+    """As of a program that catches an error, logs it and takes the next batch."""
+    differ(left, {})
+    (left.here / "rank1.log").write_text("step 3\n" + handles("ValueError: bad image", 9)["traceback"] + "skipping it\nstep 4\n")
+    assert left.verdict.guilty == (0, 1) and left.verdict.cause == "mismatched order"
+    assert "the log of rank 1 tells of ValueError: bad image at train.py:9 in load" in left.verdict.seen
+
+
+def test_the_last_traceback_of_a_log_comes_with_those_before_it_in_its_chain() -> None:
+    first, second = handles("KeyError: 1", 3)["traceback"], handles("ValueError: 2", 4)["traceback"]
+    assert last_traceback(f"a\n{second}b\n{first}{CONTEXT}{second}") == f"{first}{CONTEXT}{second}"
+    assert last_traceback(f"{first}b\n{second}") == second and last_traceback("nothing\n") == logged_error("") == ""
+    assert logged_error(f"{first}{CONTEXT}{second}and so on\n") == "ValueError: 2 at train.py:4 in load"
 
 
 # ---- with real ranks ----------------------------------------------------------------------------------------------------------
@@ -257,6 +322,14 @@ def _raises(how: str) -> None:
         assert most[1] > 90
         kept = [open("/dev/null") for _ in range(90)]
         assert kept
+    if how == "prints":
+        try:
+            if here:
+                _bad_label()
+            dist.all_reduce(torch.ones(4))
+        except Exception:
+            traceback.print_exc()
+            os._exit(3)
     if here and how == "atexit":
         atexit.register(dist.barrier)
         _bad_label()
@@ -289,6 +362,15 @@ def test_a_rank_that_raised_and_hangs_is_named_with_its_error_and_line(
     assert verdict.guilty == (1,) and verdict.cause == "exception", verdict
     assert verdict.headline.startswith("rank 1 raised LookupError at ") and "in _bad_label" in verdict.headline
     assert ": no label 7" in verdict.paragraph and "no label 7" in str(caught.value)
+
+
+def test_of_ranks_that_print_their_errors_and_leave_by_themselves_the_first_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError):
+        launch(_raises, ranks=2, args=("prints",), run_dir=tmp_path, timeout_s=60)
+    verdict = told(tmp_path)
+    assert (
+        verdict.guilty == (1,) and verdict.cause == "exit" and "its log tells of LookupError: no label 7 at" in verdict.paragraph
+    )
 
 
 def test_a_rank_that_may_open_no_more_files_says_so(tmp_path: Path) -> None:

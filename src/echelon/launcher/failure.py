@@ -14,7 +14,7 @@ def render(failure: Failure, ranks: int) -> str:
     lines = [f"echelon: {who} (exit code {failure.exit_code})"]
     lines += [f"  {line}" for frame in failure.user_frames for line in frame.splitlines()]
     hidden = failure.traceback.count('\n  File "') - len(failure.user_frames)
-    if hidden > 0 and not failure.ours and failure.kind != "SystemExit":
+    if hidden > 0 and not failure.ours and failure.kind not in ("SystemExit", "exit"):
         lines.append(f"  ... {hidden} more frames in libraries, in the log")
     text = (
         failure.message

@@ -32,7 +32,7 @@ from echelon.launcher.explain.rank import (
     with_error_before,
     with_words_of_log,
 )
-from echelon.launcher.explain.stacks import crash_stack, main_thread, other_threads
+from echelon.launcher.explain.stacks import crash_stack, logged_error, main_thread, other_threads
 from echelon.launcher.job import Failure
 from echelon.launcher.records import exit_record, rank_record
 
@@ -152,7 +152,9 @@ class _Reader:
         failure = rank.failure or rank.later
         if rank.flight and failure is not None and fell_in_call(failure):
             rank = replace(rank, flight=flights.reopened(rank.flight))
-        if rank.failure is None and rank.stack:
+        if rank.failure is not None and rank.failure.kind == "exit":
+            rank = replace(rank, logged=logged_error(rank.failure.traceback))
+        elif rank.failure is None and rank.stack:
             with contextlib.suppress(OSError):
                 rank = with_words_of_log(rank, read_end(log).decode("utf-8", "replace"))
         if rank.failure is not None and rank.signal not in ("", "SIGKILL"):

@@ -10,7 +10,7 @@ from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.kinds import kind_of, kind_of_words
 from echelon.launcher.explain.rank import is_check
-from echelon.launcher.explain.stacks import of_traceback, user_frame
+from echelon.launcher.explain.stacks import is_endless, of_traceback, user_frame
 from echelon.launcher.explain.verdict import Verdict
 from echelon.launcher.explain.words import frames_of, place, sentence, short, while_others, who
 from echelon.launcher.job import Failure
@@ -96,6 +96,8 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
         words = first.message.partition("\n")[2]
         if words and (kind := kind_of_words(words)) is not None:
             cause, why = kind.cause, kind.remedy
+        if first.kind == "SIGSEGV" and is_endless(rank.stack):
+            why = "Its stack was used up: these calls call one another without an end."
         said = f": {summary(words).rstrip('.')}" if words else ""
         return Verdict(tuple(guilty), cause, headline, sentence(f"{headline}{where}{others}{said}. {why}"))
     headline = f"{who(guilty)} {_was(guilty)} ended by {short(first.kind, 30)}"
@@ -133,8 +135,9 @@ def raised(
         headline = f"{who(named)}: {message or verb}"
         text = f"{who(alike)} {verb}{where}, and it names {who(named)}: {message}"
     else:
-        said = "" if first.kind in ("exit", "SystemExit") and re.fullmatch(r"exit code \d+", message) else message
-        text = headline + while_others(evidence, alike, waits) + (f": {said}" if said else "")
+        if first.kind in ("exit", "SystemExit") and re.fullmatch(r"exit code \d+", message):
+            message = f"its log tells of {rank.logged}" if rank.logged else ""
+        text = headline + while_others(evidence, alike, waits) + (f": {message}" if message else "")
     if cause == "exception" and first.kind in ("exit", "SystemExit"):
         cause = "exit"
     remedy = " ".join(["", *([kind.remedy] if kind is not None and kind.remedy else []), *([why] if why else [])])
@@ -179,7 +182,7 @@ def summary(message: str) -> str:
 
 def _verb(failure: Failure, *, many: bool) -> str:
     if failure.kind == "exit":
-        return f"ended with exit code {failure.exit_code} and without a word"
+        return f"ended with exit code {failure.exit_code}" + ("" if failure.traceback else " and without a word")
     if failure.kind == "SystemExit":
         return f"ended {'themselves' if many else 'itself'} with exit code {failure.exit_code}"
     return f"raised {short(failure.kind, 80)}"
@@ -187,7 +190,7 @@ def _verb(failure: Failure, *, many: bool) -> str:
 
 def _where(failure: Failure, rank: RankEvidence) -> str:
     """Where in the user's code; in what step, if its loop is ours."""
-    frame = user_frame(frames_of(failure))
+    frame = user_frame(frames_of(failure)) if failure.kind != "exit" else None
     if frame is None and failure.user_frames:
         frame = user_frame(of_traceback("\n".join(f"  {line}" for line in failure.user_frames)))
     step = f", {rank.standing}" if rank.standing is not None and rank.is_known else ""

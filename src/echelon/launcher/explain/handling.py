@@ -13,7 +13,7 @@ from echelon.launcher.explain.failed import raised
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.stacks import user_frame, waits_in
 from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import frames_of, in_call, who
+from echelon.launcher.explain.words import frames_of, grouped, in_call, place, they_did
 from echelon.launcher.job import Failure
 
 __all__ = ["handling", "was_handling"]
@@ -37,17 +37,19 @@ def handling(evidence: Evidence, waits: Waits, verdict: Verdict) -> Verdict | No
     first = found[guilty[0]]
     alike = [rank for rank in guilty if _key(found[rank]) == _key(first)]
     call = _call(evidence.rank(guilty[0]), waits)
-    then = f"{',' if evidence.rank(guilty[0]).is_known else ''} and then waited{f' in {call}' if call else ''}"
+    then = f"waited in {call}" if call else f"stood{place(evidence.rank(guilty[0]))}"
+    then = f"{',' if evidence.rank(guilty[0]).is_known else ''} and then {then}"
     return raised(evidence, first, alike, waits, then=then, why=_WHY if call else "")
 
 
 def was_handling(evidence: Evidence, verdict: Verdict) -> list[str]:
-    """A line for each that the verdict does not name, for who reads on."""
-    return [
-        f"{who([rank])} was handling {failure.kind}{_at(failure)}"
+    """Of those that the verdict does not name, for who reads on: a line for those alike."""
+    texts = {
+        rank: f"was handling {failure.kind}{_at(failure)}"
         for rank, failure in _of_some(evidence).items()
         if evidence.rank(rank).failure is None and rank not in verdict.guilty
-    ]
+    }
+    return [they_did(ranks, text) for ranks, text in grouped(texts)]
 
 
 def _of_some(evidence: Evidence) -> dict[int, Failure]:

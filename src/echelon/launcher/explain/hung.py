@@ -35,6 +35,7 @@ __all__ = [
     "left_early",
     "missing",
     "not_waiting",
+    "receiving",
     "stopped",
 ]
 
@@ -45,7 +46,8 @@ _UNRECORDED = (
     (ROOTED, "the roots, `src` or `dst`,"),
 )
 _MOST_THREADS = 3
-_NOT_TOLD = "monitored_barrier"
+_NOT_TOLD = ("init_device_mesh", "monitored_barrier", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group")
+_RECEIVES = ("recv", "recv_object_list")
 _SEND = "The loader waits for that batch for ever: return what can be pickled, such as tensors, numbers and text."
 Waits = Mapping[int, tuple[Wait, str]]
 
@@ -140,7 +142,7 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     guilty = [rank for rank in guilty if not _waits_for_others(evidence.rank(rank))] or guilty
     failures = [f for rank in guilty if (f := evidence.rank(rank).failure) is not None and not f.kind.startswith("SIG")]
     # By their words they lost a peer, and yet nobody else is to blame. But NCCL's watchdog aborts the absent with the others.
-    lone = all(_checks_itself(evidence.rank(rank)) for rank in guilty)
+    lone = all(_untold(evidence.rank(rank)) for rank in guilty)
     if len(failures) == len(guilty) and not lone:
         return raised(evidence, Failure.first(failures), guilty, waits)
     call = next(call for wait, call in waits.values() if set(guilty) & (set(wait.missing) | set(wait.unknown)))
@@ -195,7 +197,7 @@ def _stood(evidence: Evidence, guilty: Collection[int]) -> str:
     for number in guilty:
         rank = evidence.rank(number)
         at, where = f" {rank.standing}" if rank.is_known else "", place(rank)
-        at = f"{at}{',' if at else ''} in {_NOT_TOLD}" if _checks_itself(rank) else at
+        at = f"{at}{',' if at else ''} in {name}" if (name := _untold(rank)) else at
         texts[number] = f"was{at}{where}" if at or where else "left no stack: code in C may have kept it from answering"
     said = [f"{sentence(they_did(ranks, text))}." for ranks, text in grouped(texts)[:3]]
     return " ".join([*said, *_other_threads(evidence, guilty), *_lost_threads(evidence, guilty)])
@@ -208,9 +210,10 @@ def _other_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
     return [f"Other threads of {who(ranks)} stood at {text}." for ranks, text in grouped(texts)[:3]]
 
 
-def _checks_itself(rank: RankEvidence) -> bool:
-    """Whether it waits for all others in a call that is in no record."""
-    return waits_in(stack_of(rank)) == _NOT_TOLD
+def _untold(rank: RankEvidence) -> str:
+    """The call in which it waits for all others, if that is in no record."""
+    name = waits_in(stack_of(rank))
+    return name if name in _NOT_TOLD else ""
 
 
 def _lost_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
@@ -274,6 +277,17 @@ def deadlock(evidence: Evidence, waits: Waits) -> Verdict | None:
     headline = f"{who(wanted)} waited for one another"
     text = f"{headline}: {together(parts)}. Ranks that are in several groups must make their calls in one order on all of them."
     return Verdict(tuple(sorted(guilty)), "mismatched order", headline, sentence(text))
+
+
+def receiving(evidence: Evidence, waits: Waits) -> Verdict | None:
+    """Ranks that all wait for a message, so that none sends one."""
+    found = [rank for rank in map(evidence.rank, evidence.all_ranks) if waits_in(stack_of(rank)) in _RECEIVES]
+    if len(found) != evidence.world_size or len(found) < 2:
+        return None
+    headline = f"{who(evidence.all_ranks)} all waited to receive"
+    text = f"{headline}{place(found[0])}, and none of them sends. Of two ranks one must send before it receives: "
+    text += "order the calls by rank, or give both to batch_isend_irecv."
+    return Verdict((*evidence.all_ranks,), "mismatched order", headline, sentence(text))
 
 
 def not_waiting(evidence: Evidence, waits: Waits) -> Verdict | None:

@@ -174,6 +174,11 @@ _KINDS = (
         "It was sent SIGINT: by a person (Ctrl-C, kill -2), or by a program that the job started.",
     ),
     Kind(
+        r"^BdbQuit\b",
+        "debugger",
+        "It came to a breakpoint, and a rank has no terminal to ask: `echelon run --ranks 1` runs the script where pdb can.",
+    ),
+    Kind(
         r"^exit: exit code",
         "exit",
         "It called os._exit, or code in C ended the process: the end of its log may say why.",

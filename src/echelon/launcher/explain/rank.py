@@ -13,7 +13,7 @@ from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.explain.flight import Flight
-from echelon.launcher.explain.stacks import Frame, lost_thread, of_traceback, unsent_batch, waits_in
+from echelon.launcher.explain.stacks import Frame, last_traceback, logged_error, lost_thread, of_traceback, unsent_batch, waits_in
 from echelon.launcher.job import Failure
 from echelon.launcher.lost_peers import error_before
 
@@ -66,6 +66,7 @@ class RankEvidence:
         unread: it left one that could not be read.
         thread: of one that stood: the error that ended a thread of it.
         unsent: of one that waited for a DataLoader: the error of a worker that could not hand on what it had read.
+        logged: the last error that its log tells of, if nothing else is known: it may have caught that, and gone on.
         raised: the exception that it was handling, or was, before a call in `finally` failed: by itself no fault. None if none.
     """
 
@@ -86,6 +87,7 @@ class RankEvidence:
     unread: bool = False
     thread: str = ""
     unsent: str = ""
+    logged: str = ""
     raised: Failure | None = None
 
     @property
@@ -163,8 +165,10 @@ def with_words_of_log(rank: RankEvidence, log: str) -> RankEvidence:
     """With what its threads and data workers wrote there of errors that end nothing: somebody waits for what they would give."""
     name = waits_in(rank.stack)
     if name == "a DataLoader":
-        return replace(rank, unsent=unsent_batch(log))
-    return rank if name else replace(rank, thread=lost_thread(log))
+        rank = replace(rank, unsent=unsent_batch(log))
+    elif not name:
+        rank = replace(rank, thread=lost_thread(log))
+    return rank if rank.unsent or rank.thread else replace(rank, logged=logged_error(last_traceback(log)))
 
 
 def with_error_before(rank: RankEvidence) -> RankEvidence:

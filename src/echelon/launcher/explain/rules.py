@@ -60,6 +60,7 @@ def explain(evidence: Evidence) -> Verdict:
             hung.missing,
             hung.barrier,
             hung.deadlock,
+            hung.receiving,
             hung.not_waiting,
             hung.behind,
         )
@@ -75,10 +76,14 @@ def explain(evidence: Evidence) -> Verdict:
     verdict = verdict or _unknown(evidence)
     if verdict.cause in _FROM_OUTSIDE:
         verdict = _by_batch(evidence, verdict)
-    known = (
-        [] if verdict.cause == FINE else [*hung.everybody(evidence, waiting)[:_SHOWN], *was_handling(evidence, verdict)[:_SHOWN]]
-    )
-    seen = [*verdict.seen, *known]
+    seen = list(verdict.seen)
+    if verdict.cause != FINE:
+        logs = {rank: evidence.rank(rank).logged for rank in verdict.guilty}
+        logged = [
+            f"the log of {who([rank])} tells of {text}" for rank, text in logs.items() if text and text not in verdict.paragraph
+        ]
+        told = (hung.everybody(evidence, waiting), was_handling(evidence, verdict), logged)
+        seen += [line for lines in told for line in lines[:_SHOWN]]
     differs = mismatched.mismatch(evidence, waiting)
     if differs is not None and not verdict.cause.startswith("mismatched") and verdict.cause not in (FINE, RUNNING):
         seen.append(f"also: {differs.headline}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from echelon.contracts.terminal import one_line
@@ -15,6 +15,9 @@ __all__ = [
     "Frame",
     "called_by_loop",
     "crash_stack",
+    "is_endless",
+    "last_traceback",
+    "logged_error",
     "lost_thread",
     "main_thread",
     "of_traceback",
@@ -27,6 +30,7 @@ __all__ = [
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.{1,4096})", line (\d{1,9}),? in (.{1,200})')
 _MOST_FRAMES, _MOST_LINES, _MOST_SAID, _MOST_THREADS = 200, 1000, 200, 100
+_DEEP = 90  # faulthandler shows a hundred
 # Installed packages and Python itself, also on a machine that is not this one.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|^<")
 # In whose files a rank waits for others, but not where one of these is the innermost: there it writes to a disk, or computes.
@@ -37,6 +41,9 @@ _PASSES_ON = re.compile(r"[/\\]torch[/\\](_ops\.py|_library[/\\]|futures[/\\]|cu
 _AROUND = frozenset({"wrapper", "inner", "__call__", "_fn", "decorate_context", "wait", "wait_tensor", "<lambda>"})
 _OF_TORCH = re.compile(r"[/\\]torch[/\\]")
 _OF_LOOPS = re.compile(r"[/\\]echelon[/\\](loop|world)[/\\]")
+_HEADS = re.compile(r"^(?:\S.{0,200})?Traceback \(most recent call last\):", re.MULTILINE)  # indented it is code
+_CHAINED = ("direct cause of the following exception:", "another exception occurred:")
+_MOST_OF_IT = 20_000
 _FEEDS = re.compile(r"[/\\]multiprocessing[/\\]queues\.py\", line \d{1,9}, in _feed$")
 _OF_LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]")
 
@@ -116,6 +123,22 @@ def unsent_batch(log: str) -> str:
     return _first_error(rest)[0] if _FEEDS.search(place) else ""
 
 
+def last_traceback(log: str) -> str:
+    """The last of a log with those that it is chained to: a program may catch an error, write it there, and go on or end."""
+    heads = [head.start() for head in _HEADS.finditer(log)]
+    begin = len(heads) - 1
+    while begin > 0 and log[: heads[begin]].rstrip().endswith(_CHAINED):
+        begin -= 1
+    return log[heads[begin] :][:_MOST_OF_IT] if heads else ""
+
+
+def logged_error(traceback: str) -> str:
+    """The last of the errors of `last_traceback`, as "KeyError: 'id' at train.py:41 in load"."""
+    said, frames = _first_error(f"\n{traceback}") if traceback else ("", ())
+    frame = user_frame(frames)
+    return said + (f" at {frame}" if said and frame is not None else "")
+
+
 def _first_error(text: str) -> tuple[str, tuple[Frame, ...]]:
     """The last words of the traceback with which a text begins, below its first line, chained ones together; and its frames."""
     said, read = "", list[str]()
@@ -132,8 +155,13 @@ def _first_error(text: str) -> tuple[str, tuple[Frame, ...]]:
 
 def of_traceback(text: str) -> tuple[Frame, ...]:
     """The frames of the last traceback in a text, innermost first."""
-    last = text.rpartition("Traceback (most recent call last):")[2]
-    return tuple(reversed(_frames(last.splitlines())))
+    last = max((head.end() for head in _HEADS.finditer(text)), default=0)
+    return tuple(reversed(_frames(text[last:].splitlines())))
+
+
+def is_endless(frames: Sequence[Frame]) -> bool:
+    """Whether they are the same few over and over, as far as they are told."""
+    return len(frames) >= _DEEP and len(set(frames)) <= len(frames) // 10
 
 
 def user_frame(frames: Iterable[Frame]) -> Frame | None:

@@ -16,6 +16,7 @@ from echelon.contracts.files import MOST_BYTES, read_end, write_whole
 from echelon.contracts.stopping import REQUEUE, signal_name
 from echelon.contracts.terminal import say
 from echelon.launcher.aborted import TAIL_BYTES, last_words
+from echelon.launcher.explain.stacks import last_traceback
 from echelon.launcher.job import Failure
 from echelon.launcher.local.memory import OomCount, gib
 from echelon.launcher.records import rank_record
@@ -99,6 +100,10 @@ class Attempt:
         # A signal after a rank has said how it failed came while it ended: torch's threads abort what has no device any more.
         code = code if code >= 0 else 128 - code
         failure = Failure.from_record(rank, code, time_ns, record, self.log_path(rank))
+        if not record:  # it may have printed its error itself, and left by `os._exit`
+            with contextlib.suppress(OSError):
+                log = read_end(self.log_path(rank), TAIL_BYTES).decode("utf-8", "replace")
+                failure = replace(failure, traceback=last_traceback(log))
         if "killed by signal: Killed" in failure.message and self.oom.since():  # a data worker's end, in torch's words
             failure = replace(failure, message=f"{failure.message}\n(the kernel had no memory left, and killed it)")
         return failure

@@ -101,7 +101,12 @@ def _raised() -> dict[str, Any] | None:
     if not isinstance(error, BaseException):
         return None
     said = describe(error)
-    return {**said, "message": said["message"][:_MOST_SAID], "traceback": said["traceback"][-_MOST_SAID:]}
+    trace, found, _ = said["traceback"].rpartition(said["message"])
+    if not found:  # it was cut
+        frames = [f"  {frame}" for frame in said["user_frames"]]
+        trace = "\n".join(["Traceback (most recent call last):", *frames, f"{said['kind']}: "])
+    message = said["message"][:_MOST_SAID]
+    return {**said, "message": message, "traceback": trace[-_MOST_SAID:] + message}
 
 
 def _main_stack() -> str:

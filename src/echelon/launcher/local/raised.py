@@ -22,7 +22,9 @@ _MOST_FRAMES = 100
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An exception as plain values, its frames in the user's own files apart from those of libraries."""
+    """An exception as plain values, its frames in the user's own files apart from those of libraries. Of a group the first."""
+    if isinstance(error, BaseExceptionGroup):
+        return _of_group(error)
     trace = _skip_launcher(error.__traceback__)
     known = secret_values(sys.argv, os.environ)
     text = redacted(cut("".join(traceback.format_exception(type(error), error, trace))), known)
@@ -34,6 +36,16 @@ def describe(error: BaseException) -> dict[str, Any]:
         "user_frames": [redacted(frame, known) for frame in user_frames(trace)[-_MOST_FRAMES:]],
         "traceback": text,
     }
+
+
+def _of_group(group: BaseExceptionGroup[BaseException]) -> dict[str, Any]:
+    """What `asyncio` and others raise together: what went wrong is in what it holds."""
+    said, trace = describe(group.exceptions[0]), _skip_launcher(group.__traceback__)
+    whole = "".join(traceback.format_exception(type(group), group, trace))
+    known = secret_values(sys.argv, os.environ)
+    frames = [redacted(frame, known) for frame in user_frames(trace)[-_MOST_FRAMES:]]
+    first = f"\nThe first of what {type(group).__name__} holds:\n\n{said['traceback']}"
+    return {**said, "user_frames": [*frames, *said["user_frames"]], "traceback": redacted(cut(whole), known) + first}
 
 
 def cut(text: str) -> str:
