@@ -24,6 +24,8 @@ _SHAPES = (
 
 # What torch says of operands of two types: matrix products and norms, indices that are written to, convolutions.
 _TYPES = ("the same dtype", "dtypes match", "same dtypes", "expected scalar type", "should be the same")
+# What it calls the types in which parameters may be gathered.
+_IN_WORDS = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 
 def gathers_in(module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -85,7 +87,7 @@ def meaning(module: nn.Module, text: str) -> str | None:
             said += " A layer whose weight is read by other code than its own is left out of the tensor-parallel plan."
         return said
     half = vars(module).get("_gathered_in")
-    if half is not None and any(each in text for each in _TYPES):
+    if half in _IN_WORDS and _IN_WORDS[half] in text and any(each in text for each in _TYPES):
         return (
             f"parameters of {name} are gathered in {half}, and one of them meets numbers of another type. A layer within "
             "torch.autocast(..., enabled=False) must have its input in the type of its weight: layer(x.to(layer.weight.dtype)). "
