@@ -72,6 +72,8 @@ def test_repeated_blocks_are_sharded_and_single_layers_are_not() -> None:
     assert blocks_to_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []  # layers alone: a collective each is dear
     nested = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([net(), net()]))
     assert [name for name, _ in blocks_to_shard(nested)] == ["1.0", "1.1"]  # outermost
+    lists = nn.ModuleList(nn.ModuleList(net().blocks) for _ in range(2))  # stages of blocks, as in a funnel
+    assert [name for name, _ in blocks_to_shard(lists)] == ["0.0", "0.1", "1.0", "1.1"]
 
 
 def _chosen_blocks(blocks: Any) -> list[str]:

@@ -559,6 +559,16 @@ def test_attention_that_transformers_splits_in_a_way_of_its_own_computes_all_hea
     assert plan["model.layers.*.mlp.up_proj"] == "colwise" and plan["model.layers.*.mlp.down_proj"] == "rowwise"
 
 
+def test_attention_is_known_by_deberta_s_names_too() -> None:
+    class Disentangled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query_proj, self.key_proj, self.value_proj = (nn.Linear(8, 8) for _ in range(3))
+
+    plan = ech.tp_plan(nn.ModuleList([Disentangled(), Disentangled()]))
+    assert plan == dict.fromkeys(("*.query_proj", "*.key_proj", "*.value_proj"), "colwise_gather")
+
+
 def test_fewer_heads_of_keys_than_ranks_are_refused_by_name(ranks: Ranks) -> None:
     [said] = ranks(1, _few_heads)
     assert "over 4 ranks does not divide LlamaForCausalLM.model.layers.0.self_attn.config.num_key_value_heads = 2" in said

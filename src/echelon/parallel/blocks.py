@@ -17,7 +17,8 @@ Blocks = list[tuple[str, nn.Module]]
 
 
 def blocks_to_shard(module: nn.Module) -> Blocks:
-    """The repeated blocks of a model: children of a ModuleList, ModuleDict or Sequential that share a class, outermost first.
+    """The repeated blocks of a model: children of a ModuleList, ModuleDict or Sequential that share a class, outermost first,
+    and are no lists themselves, which nobody calls.
 
     Sharding layer by layer would cost a collective each; sharding only the root would gather the whole model at once.
     """
@@ -28,7 +29,7 @@ def blocks_to_shard(module: nn.Module) -> Blocks:
         if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             kinds = [type(c) for _, c in children]
             for child_name, child in children:
-                own = any(True for _ in child.parameters())
+                own = any(True for _ in child.parameters()) and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
                 if own and kinds.count(type(child)) > 1 and any(True for _ in child.children()):
                     found.append((child_name, child))
                 else:

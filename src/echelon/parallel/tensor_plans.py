@@ -51,7 +51,7 @@ _WITH_ALL_HEADS = {"colwise": "colwise_gather", "rowwise": "rowwise_split"}
 
 _QUERIES = {
     *("q", "k", "v", "q_proj", "k_proj", "v_proj", "query", "key", "value", "wq", "wk", "wv", "to_q", "to_k", "to_v"),
-    *("c_attn", "qkv", "qkv_proj", "in_proj", "Wqkv", "query_key_value"),
+    *("c_attn", "qkv", "qkv_proj", "in_proj", "Wqkv", "query_key_value", "query_proj", "key_proj", "value_proj"),
 }
 _OUTS = {"o", "o_proj", "out_proj", "out", "proj", "c_proj", "wo", "to_out", "dense"}
 # (what widens, what narrows), by the names that one parent gives them.
