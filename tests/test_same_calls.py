@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import RanksDisagreeError
+from echelon.contracts.errors import RanksDisagreeError, UsageError
 from tests.conftest import Ranks
 from tests.models import largest_difference, whole
 from tests.units import Regression
@@ -155,6 +155,21 @@ def test_what_all_ranks_leave_out_together_is_right(ranks: Ranks) -> None:
         for name, (updated, values) in found.items():
             assert updated == UPDATES, values
             assert largest_difference(values, found["ddp"][1]) < 1e-11, name
+
+
+def _dropping(strategy: Any) -> str:
+    unit = Regression(module=Paths().double(), strategy=strategy)
+    unit.module.layerdrop = 0.1
+    try:
+        ech.train(unit, _data(1), max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_layers_that_each_rank_leaves_out_at_random_are_refused_before_training(ranks: Ranks) -> None:
+    for said in ranks(2, _dropping, "fsdp"):
+        assert "Paths leaves out layers at random (layerdrop=0.1)" in said and "Set layerdrop=0" in said
 
 
 def _messages(way: Way) -> list[int]:

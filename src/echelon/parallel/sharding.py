@@ -26,10 +26,12 @@ from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.fixed_order import TreeReduceScatter
 from echelon.parallel.given_up import forget_gradients
 from echelon.parallel.hooked import refuse_unheard
+from echelon.parallel.layer_drop import layer_drop
 from echelon.parallel.loading import take_whole_states
 from echelon.parallel.loose import AfterEachBackward
 from echelon.parallel.materialize import materialize, remember
 from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.names import class_name
 from echelon.parallel.place import place
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe import Recipe
@@ -144,6 +146,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         if self.calls is not None:
             self.calls.discard()
         elif self.averaged_over > 1 and not self.takes_windows:  # each stage has other blocks
+            _refuse_layer_drop(self.module)
             self.reshard()
             self.calls = SameCalls(self.module)
 
@@ -293,6 +296,15 @@ def _split(
         fully_shard(together, **{**options, **own}, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
     keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
     prefetch(units, int(how.forward_prefetch), how.backward_prefetch)
+
+
+def _refuse_layer_drop(module: nn.Module) -> None:
+    if (found := layer_drop(module)) is not None:
+        name, often = found
+        raise UsageError(
+            f"{class_name(module)} leaves out layers at random ({name}={often}): each rank would leave out others, and blocks "
+            f"are gathered by the order of calls. Set {name}=0; or train under DDPStrategy(find_unused_parameters=True)."
+        )
 
 
 def _refuse_container(module: nn.Module) -> None:
