@@ -157,6 +157,34 @@ def test_what_all_ranks_leave_out_together_is_right(ranks: Ranks) -> None:
             assert largest_difference(values, found["ddp"][1]) < 1e-11, name
 
 
+class Exits(Walks):
+    """Leaves early in evaluations, as a network may that is sure of its answer."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        blocks = ALL if self.module.training or dist.get_rank() else [0, 1, 3, 3]
+        out = self.module(data[0], blocks, [0, 1, 2])
+        return nn.functional.mse_loss(out, data[1]), out
+
+
+def _evaluated(strategy: Any, entry: str) -> str:
+    unit = Exits(_same, strategy=strategy)
+    try:
+        if entry == "fit":
+            ech.fit(unit, _data(2), _data(3), max_epochs=1)
+        else:
+            ech.evaluate(unit, _data(3))
+    except RanksDisagreeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("entry", ["fit", "evaluate"])
+def test_evaluations_that_mix_blocks_are_refused(ranks: Ranks, entry: str) -> None:
+    for said in ranks(2, _evaluated, "fsdp", entry):
+        assert "as call 4 of the evaluation rank 0 called blocks.3 and rank 1 called blocks.2. Its numbers are wrong" in said
+    assert ranks(2, _evaluated, "ddp", entry) == ["no error"] * 2
+
+
 def _dropping(strategy: Any) -> str:
     unit = Regression(module=Paths().double(), strategy=strategy)
     unit.module.layerdrop = 0.1

@@ -293,8 +293,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         others = not_the_modules(self, self.optimizer)
         if others and self._bitwise is not None:
             raise UsageError(
-                f"in bit-equal training the optimizer must hold the module's parameters only, got {len(others)} others. Make "
-                "them part of it."
+                f"bit-equal training needs an optimizer of the module's parameters only, got {len(others)} others. Move them."
             )
         self.prepared.trains_also(others)
 
@@ -303,6 +302,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
 
     def epoch_closed(self, state: State, phase: str) -> None:
         state.logged.weight = 0 if self.prepared.is_replica else 1  # of no micro-batch
+        if phase != "train" and self.prepared.calls is not None:
+            self.prepared.calls.evaluated()
         if phase == "train" and self.window.count:
             logger.warning("the epoch ended in the middle of an accumulation window; its micro-batches are left out")
             self._leave_window()

@@ -6,7 +6,8 @@ block and part of the other, and sums go to the wrong parameters: without any er
 
 Each rank looks whether a window's calls are those of the window before, and says so only if they are not, by the message that the
 window sends in any case. Where no rank says anything, all still do the same. Which parameters have gradients is seen when the
-window has been reduced, so that it is told with the next one, at a save, or at the end.
+window has been reduced, so that it is told with the next one, at a save, or at the end. Calls of an evaluation are compared at
+its end.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class SameCalls:
         named = [(n, p) for n, p in plain_names(module) if is_split(p) and p not in experts]
         self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
         self._now: list[int] = []
+        self._ungraded: list[int] = []  # calls without gradients since the latest window or evaluation
         self._calls: list[int] | None = None
         self._without: list[bool] = []  # by parameter, whether it had no gradient after the latest window
         self._looked_after = 0  # which update, from 0
@@ -61,14 +63,14 @@ class SameCalls:
 
     def _noting(self, number: int) -> Any:
         def note(part: nn.Module, args: Any) -> None:
-            if torch.is_grad_enabled():
-                self._now.append(number)
+            (self._now if torch.is_grad_enabled() else self._ungraded).append(number)
 
         return note
 
     def signature(self) -> tuple[float, float]:
         """Of the window under way, before its last backward pass: a number for what this rank has done, and its square."""
         calls, self._now = self._now, []
+        self._ungraded.clear()
         if calls != self._calls or self.has_news:
             self._calls, self.has_news = calls, True
             self._said = self._number()
@@ -87,6 +89,16 @@ class SameCalls:
     def discard(self) -> None:
         """The window under way was given up, on all ranks."""
         self._now = []
+
+    def evaluated(self) -> None:
+        """At the end of an evaluation or prediction. Collective.
+
+        Raises:
+            RanksDisagreeError: on every rank: they have called other blocks.
+        """
+        calls, self._ungraded = self._ungraded, []
+        if not agree.is_same(calls):
+            self._compare_calls(agree.gather([self._blocks[at] for at in calls]), "the evaluation", "Its numbers are wrong.")
 
     def check(self, told: Sequence[float], update: int) -> None:
         """After a message in which a rank had something to say. Collective.
@@ -113,24 +125,25 @@ class SameCalls:
             self._compare(self._looked_after)
 
     def _compare(self, update: int) -> None:
-        kind = class_name(self._module)
         every = agree.gather([[self._blocks[at] for at in self._calls or ()], self._lacking()])
-        calls = [each for each, _ in every]
-        if (other := _another(calls)) is not None:
-            at, ours, theirs = _first_difference(calls[0], calls[other])
-            raise RanksDisagreeError(
-                f"the ranks must call the blocks of {kind} alike, as its parameters are gathered and its gradients reduced by "
-                f"the order of calls; as call {at} of update {update} rank 0 {ours} and rank {other} {theirs}. The update was "
-                f"not made. {_REMEDY}"
-            )
+        self._compare_calls([each for each, _ in every], f"update {update}", "The update was not made.")
         lacking = [set(each) for _, each in every]
         if (other := _another(lacking)) is not None:
             name = min(lacking[0] ^ lacking[other])
             having, without = (0, other) if name in lacking[other] else (other, 0)
             raise RanksDisagreeError(
-                f"the ranks must compute gradients of the same parameters of {kind}, which are reduced together; in update "
-                f"{self._looked_after} rank {having} had one of {name} and rank {without} had none, so that sums went to wrong "
-                f"parameters. Go on from a checkpoint before it. {_REMEDY}"
+                f"the ranks must compute gradients of the same parameters of {class_name(self._module)}, which are reduced "
+                f"together; in update {self._looked_after} rank {having} had one of {name} and rank {without} had none, so that "
+                f"sums went to wrong parameters. Go on from a checkpoint before it. {_REMEDY}"
+            )
+
+    def _compare_calls(self, calls: list[list[str]], when: str, so: str) -> None:
+        if (other := _another(calls)) is not None:
+            at, ours, theirs = _first_difference(calls[0], calls[other])
+            raise RanksDisagreeError(
+                f"the ranks must call the blocks of {class_name(self._module)} alike, as its parameters are gathered and its "
+                f"gradients reduced by the order of calls; as call {at} of {when} rank 0 {ours} and rank {other} {theirs}. {so} "
+                f"{_REMEDY}"
             )
 
     def _lacking(self) -> list[str]:

@@ -84,13 +84,6 @@ class FSDPPrepared(Prepared[nn.Module]):
         self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
         return super().optimizer(make)
 
-    def trains_also(self, others: list[nn.Parameter]) -> None:
-        self.parameters_written()  # as above
-        by_itself = AfterEachBackward.of(self.module)
-        if by_itself is not None:
-            by_itself.enabled = False
-        super().trains_also(others)
-
     def _left_alone(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad and not is_split(p)]
 
@@ -143,12 +136,22 @@ class FSDPPrepared(Prepared[nn.Module]):
             self.calls.discard()
 
     def compare_calls(self) -> None:
-        if self.calls is not None:
-            self.calls.discard()
-        elif self.averaged_over > 1 and not self.takes_windows:  # each stage has other blocks
-            _refuse_layer_drop(self.module)
+        if self.calls is None and self.averaged_over > 1 and not self.takes_windows:  # each stage has other blocks
             self.reshard()
             self.calls = SameCalls(self.module)
+
+    def before_evaluation(self) -> None:
+        super().before_evaluation()
+        self.compare_calls()
+
+    def trains_also(self, others: list[nn.Parameter]) -> None:
+        if self.averaged_over > 1:
+            _refuse_layer_drop(self.module)
+        self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
+        by_itself = AfterEachBackward.of(self.module)
+        if by_itself is not None:
+            by_itself.enabled = False
+        super().trains_also(others)
 
     def end_training(self) -> None:
         super().end_training()

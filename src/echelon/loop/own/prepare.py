@@ -168,6 +168,8 @@ def evaluating(prepared: Any) -> Iterator[None]:
     with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast():
         yield
     unit.prepared.reshard()
+    if unit.prepared.calls is not None:
+        unit.prepared.calls.evaluated()
     if session.run is not None and session.state.recorder is not None:
         session.state.recorder.pause_clock()
 
