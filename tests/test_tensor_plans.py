@@ -279,7 +279,7 @@ OTHERS = [
     [
         pytest.param("tp", SOME, id="tp"),
         pytest.param("tp + sp", ["llama"], id="tp + sp"),
-        pytest.param("tp", ["deepseek"], id="tp, deepseek"),
+        pytest.param("tp", ["deepseek"], id="tp, deepseek", marks=pytest.mark.full),
         pytest.param("logits stay split", ["small"], id="logits stay split"),
         pytest.param("tp + sp", ["shared"], id="tp + sp, shared", marks=pytest.mark.full),
         pytest.param("tp", ["shared", *OTHERS, "bert", "examples/gpt.py"], id="tp, others", marks=pytest.mark.full),
