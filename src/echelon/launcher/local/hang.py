@@ -105,7 +105,7 @@ class HangLimit:
     @property
     def look_s(self) -> float:
         """How often to look, so that a short limit is kept as well."""
-        return min(1.0, max(0.1, self.after_s / 10)) if self.after_s else 1.0
+        return min(0.5, max(0.1, self.after_s / 10)) if self.after_s else 1.0
 
     def look(self, attempt: Attempt) -> float | None:
         """For how long nothing has moved, if that is too long; None where something may."""
