@@ -307,6 +307,7 @@ def _recomputed(names: list[str]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_blocks_that_are_recomputed_give_the_same_numbers(ranks: Ranks) -> None:
     for found in ranks(2, _recomputed, ["small", "llama"]):
         assert max(found.values()) < 1e-11, found

@@ -84,11 +84,12 @@ def _trains(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "guilty", "said", "headline"),
     [
-        (
+        pytest.param(
             "stopped",
             1,
             "rank 1 is stopped, as by SIGSTOP or a debugger, in step 7; rank 0 ",
             "rank 1 stopped (no heartbeat for ",
+            marks=pytest.mark.full,
         ),
         pytest.param(
             "raw",
