@@ -14,10 +14,10 @@ import pytest
 from echelon.cli import prove as prove_command
 from echelon.cli import run, submit
 from echelon.launcher.job import auto_ranks
+from echelon.loop.target import Target
 from echelon.prover import prove
 from echelon.prover.matrix import matrix
 from echelon.prover.proof import Proof
-from echelon.prover.target import Target
 from tests.conftest import clean_environment
 
 ROOT = Path(__file__).parents[1]

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import echelon as ech
+from echelon.loop.target import Target
 from echelon.prover.judge import compare
 from echelon.prover.matrix import Row
 from echelon.prover.parts import load_records
 from echelon.prover.rank import Replay, run_reference, run_row
-from echelon.prover.target import Target
 from tests.language import LENGTH, WORDS, Language, Unit
 from tests.standing import StandingRanksBySize
 

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 import echelon as ech
+from echelon.loop.target import Target
 from echelon.parallel import STRATEGIES
 from echelon.prover.judge import compare
 from echelon.prover.matrix import Row
 from echelon.prover.rank import Replay, run_reference, run_row
 from echelon.prover.reference import How
-from echelon.prover.target import Target
 from echelon.prover.verdict import Verdict
 from tests.models import Net
 from tests.standing import StandingRanksBySize

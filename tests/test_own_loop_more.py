@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 import echelon as ech
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.stopping import REQUEUE
+from echelon.loop.target import Target
 from echelon.prover.matrix import matrix
 from echelon.prover.prove import prove_target
-from echelon.prover.target import Target
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 

@@ -17,6 +17,7 @@ from torch import nn
 import echelon as ech
 from echelon.cli.main import main
 from echelon.contracts.errors import UsageError
+from echelon.loop.target import Target
 from echelon.prover import show
 from echelon.prover.causes import CAUSES
 from echelon.prover.matrix import matrix
@@ -24,7 +25,6 @@ from echelon.prover.micro import NotJoinable, digest, join
 from echelon.prover.proof import IN_FLOAT64, Result, by_float64
 from echelon.prover.prove import Proof, prove_target
 from echelon.prover.row_strategy import with_options_of
-from echelon.prover.target import Target
 from echelon.prover.verdict import Difference
 from tests import forked
 from tests.conftest import clean_environment

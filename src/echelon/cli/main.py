@@ -24,6 +24,7 @@ VERBS = {
     "cancel": "end a submitted job",
     "dragon": "run a script on Dragon's runtime, and leave nothing behind",
     "prove": "run a script under every strategy and compare each step with one process",
+    "plan": "show what a strategy does with each layer of a script's module, before it trains",
     "explain": "say why a run stopped: which rank, and for what",
     "report": "write a run's report.html again, or compare several runs on one page",
     "top": "show a run as it is now, until you leave",

@@ -51,10 +51,10 @@ def execute(arguments: argparse.Namespace) -> int:
 
     preload("torch", "torch._dynamo", "torch.distributed.fsdp", "echelon.prover.rank")  # while this process imports the same
 
+    from echelon.loop.target import Target
     from echelon.prover import show
     from echelon.prover.matrix import matrix
     from echelon.prover.prove import Result, prove_target
-    from echelon.prover.target import Target
 
     strategies = arguments.strategies.split(",") if arguments.strategies else None
     parts = arguments.parts if arguments.bitwise else None

@@ -31,7 +31,7 @@ class Overrides:
         parts: with bit-equal numbers, into how many micro-batches every global batch is split over all ranks.
         planned_ranks: for how many ranks the memory of micro-batches was meant; with fewer, each computes its own in pieces.
         observes: True to let mistakes happen and be seen, as `echelon prove` does, instead of refusing them; and to train from
-            the script's beginning, whatever checkpoint is there.
+            the script's beginning, whatever checkpoint is there, as `echelon plan` does, too.
     """
 
     strategy: Any = None

@@ -34,7 +34,7 @@ from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.sharding import shard
 from echelon.parallel.strategy import Strategy
-from echelon.parallel.tensor import check_tensor, equalize, split_layers
+from echelon.parallel.tensor import Chosen, check_tensor, equalize, split_layers
 from echelon.world.init import World, ensure_group
 from echelon.world.mesh import AXES, ParallelDims
 
@@ -136,10 +136,8 @@ class Parallel(Strategy):
         if not set(dims.used) - {"dp_replicate"} and self.fsdp is None:
             return DDPStrategy().prepare(module, world, recipe)
         # Phase 1: everything that can be wrong, before the first collective.
-        self._check(module, dims, recipe)
-        plan, chosen = self._stages(module, dims), None
-        if dims.tp > 1:
-            chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
+        plan, chosen = self.check(module, dims, recipe)
+        if chosen is not None:
             chosen.report(world)
         _near(dims, world)
         # Phase 2: the same values on all ranks, of which each takes its part of the layers.
@@ -170,13 +168,22 @@ class Parallel(Strategy):
         prepared.draws_apart |= self.sequence_parallel and dims.tp > 1
         return prepared
 
-    def _check(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> None:
+    def check(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> tuple[Stages | None, Chosen | None]:
+        """Everything that can be wrong: how the module would be cut into stages, and its layers over `tp`. Not collective.
+
+        Raises:
+            UsageError: an axis cannot divide this module.
+        """
         given = ("device_mesh", "process_group", "mesh")
         if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
         check_experts(module, dims.ep, dims.pp)
         if dims.cp > 1:
             check_context(module, recipe)
+        stages, chosen = self._stages(module, dims), None
+        if dims.tp > 1:
+            chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
+        return stages, chosen
 
     def _context(self, module: nn.Module, dims: ParallelDims, world: World) -> ContextParallel | None:
         if dims.cp == 1:

@@ -116,18 +116,15 @@ class FSDPStrategy(Strategy):
             reshard = self.reshard_after_forward  # type: ignore[assignment]
         root_policy, policy = precision_policies(self.mixed_precision, module)
         offload, pin = offloads(self.cpu_offload, "FSDPStrategy(cpu_offload=...)")
-        ignored = {p for m in self.ignored_modules or () for p in m.parameters()}
-        for state in self.ignored_states or ():
-            ignored |= set(state.parameters()) if isinstance(state, nn.Module) else {state}
         return Sharding(
             self._mesh(world, replicas),
-            self._blocks(module, ignored),
+            self.blocks_of(module),
             reshard_after_forward=reshard,
             policy=policy,
             root_policy=root_policy,
             offload=offload,
             pin_memory=pin,
-            ignored=ignored,
+            ignored=self._ignored(),
             from_rank0=self.sync_module_states,
             forward_prefetch=self.forward_prefetch,
             backward_prefetch=self.backward_prefetch,
@@ -160,9 +157,16 @@ class FSDPStrategy(Strategy):
             return replica_mesh(world, local_size=RankInfo.from_env().local_world_size)
         return flat_mesh(world)
 
-    def _blocks(self, module: nn.Module, ignored: set[nn.Parameter]) -> Blocks | None:
+    def _ignored(self) -> set[nn.Parameter]:
+        ignored = {p for m in self.ignored_modules or () for p in m.parameters()}
+        for state in self.ignored_states or ():
+            ignored |= set(state.parameters()) if isinstance(state, nn.Module) else {state}
+        return ignored
+
+    def blocks_of(self, module: nn.Module) -> Blocks | None:
+        """What is sharded one by one, by the user's choice; None leaves it to echelon."""
         if self.auto_wrap_policy is not None:
-            return blocks_by_policy(module, self.auto_wrap_policy, ignored)
+            return blocks_by_policy(module, self.auto_wrap_policy, self._ignored())
         return None if self.blocks is None else chosen_blocks(module, self.blocks, "FSDPStrategy(blocks=...)")
 
 

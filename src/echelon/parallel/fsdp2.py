@@ -93,7 +93,7 @@ class FSDP2Strategy(Strategy):
         offload, pin = offloads(self.cpu_offload, "FSDP2Strategy(cpu_offload=...)")
         return Sharding(
             self.mesh or flat_mesh(world),
-            self._blocks(module),
+            self.blocks_of(module),
             reshard_after_forward=self.reshard_after_forward,
             policy=_policy(self.mp_policy),
             offload=offload,
@@ -106,7 +106,8 @@ class FSDP2Strategy(Strategy):
             reduction=Reduction(self.requires_gradient_sync, self.requires_all_reduce),
         )
 
-    def _blocks(self, module: nn.Module) -> Blocks | None:
+    def blocks_of(self, module: nn.Module) -> Blocks | None:
+        """What is sharded one by one, by the user's choice; None leaves it to echelon."""
         if self.modules_to_shard is None and not self.shard_predicates:
             return None
         named = [(n, m) for n, m in module.named_modules() if n]

@@ -13,11 +13,11 @@ import torch
 
 from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.launcher.functions.run import launch
+from echelon.loop.target import Target
 from echelon.prover.matrix import Row
 from echelon.prover.parts import load_records
 from echelon.prover.ran import Ran
 from echelon.prover.rank import Replay, run_row
-from echelon.prover.target import Target
 
 __all__ = ["OnRanks"]
 

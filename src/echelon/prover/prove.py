@@ -15,10 +15,10 @@ from echelon.contracts.arguments import flags
 from echelon.contracts.errors import require
 from echelon.contracts.machine import DEVICE_VARIABLE, visible_devices
 from echelon.contracts.numbers import number, whole
+from echelon.loop.target import Target
 from echelon.prover.matrix import Row, matrix
 from echelon.prover.proof import Proof, Result
 from echelon.prover.proving import Proving
-from echelon.prover.target import Target
 
 __all__ = ["Proof", "Result", "prove", "prove_target"]
 

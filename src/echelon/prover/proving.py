@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from echelon.contracts.errors import RankFailedError
+from echelon.loop.target import Target
 from echelon.parallel.precision import Precision
 from echelon.prover import causes
 from echelon.prover.judge import compare, mean_loss
@@ -28,7 +29,6 @@ from echelon.prover.ran import Computed, Judged, Ran, blindness, data_of, fill, 
 from echelon.prover.rank import run_epoch, run_mistakes, run_probe, run_reference
 from echelon.prover.reference import Shake, micros_in_order
 from echelon.prover.samples import note_on
-from echelon.prover.target import Target
 from echelon.prover.values import load_values
 from echelon.prover.verdict import SMALL_SHARE, Verdict
 

@@ -17,6 +17,7 @@ from echelon.contracts.overrides import Overrides, impose
 from echelon.loop.callback import Callback
 from echelon.loop.observer import observing
 from echelon.loop.own.unit import LoopUnit
+from echelon.loop.target import Target
 from echelon.prover.generators import GLOBAL
 from echelon.prover.matrix import Row
 from echelon.prover.micro import on_host, plain, widened
@@ -28,7 +29,6 @@ from echelon.prover.reference import How, Reference, Shake
 from echelon.prover.references import reference_of
 from echelon.prover.row_strategy import RowStrategy
 from echelon.prover.samples import checksums
-from echelon.prover.target import Target
 from echelon.prover.turns import Enough, Turns
 from echelon.prover.wide import without_narrow_casts
 from echelon.prover.workarounds import noting_seeds, without_autocast

@@ -34,10 +34,10 @@ def is_begun_anew(folder: Location) -> bool:
 
 
 def left_alone(folder: Location) -> bool:
-    """Whether nothing in it is to be restored; why is logged. `echelon prove` compares runs from their beginning."""
+    """Whether nothing in it is to be restored; why is logged. `echelon prove` and `plan` look at runs from their beginning."""
     anew = is_begun_anew(absolute(folder))
     if anew or overrides().observes:
-        why = "--restart was given" if anew else "a run is compared from its beginning"
+        why = "--restart was given" if anew else "a run that is proved or planned starts from its beginning"
         logger.warning("%s: nothing in %s is restored", why, folder)
         return True
     return False

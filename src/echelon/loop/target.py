@@ -1,4 +1,4 @@
-"""What a proof runs: a script as it stands, or two functions."""
+"""What a proof or a plan runs: a script as it stands, or two functions."""
 
 from __future__ import annotations
 

@@ -1,0 +1,43 @@
+"""`echelon plan`: what training will do, before it does it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.terminal import printable
+
+__all__ = ["add_arguments", "execute"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layers", action="store_true", required=True, help="show what the strategy does with each layer of the script's module"
+    )
+    parser.add_argument(
+        "--strategy", metavar="NAME", help="in place of the script's own: a name, or axes such as dp_shard=2,tp=4"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="on how many ranks (default: as many as the strategy's sizes say, else 2)"
+    )
+    parser.add_argument("script", help="a script that gives echelon a module to train; it is run up to there, in this process")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    if not Path(arguments.script).is_file():
+        raise UsageError(f"script {arguments.script} does not exist (looked in {Path.cwd()}).")
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise UsageError(f"--ranks must be at least 1, got {arguments.ranks}.")
+
+    from echelon.loop.target import Target
+    from echelon.plan.layers import lines, plan_layers
+
+    target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
+    with contextlib.redirect_stdout(sys.stderr):  # what the script prints is not the plan
+        found = plan_layers(target, arguments.strategy, arguments.ranks)
+    print(printable("\n\n".join("\n".join(lines(each)) for each in found)))
+    return 0

@@ -1,0 +1,235 @@
+"""What a strategy would do with each layer of a module, before anything is done: `echelon plan --layers` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.parallel.composed import Parallel
+from echelon.parallel.experts import moe_layers
+from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
+from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.names import class_name, plain_name
+from echelon.parallel.pipeline import Stages
+from echelon.parallel.recipe import Recipe
+from echelon.parallel.strategy import Strategy
+from echelon.parallel.tensor import Chosen, TPStrategy
+from echelon.parallel.units import units_of
+from echelon.parallel.zero import ZeROStrategy
+
+__all__ = ["Layers", "Row", "layers_of"]
+
+_GATHERED = "gathered with"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Layers that are alike, and are treated alike.
+
+    Args:
+        name: with the numbers of all, as in `blocks.{0..3}.up`; "" is the module itself.
+        kind: their class.
+        parameters: of all of them; a tied one counts where it comes first.
+        told: what becomes of them, by axis.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    told: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a module under a strategy.
+
+    Args:
+        kind: the module's class.
+        strategy: its name, or its axes.
+        notes: what concerns more than one layer.
+        styles: of tensor parallelism, those that occur.
+    """
+
+    kind: str
+    strategy: str
+    ranks: int
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+    styles: Sequence[str] = ()
+
+
+def layers_of(module: nn.Module, strategy: Strategy, ranks: int) -> Layers:
+    """Which layers `strategy` splits over so many ranks, and how. No process group is needed, and nothing is changed.
+
+    Args:
+        module: not yet made parallel; the meta device will do.
+    Raises:
+        UsageError: what training would be refused for: heads, layers or experts that do not divide, a plan that names no module.
+    """
+    axes: dict[str, Callable[[str, nn.Module], str]] = {}
+    notes: list[str] = []
+    styles: list[str] = []
+    text = strategy.name
+    several = _as_axes(strategy, ranks)
+    if several is not None:
+        dims = several.dims(ranks)
+        text = ",".join(f"{axis}={size}" for axis, size in dims.used.items()) or text
+        stages, chosen = several.check(module, dims, Recipe())
+        if chosen is not None:
+            axes["tp"] = _tensor(module, chosen)
+            styles = sorted({_style(style) for style in chosen.styles.values()})
+            notes.append(f"tp: {chosen.plan.source}")
+            notes += [f"tp leaves {name} whole: {why}" for name, why in chosen.plan.whole.items()]
+        if stages is not None:
+            axes["pp"] = _pipeline(stages)
+            notes += [f"{name} is on ranks {_listed(at)} of pp, which add up its gradients" for name, at in stages.shared.items()]
+        if dims.ep > 1:
+            axes["ep"] = _experts(module, dims.ep)
+        if dims.cp > 1:
+            notes.append(f"cp: each rank computes a part of 1/{dims.cp} of each sequence; layers stay whole")
+    sharded = None if several is not None and several.pp > 1 else _sharded(strategy, several, ranks)
+    if sharded is not None:
+        axes[_GATHERED] = _gathered(module, sharded)
+    if not axes:
+        notes.append("every rank has all layers whole")
+    return Layers(class_name(module), text, ranks, _rows(module, axes), notes, styles)
+
+
+def _as_axes(strategy: Strategy, ranks: int) -> Parallel | None:
+    if isinstance(strategy, TPStrategy):
+        size = strategy.size or ranks
+        return Parallel(
+            dp_replicate=strategy.dp_replicate,
+            tp=size,
+            plan=strategy.plan,
+            sequence_parallel=strategy.sequence_parallel,
+            fsdp=strategy.fsdp,
+        )
+    if isinstance(strategy, Parallel):
+        dims = strategy.dims(ranks)
+        return replace(strategy, **{axis: getattr(dims, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")})
+    return None
+
+
+def _sharded(strategy: Strategy, several: Parallel | None, ranks: int) -> FSDPStrategy | FSDP2Strategy | None:
+    """What shards the parameters, if something does."""
+    if several is not None:
+        dims = several.dims(ranks)
+        return several.fsdp or FSDPStrategy() if dims.dp_shard * dims.cp > 1 else None
+    if isinstance(strategy, HSDPStrategy):
+        return FSDPStrategy(blocks=strategy.blocks)
+    if isinstance(strategy, ZeROStrategy) and strategy.stage > 1:
+        return strategy.options if isinstance(strategy.options, FSDPStrategy) else FSDPStrategy()
+    return strategy if isinstance(strategy, (FSDPStrategy, FSDP2Strategy)) else None
+
+
+# --- one axis each: from a layer's name and the layer to what becomes of it
+
+
+def _tensor(module: nn.Module, chosen: Chosen) -> Callable[[str, nn.Module], str]:
+    styles = {module.get_submodule(name): _style(style) for name, style in chosen.styles.items()}
+    in_parts = tuple(f"{plain_name(block)}." for block in chosen.blocks)
+
+    def told(name: str, layer: nn.Module) -> str:
+        if layer in styles:
+            return styles[layer]
+        return "whole, on a part of the sequence" if name.startswith(in_parts) and in_parts else "whole"
+
+    return told
+
+
+def _style(style: Any) -> str:
+    return style if isinstance(style, str) else type(style).__name__
+
+
+def _pipeline(stages: Stages) -> Callable[[str, nn.Module], str]:
+    def told(name: str, layer: nn.Module) -> str:
+        for unit in stages.units:
+            if name == unit.name or name.startswith(f"{unit.name}."):
+                return f"stage {unit.stage}, rank {stages.ranks[unit.stage]}"
+        return "every stage"
+
+    return told
+
+
+def _experts(module: nn.Module, ep: int) -> Callable[[str, nn.Module], str]:
+    divided = {part: moe.experts.num_experts for moe in moe_layers(module).values() for part in moe.experts.modules()}
+    return lambda name, layer: f"{divided[layer] // ep} of {divided[layer]} experts" if layer in divided else "as the rest"
+
+
+def _gathered(module: nn.Module, sharded: FSDPStrategy | FSDP2Strategy) -> Callable[[str, nn.Module], str]:
+    units = units_of(module, sharded.blocks_of(module), None, None, True, torch.device("cpu"), reports=False)
+    held: dict[nn.Parameter, str] = {}
+    for unit in units:
+        name = plain_name(unit.name)
+        for part in unit.modules:
+            for parameter in part.parameters():
+                held.setdefault(parameter, _template(name)[0])
+
+    def told(name: str, layer: nn.Module) -> str:
+        return held.get(next(layer.parameters(recurse=False)), "the root")
+
+    return told
+
+
+# --- the rows
+
+
+def _rows(module: nn.Module, axes: Mapping[str, Callable[[str, nn.Module], str]]) -> list[Row]:
+    alike: dict[Any, list[tuple[list[int], int]]] = {}
+    counted: set[nn.Parameter] = set()
+    for full, layer in module.named_modules():
+        own = list(layer.parameters(recurse=False))
+        if not own:
+            continue
+        name = plain_name(full)
+        told = {axis: tell(name, layer) for axis, tell in axes.items()}
+        template, numbers = _template(name)
+        size = sum(p.numel() for p in own if p not in counted)
+        counted.update(own)
+        shapes = tuple(tuple(p.shape) for p in own)
+        alike.setdefault((template, class_name(layer), shapes, size > 0, tuple(told.items())), []).append((numbers, size))
+    return [
+        Row(
+            _name(template, [numbers for numbers, _ in those]),
+            kind,
+            sum(size for _, size in those),
+            {axis: _each(text, [numbers for numbers, _ in those]) if axis == _GATHERED else text for axis, text in told},
+        )
+        for (template, kind, _, _, told), those in alike.items()
+    ]
+
+
+def _template(name: str) -> tuple[str, list[int]]:
+    """The name with `*` for each number in it, and the numbers."""
+    parts = name.split(".")
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    return ".".join("*" if part.isdecimal() else part for part in parts), numbers
+
+
+def _name(template: str, numbers: Sequence[Sequence[int]]) -> str:
+    ranges: Iterator[str] = (_range(sorted(set(each))) for each in zip(*numbers, strict=True))
+    return ".".join(next(ranges) if part == "*" else part for part in template.split("."))
+
+
+def _each(template: str, numbers: Sequence[Sequence[int]]) -> str:
+    """The name of a module around each of the layers: with `*` for the numbers in which they differ."""
+    alike = iter([str(each[0]) if len(set(each)) == 1 else "*" for each in zip(*numbers, strict=True)])
+    return ".".join(next(alike) if part == "*" else part for part in template.split("."))
+
+
+def _range(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if all(b - a == 1 for a, b in pairwise(numbers)):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return f"{{{','.join(map(str, numbers))}}}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

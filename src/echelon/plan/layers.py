@@ -1,0 +1,141 @@
+"""Run a script up to where it would train, and show what its strategy, or another, would do with each layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.overrides import Overrides, impose
+from echelon.contracts.terminal import columns
+from echelon.loop.auto import AutoUnit
+from echelon.loop.callback import Callback
+from echelon.loop.observer import observing
+from echelon.loop.target import Target
+from echelon.parallel.composed import Parallel
+from echelon.parallel.layers import Layers, layers_of
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.recipe import Recipe
+from echelon.parallel.strategy import NOOPStrategy, Strategy, resolve
+from echelon.parallel.tensor import TPStrategy
+from echelon.world.init import World
+from echelon.world.mesh import AXES
+
+__all__ = ["lines", "plan_layers"]
+
+_STYLES = {
+    "colwise": "its outputs are split; what follows works on a rank's own part of the features",
+    "rowwise": "its inputs are split, and the results summed up; an embedding: its rows",
+    "colwise_gather": "its outputs are split, and put together again",
+    "rowwise_split": "its inputs are split, of which every rank has all, and the results summed up",
+    "colwise_logits": "its outputs are split, and the loss takes them so",
+    "summed": "whole, on split features: its gradients are summed up",
+}
+
+
+class _Trains(BaseException):
+    """The script is where it would train: that is far enough."""
+
+
+@dataclass
+class _Looks(Strategy):
+    """In place of a script's strategy: looks at the module and leaves it alone."""
+
+    given: Strategy | None
+    ranks: int | None
+    found: list[Layers] = field(default_factory=list)
+
+    name = "noop"
+
+    def __post_init__(self) -> None:
+        self.own: Strategy | None = None
+
+    def __call__(self, own: Strategy | None) -> Strategy:
+        self.own = own
+        return self
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        strategy = _with_options_of(self.own, self.given) if self.given else self.own or NOOPStrategy()
+        self.found.append(layers_of(module, strategy, self.ranks or _least_ranks(strategy)))
+        return NOOPStrategy().prepare(module, world, recipe)
+
+
+def plan_layers(target: Target, strategy: str | None = None, ranks: int | None = None) -> list[Layers]:
+    """What becomes of the layers of each module that the script makes parallel before it trains. One process; no training.
+
+    Args:
+        strategy: in place of the script's own: a name, or axes such as "dp_shard=2,tp=4".
+        ranks: on how many; by default as many as the strategy's sizes say, and 2 if they say nothing.
+    Raises:
+        UsageError: what training would be refused for; or the script gives echelon no module.
+    """
+    looks = _Looks(resolve(strategy), ranks)
+
+    def far_enough(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
+        if isinstance(unit, AutoUnit):
+            unit.prepared  # noqa: B018  (it is made when it is first asked for)
+        raise _Trains
+
+    impose(Overrides(looks, compile=False, observes=True))
+    try:
+        with observing(far_enough):
+            target.run()
+    except _Trains:
+        pass
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+    finally:
+        impose(None)
+    if not looks.found:
+        raise UsageError(
+            f"{target.script} gave echelon no module that is not parallel already, so there is nothing to show. It must reach "
+            "echelon's train, fit, prepare or prepare_module."
+        )
+    return looks.found
+
+
+def _with_options_of(own: Strategy | None, given: Strategy) -> Strategy:
+    """`given`, which was only named, with what the script's own strategy says of the model: its plan, its stages, its blocks."""
+    if type(own) is type(given):
+        own_axes = {*AXES, "ep"} if isinstance(given, Parallel) else set()
+        assert is_dataclass(own)
+        kept = {each.name: getattr(own, each.name) for each in fields(own) if each.init and each.name not in own_axes}
+        return replace(given, **kept)
+    if isinstance(given, Parallel) and isinstance(own, TPStrategy):
+        return replace(given, plan=own.plan, sequence_parallel=own.sequence_parallel, fsdp=own.fsdp)
+    if isinstance(given, TPStrategy) and isinstance(own, Parallel):
+        return replace(given, plan=own.plan, sequence_parallel=own.sequence_parallel, fsdp=own.fsdp)
+    return given
+
+
+def _least_ranks(strategy: Strategy) -> int:
+    sizes = [1]
+    if isinstance(strategy, Parallel):
+        sizes = [strategy.pp, strategy.dp_replicate, strategy.dp_shard or 1, strategy.cp, strategy.tp]
+        if strategy.dp_shard is None and strategy.ep > 1:
+            sizes.append(strategy.ep)
+    else:
+        sizes = [getattr(strategy, name, None) or 1 for name in ("size", "dp_replicate")]
+    return max(2, math.prod(size for size in sizes if size > 0))
+
+
+def lines(layers: Layers) -> list[str]:
+    """For people: a table, and what its words mean."""
+    total = sum(row.parameters for row in layers.rows)
+    made = [f"{layers.kind} on {layers.ranks} ranks by {layers.strategy}: {total:,} parameters"]
+    made += [f"  {note}" for note in layers.notes]
+    axes = list(layers.rows[0].told) if layers.rows else []
+    sizes = [f"{row.parameters:,}" if row.parameters else "tied" for row in layers.rows]
+    width = max(map(len, ("parameters", *sizes)))
+    table = [["layer", "class", "parameters", *axes]]
+    for row, size in zip(layers.rows, sizes, strict=True):
+        table.append([row.name or "(itself)", row.kind, size.rjust(width), *row.told.values()])
+    made += ["", *columns(table)]
+    if known := [style for style in layers.styles if style in _STYLES]:
+        made += ["", *(f"{style}: {_STYLES[style]}" for style in known)]
+    return made
