@@ -149,6 +149,30 @@ def test_a_loop_of_ones_own_is_run_up_to_where_it_trains(tmp_path: Path, echelon
     other = echelon_command("plan", "--layers", "--strategy", "dp_shard=2,tp=3", "train.py", "me")
     assert other.returncode == 2 and "does not divide" in other.stderr, other.stderr  # by the script's own plan
 
+LIGHTNING = """
+import torch
+import echelon.compat.lightning as L
+
+class Fit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, i):
+        return self.net(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+L.Trainer(max_epochs=1, strategy="fsdp", devices=2).fit(Fit(), [torch.zeros(2, 4)])
+"""
+
+
+def test_a_trainer_that_would_start_ranks_goes_on_in_this_process(tmp_path: Path, echelon_command: Command) -> None:
+    (tmp_path / "train.py").write_text(LIGHTNING)
+    done = echelon_command("plan", "--layers", "--ranks", "4", "train.py")
+    assert done.returncode == 0 and "Fit on 4 ranks by fsdp: 10 parameters" in done.stdout, done.stderr
+
 
 def test_a_unit_of_ones_own_and_examples(tmp_path: Path, echelon_command: Command) -> None:
     (tmp_path / "train.py").write_text(OWN_UNIT)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.rank import RankInfo
 from echelon.contracts.terminal import printable
 
 __all__ = ["add_arguments", "execute"]
@@ -33,9 +35,12 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None and arguments.ranks < 1:
         raise UsageError(f"--ranks must be at least 1, got {arguments.ranks}.")
 
+    from echelon.launcher.local.nodes import free_port
     from echelon.loop.target import Target
     from echelon.plan.layers import lines, plan_layers
 
+    # As a rank of a launcher: a script that would start ranks itself where there are none goes on in this process.
+    os.environ.update({**RankInfo(rank=0, world_size=1, run_id="plan").to_env(), "MASTER_PORT": str(free_port())})
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
     with contextlib.redirect_stdout(sys.stderr):  # what the script prints is not the plan
         found = plan_layers(target, arguments.strategy, arguments.ranks)

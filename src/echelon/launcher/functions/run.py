@@ -132,9 +132,9 @@ def launch(
 def _refuse_under_prove() -> None:
     if overrides().observes:
         raise UsageError(
-            "the script starts ranks itself, with launch or spawn, but prove has to start them. Let it call train or fit in "
-            "every "
-            "process, as under `echelon run`, or call echelon.prove with the functions that make its unit and its data."
+            "the script starts ranks itself, with launch or spawn, but `echelon prove` and `echelon plan` run it in ranks of "
+            "their own. Let it call train or fit in every process, as under `echelon run`; or call echelon.prove with the "
+            "functions that make its unit and its data."
         )
 
 
