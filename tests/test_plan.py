@@ -149,6 +149,7 @@ def test_a_loop_of_ones_own_is_run_up_to_where_it_trains(tmp_path: Path, echelon
     other = echelon_command("plan", "--layers", "--strategy", "dp_shard=2,tp=3", "train.py", "me")
     assert other.returncode == 2 and "does not divide" in other.stderr, other.stderr  # by the script's own plan
 
+
 LIGHTNING = """
 import torch
 import echelon.compat.lightning as L
