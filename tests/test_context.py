@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import echelon as ech
 from echelon.contracts.errors import UsageError
 from tests.conftest import Ranks
 from tests.context_models import LM, Language, lm, plain, tokens
-from tests.models import largest_difference, whole
+from tests.models import batch, largest_difference, whole
+from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -496,6 +498,25 @@ def _unchecked() -> tuple[bool, list[list[int]]]:
 def test_dimensions_can_be_said(ranks: Ranks) -> None:
     for _, shapes in ranks(2, _unchecked):
         assert shapes == [[2, 8], [2, 8], [2, 3, 16]]
+
+
+def _no_sequence(phase: str) -> tuple[str, bool]:
+    module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double()
+    unit = Regression(module=module, strategy="cp=2")
+    with pytest.raises(UsageError) as caught:
+        if phase == "train":
+            ech.train(unit, [batch(8, 0)], max_epochs=1)
+        else:
+            ech.evaluate(unit, [batch(8, 0)])
+    lines = traceback.format_tb(caught.tb)
+    return str(caught.value), any("in compute_loss" in line for line in lines)
+
+
+@pytest.mark.parametrize("phase", ["train", "evaluate"])
+def test_features_taken_for_a_sequence_are_named_with_the_line_of_the_user(ranks: Ranks, phase: str) -> None:
+    for said, shows_line in ranks(2, _no_sequence, phase):
+        assert "0 (dim 1)" in said and "Parallel(sequence_dim=...)" in said and "torch says: mat1 and mat2" in said
+        assert shows_line
 
 
 def _recomputed_elsewhere() -> float:

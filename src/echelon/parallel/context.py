@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import EchelonError, UsageError
 from echelon.parallel.context_active import current, over
 from echelon.parallel.context_attention import SplitAttention, attend
 from echelon.parallel.context_batch import SequenceDim, check_sequence_dim, counted, cut_batch, sequence_dims, size_of
@@ -28,6 +28,7 @@ from echelon.parallel.context_probe import probe
 from echelon.parallel.context_split import SequenceParts
 from echelon.parallel.context_transformers import adapt, with_shifted_labels
 from echelon.parallel.recipe import Recipe
+from echelon.parallel.split_errors import SHAPES
 from echelon.world import agree
 from echelon.world.device import map_tensors
 
@@ -86,7 +87,7 @@ class ContextParallel:
         self.parts = SequenceParts.over(mesh.get_group())
         self.share: float | torch.Tensor = 1.0
         self._device, self._said = device, check_sequence_dim(sequence_dim)
-        self._told, self._unchecked, self._compared = False, check, False
+        self._cut, self._unchecked, self._compared = "", check, False
         self._rows = self._length = 0  # of the latest part
         self._here = threading.local()
         self._learns = False
@@ -112,12 +113,11 @@ class ContextParallel:
         part = cut_batch(batch, dims, self.parts)
         self._rows, self._length = size_of(part, dims)
         self.share = counted(batch, part, dims, self.parts.size)
-        if not self._told:
-            self._told = True
+        if not self._cut:
+            self._cut = ", ".join(f"{name or 'the batch'} (dim {dim})" for name, dim in dims.items())
             if agree.is_rank0():
-                cut = ", ".join(f"{name or 'the batch'} (dim {dim})" for name, dim in dims.items())
                 logger.info(
-                    "context parallel over %d ranks: %s cut along the sequence; the rest stays whole", self.parts.size, cut
+                    "context parallel over %d ranks: %s cut along the sequence; the rest stays whole", self.parts.size, self._cut
                 )
         return part
 
@@ -134,11 +134,25 @@ class ContextParallel:
     def active(self) -> Iterator[None]:
         """Context of forward and backward passes over parts. Where gradients are computed, this rank draws its own dropout masks:
         of a stream that begins with a number which its ranks draw alike, so that a checkpoint has all that a resume needs.
+
+        Raises:
+            UsageError: in the place of torch's words, where shapes do not fit: perhaps what was cut is no sequence.
         """
         self._learns = torch.is_grad_enabled()
         streams = self._own_stream() if self._learns else contextlib.nullcontext()
-        with over(self.parts), streams, self.in_this_thread():
-            yield
+        try:
+            with over(self.parts), streams, self.in_this_thread():
+                yield
+        except RuntimeError as error:
+            fits = not any(each in str(error) for each in SHAPES)
+            if fits or not self._cut or isinstance(error, EchelonError):
+                raise
+            said = UsageError(
+                f"context parallelism: code met shapes that do not fit, after {self._cut} of the batch was cut into "
+                f"{self.parts.size} parts. If that dimension is no sequence, Parallel(sequence_dim=...) says which one is; a batch "
+                f"without sequences is for 'fsdp' or 'ddp'. Layers that mix tokens must be attention. torch says: {error}"
+            )
+            raise said.with_traceback(error.__traceback__) from error
         self._unchecked = False
 
     @property

@@ -20,7 +20,7 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.context_active import over
 from echelon.parallel.context_split import SequenceParts
 from echelon.parallel.experts.moe import MoE
-from echelon.parallel.split_errors import meaning
+from echelon.parallel.split_errors import SHAPES, meaning
 from echelon.world import agree, rng
 from echelon.world.device import map_tensors
 
@@ -63,6 +63,8 @@ def probe(
         except Exception as error:
             if short < lengths[-1]:  # a model for one length only
                 continue
+            if any(each in str(error) for each in SHAPES):
+                raise  # perhaps what was cut is no sequence: whoever cut it says so
             if (said := meaning(module, str(error))) is not None:
                 raise UsageError(f"{said} torch says: {error}") from error
             raise UsageError(

@@ -12,10 +12,10 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.names import class_name
 from echelon.parallel.tensor_layers import shared_axis, split_outputs
 
-__all__ = ["explain_step", "explained", "gathers_in", "meaning"]
+__all__ = ["SHAPES", "explain_step", "explained", "gathers_in", "meaning"]
 
 # What torch says of a part of the features where all are expected.
-_SHAPES = (
+SHAPES = (
     "shapes cannot be multiplied",
     "must match the size of tensor",
     "is invalid for input of size",
@@ -45,7 +45,7 @@ def explained(module: nn.Module) -> Iterator[None]:
     except RuntimeError as error:
         if (said := meaning(module, str(error))) is None:
             raise
-        raise UsageError(f"{said} torch says: {error}") from error
+        raise UsageError(f"{said} torch says: {error}").with_traceback(error.__traceback__) from error  # whose line it is
 
 
 # What torch says of an operation that an optimizer does with all elements of a parameter, or with parameters of several meshes.
@@ -100,7 +100,7 @@ def meaning(module: nn.Module, text: str) -> str | None:
             f"{name} has gradients that are sparse tensors, which cannot be split over the ranks. Make its embeddings with "
             "sparse=False, or train under 'ddp'."
         )
-    if shared_axis(module) is not None and any(each in text for each in _SHAPES):
+    if shared_axis(module) is not None and any(each in text for each in SHAPES):
         parts = split_outputs(module)
         such = f", such as {parts[-1]}," if parts else ""
         return (
