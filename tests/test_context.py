@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
+from tests import models
 from tests.conftest import Ranks
 from tests.context_models import LM, Language, lm, plain, tokens
-from tests.models import batch, largest_difference, whole
+from tests.models import largest_difference, whole
 from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -505,9 +506,9 @@ def _no_sequence(phase: str) -> tuple[str, bool]:
     unit = Regression(module=module, strategy="cp=2")
     with pytest.raises(UsageError) as caught:
         if phase == "train":
-            ech.train(unit, [batch(8, 0)], max_epochs=1)
+            ech.train(unit, [models.batch(8, 0)], max_epochs=1)
         else:
-            ech.evaluate(unit, [batch(8, 0)])
+            ech.evaluate(unit, [models.batch(8, 0)])
     lines = traceback.format_tb(caught.tb)
     return str(caught.value), any("in compute_loss" in line for line in lines)
 
