@@ -114,6 +114,19 @@ def test_what_training_refuses_is_refused(strategy: ech.Strategy, ranks: int, sa
         layers_of(module, strategy, ranks)
 
 
+def test_plans_of_transformers_are_named_with_what_they_leave_whole() -> None:
+    tf = pytest.importorskip("transformers", reason="needs `pip install transformers`")
+    size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = tf.Qwen3MoeConfig(**size, intermediate_size=64, moe_intermediate_size=16, num_experts=4)
+    with torch.device("meta"):
+        module = tf.Qwen3MoeForCausalLM(config)
+    layers = layers_of(module, ech.TPStrategy(), 2)
+    tp = told(layers, "tp")
+    assert layers.notes[0] == "tp: as transformers says of Qwen3MoeForCausalLM" and "experts whole" in layers.notes[1]
+    assert tp["model.layers.{0..1}.self_attn.q_proj"] == "colwise" and tp["model.layers.{0..1}.self_attn.q_norm"] == "summed"
+    assert tp["model.layers.{0..1}.mlp.experts"] == "whole" and layers.styles[-1] == "summed"
+
+
 OWN_LOOP = """
 import torch, sys
 import echelon as ech
