@@ -101,7 +101,7 @@ def test_experts_and_sequences() -> None:
     [
         (ech.Parallel(tp=3), 3, "does not divide"),
         (ech.Parallel(pp=8), 8, "too few for 8 stages"),
-        (ech.Parallel(ep=2), 2, "no echelon.MoE layer"),
+        (ech.Parallel(ep=2), 2, "no layer of experts that ep can divide"),
         (ech.Parallel(dp_shard=2, tp=2), 6, "dp_shard"),
         (ech.Parallel(tp=2, plan={"blocks.*.q": "colwise"}), 2, "matches no submodule"),
     ],

@@ -153,9 +153,9 @@ class Parallel(Strategy):
             return alone
         if chosen is not None:
             split_layers(module, chosen.of_stages(module), dims.tp_mesh(device))
-        context = self._context(module, dims, world)
-        if dims.ep > 1:
+        if dims.ep > 1:  # before cp has a forward of its own in each module
             distribute_experts(module, dims.ep_mesh(device), dims.ep_data_mesh(device))
+        context = self._context(module, dims, world)
         # Phase 3: the axes over which gradients are averaged.
         data_axes(module, dims.samples_mesh(device))
         mesh = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(device)}

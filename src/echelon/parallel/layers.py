@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from echelon.parallel.composed import Parallel
-from echelon.parallel.experts import moe_layers
+from echelon.parallel.experts.distribute import count, stacked_experts
 from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.names import class_name, plain_name
@@ -158,7 +158,7 @@ def _pipeline(stages: Stages) -> Callable[[str, nn.Module], str]:
 
 
 def _experts(module: nn.Module, ep: int) -> Callable[[str, nn.Module], str]:
-    divided = {part: moe.experts.num_experts for moe in moe_layers(module).values() for part in moe.experts.modules()}
+    divided = {part: count(experts) for experts in stacked_experts(module).values() for part in experts.modules()}
     return lambda name, layer: f"{divided[layer] // ep} of {divided[layer]} experts" if layer in divided else "as the rest"
 
 

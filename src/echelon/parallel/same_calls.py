@@ -50,7 +50,7 @@ class SameCalls:
             if is_fully_sharded(part):
                 part.register_forward_pre_hook(torch.compiler.disable(self._noting(len(self._blocks))))
                 self._blocks.append(plain_name(name) or class_name(module))
-        experts = {p for _, part in divided_experts(module) for p in part.parameters()}  # others on each rank
+        experts = {p for _, part, _ in divided_experts(module) for p in part.parameters()}  # others on each rank
         named = [(n, p) for n, p in plain_names(module) if is_split(p) and p not in experts]
         self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
         self._now: list[int] = []

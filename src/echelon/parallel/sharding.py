@@ -237,7 +237,7 @@ def shard(
     _refuse_container(module)
     ignored = set(how.ignored)
     ranks = how.mesh.mesh.flatten().tolist()
-    _refuse_split(module, ranks, {p for _, experts in divided_experts(module) for p in experts.parameters()})
+    _refuse_split(module, ranks, {p for _, experts, _ in divided_experts(module) for p in experts.parameters()})
     _refuse_loose(module, ignored, len(ranks))
     ignored |= (whole := unsplittable(module))
     reports, precision = world.rank == 0, recipe.precision

@@ -98,10 +98,8 @@ def experts_apart(module: nn.Module, precision: Precision | None, policy: MixedP
     """
     return {
         parameter
-        for _, part in divided_experts(module)
-        if part.dispatch is not None
-        and part.dispatch.data_mesh.size() == 1
-        and policy_for(part, precision, policy).param_dtype is None
+        for _, part, dispatch in divided_experts(module)
+        if dispatch.data_mesh.size() == 1 and policy_for(part, precision, policy).param_dtype is None
         for parameter in part.parameters()
     }
 
@@ -125,11 +123,11 @@ def expert_units(
             policy_for(part, precision, policy),
             reshard is not False,  # a number is one of the other mesh's ranks
             in_order=False,
-            mesh=part.dispatch.data_mesh,
-            placement=part.dispatch.placement,
+            mesh=dispatch.data_mesh,
+            placement=dispatch.placement,
         )
-        for name, part in divided_experts(module)
-        if part.dispatch is not None and not any(parameter in apart for parameter in part.parameters())
+        for name, part, dispatch in divided_experts(module)
+        if not any(parameter in apart for parameter in part.parameters())
     ]
 
 

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.experts.dispatch import Dispatch
+from echelon.parallel.experts.foreign import DividedForward, check_foreign, foreign_experts, num_experts
 from echelon.parallel.experts.moe import MoE
 from echelon.parallel.experts.stacks import Experts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_experts", "distribute_experts", "divided_experts", "moe_layers"]
+__all__ = ["check_experts", "count", "distribute_experts", "divided_experts", "moe_layers", "stacked_experts"]
 
 
 def moe_layers(module: nn.Module) -> dict[str, MoE]:
     """By name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, MoE)}
+
+
+def stacked_experts(module: nn.Module) -> dict[str, nn.Module]:
+    """Modules that have the experts of a layer, by name: for an `echelon.MoE` the layer's."""
+    own: dict[str, nn.Module] = {name: layer.experts for name, layer in moe_layers(module).items()}
+    return own | foreign_experts(module)
+
+
+def count(experts: nn.Module) -> int:
+    """How many experts one of `stacked_experts` has, on whatever ranks they are."""
+    return experts.num_experts if isinstance(experts, Experts) else num_experts(experts)
 
 
 def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
@@ -39,51 +51,65 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
         )
     if ep == 1:
         return
-    if not layers:
-        foreign = [name for name, part in module.named_modules() if type(part).__name__.lower().endswith(("experts", "moeblock"))]
-        hint = (
-            f" {foreign[0]} is a {type(module.get_submodule(foreign[0])).__name__}, which has experts of its own: ep does not "
-            "know how to divide these."
-            if foreign
-            else ""
-        )
-        raise UsageError(
-            f"ep must be 1 for {type(module).__name__}, which has no echelon.MoE layer, got {ep}.{hint} Use echelon.MoE(...) for "
-            "its experts, or give the ranks to dp_shard."
-        )
-    for name, layer in layers.items():
-        count = layer.experts.num_experts
-        if count % ep:
+    experts = stacked_experts(module)
+    if not experts:
+        _refuse_without(module, ep)
+    for name, part in experts.items():
+        if (number := count(part)) % ep:
             where = f"{type(module).__name__}{name and '.'}{name}"
-            raise UsageError(f"ep {ep} does not divide the {count} experts of {where}. Use an ep that divides {count}.")
+            raise UsageError(f"ep {ep} does not divide the {number} experts of {where}. Use an ep that divides {number}.")
+    tried: dict[Any, str | None] = {}
+    for name, part in foreign_experts(module).items():
+        kind = (type(part), tuple((n, tuple(p.shape)) for n, p in part.named_parameters()), "forward" in vars(part))
+        if kind not in tried:
+            tried[kind] = check_foreign(part)
+        if (problem := tried[kind]) is not None:
+            raise UsageError(
+                f"ep must be 1 for {type(module).__name__}, whose {name}, a {type(part).__name__}, cannot be divided: {problem}. "
+                "Use echelon.MoE(...) for its experts, or give the ranks to dp_shard."
+            )
+
+
+def _refuse_without(module: nn.Module, ep: int) -> None:
+    named = [name for name, part in module.named_modules() if type(part).__name__.lower().endswith(("experts", "moeblock"))]
+    hint = (
+        f" {named[0]} is a {type(module.get_submodule(named[0])).__name__}, whose parameters are not stacked, with one for each "
+        "expert in their first dim, or which is not called with (tokens, experts, weights)."
+        if named
+        else ""
+    )
+    raise UsageError(
+        f"ep must be 1 for {type(module).__name__}, which has no layer of experts that ep can divide, got {ep}.{hint} Use "
+        "echelon.MoE(...) for its experts, or give the ranks to dp_shard."
+    )
 
 
 def distribute_experts(module: nn.Module, ep_mesh: DeviceMesh, ep_data_mesh: DeviceMesh) -> None:
     """Let each rank of `ep_mesh` keep its part of every layer's experts, as DTensors. No communication.
 
     Call it when parameters are the same on all ranks, or on the meta device, before `fully_shard`: `sharding.shard` then shards
-    experts over `ep_data_mesh`, and the rest over its own mesh.
+    experts over `ep_data_mesh`, and the rest over its own mesh. What can be wrong was checked by `check_experts`.
 
     Args:
         ep_mesh: 1-D, the ranks that have all experts between them.
         ep_data_mesh: the ranks that have the same experts as this one: 1-D, or 2-D with copies of the shards. Both are parts of
             one mesh.
-    Raises:
-        UsageError: see `check_experts`.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    check_experts(module, ep_mesh.size())
-    for layer in moe_layers(module).values():
-        for part in layer.experts.modules():
+    for experts in stacked_experts(module).values():
+        vars(experts)["dispatch"] = dispatch = Dispatch(ep_mesh, ep_data_mesh)
+        if not isinstance(experts, Experts):
+            experts.forward = DividedForward(experts, dispatch)
+        for part in experts.modules():
             for name, parameter in list(part.named_parameters(recurse=False)):
                 mine = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
                 setattr(part, name, nn.Parameter(mine, requires_grad=parameter.requires_grad))
-        layer.experts.dispatch = Dispatch(ep_mesh, ep_data_mesh)
 
 
-def divided_experts(module: nn.Module) -> Iterator[tuple[str, Experts]]:
-    """Experts that `distribute_experts` has divided, by name; of a pipeline's stage, its own."""
+def divided_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, Dispatch]]:
+    """Experts that `distribute_experts` has divided, by name, and over which ranks; of a pipeline's stage, its own."""
     for name, part in module.named_modules():
-        if isinstance(part, Experts) and part.dispatch is not None and any(True for _ in part.parameters()):
-            yield name, part
+        dispatch = vars(part).get("dispatch")
+        if isinstance(dispatch, Dispatch) and any(True for _ in part.parameters()):
+            yield name, part, dispatch

@@ -18,7 +18,7 @@ from echelon.contracts.numbers import whole
 from echelon.parallel.experts.dispatch import Dispatch
 from echelon.parallel.shards import local
 
-__all__ = ["Experts", "GroupedExperts", "StackedExperts", "experts_of"]
+__all__ = ["Experts", "GroupedExperts", "StackedExperts", "experts_of", "part_of_stack"]
 
 
 class Experts(nn.Module):
@@ -48,16 +48,19 @@ class Experts(nn.Module):
         raise NotImplementedError
 
     def mine(self, stack: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a parameter, (experts, ...).
+        """This rank's part of a parameter, (experts, ...)."""
+        return local(stack) if self.dispatch is None else part_of_stack(stack, self.dispatch)
 
-        Its gradient is divided by the number of ranks that have the others: tokens of all of them come here, so it is their sum
-        already, and what reduces it takes the mean over fewer ranks than that of other parameters. Not by `fully_shard`'s
-        `set_gradient_divide_factor`: over a single rank torch 2.13 divides twice.
-        """
-        if self.dispatch is None:
-            return local(stack)
-        part: torch.Tensor = _Part.apply(stack, 1 / self.dispatch.size)  # type: ignore[no-untyped-call]
-        return part
+
+def part_of_stack(stack: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+    """This rank's part of a divided parameter, (experts, ...).
+
+    Its gradient is divided by the number of ranks that have the others: tokens of all of them come here, so it is their sum
+    already, and what reduces it takes the mean over fewer ranks than that of other parameters. Not by `fully_shard`'s
+    `set_gradient_divide_factor`: over a single rank torch 2.13 divides twice.
+    """
+    part: torch.Tensor = _Part.apply(stack, 1 / dispatch.size)  # type: ignore[no-untyped-call]
+    return part
 
 
 class _Part(torch.autograd.Function):

@@ -1,0 +1,190 @@
+"""Experts that another library wrote, such as those of Mixtral or Qwen-MoE in transformers, divided over ranks as they are.
+
+What they have in common is their form, not a class: every parameter is a stack, whose first dim counts experts, and
+`forward(tokens, experts, weights)` gives for each token the weighted sum of what its experts make of it. So their own forward
+computes the part of the experts that a rank has, whatever is inside of an expert and however its weights lie: each row that
+arrives is a token with one expert and a weight of 1. That they do compute such a sum is tried before anything is divided.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.experts.dispatch import Dispatch, Order
+from echelon.parallel.experts.stacks import Experts, part_of_stack
+
+__all__ = ["DividedForward", "check_foreign", "foreign_experts", "num_experts"]
+
+_TOKENS = 16  # that are tried, most of them with one expert: none may be left out
+
+
+def foreign_experts(module: nn.Module) -> dict[str, nn.Module]:
+    """By name: submodules that look like experts, but for those of `echelon.MoE`, whether or not they can be divided."""
+    return {name: part for name, part in module.named_modules() if _looks_like_experts(part)}
+
+
+def _looks_like_experts(part: nn.Module) -> bool:
+    own = list(part.parameters(recurse=False))
+    if isinstance(part, Experts) or not any(p.dim() > 1 for p in own) or any(p.dim() == 0 for p in own):
+        return False
+    named = "expert" in type(part).__name__.lower() or bool(_counts(part))
+    return named and len({p.shape[0] for p in own}) == 1 and num_experts(part) > 1 and len(_arguments(part)) == 3
+
+
+def num_experts(part: nn.Module) -> int:
+    """How many experts a layer has, on whatever ranks they are."""
+    return next(part.parameters(recurse=False)).shape[0]
+
+
+def _counts(part: nn.Module) -> list[str]:
+    """Attributes that say how many experts there are, such as num_experts."""
+    count = num_experts(part)
+    return [name for name, value in vars(part).items() if "expert" in name.lower() and type(value) is int and value == count]
+
+
+def _arguments(part: nn.Module) -> list[str]:
+    try:
+        taken = list(inspect.signature(type(part).forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return []
+    return [each.name for each in taken if each.kind in (each.POSITIONAL_OR_KEYWORD, each.POSITIONAL_ONLY)]
+
+
+def check_foreign(part: nn.Module) -> str | None:
+    """Why experts cannot be divided; None if they can. Not collective."""
+    if "forward" in vars(part):
+        return "its forward was replaced on the instance"
+    for name, parameter in part.named_parameters():
+        if parameter.dim() == 0 or parameter.shape[0] != num_experts(part):
+            return f"its {name} is {tuple(parameter.shape)}, and no stack of {num_experts(part)} experts"
+        if not parameter.is_floating_point():
+            return f"its {name} is of {parameter.dtype}"
+    if (found := next((name for name, _ in part.named_buffers()), None)) is not None:
+        return f"it has a buffer, {found}"
+    return None if _is_a_sum(part) else _NO_SUM
+
+
+_NO_SUM = (
+    "its forward(tokens, experts, weights) does not give, for each token by itself, the sum of its experts' results, each times "
+    "its weight"
+)
+
+
+@torch.no_grad()
+def _is_a_sum(part: nn.Module) -> bool:
+    """Whether two experts of these shapes, with random values, compute what `DividedForward` takes for granted."""
+    source = torch.Generator().manual_seed(0)
+    bare = _Bare(part).eval()
+    stacks = {name: _random(tuple(p.shape[1:]), source) for name, p in part.named_parameters()}
+    second = {name: stack[1:] for name, stack in stacks.items()}
+    widths = {size for stack in stacks.values() for size in stack.shape[1:]}
+    likely = [getattr(part, name, None) for name in ("hidden_size", "hidden_dim")]
+    experts = (torch.arange(_TOKENS) >= _TOKENS - 3).long()  # the first of each token; the other expert is its second
+    for width in sorted(widths, key=lambda size: size not in likely):
+        tokens = torch.randn(_TOKENS, width, generator=source, dtype=torch.float32)
+        weights = torch.rand(_TOKENS, 2, generator=source, dtype=torch.float32) + 0.5
+        zeros, ones = torch.zeros(_TOKENS, 1, dtype=torch.long), torch.ones(_TOKENS, 1)
+        try:
+            got = bare.of(stacks, tokens, torch.stack([experts, 1 - experts], 1), weights)
+            each = [bare.of(stacks, tokens, zeros + i, ones) for i in range(2)]
+            alone = bare.of(second, tokens, zeros, ones)
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+            continue  # a token has another width
+        chosen = experts.bool()[:, None]
+        wanted = torch.where(chosen, each[1], each[0]) * weights[:, :1] + torch.where(chosen, each[0], each[1]) * weights[:, 1:]
+        return _close(got, wanted) and _close(alone, each[1]) and not _close(*each)
+    return False
+
+
+def _random(shape: tuple[int, ...], source: torch.Generator) -> torch.Tensor:
+    scale: float = max(shape, default=1) ** -0.5
+    return torch.randn(2, *shape, generator=source, dtype=torch.float32) * scale
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or not bool(torch.isfinite(a).all()):
+        return False
+    return bool((a - b).norm() <= 1e-3 * b.norm() + 1e-12)
+
+
+class _Bare(nn.Module):
+    """Experts without parameters of their own, nor the hooks on them, called with the stacks of some of them."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.experts, self._counts = _without_parameters(part), _counts(part)
+
+    def of(self, stacks: Mapping[str, torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+        """`forward` of the experts whose parameters these are."""
+        count = len(next(iter(stacks.values())))
+        vars(self.experts).update(dict.fromkeys(self._counts, count))
+        named = {f"experts.{name}": stack for name, stack in stacks.items()}
+        made: torch.Tensor = torch.func.functional_call(self, named, given)
+        return made
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.experts.forward(*given)
+        return made
+
+
+def _without_parameters(module: nn.Module) -> nn.Module:
+    """A module with the same attributes, and places on the meta device for parameters. No copy: hooks may hold anything."""
+    made: nn.Module = object.__new__(type(module))
+    nn.Module.__init__(made)
+    own = set(vars(made))
+    vars(made).update({name: value for name, value in vars(module).items() if name not in own})
+    made.training = module.training
+    for name, parameter in vars(module)["_parameters"].items():
+        place = None if parameter is None else nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        made.register_parameter(name, place)
+    for name, child in module.named_children():
+        made.add_module(name, _without_parameters(child))
+    return made
+
+
+class DividedForward:
+    """The forward of experts of which each rank has a part, in the place of their author's.
+
+    Args:
+        part: as it was written, before anything else has replaced its forward.
+        dispatch: the ranks that have all of them.
+    """
+
+    def __init__(self, part: nn.Module, dispatch: Dispatch) -> None:
+        self._dispatch, self._num_experts = dispatch, num_experts(part)
+        self._part, self._bare, self._name = part, _Bare(part), type(part).__name__
+        self._names = [name for name, _ in part.named_parameters()]
+        self._arguments = inspect.Signature(list(inspect.signature(type(part).forward).parameters.values())[1:])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the host must know how many tokens go where
+    def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
+        """(N, D), (N, k) integers, (N, k) -> (N, D)."""
+        tokens, experts, weights = self._arguments.bind(*args, **named).arguments.values()
+        counts = torch.bincount(experts.reshape(-1), minlength=self._num_experts)
+        if len(counts) > self._num_experts or tokens.dim() != 2:
+            raise UsageError(
+                f"{self._name} must be called with (tokens, features) and numbers of experts below {self._num_experts} under ep, "
+                f"got {tuple(tokens.shape)} and numbers up to {len(counts) - 1}."
+            )
+        order = Order(experts.reshape(-1), k := experts.shape[1])
+        self._bare.train(self._part.training)
+        rows = order.undo(self._dispatch(order.sort(tokens), counts, self._compute)).view(len(tokens), k, -1)
+        made: torch.Tensor = (rows * weights[..., None]).sum(1).to(tokens.dtype)
+        return made
+
+    def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """This rank's experts, one for each row."""
+        stacks = {name: part_of_stack(self._part.get_parameter(name), self._dispatch) for name in self._names}
+        if not len(rows):  # the gradients of other ranks' tokens pass through here all the same
+            return rows + torch.stack([stack.reshape(-1)[:0].sum() for stack in stacks.values()]).sum().to(rows.dtype)
+        experts = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+        return self._bare.of(stacks, rows, experts[:, None], rows.new_ones(len(rows), 1))
+
+    def __deepcopy__(self, memo: Any) -> DividedForward:
+        raise TypeError(f"{self._name} has its experts on several ranks and cannot be copied.")
