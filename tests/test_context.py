@@ -446,6 +446,45 @@ def test_what_cannot_be_split_is_refused(ranks: Ranks, case: str) -> None:
         assert re.search(REFUSED[case][2], message), message
 
 
+class Weighs(Language):
+    """Counts by a function that is given."""
+
+    def __init__(self, count: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.count = count
+
+    def weight(self, data: Any) -> Any:
+        return self.count(data)
+
+
+# What a unit counts, in batches of which a part of the targets is ignored, and what is said of it.
+WEIGHTS: dict[str, tuple[Any, float, str | None]] = {
+    "targets": (lambda data: (data["targets"] != -100).sum(), 0.3, None),
+    "rows": (lambda data: len(data["inputs"]), 0.0, r"weight\(\) must give .* whole, 2 together, got 2 \+ 2\. .*leave weight"),
+    "all but each row's first": (lambda data: (data["targets"][:, 1:] != -100).sum(), 0.3, r"must give for the 2 parts"),
+}
+
+
+def _weighs(name: str) -> tuple[float, str]:
+    count, ignored, _ = WEIGHTS[name]
+    batches = [tokens(2, 16, i, ignored=ignored) for i in range(4)]
+    unit = Weighs(count, module=lm(), strategy="cp=2")
+    try:
+        ech.train(unit, batches, max_epochs=1)
+    except UsageError as error:
+        return 0.0, str(error)
+    want, _, _ = plain(lm(), [[batch] for batch in batches], by_tokens=True)
+    return largest_difference(whole(unit.module), want), ""
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_of_parts_that_are_not_those_of_the_whole_are_refused(ranks: Ranks, name: str) -> None:
+    """Within a part a row's first target is no row's first."""
+    for far, said in ranks(2, _weighs, name):
+        assert far < 1e-11
+        assert re.search(WEIGHTS[name][2] or "^$", said), said
+
+
 def _compiled() -> tuple[str, float]:
     options: dict[str, Any] = {"compile": ech.TorchCompileParams(backend="aot_eager"), "strategy": "cp=2"}
     with pytest.raises(UsageError) as raised:

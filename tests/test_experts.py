@@ -610,7 +610,11 @@ def _refused(model: str, **sizes: int) -> str:
         ("moe", {"ep": 4}, "ep 4 does not divide the 6 experts of Model.blocks.0.1. Use an ep that divides 6."),
         ("moe", {"ep": 3}, "ep must divide dp_shard x cp, the ranks that share parameters, got ep=3"),
         ("dense", {"ep": 2}, "ep must be 1 for Model, which has no layer of experts that ep can divide, got 2."),
-        ("foreign", {"ep": 2}, "1 is a MixtralExperts, whose parameters are not stacked, with one for each expert in their first dim"),
+        (
+            "foreign",
+            {"ep": 2},
+            "1 is a MixtralExperts, whose parameters are not stacked, with one for each expert in their first dim",
+        ),
         ("auxiliary", {"pp": 2}, "pp must be 1 for Model, whose blocks.0.1 is an echelon.MoE with balance='auxiliary', got 2"),
     ],
     ids=["experts do not divide", "ranks do not divide", "no experts", "another library's experts", "auxiliary losses in stages"],

@@ -182,6 +182,10 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
     def _micro_batch(self, whole: Any, is_padding: bool, is_last: bool) -> MicroBatch[T]:
         piece = self.prepared.part_of(whole)
         weight = 0 if is_padding else self.weight(piece)
+        if self.prepared.doubts_weights and not is_padding:
+            share, self.prepared.share = self.prepared.share, 1.0
+            self.prepared.check_weight(float(weight), float(self.weight(whole)))
+            self.prepared.share = share
         if isinstance(weight, torch.Tensor):
             # Whole numbers in float32 end at 16 million; waiting for a CPU costs nothing.
             weight = float(weight) if weight.device.type == "cpu" else weight.double()

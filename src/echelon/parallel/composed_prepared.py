@@ -64,6 +64,14 @@ class ComposedPrepared(_LaidOut, ShardedStages):
         self.share = self.context.share
         return part
 
+    @property
+    def doubts_weights(self) -> bool:  # type: ignore[override]
+        return self.context is not None and self.context.doubts_weights
+
+    def check_weight(self, part: float, whole: float) -> None:
+        if self.context is not None:
+            self.context.check_weight(part, whole)
+
     def whole_of(self, outputs: Any) -> Any:
         return outputs if self.context is None else self.context.whole_of(outputs)
 

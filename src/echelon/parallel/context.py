@@ -73,6 +73,7 @@ class ContextParallel:
     Attributes:
         parts: which part of a sequence this rank has.
         share: of the latest batch that `part_of` cut: what its part counts of what the whole batch counts, 0 .. 1.
+        doubts_weights: `check_weight` has not been called yet.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ContextParallel:
     ) -> None:
         self.parts = SequenceParts.over(mesh.get_group())
         self.share: float | torch.Tensor = 1.0
+        self.doubts_weights = True
         self._device, self._said = device, check_sequence_dim(sequence_dim)
         self._cut, self._unchecked, self._compared = "", check, False
         self._rows = self._length = 0  # of the latest part
@@ -120,6 +122,22 @@ class ContextParallel:
                     "context parallel over %d ranks: %s cut along the sequence; the rest stays whole", self.parts.size, self._cut
                 )
         return part
+
+    def check_weight(self, part: float, whole: float) -> None:
+        """Of the first batch: do the weights of its parts add up to its own? Collective.
+
+        Raises:
+            UsageError: on all ranks: tokens at the ends of parts are left out, or each part counts as the whole.
+        """
+        self.doubts_weights = False
+        told = agree.gather(part, self.parts.group)
+        if abs(sum(told) - whole) > 1e-6 * abs(whole):
+            raise UsageError(
+                f"weight() must give for the {len(told)} parts of a sequence what it gives for the whole, {whole:g} together, "
+                f"got {' + '.join(f'{weight:g}' for weight in told)}. Count a part's tokens, for a causal language model by "
+                "echelon.count_tokens(data, next_token=True), as labels are shifted before a sequence is cut; where rows count, "
+                "leave weight() to AutoUnit, or multiply by self.prepared.share."
+            )
 
     def whole_of(self, outputs: Any) -> Any:
         """Outputs for the latest batch from those for its parts, on all its ranks: what has the sequence is put together, along

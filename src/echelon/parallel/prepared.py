@@ -59,6 +59,7 @@ class Prepared(Generic[M]):
         wants_outputs: whether somebody looks at what `compute_loss` returns besides the loss, in training.
         part, stage: which part of each sample this rank computes, and which part of the layers, each of how many.
         share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
+        doubts_weights: parts of samples are weighed, which `check_weight` has not seen yet.
         draws_apart: a forward pass draws other random numbers than one process would, on the ranks that share its samples.
         is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         works_alone: each rank trains by itself, and meets the others now and then.
@@ -81,6 +82,7 @@ class Prepared(Generic[M]):
     draws_apart = False
     is_trying = False
     share: float | torch.Tensor = 1.0
+    doubts_weights = False
     computes_in: torch.dtype | None = None
     calls: SameCalls | None = None
     explaining: Callable[[], AbstractContextManager[Any]] = staticmethod(lambda: NO_CONTEXT)
@@ -198,6 +200,9 @@ class Prepared(Generic[M]):
         """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
         return outputs
 
+    def check_weight(self, part: float, whole: float) -> None:
+        """UsageError if what a unit weighs parts of a batch does not add up to what it weighs the whole. Collective."""
+
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""
         return forward(batch)
@@ -304,15 +309,11 @@ class Prepared(Generic[M]):
             average_(alone, self.data_groups, in_order=self.order_is_fixed)
 
     def fix_order(self) -> None:
-        """From now on, add gradients over the ranks in the order of `parallel/fixed_order`, and take norms in one order.
-        Raises UsageError if this kind of module has no fixed order.
-        """
+        """From now on, add gradients and norms over the ranks in one order (`fixed_order`); UsageError if there is none."""
         self.order_is_fixed = True
 
     def parameters_written(self) -> None:
-        """Call it after writing into parameters other than by an optimizer's step: what was gathered of them is forgotten.
-        Raises UsageError if this kind of module cannot forget.
-        """
+        """After writing into parameters otherwise than by a step: forget what was gathered; UsageError if that cannot be."""
 
     def before_evaluation(self) -> None:
         """The ranks are about to evaluate, in step if `forward_is_collective`: they do so with the same buffers."""
