@@ -4,10 +4,11 @@
     echelon run --ranks 4 examples/hf_finetune.py --model ~/models/Qwen3-8B --strategy dp_shard=2,tp=2
     echelon run --ranks 2 examples/hf_finetune.py --model ~/models/Qwen2.5-0.5B --lora 16 --out adapter
     echelon run --ranks 2 examples/hf_finetune.py --model llama --strategy tp       no download: see below
+    echelon run --ranks 2 examples/hf_finetune.py --model mixtral --strategy ep=2   experts divided over the ranks
 
---model is a local folder, as `hf download` leaves it: each rank reads its own part of the weights. Or it is "llama", "qwen2" or
-"gpt2" for a small untrained model over bytes. Needs `pip install transformers`, and peft for --lora. Started again, the script
-goes on from its newest checkpoint.
+--model is a local folder, as `hf download` leaves it: each rank reads its own part of the weights. Or it is "llama", "qwen2",
+"gpt2" or "mixtral" for a small untrained model over bytes. Needs `pip install transformers`, and peft for --lora. Started again,
+the script goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def small_config(name: str, width: int) -> tf.PretrainedConfig:
     if name == "gpt2":
         return tf.GPT2Config(n_embd=width, n_layer=2, n_head=4, n_positions=512, **ends)
     size = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return {"llama": tf.LlamaConfig, "qwen2": tf.Qwen2Config}[name](**size, num_key_value_heads=2, **ends)
+    kinds = {"llama": tf.LlamaConfig, "qwen2": tf.Qwen2Config, "mixtral": tf.MixtralConfig}
+    return kinds[name](**size, num_key_value_heads=2, **ends)
 
 
 def build(folder: Path, lora: int, width: int) -> torch.nn.Module:
@@ -79,13 +81,13 @@ class FineTune(ech.AutoUnit[Batch]):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama", help="a local folder; or llama, qwen2 or gpt2: small and untrained")
+    parser.add_argument("--model", default="llama", help="a local folder; or llama, qwen2, gpt2, mixtral: small and untrained")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank; default: all weights")
     parser.add_argument("--merge", action="store_true", help="with --lora: write a whole model, with the adapters in its weights")
     parser.add_argument("--data", type=Path, help="a folder of text files; default: Python's own source")
     parser.add_argument("--out", type=Path, default=Path("runs/hf_finetune/model"), help="where the model is written")
     parser.add_argument(
-        "--strategy", default="fsdp", help="noop, ddp, fsdp, hsdp, zero1 to zero3, tp, cp, pp; or axes: dp_shard=2,tp=2"
+        "--strategy", default="fsdp", help="noop, ddp, fsdp, hsdp, zero1 to zero3, tp, cp, pp; or axes: dp_shard=2,tp=2, ep=2"
     )
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--lr", type=float, help="default: 2e-5, with LoRA 2e-4; 1e-3 for an untrained model")

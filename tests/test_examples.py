@@ -254,15 +254,19 @@ def test_a_model_is_split_by_its_own_plan_or_an_inferred_one(echelon_command: Co
 
 
 @pytest.mark.full
-def test_a_model_is_tuned_in_stages_from_a_folder_that_stages_wrote(echelon_command: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "strategy"), [("llama", "pp=2"), ("mixtral", "ep=2")])
+def test_a_model_is_tuned_from_a_folder_that_its_parts_wrote(
+    echelon_command: Command, tmp_path: Path, model: str, strategy: str
+) -> None:
+    """In stages; with experts on several ranks."""
     transformers = pytest.importorskip("transformers")
-    common = ("--updates", "10", "--strategy", "pp=2")
-    _start(echelon_command, "hf_finetune.py", *common, "--model", "llama", "--out", "first")
+    common = ("--updates", "10", "--strategy", strategy)
+    _start(echelon_command, "hf_finetune.py", *common, "--model", model, "--out", "first")
     text = _start(echelon_command, "hf_finetune.py", *common, "--model", "first", "--out", "second", "--checkpoints", "second-c")
     ends = re.search(r"held-out loss (\d\.\d+) -> (\d\.\d+)", text)
     assert ends is not None and float(ends[2]) < float(ends[1]) < 5.4, text  # it began with what was written
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "second")
-    assert not any(bool(p.isnan().any()) for p in model.parameters())
+    written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "second")
+    assert not any(bool(p.isnan().any()) for p in written.parameters())
 
 
 # --- a sweep, a notebook
