@@ -235,8 +235,16 @@ def _outside(cut: Cut, name: str | None) -> UsageError:
 
 @functools.cache
 def _with_gate(kind: Any, gate: Any) -> type[nn.Module]:
-    """Of the same name: messages and lists of classes go on to mean it."""
-    return type(kind.__name__, (gate, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    """Of the same name, and with the author's arguments: messages, lists of classes and `inspect.signature` go on to mean it."""
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    if "forward" in vars(gate):
+
+        @functools.wraps(kind.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return gate.forward(self, *args, **kwargs)
+
+        named["forward"] = forward
+    return type(kind.__name__, (gate, kind), named)
 
 
 def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.device) -> Cut:
