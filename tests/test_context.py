@@ -421,6 +421,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "shift in a loss by hand": (lm, {"loss": _loss_by_hand}, r"2 x 7 targets were taken of this rank"),
     "shift of the inputs": (lm, {"loss": _cuts_inputs}, r"2 x 7 targets were taken of this rank"),
     "no sequence": (lm, {"batch": {"x": torch.zeros(3)}}, r"no tensor of the batch has one"),
+    "a tuple": (lm, {"batch": (torch.zeros(2, 7, dtype=torch.int64),)}, r"dimension 1 of item 0 of the batch, of shape \(2, 7\)"),
     "ambiguous": (
         lm,
         {"batch": {**tokens(2, 16, 0), "image": torch.zeros(2, 3, 16)}},

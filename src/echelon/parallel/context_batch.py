@@ -110,11 +110,15 @@ def counted(batch: Any, part: Any, dims: Mapping[str, int], size: int) -> float 
 
 
 def _named_length(name: str, t: torch.Tensor, dims: Mapping[str, int]) -> str:
-    return f"dimension {dims[name]} of {name or 'the batch'}, of shape {tuple(t.shape)},"
+    return f"dimension {dims[name]} of {_label(name)}, of shape {tuple(t.shape)},"
 
 
 def _shape(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    return f"{name or 'the batch'} of shape {tuple(tensors[name].shape)}"
+    return f"{_label(name)} of shape {tuple(tensors[name].shape)}"
+
+
+def _label(name: str) -> str:
+    return f"item {name} of the batch" if name.isdigit() else name or "the batch"
 
 
 def _names(tensors: Mapping[str, torch.Tensor]) -> str:
