@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
 import pytest
 import torch
+from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
@@ -12,8 +17,7 @@ from tests.language import LENGTH, WORDS, Language, Unit
 
 
 def _unit() -> Unit:
-    torch.manual_seed(3)
-    return Unit("AdamW", Language(4))
+    return _of(partial(Language, 4))
 
 
 def _data() -> ech.Loader:
@@ -26,7 +30,7 @@ def test_rows_of_directions_stand_beside_the_strategies() -> None:
     some = ("tp, sequence parallel", "cp", "pp, 1f1b", "pp, zero_bubble", "ep", "fsdp x cp", "fsdp x pp", "tp x pp", "hsdp x tp")
     for name in some:
         assert names[name].fits_some and names[name].accumulation == 2
-    assert not names["fsdp"].fits_some
+    assert names["tp"].fits_some and names["tp x fsdp"].fits_some and not names["fsdp"].fits_some
     assert not any(row.fits_some for row in matrix(["fsdp"], [2], [1], sgd=True))
 
 
@@ -42,12 +46,43 @@ def test_workers_that_meet_after_each_update_train_as_one_process() -> None:
         ech.prove(_unit, _data, strategies=["diloco"], ranks=[2])
 
 
+class _Unplanned(Language):
+    """Its tensor-parallel plan is inferred."""
+
+    tp_plan: ClassVar[dict[str, str]] = {}
+
+
+class _Recurrent(nn.Module):
+    """Its vocabulary can be divided, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.cell, self.head = nn.Embedding(WORDS, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, WORDS)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cell(self.words(words))[0])
+
+
+def _of(make: Callable[[], nn.Module]) -> Unit:
+    torch.manual_seed(3)
+    return Unit("AdamW", make())
+
+
+@pytest.mark.full
+def test_a_model_that_can_hardly_be_divided_is_proved_with_a_note_for_each_direction() -> None:
+    proof = ech.prove(partial(_of, _Recurrent), _data, ranks=[2], accumulation=[2], updates=2, sgd=False)
+    assert proof.holds and {r.label.partition(",")[0] for r in proof.results} == {"ddp", "fsdp", "zero1", "zero2", "tp"}
+    noted = " ".join(note for note in proof.notes if note.startswith("Not for this model: "))
+    for names in ("tp, sequence parallel. ", "cp. ", "pp, gpipe; pp, 1f1b; ", "ep. "):
+        assert f"Not for this model: {names}" in noted, noted
+
+
 @pytest.mark.full
 def test_every_direction_that_fits_is_compared_and_others_are_noted() -> None:
-    proof = ech.prove(_unit, _data, ranks=[2], accumulation=[2], updates=2, sgd=False)
+    proof = ech.prove(partial(_of, partial(_Unplanned, 4)), _data, ranks=[2], accumulation=[2], updates=2, sgd=False)
     verdicts = {r.label: r.verdict for r in proof.results}
     assert proof.holds, verdicts
-    some = ("tp, sequence parallel", "cp", "pp, gpipe", "pp, 1f1b", "pp, zbv")
+    some = ("tp", "tp, sequence parallel", "cp", "pp, gpipe", "pp, 1f1b", "pp, zbv")
     assert {f"{name}, accumulation 2" for name in some} <= verdicts.keys()
     assert not any(label.startswith("ep") for label in verdicts)
-    assert any(note.startswith("Not for this model: ep. ep must be 1 for Language") for note in proof.notes), proof.notes
+    assert any(note.startswith("Not for this model: ep. ep must be 1 for _Unplanned") for note in proof.notes), proof.notes

@@ -55,7 +55,6 @@ class Row:
         optimizer: "script", or "sgd" in place of the script's.
         parts: with bit-equal numbers: micro-batches of a global batch over all ranks.
         precision: "bf16" compares with one process under autocast; None is float32.
-        needs_plan: left out, without a word, where the model brings no `tp_plan`.
         workers: ranks train by themselves and meet after each update: that equals one process for plain SGD without clipping
             alone, which therefore take the place of the script's.
         fits_some: nobody asked for it by name; a model that cannot be run so is not a failure, and a note says why.
@@ -67,7 +66,6 @@ class Row:
     accumulation: int | None = None
     optimizer: str = "script"
     parts: int | None = None
-    needs_plan: bool = False
     workers: bool = False
     fits_some: bool = False
     precision: str | None = None
@@ -96,7 +94,7 @@ def matrix(
     one, so they are not multiplied with them.
 
     Args:
-        strategies: names, or Strategies by the names to show; None is `DEFAULT`, with tp only where a model has a plan.
+        strategies: names, or Strategies by the names to show; None is `DEFAULT`, and `DIRECTIONS` and tp where they fit.
     Raises:
         UsageError: nothing would be compared, or a strategy's name is unknown.
     """
@@ -118,7 +116,7 @@ def matrix(
         if name != "noop":
             rows += _of_strategy(name, strategy, several, accumulation, sgd=sgd, bf16=bf16)
     if strategies is None:
-        rows = [replace(row, needs_plan=True) if row.name.startswith("tp") else row for row in rows]
+        rows = [replace(row, fits_some=True) if row.name.startswith("tp") else row for row in rows]
         rows += _directions(several, accumulation)
     if parts:
         rows += _bitwise(named, ranks, parts)
@@ -147,7 +145,7 @@ def _of_strategy(
 def _directions(several: Sequence[int], accumulation: Sequence[int]) -> list[Row]:
     """Each alone with the most micro-batches of an update, which a pipeline has under way at once."""
     return [
-        Row(name, size, Parallel(**axes), max(accumulation), needs_plan="tp" in axes, fits_some=True)
+        Row(name, size, Parallel(**axes), max(accumulation), fits_some=True)
         for size in several
         for name, axes in DIRECTIONS.get(size, {}).items()
     ]

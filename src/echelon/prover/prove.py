@@ -46,8 +46,8 @@ def prove(
         make_unit: builds the unit; called on every rank after the ranks have joined. Both functions are sent to other
             processes, as with `launch`.
         make_data: builds the loader, best an `echelon.Loader`, whose global batches do not depend on the ranks.
-        strategies: names, or a mapping of the table's names to Strategies. By default ddp, fsdp, hsdp, zero1, zero2, and tp if
-            the module has a `tp_plan`.
+        strategies: names, or a mapping of the table's names to Strategies. By default ddp, fsdp, hsdp, zero1, zero2, and every
+            direction (tp, cp, pp, ep, products) by which the model can be divided; a note says why another cannot.
         ranks: numbers of processes. 1 is the loop itself against plain PyTorch.
         accumulation: micro-batches per update on each rank, tried at the smallest number of ranks above one.
         updates: how many optimizer updates are compared. A mistake shows in the first, as a rule; five let buffers, momentum
@@ -110,5 +110,5 @@ def prove_target(
             run.proof.results.append(result)
             if on_result is not None:
                 on_result(result)
-        run.proof.notes += [f"Not for this model: {'; '.join(names)}. {why}" for why, names in unfit.items()]
+        run.proof.notes += [f"Not for this model: {'; '.join(dict.fromkeys(names))}. {why}" for why, names in unfit.items()]
         return run.proof

@@ -57,7 +57,7 @@ class Proving:
         self.proof = Proof(str(dtype).removeprefix("torch."))
         self.kind = ""
         self.overridable = True
-        self.has_plan = self.idle = False
+        self.idle = False
         self._references: dict[Any, Computed] = {}
         self._batches: dict[Any, Any] = {}
         self._bitwise: dict[str, dict[str, torch.Tensor]] = {}
@@ -75,10 +75,7 @@ class Proving:
         if self.overridable or not self.kind:
             own = self.kind == "TrainUnit"  # accumulates by itself, and makes its own optimizer
             yield from (
-                row
-                for row in rest
-                if (self.has_plan or not row.needs_plan)
-                and not (own and (row.optimizer == "sgd" or (row.accumulation or 1) > 1 or row.precision))
+                row for row in rest if not (own and (row.optimizer == "sgd" or (row.accumulation or 1) > 1 or row.precision))
             )
             return
         self.proof.notes.append(
@@ -193,7 +190,7 @@ class Proving:
 
     def _compare(self, row: Row, result: Result, ran: Ran) -> None:
         records = ran.records
-        self.kind, self.has_plan = records[0]["kind"], self.has_plan or records[0]["has_plan"]
+        self.kind = records[0]["kind"]
         if row.strategy is not None and self.kind and not records[0]["overridable"]:
             self.overridable = False
             result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label

@@ -49,7 +49,6 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         _adapt(unit, row)
         recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
         recorder.record.overridable = chosen is not None and chosen.used
-        recorder.record.has_plan |= chosen is not None and chosen.has_plan
         # A few updates: there is nothing to keep.
         return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 

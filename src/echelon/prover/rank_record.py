@@ -21,7 +21,6 @@ class RankRecord:
     part: tuple[int, int] = (0, 1)  # of each sequence: which, of how many
     stage: tuple[int, int] = (0, 1)  # of the layers
     overridable: bool = False
-    has_plan: bool = False  # of tensor parallelism, the module's own
     loader: str = ""
     samples_by_rank: bool | None = None  # whether the loader has a sampler that knows of ranks; None: not a torch DataLoader
     global_batch: int | None = None

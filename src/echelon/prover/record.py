@@ -126,7 +126,6 @@ class StepRecorder(Callback):
         record.kind = next(kind.__name__ for kind in (LoopUnit, AutoUnit, units.TrainUnit) if isinstance(unit, kind))
         record.is_replica = isinstance(unit, AutoUnit) and unit.prepared.is_replica
         _place(record, unit)
-        record.has_plan = any(hasattr(module, "tp_plan") for _, module in modules_of(unit))
         record.loader = type(dataloader).__name__
         record.global_batch = getattr(dataloader, "global_batch", None)
         record.samples_by_rank = _samples_by_rank(dataloader)

@@ -9,7 +9,6 @@ from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.strategy import Prepared, Strategy
 from echelon.parallel.strategy import resolve as resolve_strategy
-from echelon.parallel.tensor import TPStrategy
 from echelon.parallel.zero import ZeROStrategy
 from echelon.prover.matrix import Row
 
@@ -23,13 +22,12 @@ class RowStrategy(Strategy):
         given = resolve_strategy(row.strategy)
         assert given is not None
         self.by_name, self._strategy, self.name = isinstance(row.strategy, str), given, given.name
-        self.used = self.has_plan = False
+        self.used = False
 
     def __call__(self, own: Strategy | None) -> Strategy:
         """In place of the script's own strategy."""
         if self.by_name and own is not None:
             self._strategy = with_options_of(own, self._strategy)
-        self.has_plan = isinstance(own, TPStrategy) and own.plan is not None
         return self
 
     def prepare(self, module: Any, world: Any, recipe: Any) -> Prepared[Any]:
