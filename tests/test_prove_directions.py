@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -86,3 +86,30 @@ def test_every_direction_that_fits_is_compared_and_others_are_noted() -> None:
     assert {f"{name}, accumulation 2" for name in some} <= verdicts.keys()
     assert not any(label.startswith("ep") for label in verdicts)
     assert any(note.startswith("Not for this model: ep. ep must be 1 for _Unplanned") for note in proof.notes), proof.notes
+
+
+class _OwnStep(ech.TrainUnit[Any]):
+    """A step of one's own, on samples that ranks of a layer share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        mlp = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.module = ech.prepare_module(mlp, torch.device("cpu"), strategy="ddp")
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+
+    def train_step(self, state: ech.State, data: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = (self.module(data).squeeze(1) - data.sum(1)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def _numbers() -> ech.Loader:
+    return ech.Loader(torch.randn(16, 6, generator=torch.Generator().manual_seed(1)), 8)
+
+
+def test_ranks_that_share_a_layer_may_train_on_the_same_samples_in_a_step_of_ones_own() -> None:
+    proof = ech.prove(_OwnStep, _numbers, strategies=["tp"], ranks=[2], accumulation=[1], updates=2, sgd=False, float64=True)
+    assert [(r.label, r.verdict) for r in proof.results] == [("tp", "agrees")], proof.results

@@ -35,6 +35,7 @@ from echelon.prover.rank_record import RankRecord
 from echelon.prover.samples import Reading, plan_of
 from echelon.prover.turns import Enough
 from echelon.prover.values import (
+    is_replica,
     loss_in,
     modules_of,
     named_values,
@@ -124,7 +125,7 @@ class StepRecorder(Callback):
     def _describe(self, unit: Any, dataloader: Any) -> None:
         record = self.record
         record.kind = next(kind.__name__ for kind in (LoopUnit, AutoUnit, units.TrainUnit) if isinstance(unit, kind))
-        record.is_replica = isinstance(unit, AutoUnit) and unit.prepared.is_replica
+        record.is_replica = is_replica(unit)
         _place(record, unit)
         record.loader = type(dataloader).__name__
         record.global_batch = getattr(dataloader, "global_batch", None)
@@ -215,7 +216,7 @@ class StepRecorder(Callback):
             data = widened(data, self.dtype)
             before = self._states()
             result = step(state, data)
-            self._take(data, float(rows(data)), loss_in(result), before, unit.train_progress)
+            self._take(data, 0.0 if self.record.is_replica else float(rows(data)), loss_in(result), before, unit.train_progress)
             return result
 
         unit.train_step = watched_step

@@ -20,6 +20,7 @@ __all__ = [
     "as_real",
     "balance",
     "forget_loads",
+    "is_replica",
     "load_values",
     "loss_in",
     "modules_of",
@@ -42,6 +43,16 @@ def prepared_of(unit: Any) -> list[tuple[str, Prepared[Any]]]:
         return [("", unit.prepared)]
     modules = unit.prepared_modules()
     return [(f"{name}." if len(modules) > 1 else "", prepared) for name, prepared in modules.items()]
+
+
+def is_replica(unit: Any) -> bool:
+    """Whether other ranks speak for the samples of this one in all modules that are parallel. Collective."""
+    if isinstance(unit, AutoUnit):
+        return unit.prepared.is_replica
+    parallel = [prepared for _, prepared in prepared_of(unit) if prepared.data_rank_and_size is not None]
+    for prepared in parallel:  # the loop needs it of an AutoUnit's alone
+        prepared.find_replicas()
+    return bool(parallel) and all(prepared.is_replica for prepared in parallel)
 
 
 def modules_of(unit: Any) -> list[tuple[str, nn.Module]]:
