@@ -19,7 +19,7 @@ from echelon.contracts.errors import require
 from echelon.contracts.numbers import whole
 from echelon.world import agree
 
-__all__ = ["at", "digest", "draw", "load_states", "put_back", "renew", "seed", "separate", "start", "states"]
+__all__ = ["at", "digest", "draw", "load_states", "mix", "put_back", "renew", "seed", "separate", "start", "states"]
 
 
 def seed(seed: int) -> None:
@@ -50,7 +50,7 @@ def separate(dp_rank: int) -> None:
     """
     global _own
     if dp_rank and torch.initial_seed() != _own:
-        torch.manual_seed(_mix(torch.initial_seed(), dp_rank))
+        torch.manual_seed(mix(torch.initial_seed(), dp_rank))
         _own = torch.initial_seed()
     if not agree.is_joined():
         return
@@ -68,7 +68,7 @@ def separate(dp_rank: int) -> None:
 
 def renew(step: int) -> None:
     """New common RNG states, the same on all ranks: for a run that resumes without its saved ones."""
-    torch.manual_seed(_mix(torch.initial_seed(), step + 2**32))
+    torch.manual_seed(mix(torch.initial_seed(), step + 2**32))
     for stream, now in zip(_STREAMS[1:], _digests()[1:], strict=True):
         _begin(stream, now, step + 2**32)
 
@@ -80,7 +80,7 @@ def at(common: int, others: str, position: int) -> None:
         common, others: torch's seed and a `digest` of the rest, as they were on all ranks when training began.
     """
     global _own
-    torch.manual_seed(_mix(common, position + 2**33))
+    torch.manual_seed(mix(common, position + 2**33))
     _own = torch.initial_seed()
     for stream in _STREAMS[1:]:
         _begin(stream, others, position + 2**33)
@@ -126,10 +126,10 @@ def _begin(stream: str, origin: str, number: int) -> None:
         np.random.seed([value >> shift & 0xFFFFFFFF for shift in (0, 32, 64, 96)])
 
 
-def _mix(common: int, rank: int) -> int:
-    """A 63-bit seed, unrelated for neighbouring ranks. Source: the finalizer of SplitMix64, Steele et al. 2014."""
+def mix(common: int, number: int) -> int:
+    """A 63-bit seed, unrelated for neighbouring numbers. Source: the finalizer of SplitMix64, Steele et al. 2014."""
     mask = (1 << 64) - 1
-    z = (common + 0x9E3779B97F4A7C15 * rank) & mask
+    z = (common + 0x9E3779B97F4A7C15 * number) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     return (z ^ (z >> 31)) >> 1

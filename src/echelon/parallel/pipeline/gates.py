@@ -7,7 +7,8 @@ own class, whose call looks at the stage that is being computed.
     unit of an earlier one   gives what was received of it; if nothing that leaves the stage depends on it, nan without memory
     unit of a later one      ends the pass: an exception leaves the author's forward and the user's loss
 
-So what an author does between the units (positions, masks, residual sums) happens in each stage, and needs no rewriting.
+So what an author does between the units (positions, masks, residual sums) happens in each stage, and needs no rewriting. What is
+drawn there is alike in all stages: see `draws.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.pipeline.draws import Draws
 from echelon.parallel.pipeline.stages import Unit
 from echelon.parallel.pipeline.values import Form, placeholder
 
@@ -78,11 +80,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Gate:
-    """A unit's place. `stage` is None for the whole module."""
+    """A unit's place."""
 
     cut: Cut
     name: str
     stage: int
+    number: int
 
 
 class Cut:
@@ -99,6 +102,7 @@ class Cut:
         self.count = units[-1].stage + 1
         self.stage_of = {unit.name: unit.stage for unit in units}
         self.run: Run | None = None
+        self.draws = Draws(device)
         self._weights: list[torch.Tensor] = []  # one number each, which stands for all of a parameter
         self._taken: list[tuple[nn.Module, str]] = []  # parameters that other ranks have
 
@@ -180,7 +184,8 @@ class _Gated(nn.Module):
             return gate.cut.meet(gate, run)
         if run is None and gate.stage not in gate.cut.own:
             raise _outside(gate.cut, gate.name)
-        value = super().__call__(*args, **kwargs)
+        with gate.cut.draws.of_unit(gate.number):
+            value = super().__call__(*args, **kwargs)
         if run is not None:
             run.gave[run.call_of(gate.name)] = value
             run.latest = gate.name
@@ -265,8 +270,8 @@ def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.
                     if id(tensor) not in emptied:
                         emptied[id(tensor)] = made.stand_in(tensor)
                     made.take(part, name, emptied[id(tensor)])
-    for unit in units:
-        vars(unit.module)["_pipeline_gate"] = Gate(made, unit.name, unit.stage)
+    for number, unit in enumerate(units):
+        vars(unit.module)["_pipeline_gate"] = Gate(made, unit.name, unit.stage, number)
         unit.module.__class__ = _with_gate(type(unit.module), _Gated)  # type: ignore[arg-type]
     vars(module)["_pipeline_gate"] = made
     if "forward" in vars(module):  # somebody has put another in its place, as torch.compile does: the gate's goes around it

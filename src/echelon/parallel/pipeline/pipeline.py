@@ -6,12 +6,11 @@ on the shapes of its micro-batches, and a broadcast of the losses.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +58,6 @@ class Pipeline:
         self._under_way: Window | None = None
         self._trained: tuple[bool, ...] | None = None  # which parameters were, in the latest window
         self._trained_by_all: tuple[str, ...] = ()  # the same of every rank
-        self._common: int | None = None  # what the random numbers of the update under way come from
         self.is_trying = False
 
     # --- training
@@ -80,13 +78,13 @@ class Pipeline:
                 before.
             share: whether all ranks want what `compute_loss` returns besides the loss.
         """
-        signatures, begins, unknown = self._agreed([each.data for each in micro_batches])
-        for number in unknown:
-            self._learn(signatures[number], micro_batches[number], forward)
+        signatures, begins, unknown, number = self._agreed([each.data for each in micro_batches])
+        for i in unknown:
+            self._learn(signatures[i], micro_batches[i], forward)
         under_way = Window(list(micro_batches), forward, backward, before_backward)
         self._under_way = under_way
         try:
-            with self._own_draws():
+            with self.cut.draws.passes(number):
                 for first, last in zip(begins, [*begins[1:], len(micro_batches)], strict=True):
                     for size in parts(self.kind, last - first, self._pp):
                         self._run(signatures[first], first, size)
@@ -105,21 +103,22 @@ class Pipeline:
     def _pp(self) -> int:
         return dist.get_world_size(self.group)
 
-    def _agreed(self, batches: list[Any]) -> tuple[list[Any], list[int], list[int]]:
+    def _agreed(self, batches: list[Any]) -> tuple[list[Any], list[int], list[int], int]:
         """The kinds of the micro-batches, where a schedule begins, and which are of a new kind: on any rank, so that all compute
-        in one order. What is sent back depends on which layers are trained, on every stage: that is a part of a kind.
+        in one order; and the number from which random ones follow. What is sent back depends on which layers are trained, on
+        every stage: that is a part of a kind.
         """
         trained = tuple([p.requires_grad for p in self._parameters])
-        changed = trained != self._trained
+        changed, number = trained != self._trained, self.cut.draws.number()
         while True:
             signatures = [(self.module.training, self._trained_by_all, shape_of_batch(each)) for each in batches]
             new = [i == 0 or s != signatures[i - 1] for i, s in enumerate(signatures)]
             first_seen = {s: i for i, s in reversed(list(enumerate(signatures)))}
             unseen = [s not in self._learned and first_seen[s] == i for i, s in enumerate(signatures)]
-            changed, *told = agree.any_ranks([changed, *new, *unseen])
+            (changed, *told), number = agree.any_ranks_and_number([changed, *new, *unseen], number)
             if not changed:
-                begins, unknown = told[: len(new)], told[len(new) :]
-                return signatures, [i for i, each in enumerate(begins) if each], [i for i, each in enumerate(unknown) if each]
+                begins, unknown = ([i for i, each in enumerate(flags) if each] for flags in (told[: len(new)], told[len(new) :]))
+                return signatures, begins, unknown, number
             self._trained = trained
             self._trained_by_all = tuple(agree.gather(hashlib.sha256(bytes(trained)).hexdigest()))
             changed = False
@@ -209,7 +208,7 @@ class Pipeline:
         run = Run(stage, learned.given(stage, received, self.cut.device), learned.forms, solid=self._walk.solid)
         if stage < self.cut.count - 1:
             run.outgoing = lambda run: self._outgoing(run, learned)
-        self._begin_draws(stage, number)
+        self.cut.draws.begin(number)
         made = compute(self.cut, run, lambda: window.forward(micro_batch))
         if stage == self.cut.count - 1:
             window.made[number] = made[0].detach(), made[1]
@@ -249,36 +248,6 @@ class Pipeline:
             copies = tensor.is_leaf or (self.kind.splits_backward and tensor._base is not None)
             made.append(tensor.clone(memory_format=dense) if copies and kind.grad else tensor.contiguous())
         return made
-
-    @contextlib.contextmanager
-    def _own_draws(self) -> Iterator[None]:
-        """Context of an update's passes, which may leave the RNGs in any state: see `_begin_draws`."""
-        if not self.module.training:
-            self._common = None
-            yield
-            return
-        self._common = int(torch.randint(2**62, ()))
-        on_gpu = self.cut.device.type == "cuda"
-        state, state_of_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(self.cut.device) if on_gpu else None
-        try:
-            yield
-        finally:
-            torch.set_rng_state(state)
-            if state_of_gpu is not None:
-                torch.cuda.set_rng_state(state_of_gpu, self.cut.device)
-
-    def _begin_draws(self, stage: int, number: int) -> None:
-        """In every stage and micro-batch another RNG state, from one number that all ranks draw in an update.
-
-        Else layers of equal place would drop alike.
-        """
-        if self._common is None:
-            return
-        seed = (self._common + (number * self.cut.count + stage) * 0x9E3779B97F4A7C15) % 2**63
-        # Not torch.manual_seed, which notes the stack of its caller for a GPU that is not used, a millisecond each time.
-        torch.default_generator.manual_seed(seed)
-        if self.cut.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
 
     # --- what all ranks are told
 
@@ -328,4 +297,6 @@ class Pipeline:
         )
         if structure not in self._needs:
             self._studied(structure, lambda: forward(batch))
-        return self._walk.evaluate(lambda: forward(batch), self._needs[structure])
+        number = agree.gather(self.cut.draws.number(), self.group)[self.ranks[0]]
+        with self.cut.draws.passes(number):
+            return self._walk.evaluate(lambda: forward(batch), self._needs[structure])

@@ -214,6 +214,7 @@ class Walk:
     def _computed(
         self, stage: int, forms: dict[str, Form], received: dict[str, Any], act: Callable[[], Any], share: bool
     ) -> dict[str, Any]:
+        self.cut.draws.begin(0)
         run = Run(stage, received, forms)
         return self._report(stage, run, self._pass(run, act), share=share)
 
