@@ -1,4 +1,4 @@
-"""Random numbers in a pipeline: those of the loss and of the author's forward are alike in all stages, those of layers their own."""
+"""Random numbers in a pipeline: those of the loss and of the author's forward are alike in all stages, each layer's its own."""
 
 from __future__ import annotations
 
