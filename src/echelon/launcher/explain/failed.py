@@ -157,9 +157,12 @@ def _followed(failure: Failure, told: str) -> str:
     is_chain = _CHAINED.search(failure.traceback) and _HEAD not in failure.message
     text = error_before(failure.traceback) if is_chain else ""
     before = logged_error(text)
-    is_inside = failure.ours and user_frame(of_traceback(text)) is None
-    if not before or before in told or is_inside:
+    frame = user_frame(of_traceback(text))
+    if not before or before in told or (failure.ours and frame is None):
         return ""
+    kind, _, words = before.removesuffix(f" at {frame}").partition(": ")
+    if words and short(words) in told:
+        before = f"{kind} at {frame}" if frame is not None else kind
     return f"{'' if told.endswith(_ENDS) else '.'} It followed {before}"
 
 
