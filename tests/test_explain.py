@@ -925,10 +925,11 @@ def test_a_lone_rank_that_stands_is_told_with_its_line(left: Left) -> None:
     assert left.verdict.paragraph == "No rank made progress for 60 s: rank 0 was in step 4, at train.py:41 in load."
 
 
-def test_one_that_evaluates_by_itself_does_not_leave_the_other_behind(left: Left) -> None:
-    """Both are past the same step, and a collective refused what it got: positions do not tell which of the two is wrong."""
+@pytest.mark.parametrize("first", [(10, Phase.BETWEEN), (9, Phase.STEP)])
+def test_of_two_whose_call_was_refused_the_one_behind_is_not_named(left: Left, first: tuple[int, Phase]) -> None:
+    """The other evaluates by itself, or has left out a step: positions do not tell which of the two is wrong."""
     said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 4."
-    places = {"0": seen(10, Phase.BETWEEN), "1": {**seen(10, Phase.BETWEEN), "at": [10, int(Phase.BETWEEN), 10, 22]}}
+    places = {"0": seen(*first), "1": {**seen(10, Phase.BETWEEN), "at": [10, int(Phase.BETWEEN), 10, 22]}}
     left.end(
         134, killed(1, "SIGABRT", exit_code=134, message=said), failed(0, f"RuntimeError: {CLOSED}"), seen=places, world_size=2
     )
