@@ -894,3 +894,43 @@ def test_the_command_ends_with_1_if_nothing_tells_and_with_2_if_there_is_no_run(
     ):
         refused = echelon_command("explain", *words)
         assert refused.returncode == 2 and says in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize("stands", ["here", "in its loader"])
+def test_ranks_that_all_stand_in_code_of_their_own_are_told_with_their_line(left: Left, stands: str) -> None:
+    """None of them waits for another, so that nothing is said of who was waited for."""
+    phase = Phase.STEP if stands == "here" else Phase.DATA
+    left.end(124, hang={"after_s": 60.0}, world_size=2, seen={str(rank): seen(3, phase, answers=True) for rank in range(2)})
+    inner = [("/x/site-packages/torch/utils/data/dataloader.py", 9, "_try_get_data")] if phase is Phase.DATA else []
+    for rank in range(2):
+        left.stack(rank, *inner, ("/home/me/train.py", 41, "load"))
+    verdict = left.verdict
+    assert verdict.guilty == (0, 1) and verdict.cause == ("stood still" if stands == "here" else "slow data")
+    assert verdict.paragraph.startswith("No rank made progress for 60 s: ranks 0, 1 were ")
+    assert "at train.py:41 in load. None of them waited for another." in verdict.paragraph
+    assert ("num_workers=0" in verdict.paragraph) is (phase is Phase.DATA)
+
+
+def test_where_a_rank_may_wait_in_c_nobody_is_said_to_stand_by_itself(left: Left) -> None:
+    left.end(124, hang={"after_s": 60.0}, world_size=2, seen={str(r): seen(3, Phase.STEP, answers=True) for r in range(2)})
+    for rank in range(2):
+        left.stack(rank, ("/x/site-packages/torch/autograd/graph.py", 9, "backward"), ("/home/me/train.py", 41, "main"))
+    assert left.verdict.guilty == ()
+
+
+def test_a_lone_rank_that_stands_is_told_with_its_line(left: Left) -> None:
+    left.end(124, hang={"after_s": 60.0}, world_size=1, seen={"0": seen(3, Phase.STEP, answers=True)})
+    left.stack(0, ("/home/me/train.py", 41, "load"))
+    assert left.verdict.guilty == (0,)
+    assert left.verdict.paragraph == "No rank made progress for 60 s: rank 0 was in step 4, at train.py:41 in load."
+
+
+@pytest.mark.parametrize("first", [(10, Phase.BETWEEN), (9, Phase.STEP)])
+def test_of_two_whose_call_was_refused_the_one_behind_is_not_named(left: Left, first: tuple[int, Phase]) -> None:
+    """The other evaluates by itself, or has left out a step: positions do not tell which of the two is wrong."""
+    said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 4."
+    places = {"0": seen(*first), "1": {**seen(10, Phase.BETWEEN), "at": [10, int(Phase.BETWEEN), 10, 22]}}
+    left.end(
+        134, killed(1, "SIGABRT", exit_code=134, message=said), failed(0, f"RuntimeError: {CLOSED}"), seen=places, world_size=2
+    )
+    assert left.verdict.guilty != (0,) and left.verdict.cause == "mismatched shape"

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import os
 import resource
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -322,6 +323,8 @@ def _raises(how: str) -> None:
         assert most[1] > 90
         kept = [open("/dev/null") for _ in range(90)]
         assert kept
+    if here and how == "exits":
+        sys.exit(3)
     if how == "prints":
         try:
             if here:
@@ -377,3 +380,47 @@ def test_a_rank_that_may_open_no_more_files_says_so(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="Too many open files"):
         launch(_raises, ranks=2, args=("files",), run_dir=tmp_path, timeout_s=60)
     assert told(tmp_path).cause == "too many open files"
+
+
+def test_the_error_in_whose_except_or_finally_it_was_raised_is_told_with_its_line(left: Left) -> None:
+    try:
+        try:
+            _bad_label()
+        except LookupError as error:
+            raise RuntimeError("could not load") from error
+    except RuntimeError as error:
+        said = describe(error)
+    left.end(1, failed(1, **{**said, "time": 1e9}), world_size=2)
+    verdict = left.verdict
+    assert verdict.guilty == (1,) and verdict.headline.startswith("rank 1 raised RuntimeError at ")
+    assert ": could not load. It followed LookupError: no label 7 at " in verdict.paragraph
+    assert verdict.paragraph.endswith(" in _bad_label.")
+    left.end(1, failed(1), world_size=2)
+    assert "It followed" not in left.verdict.paragraph
+
+
+def test_of_a_group_of_several_exceptions_it_is_told_that_there_are_more(left: Left) -> None:
+    try:
+        raise ExceptionGroup("shards", [ValueError("shard 3"), KeyError("shard 4")])
+    except ExceptionGroup as group:
+        said = describe(group)
+    assert (said["kind"], said["message"]) == ("ValueError", "shard 3 (the first of 2 errors in ExceptionGroup: shards)")
+    left.end(1, failed(1, **{**said, "time": 1e9}), world_size=2)
+    assert left.verdict.paragraph.endswith("shard 3 (the first of 2 errors in ExceptionGroup: shards).")
+
+
+@pytest.mark.parametrize("said", ["train.py: error: the following arguments are required: --lr", "Error: No such option: --lr"])
+def test_what_a_parser_of_arguments_said_is_told(left: Left, said: str) -> None:
+    (left.here / "rank0.log").write_text(f"usage: train.py [-h] --lr LR\n{said}\n")
+    left.end(2, failed(0, "SystemExit: exit code 2", exit_code=2), world_size=1)
+    verdict = left.verdict
+    assert verdict.guilty == (0,) and verdict.cause == "exit"
+    assert verdict.paragraph == f"Rank 0 ended itself with exit code 2 at train.py:41 in load: its log tells of {said}."
+
+
+def test_a_rank_that_ends_itself_is_told_with_the_line(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError):
+        launch(_raises, ranks=2, args=("exits",), run_dir=tmp_path, timeout_s=60)
+    verdict = told(tmp_path)
+    assert verdict.guilty == (1,) and verdict.cause == "exit"
+    assert verdict.headline.startswith("rank 1 ended itself with exit code 3 at ") and verdict.headline.endswith(" in _raises")

@@ -476,6 +476,12 @@ def test_a_failure_in_libraries_only_says_how_much_is_hidden() -> None:
     ]
 
 
+def test_a_failure_that_holds_a_whole_file_leaves_room_for_the_rest_on_a_terminal() -> None:
+    text = render(Failure(0, 1, 0, "ValueError", "\n".join(f"line {n}" for n in range(100_000))), ranks=1)
+    assert "line 0\n" in text and "line 99999" in text and "99900 more lines, in the log" in text and len(text) < 10_000
+    assert len(render(Failure(0, 1, 0, "ValueError", "x" * 100_000), ranks=1)) < 10_000
+
+
 # ---- restarts -----------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import echelon as ech
 from echelon.compat.torchtnt.utils.timer import Timer
-from echelon.contracts.errors import RanksDisagreeError, UnitError, UsageError
+from echelon.contracts.errors import EchelonError, RanksDisagreeError, UnitError, UsageError
 from echelon.loop.callbacks.early_stopping import EarlyStopping
 from echelon.loop.unit import Stateful
 from tests.conftest import Ranks
@@ -296,6 +296,16 @@ def test_a_fetch_that_gives_up_ends_the_epoch_not_the_training() -> None:
     unit = TakesTwo()
     ech.train(unit, [1, 2, 3, 4], max_epochs=3)
     assert unit.seen == [1, 2] * 3 and unit.train_progress.num_epochs_completed == 3
+
+
+def test_a_step_that_runs_out_of_something_else_says_where() -> None:
+    class RunsOut(Plain):
+        def train_step(self, state: ech.State, data: int) -> int:
+            return next(iter([]))
+
+    with pytest.raises(EchelonError, match="raised StopIteration, which ends an epoch only") as caught:
+        ech.train(RunsOut(), [1, 2], max_epochs=1)
+    assert isinstance(caught.value.__cause__, StopIteration)
 
 
 class StopsInLoss(Regression):

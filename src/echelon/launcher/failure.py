@@ -7,6 +7,8 @@ from echelon.launcher.job import Failure
 
 __all__ = ["render"]
 
+_MOST_LINES, _LONGEST_LINE = 100, 4000
+
 
 def render(failure: Failure, ranks: int) -> str:
     """Three parts: the rank and its error; the user's own frames; the logs. An error of ours needs no library frames."""
@@ -21,7 +23,14 @@ def render(failure: Failure, ranks: int) -> str:
         if failure.kind in ("SystemExit", "exit", "stopped", "behind", "hang") or failure.kind.startswith("SIG")
         else f"{failure.kind}: {failure.message}"
     )
-    lines += text.splitlines() or [failure.kind]
+    lines += _shown(text) or [failure.kind]
     if failure.log is not None:
         lines.append(f"log: {failure.log}" + (f"   all ranks: {failure.log.parent}" if ranks > 1 else ""))
     return printable("\n".join(lines))  # an exception may hold anything, such as what was read from a file
+
+
+def _shown(text: str) -> list[str]:
+    """Its lines, less what would push all else off a terminal: an exception may hold a whole file or tensor."""
+    lines = [line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..." for line in text.splitlines()]
+    half, more = _MOST_LINES // 2, len(lines) - _MOST_LINES
+    return [*lines[:half], f"... {more} more lines, in the log", *lines[-half:]] if more > 0 else lines

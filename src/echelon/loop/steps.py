@@ -65,8 +65,8 @@ class Steps:
         for data in steps:
             try:
                 here.step_output = step(state, data)
-            except StopIteration:
-                self._check_iterates(data)
+            except StopIteration as stop:
+                self._check_iterates(data, stop)
                 break
         return self.close()
 
@@ -154,12 +154,13 @@ class Steps:
         if self.between.evaluate is not None and evaluation_due.after_step(self.stage.here, progress):
             self.between.evaluate()
 
-    def _check_iterates(self, data: Any) -> None:
+    def _check_iterates(self, data: Any, stop: StopIteration) -> None:
         """The step raised StopIteration: only one that was given the iterator may."""
         if data is not self.batches:
             raise EchelonError(
-                f"{type(self.stage.unit).__name__}.{self.stage.phase}_step raised StopIteration; annotate its data as Iterator."
-            ) from None
+                f"{type(self.stage.unit).__name__}.{self.stage.phase}_step raised StopIteration, which ends an epoch only where "
+                "it is given an iterator. Give next() a default, or catch it; or annotate the step's data as Iterator."
+            ) from stop
 
     def close(self) -> bool:
         """After the last batch: True if the epoch came to its end, False if it was cut short."""

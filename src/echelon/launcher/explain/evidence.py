@@ -32,7 +32,7 @@ from echelon.launcher.explain.rank import (
     with_error_before,
     with_words_of_log,
 )
-from echelon.launcher.explain.stacks import crash_stack, logged_error, main_thread, other_threads
+from echelon.launcher.explain.stacks import crash_stack, logged_error, main_thread, other_threads, usage_error
 from echelon.launcher.job import Failure
 from echelon.launcher.records import exit_record, rank_record
 
@@ -152,9 +152,13 @@ class _Reader:
         failure = rank.failure or rank.later
         if rank.flight and failure is not None and fell_in_call(failure):
             rank = replace(rank, flight=flights.reopened(rank.flight))
-        if rank.failure is not None and rank.failure.kind == "exit":
-            rank = replace(rank, logged=logged_error(rank.failure.traceback))
-        elif rank.failure is None and rank.stack:
+        own_end = rank.failure
+        if own_end is not None and own_end.kind in ("exit", "SystemExit"):
+            with contextlib.suppress(OSError):
+                rank = replace(rank, logged=usage_error(read_end(log).decode("utf-8", "replace")))
+            if own_end.kind == "exit" and not rank.logged:
+                rank = replace(rank, logged=logged_error(own_end.traceback))
+        elif own_end is None and rank.stack:
             with contextlib.suppress(OSError):
                 rank = with_words_of_log(rank, read_end(log).decode("utf-8", "replace"))
         if rank.failure is not None and rank.signal not in ("", "SIGKILL"):

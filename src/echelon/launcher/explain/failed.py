@@ -10,10 +10,11 @@ from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import Wait
 from echelon.launcher.explain.kinds import kind_of, kind_of_words
 from echelon.launcher.explain.rank import is_check
-from echelon.launcher.explain.stacks import is_endless, of_traceback, user_frame
+from echelon.launcher.explain.stacks import is_endless, logged_error, of_traceback, user_frame
 from echelon.launcher.explain.verdict import Verdict
 from echelon.launcher.explain.words import frames_of, place, sentence, short, while_others, who
 from echelon.launcher.job import Failure
+from echelon.launcher.lost_peers import error_before
 
 __all__ = [
     "own_failure",
@@ -36,6 +37,8 @@ _SIGNALS: Mapping[str, tuple[str, str]] = {
     "SIGXCPU": ("CPU limit", "It used all the processor time that it may have (ulimit -t)."),
     "SIGXFSZ": ("disk full", "A file became larger than it may be (ulimit -f)."),
 }
+_CHAINED = re.compile(r"^(?:The above exception was the direct|During handling of the above)[^\n]*:\n\nTraceback ", re.MULTILINE)
+_ENDS = (".", "!", "?")
 _HEAD = "Traceback (most recent call last)"
 _LAST_ERROR = re.compile(r"^Last error:\s*(\S[^\n]{0,1000})", re.MULTILINE)
 _UNLIKE_FIRST = re.compile(r"of the same param in process 0\b")
@@ -138,14 +141,29 @@ def raised(
         if first.kind in ("exit", "SystemExit") and re.fullmatch(r"exit code \d+", message):
             message = f"its log tells of {rank.logged}" if rank.logged else ""
         text = headline + while_others(evidence, alike, waits) + (f": {message}" if message else "")
+        text += _followed(first, text)
     if cause == "exception" and first.kind in ("exit", "SystemExit"):
         cause = "exit"
     remedy = " ".join(["", *([kind.remedy] if kind is not None and kind.remedy else []), *([why] if why else [])])
     if _UNLIKE_FIRST.search(first.message[:20_000]):
         guilty, which = _unlike_most(evidence, alike, waits)
         remedy = f" {which}{remedy}" if which else remedy
-    text = text if text.endswith((".", "!", "?")) else f"{text}."
+    text = text if text.endswith(_ENDS) else f"{text}."
     return Verdict(guilty, cause, headline, sentence(f"{text}{remedy}"))
+
+
+def _followed(failure: Failure, told: str) -> str:
+    """A sentence about the error in whose `except` or `finally` it was raised; empty if there was none, or it is told already."""
+    is_chain = _CHAINED.search(failure.traceback) and _HEAD not in failure.message
+    text = error_before(failure.traceback) if is_chain else ""
+    before = logged_error(text)
+    frame = user_frame(of_traceback(text))
+    if not before or before in told or (failure.ours and frame is None):
+        return ""
+    kind, _, words = before.removesuffix(f" at {frame}").partition(": ")
+    if words and short(words) in told:
+        before = f"{kind} at {frame}" if frame is not None else kind
+    return f"{'' if told.endswith(_ENDS) else '.'} It followed {before}"
 
 
 def _unlike_most(

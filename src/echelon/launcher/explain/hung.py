@@ -317,6 +317,9 @@ def behind(evidence: Evidence, waits: Waits) -> Verdict | None:
     at = {r.rank: (r.standing.step, r.standing.phase, r.standing.evaluated) for r in ranks if r.standing is not None}
     least = min(at.values())
     guilty = [rank for rank, position in at.items() if position == least]
+    is_one_step = len({step for step, _, _ in at.values()}) == 1
+    if any(map(_refused, ranks)) and (is_one_step or 2 * len(guilty) >= len(ranks)):
+        return None  # one is somewhere else in the program: the one behind, or the one that left something out to be ahead
     if max(at.values()) == least or any((f := evidence.rank(rank).failure) is not None and f.waited for rank in guilty):
         return None
     rank = evidence.rank(guilty[0])

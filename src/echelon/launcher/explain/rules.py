@@ -1,8 +1,8 @@
 """The rules that name a cause, in their order: what explains most comes first, and what only follows from something comes last.
 
 1. Nothing went wrong, or it still runs. 2. A rank failed by itself: what others say of lost connections follows from that.
-3. Ranks only waited: for one that is stopped; because calls differ; for one that has left; for one that did not come. If one of
-these was handling an exception, that is why.
+3. Ranks only waited: for one that is stopped; because calls differ; for one that has left; for one that did not come; or none did
+wait for another. If one of these was handling an exception, that is why.
 4. What the launcher said. 5. Nothing tells: what is known is said, and nobody accused.
 """
 
@@ -20,6 +20,7 @@ from echelon.launcher.explain.failed import own_failure, summary
 from echelon.launcher.explain.flight import Wait, waits
 from echelon.launcher.explain.handling import handling, was_handling
 from echelon.launcher.explain.stacks import waits_in
+from echelon.launcher.explain.stood import stood
 from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
 from echelon.launcher.explain.words import USED_ON_SOME, in_call, place, sentence, short, who
 from echelon.launcher.job import Failure
@@ -63,6 +64,7 @@ def explain(evidence: Evidence) -> Verdict:
             hung.receiving,
             hung.not_waiting,
             hung.behind,
+            stood,
         )
         found = ((rule, said) for rule in rules if (said := rule(evidence, waiting)) is not None)
         rule, verdict = next(found, (None, None))

@@ -23,6 +23,7 @@ __all__ = [
     "of_traceback",
     "other_threads",
     "unsent_batch",
+    "usage_error",
     "user_frame",
     "waits_in",
 ]
@@ -44,6 +45,7 @@ _OF_LOOPS = re.compile(r"[/\\]echelon[/\\](loop|world)[/\\]")
 _HEADS = re.compile(r"^(?:\S.{0,200})?Traceback \(most recent call last\):", re.MULTILINE)  # indented it is code
 _CHAINED = ("direct cause of the following exception:", "another exception occurred:")
 _MOST_OF_IT = 20_000
+_OF_USAGE = re.compile(r"^(?:\S[^\n:]{0,200}: )?[Ee]rror: \S.{0,500}$")
 _FEEDS = re.compile(r"[/\\]multiprocessing[/\\]queues\.py\", line \d{1,9}, in _feed$")
 _OF_LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]")
 
@@ -137,6 +139,12 @@ def logged_error(traceback: str) -> str:
     said, frames = _first_error(f"\n{traceback}") if traceback else ("", ())
     frame = user_frame(frames)
     return said + (f" at {frame}" if said and frame is not None else "")
+
+
+def usage_error(log: str) -> str:
+    """What argparse and click write last of arguments that they refuse: "train.py: error: unrecognized arguments: --lr"."""
+    said = _OF_USAGE.match(log.rstrip().rpartition("\n")[2])
+    return one_line(said[0]) if said is not None else ""
 
 
 def _first_error(text: str) -> tuple[str, tuple[Frame, ...]]:

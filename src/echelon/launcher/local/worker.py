@@ -288,8 +288,7 @@ def _system_exit(stop: SystemExit) -> tuple[int, dict[str, Any] | None]:
     if code == 0:
         return 0, None
     # `except RuntimeError: sys.exit(1)`: what was being handled tells whether this rank or its peer failed first.
-    chain = describe(stop) if stop.__context__ is not None else {"time_ns": time.monotonic_ns()}
-    return code, {**chain, "kind": "SystemExit", "message": message or f"exit code {code}"}
+    return code, {**describe(stop), "kind": "SystemExit", "message": message or f"exit code {code}"}
 
 
 def _call(start: Start) -> None:
