@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -198,9 +199,28 @@ def test_two_stages_train_as_one_process_does(ranks: Ranks, schedule: str, optim
 
 def test_sums_in_the_root_masks_and_skips_are_found_and_sent(ranks: Ranks) -> None:
     updates = windows(20, 4)
-    for schedule in ("1f1b", "interleaved"):
+    for schedule in ("1f1b", "interleaved", "zbv"):
         results = ranks(2, trained, "residual", updates, ech.Parallel(pp=2, schedule=schedule), optimizer="AdamW")
         check(results, plain("residual", updates, optimizer="AdamW"))
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from (self.x, self.y)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return (self.x, self.y)[i]
+
+
+def test_batches_of_the_users_own_classes_may_differ_in_shape(ranks: Ranks) -> None:
+    """torch's pytree takes a dataclass for one leaf, so that all seemed of one shape."""
+    updates = windows(4, 3, rows=(2, 1, 3))
+    pairs: Any = [[Pair(*each) for each in window] for window in updates]
+    check(ranks(2, trained, "untied", pairs, ech.Parallel(pp=2)), plain("untied", updates, optimizer="SGD"))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])

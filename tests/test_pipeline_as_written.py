@@ -407,6 +407,30 @@ def test_weights_that_meet_a_stages_inputs_never_or_twice_have_all_their_gradien
         assert largest_difference(_all(results), _plain(_decoding())) < 1e-12, schedule
 
 
+class _Skipping(Net):
+    """What a stage sends on it has also used itself, as each level of a U-Net does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.middle(self.first(x))
+        return self.last(self.blocks[1](self.blocks[0](kept)) + kept)
+
+
+def _skipping() -> nn.Module:
+    torch.manual_seed(0)
+    return _Skipping().double()
+
+
+def test_what_a_stage_sends_on_and_has_used_itself_is_kept_for_its_weights(ranks: Ranks) -> None:
+    """torch's zero-bubble schedules detach in place what was sent, before they compute the weights' gradients from it."""
+    strategy = ech.Parallel(pp=2, schedule="zbv", stages=[["first"], ["middle", "blocks.0"], ["blocks.1"], ["last"]])
+    results = ranks(2, _trained, _skipping, strategy)
+    assert largest_difference(_all(results), _plain(_skipping())) < 1e-12
+
+
 def test_weights_of_a_chain_can_be_computed_apart_and_others_not() -> None:
     from echelon.parallel.pipeline.split_backward import can_be_split
 

@@ -244,8 +244,9 @@ class Pipeline:
         made, dense = [], torch.contiguous_format
         for tensor, kind in zip(tensors, kinds, strict=True):
             tensor = tensor if tensor.dtype == kind.dtype else tensor.to(kind.dtype)
-            # What is received and sent on, and views: the schedules that split backward passes detach outputs in place.
-            copies = tensor.is_leaf or (self.kind.splits_backward and tensor._base is not None)
+            # What is received and sent on; and where outputs are detached in place, as the schedules that split backward passes
+            # do, views and what the stage may have used itself: one of several outputs.
+            copies = tensor.is_leaf or (self.kind.splits_backward and (tensor._base is not None or len(tensors) > 1))
             made.append(tensor.clone(memory_format=dense) if copies and kind.grad else tensor.contiguous())
         return made
 

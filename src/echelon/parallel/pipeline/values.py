@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from echelon.world.device import map_tensors
+
 __all__ = ["Form", "Unsendable", "form_of", "placeholder", "shape_of_batch"]
 
 # What a nesting may hold besides tensors: it is sent as text.
@@ -130,5 +132,12 @@ def placeholder(leaf: Leaf, device: torch.device, fill: float, *, solid: bool, t
 def shape_of_batch(value: Any) -> tuple[Any, ...]:
     """What of a batch decides the shapes in a pipeline: its structure, the shapes and types of its tensors."""
     flat, spec = pytree.tree_flatten(value)
-    kinds = [(tuple(v.shape), str(v.dtype)) if isinstance(v, torch.Tensor) else (type(v).__name__,) for v in flat]
-    return (str(spec), *kinds)
+    kinds: list[tuple[Any, ...]] = []
+
+    def see(tensor: Any) -> Any:
+        if isinstance(tensor, torch.Tensor):
+            kinds.append((tuple(tensor.shape), str(tensor.dtype)))
+        return tensor
+
+    map_tensors(value, see)  # also those in what torch takes for one leaf, such as a dataclass
+    return (str(spec), *kinds, *(type(leaf).__name__ for leaf in flat if not isinstance(leaf, torch.Tensor)))
