@@ -249,7 +249,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         together = self.prepared.averaged_over > 1 or self.prepared.forward_is_collective
         self._reduces = agree.is_joined() and together
         self.window.group = agree.control_group() if self._reduces else None
-        self.window.may_be_empty = self.prepared.works_alone
+        self.window.may_be_empty, self.window.draws = self.prepared.works_alone, self.prepared.draws
         if self._reduces:
             self.prepared.compare_calls()
         has_strategy = self._options.strategy is not None

@@ -128,6 +128,8 @@ class AutoUpdates(TrainUnit[T]):
             if window.called is not None:
                 prepared.calls.check(window.called, window.updates - 1)
             prepared.calls.look(window.updates - 1)
+        if window.draws is not None:
+            window.draws.check(window.drawn, window.updates - 1)
         self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
         if stop:
             state.agree_to_stop()

@@ -25,6 +25,7 @@ from echelon.loop.logged import NOBODY
 from echelon.loop.loss import weighted
 from echelon.loop.progress import Progress
 from echelon.parallel.same_calls import SAME, SameCalls
+from echelon.parallel.same_draws import SameDraws
 from echelon.world.agree import gather
 
 __all__ = ["Window"]
@@ -45,6 +46,8 @@ class Window:
         latest_loss: this rank's mean loss of the latest micro-batch, without its graph.
         told: the sum of the ranks' signatures of what they have logged, and their number; None where ranks were not asked.
         called: likewise, of what they have done with the module; None also where no rank has done something new.
+        draws: compares what ranks that share layers draw; None where there are none.
+        drawn: the sum of what they said of it.
         own_loss: this rank's part of the latest update's loss: the mean of its one micro-batch, or the weighted sum of several.
     """
 
@@ -59,6 +62,8 @@ class Window:
         self.own_loss: Any = None
         self.told: list[float] | None = None
         self.called: list[float] | None = None
+        self.draws: SameDraws | None = None
+        self.drawn = 0.0
         self._weight: Any = 0
         self._loss: Any = None  # the mean of the one micro-batch so far, or the weighted sum of several
         self._is_sum = False
@@ -67,6 +72,8 @@ class Window:
     def open(self, is_last_batch: bool) -> bool:
         """Count one more micro-batch; True if it is the window's last."""
         self.count += 1
+        if self.draws is not None:
+            self.draws.begin(first=self.count == 1)
         return is_last_batch or self.count >= self.size
 
     def estimate(self, weight: float | torch.Tensor, *, over_ranks: bool) -> None:
@@ -90,6 +97,8 @@ class Window:
     def add(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
         """Take in the mean loss, without its graph, of a micro-batch or a piece of one, and its weight."""
         self.latest_loss = loss
+        if self.draws is not None:
+            self.draws.end()
         if self._loss is None:
             self._loss, self._weight = loss, weight
         else:
@@ -107,7 +116,8 @@ class Window:
         called = SAME if calls is None else calls.signature()
         more = (*called, *logged)
         has_more = wants_stop or any(logged) or (calls is not None and calls.has_news)
-        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, more, has_more, self.group)
+        drawn = () if self.draws is None else (self.draws.signature(),)
+        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, more, has_more, drawn, self.group)
 
     def _weighted_sum(self) -> torch.Tensor:
         """In float64, as a sum over many ranks needs."""
@@ -123,7 +133,7 @@ class Window:
         self.own_loss, self.told, self.called = loss, None, None
         if self._reduction is not None:
             weight, loss, stop = self._reduction.wait()
-            self.told, self.called = self._reduction.told, self._reduction.called
+            self.told, self.called, self.drawn = self._reduction.told, self._reduction.called, self._reduction.drawn
             self._is_sum, self._reduction = True, None
         if self._is_sum:
             loss = loss / weight if isinstance(weight, torch.Tensor) or weight else loss
@@ -167,6 +177,7 @@ class _Reduction:
         wants_stop: bool,
         more: Sequence[float],
         has_more: bool,
+        drawn: Sequence[float],
         group: dist.ProcessGroup | None,
     ) -> None:
         self._on_device = not loss.is_cpu
@@ -178,9 +189,10 @@ class _Reduction:
             *more,
             1.0,
         ]
-        self._host = torch.tensor([math.nan if has_more else self._mine[0], self._mine[1]], dtype=torch.float64)
+        self._host = torch.tensor([math.nan if has_more else self._mine[0], self._mine[1], *drawn], dtype=torch.float64)
         self.told: list[float] = []  # the sums of what ranks have logged, and of ones
         self.called: list[float] | None = None
+        self.drawn = 0.0
         self._works = [dist.all_reduce(self._host, group=group, async_op=True)]
         self._loss, self._weight, self._group = loss, weight, group
 
@@ -192,7 +204,8 @@ class _Reduction:
         for work in self._works:
             assert work is not None
             work.wait()
-        (weight, loss), stop, self.told = self._host.tolist(), 0.0, [*NOBODY, 1.0]
+        (weight, loss, *drawn), stop, self.told = self._host.tolist(), 0.0, [*NOBODY, 1.0]
+        self.drawn = sum(drawn)
         if math.isnan(weight):
             full = torch.tensor(self._mine, dtype=torch.float64)
             dist.all_reduce(full, group=self._group)

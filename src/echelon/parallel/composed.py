@@ -32,6 +32,7 @@ from echelon.parallel.pipeline.schedules import kind_named
 from echelon.parallel.pipeline.stages import Splits, check_splits
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
+from echelon.parallel.same_draws import SameDraws
 from echelon.parallel.sharding import shard
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor import Chosen, check_tensor, equalize, split_layers
@@ -165,7 +166,10 @@ class Parallel(Strategy):
         prepared.context = context
         prepared.pipe(pipeline)
         prepared.lay_out(dims, world.rank)
-        prepared.draws_apart |= self.sequence_parallel and dims.tp > 1
+        on_parts = self.sequence_parallel and dims.tp > 1
+        prepared.draws_apart |= on_parts
+        if pipeline is None and dims.cp == 1:  # which begin streams of their own
+            prepared.draws = SameDraws.over(dims, world, apart=on_parts)
         return prepared
 
     def check(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> tuple[Stages | None, Chosen | None]:

@@ -25,6 +25,7 @@ from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
 from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.same_calls import SameCalls
+from echelon.parallel.same_draws import SameDraws
 from echelon.parallel.shards import reshard
 from echelon.parallel.state import ModuleState, module_state
 from echelon.world import agree
@@ -65,17 +66,15 @@ class Prepared(Generic[M]):
         works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
         calls: compares what the ranks do with the module, once `compare_calls` was called; None where they need not do the same.
+        draws: likewise, the random numbers of ranks that share layers.
         explaining: makes a context around passes, in which errors of torch's that say nothing of their cause are UsageErrors.
     """
 
     forward_is_collective = False
     is_replica = False
-    order_is_fixed = False
-    divides_optimizer = False
-    replaces_parameters = False
-    flattens_parameters = False
-    takes_windows = False
-    works_alone = False
+    order_is_fixed = divides_optimizer = False
+    replaces_parameters = flattens_parameters = False
+    takes_windows = works_alone = False
     stages: Sequence[dist.ProcessGroup | None] = ()
     wants_outputs = True
     part = stage = (0, 1)
@@ -85,6 +84,7 @@ class Prepared(Generic[M]):
     doubts_weights = False
     computes_in: torch.dtype | None = None
     calls: SameCalls | None = None
+    draws: SameDraws | None = None
     explaining: Callable[[], AbstractContextManager[Any]] = staticmethod(lambda: NO_CONTEXT)
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:

@@ -120,6 +120,8 @@ class FSDPPrepared(Prepared[nn.Module]):
         loss = local(loss)
         super().backward(loss, micro_batch, backward)
         if self._reduces and not self._is_checked:
+            if self.draws is not None:  # else the losses would seem to differ for another reason
+                self.draws.check_now(0)
             check_same_loss(self.module, loss)
             check_whole_layers(self.module)
             refuse_unheard((name, p) for name, p in self.named_parameters() if is_split(p))

@@ -27,6 +27,7 @@ from echelon.parallel.materialize import remember
 from echelon.parallel.names import matching, plain_name, tied_names
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
+from echelon.parallel.same_draws import SameDraws
 from echelon.parallel.sequence_part import PartOfSequence
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor_adapters import with_adapters
@@ -113,6 +114,7 @@ class TPStrategy(Strategy):
         mesh: dict[str, Any] = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(world.device)}
         prepared = replace(fsdp, sync_module_states=False, **mesh).prepare(module, world, recipe)
         prepared.draws_apart = self.sequence_parallel and dims.tp > 1
+        prepared.draws = SameDraws.over(dims, world, apart=prepared.draws_apart)
         return prepared
 
 

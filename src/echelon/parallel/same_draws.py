@@ -1,0 +1,77 @@
+"""Whether ranks that share layers draw the same random numbers in their passes, as they must.
+
+Tensor parallelism computes on all of its ranks what lies between split layers: dropout there, and the noise that a loss draws,
+must be alike. Their streams are, until one rank draws for itself, as rank 0 does for a picture in its log: from then on each
+trains with masks of its own, parameters that all have whole drift apart, and nothing fails.
+
+So each window ends with a number of each rank, in the message that the window sends in any case. The numbers of ranks that share
+layers add up to 0 if their streams stand alike. Where the passes draw nothing, ranks say 0: then nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from echelon.contracts.errors import RanksDisagreeError
+from echelon.world import agree
+from echelon.world.init import World
+from echelon.world.mesh import ParallelDims
+
+__all__ = ["SameDraws"]
+
+
+class SameDraws:
+    """What this rank says of its stream.
+
+    Args:
+        rank, size: its place among the ranks that share its layers.
+        device: what it computes on, whose stream is looked at.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self._factor, self._device = (size - 1 if rank == 0 else -1), device
+        self._before = self._said = 0
+
+    @classmethod
+    def over(cls, dims: ParallelDims, world: World, *, apart: bool) -> SameDraws | None:
+        """None without tensor parallelism, and where its ranks draw `apart`, for parts of a sequence."""
+        return cls(dims.tp_rank(world.rank), dims.tp, world.device) if dims.tp > 1 and not apart else None
+
+    def begin(self, *, first: bool) -> None:
+        """A forward pass is about to begin, perhaps a window's `first`."""
+        self._before, self._said = self._now(), 0 if first else self._said
+
+    def end(self) -> None:
+        """A forward pass is over."""
+        if (now := self._now()) != self._before:
+            self._before, self._said = now, zlib.crc32(now.to_bytes(4, "little"), self._said)
+
+    def signature(self) -> float:
+        """Of a window's passes: a whole number below 2**32 x size, so that sums over ranks are exact."""
+        return float(self._said * self._factor)
+
+    def check(self, total: float, update: int) -> None:
+        """
+        Args:
+            total: the sum of all ranks' signatures.
+        Raises:
+            RanksDisagreeError: on every rank, before the update steps.
+        """
+        if total:
+            raise RanksDisagreeError(
+                f"ranks that share layers (tp) must draw the same random numbers, got different ones in update {update}: dropout "
+                "or noise would differ from rank to rank, and their parameters would drift apart. Something draws on some ranks "
+                "only, such as a sample for rank 0's log: let all ranks draw, or give it a generator of its own "
+                "(torch.Generator().manual_seed(0))."
+            )
+
+    def check_now(self, update: int) -> None:
+        """As `check`, in the middle of a window. Collective."""
+        self.check(sum(agree.gather(self.signature())), update)
+
+    def _now(self) -> int:
+        on_gpu = self._device.type == "cuda"
+        state = torch.cuda.get_rng_state(self._device) if on_gpu else torch.default_generator.get_state()
+        return zlib.crc32(state.numpy().tobytes())
