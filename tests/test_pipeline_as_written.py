@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 
@@ -148,6 +149,8 @@ class _Loss(Regression):
             loss = loss + sum(p.abs().sum() for p in self.module.parameters() if p.requires_grad)
         if self.way == "twice":
             loss = loss + self.module(x / 2).pow(2).mean()
+        if self.way == "gather":
+            dist.all_gather([torch.empty_like(out), torch.empty_like(out)], out.detach())
         if self.way == "slope":
             loss = loss + torch.autograd.grad(out.sum(), x, create_graph=True)[0].pow(2).mean()
         return loss, out
@@ -175,6 +178,7 @@ def test_losses_that_a_pipeline_cannot_follow_are_refused_on_all_ranks(ranks: Ra
     words = {
         "penalty": "stage 1 of Net uses a parameter of another stage outside of its module",
         "twice": "compute_loss must call Net once, got another call",
+        "gather": "with ranks of other stages, which do not come to them, got allgather over ranks 0, 1.",
         "slope": "asks for a gradient of what Net gives, by what goes into it",
         "reentrant": "must have use_reentrant=False around _Reentrant.blocks.0 in a pipeline",
     }

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from echelon.contracts import errors
 from echelon.contracts.errors import EchelonError, UsageError
+from echelon.parallel.pipeline.collectives import RefuseCollectives
 from echelon.parallel.pipeline.escapes import Escapes
 from echelon.parallel.pipeline.gates import Cut, Run, reached
 from echelon.parallel.pipeline.trial import Trials, compute, leaves, same
@@ -75,8 +76,14 @@ class Walk:
 
     def study(self, act: Callable[[], Any]) -> Walked:
         """Find out what each stage needs. Collective over all ranks of the job, which have batches of the same structure."""
+        watched = partial(self._alone, RefuseCollectives(self.cut.kind, self.group), act)
         with self._trials.undone(), torch.enable_grad():
-            return self._through(act, None)
+            return self._through(watched, None)
+
+    @staticmethod
+    def _alone(watch: RefuseCollectives, act: Callable[[], Any]) -> Any:
+        with watch:
+            return act()
 
     def again(self, act: Callable[[], Any], needs: Needs) -> Walked:
         """Shapes of a batch of known structure. Collective over the pipeline."""
