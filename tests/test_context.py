@@ -403,6 +403,22 @@ def _cuts_inputs(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     return F.cross_entropy(module(batch["inputs"][:, :-1]).flatten(0, 1), batch["inputs"][:, 1:].flatten())
 
 
+class Timed(nn.Module):
+    """A model that is told how noisy a sequence is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = lm()
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return self.model(x) * time[:, None, None]  # type: ignore[no-any-return]
+
+
+def _draws_time(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = module(batch["inputs"], torch.rand(len(batch["inputs"])).double())
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "attention by hand": (ByHand, {}, r"ByHand.head \(Linear\) gets other inputs .*scaled_dot_product_attention"),
     "local positions": (LocalPositions, {}, r"LocalPositions\.places .*echelon.positions"),
@@ -420,6 +436,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "shift in the loss": (lm, {"loss": _shifts_itself}, r"2 x 7 targets were taken of this rank's 2 x 8 tokens"),
     "shift in a loss by hand": (lm, {"loss": _loss_by_hand}, r"2 x 7 targets were taken of this rank"),
     "shift of the inputs": (lm, {"loss": _cuts_inputs}, r"2 x 7 targets were taken of this rank"),
+    "a draw for each sequence": (Timed, {"loss": _draws_time}, r"Timed must get the same argument 1 .* of shape \(2,\)"),
     "no sequence": (lm, {"batch": {"x": torch.zeros(3)}}, r"no tensor of the batch has one"),
     "a tuple": (lm, {"batch": (torch.zeros(2, 7, dtype=torch.int64),)}, r"dimension 1 of item 0 of the batch, of shape \(2, 7\)"),
     "ambiguous": (

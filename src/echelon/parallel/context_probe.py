@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -51,6 +52,7 @@ def probe(
     if first is None or first.shape[1] % 2:
         return  # nothing to cut, or what attention refuses
     rows, length = first.shape[0], first.shape[1]
+    _check_alike(parts, kind, {**{str(i): each for i, each in enumerate(args)}, **kwargs}, length)
     lengths = sorted({min(parts.size * length, 2 * parts.size * _CHUNK), parts.size * length})
     for short in lengths:
         whole = map_tensors((args, kwargs), partial(_beginning, rows=rows, length=length, short=short, parts=parts))
@@ -76,6 +78,25 @@ def probe(
     if told:
         _, name, side, difference = min(told)
         raise _differs(module, kind, name, side, difference, parts.size)
+
+
+def _check_alike(parts: SequenceParts, kind: str, given: dict[str, Any], length: int) -> None:
+    """What belongs to a sequence as a whole, such as the time of a diffusion model, must be one for all of its parts."""
+    sums = {
+        name: zlib.crc32(value.detach().double().cpu().numpy().tobytes())
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor)
+        and not (hasattr(value, "to_local") or value.is_complex())
+        and _dim_of(value, length) is None
+    }
+    told = agree.kinds(sums, parts.group)
+    if apart := [name for name in sums if len({each.get(name) for each in told}) > 1]:
+        what = f"argument {apart[0]}" if apart[0].isdigit() else apart[0]
+        raise UsageError(
+            f"context parallelism: {kind} must get the same {what} on the {parts.size} ranks of a sequence, got values that "
+            f"differ. It has no sequence, of shape {tuple(given[apart[0]].shape)}. If compute_loss draws it, or computes it from "
+            "its part, let the dataset or its collate_fn do so: each rank gets what these give."
+        )
 
 
 def _with_padding(whole: Any) -> list[Any]:
