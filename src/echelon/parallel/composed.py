@@ -166,10 +166,9 @@ class Parallel(Strategy):
         prepared.context = context
         prepared.pipe(pipeline)
         prepared.lay_out(dims, world.rank)
-        on_parts = self.sequence_parallel and dims.tp > 1
-        prepared.draws_apart |= on_parts
+        prepared.draws_apart |= self.sequence_parallel and dims.tp > 1
         if pipeline is None and dims.cp == 1:  # which begin streams of their own
-            prepared.draws = SameDraws.over(dims, world, apart=on_parts)
+            prepared.draws = SameDraws.over(dims, world)
         return prepared
 
     def check(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> tuple[Stages | None, Chosen | None]:

@@ -35,9 +35,9 @@ class SameDraws:
         self._before = self._said = 0
 
     @classmethod
-    def over(cls, dims: ParallelDims, world: World, *, apart: bool) -> SameDraws | None:
-        """None without tensor parallelism, and where its ranks draw `apart`, for parts of a sequence."""
-        return cls(dims.tp_rank(world.rank), dims.tp, world.device) if dims.tp > 1 and not apart else None
+    def over(cls, dims: ParallelDims, world: World) -> SameDraws | None:
+        """None without tensor parallelism. With parts of a sequence, too, each rank draws for all of it."""
+        return cls(dims.tp_rank(world.rank), dims.tp, world.device) if dims.tp > 1 else None
 
     def begin(self, *, first: bool) -> None:
         """A forward pass is about to begin, perhaps a window's `first`."""

@@ -11,7 +11,7 @@ from echelon.prover.proof import Proof, Result
 __all__ = ["HEADER", "details", "line", "page", "summary"]
 
 _COLUMNS = (
-    ("strategy", 26),
+    ("strategy", 37),  # "tp, sequence parallel, accumulation 2"
     ("ranks", 5),
     ("loss", 9),
     ("gradient", 9),
