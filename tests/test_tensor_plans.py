@@ -129,7 +129,8 @@ class Shared(Small):
 def _adapted() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    made: nn.Module = get_peft_model(_of_transformers("llama"), LoraConfig(r=2, target_modules=["q_proj", "o_proj", "up_proj"]))
+    options: Any = {"target_modules": ["q_proj", "o_proj", "up_proj"], "modules_to_save": ["lm_head"]}
+    made: nn.Module = get_peft_model(_of_transformers("llama"), LoraConfig(r=2, **options))
     return made
 
 
