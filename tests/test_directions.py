@@ -107,6 +107,7 @@ WAYS: dict[str, tuple[int, Any]] = {
     "pp on 4": (4, P(pp=4)),
     "shards x pp": (4, P(dp_shard=2, pp=2)),
     "tp x pp": (4, P(tp=2, pp=2)),
+    "tp x pp, sequence parallel, interleaved": (4, P(tp=2, pp=2, sequence_parallel=True, schedule="interleaved")),
     "cp x pp": (4, P(cp=2, pp=2)),
     "copies x shards x tp": (8, "dp_replicate=2,dp_shard=2,tp=2"),
 }

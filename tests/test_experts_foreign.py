@@ -201,6 +201,19 @@ def test_what_is_no_sum_over_stacked_experts_is_refused(kind: Any, ep: int, said
     assert said in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of transformers, which peft asks for it
+def test_adapters_on_parameters_of_experts_are_refused_by_name() -> None:
+    import peft
+    import transformers as tf
+
+    size = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 16)
+    config = tf.MixtralConfig(**size, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+    options: Any = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    module = peft.get_peft_model(tf.MixtralForCausalLM(config), peft.LoraConfig(r=2, **options))
+    with pytest.raises(UsageError, match=r"experts\S* has adapters of PEFT on its parameters"):
+        check_experts(module, 2)
+
+
 def test_modules_with_three_inputs_are_no_experts() -> None:
     """An attention that takes queries, keys and values, with as many features everywhere."""
 

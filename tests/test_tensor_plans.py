@@ -129,7 +129,8 @@ class Shared(Small):
 def _adapted() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    made: nn.Module = get_peft_model(_of_transformers("llama"), LoraConfig(r=2, target_modules=["q_proj", "o_proj", "up_proj"]))
+    options: Any = {"target_modules": ["q_proj", "o_proj", "up_proj"], "modules_to_save": ["lm_head"]}
+    made: nn.Module = get_peft_model(_of_transformers("llama"), LoraConfig(r=2, **options))
     return made
 
 
@@ -608,6 +609,55 @@ def test_what_cannot_be_split_is_refused_by_name(make: Any, plan: Any, size: int
     with pytest.raises(UsageError) as caught:
         check_tensor(make(), plan, size, sequence_parallel=sequence)
     assert said in str(caught.value)
+
+
+class Ordered(Small):
+    """Calls its blocks in an order, and takes a mean over the sequence, whose length no loss can miss."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.order = order
+        self.h.append(Block(16, 2, 0.0))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids)
+        for i in self.order:
+            x = self.h[i](x)
+        return x.mean(1)
+
+
+def _in_order(orders: list[tuple[int, ...]]) -> list[str | float]:
+    """How far from one process, or what was said."""
+    found: list[str | float] = []
+    for order in orders:
+        one = Ordered(order).double()
+        module = ech.prepare_module(Ordered(order).double(), CPU, strategy=ech.TPStrategy(sequence_parallel=True))
+        one.load_state_dict(whole(module), strict=False)
+        ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(2))
+        try:
+            found.append(float((module(ids) - one(ids)).abs().max()))
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_blocks_in_an_order_that_leaves_the_sequence_split_are_refused(ranks: Ranks) -> None:
+    fine: list[tuple[int, ...]] = [(0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 1, 2), (0, 2)]
+    wrong = {
+        (0, 0, 1, 2): "a call of h.0 between these",
+        (1, 0, 2): "a call of h.1 outside of these",
+        (0, 1, 2, 2): "a call of h.2 outside of these",
+        (0, 1): "none of h.2 at the end",
+    }
+    for found in ranks(2, _in_order, [*fine, *wrong]):
+        assert [far for far in found[: len(fine)] if isinstance(far, str) or far > 1e-12] == []
+        for got, said in zip(found[len(fine) :], wrong.values(), strict=True):
+            assert "must begin with h.0 and end with h.2" in str(got) and said in str(got)
+
+
+def test_adapters_between_parts_of_a_sequence_are_refused_by_their_name() -> None:
+    with pytest.raises(UsageError, match=r"layers\.0\.self_attn\.q_proj has an adapter of PEFT"):
+        check_tensor(_adapted(), None, 2, sequence_parallel=True)
 
 
 def _forgotten() -> str:

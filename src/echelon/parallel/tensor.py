@@ -67,7 +67,8 @@ class TPStrategy(Strategy):
         size: ranks that share each layer; by default all.
         dp_replicate: copies of the shards over the data-parallel ranks, as HSDPStrategy has; by default one.
         sequence_parallel: between split layers, work on this rank's part of the sequence: norms, dropout, sums of residuals.
-            For models with one list of blocks, whose attention and MLP are submodules of the block; sequences of any length.
+            For models with one list of blocks, whose first is called first and last last, and whose attention and MLP are
+            submodules of the block; sequences of any length.
             What hooks see between blocks, and hidden states that a model gives out, are parts.
         fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
 

@@ -18,7 +18,8 @@ def without_adapter(layer: nn.Module) -> nn.Module:
 
 
 def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers inside LoRA adapters in their place: the small layer beside the split side is split, too.
+    """The layers inside LoRA adapters in their place: the small layer beside the split side is split, too. Of a layer that PEFT
+    trains in full (modules_to_save), the layer as it was and its trained copies are split alike.
 
     Raises:
         UsageError: an adapter that works with the values of the whole weight, or of an embedding.
@@ -32,6 +33,10 @@ def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any
                 f"tensor-parallel plan: {name} has an adapter of PEFT ({adapter}) that is not split; of these only LoRA's is. "
                 "Leave it out of the plan: TPStrategy(plan=...) takes one; or train under 'fsdp'."
             )
+        if isinstance(copies := getattr(layer, "modules_to_save", None), nn.ModuleDict) and hasattr(layer, "original_module"):
+            inside = ["original_module", *(f"modules_to_save.{adapter}" for adapter in copies)]
+            found |= {f"{name}.{each}": style for each in inside}
+            continue
         if without_adapter(layer) is layer or not isinstance(style, str):
             found[name] = style
             continue

@@ -10,7 +10,7 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,14 @@ def check_sequence(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
         )
     lists = list(dict.fromkeys(found for name in styles if (found := _list_of(module, name)) is not None))
     if len(lists) != 1:
-        found = ", ".join(lists) or "none"
+        why = (
+            f"got {', '.join(lists)}. Between an encoder and a decoder each rank would have other parts of the sequence. Leave"
+            if lists
+            else "got none: the sequence is split before the first and put together after the last. Put them into one, or leave"
+        )
         raise UsageError(
-            f"sequence_parallel: {kind} must have one ModuleList or Sequential of blocks with split layers, got {found}. Between "
-            "an encoder and a decoder each rank would have other parts of the sequence. Leave sequence_parallel out."
+            f"sequence_parallel: {kind} must have one ModuleList or Sequential of blocks with split layers, {why} "
+            "sequence_parallel out."
         )
     holder = module.get_submodule(lists[0])
     blocks = [f"{lists[0]}.{name}" for name, _ in holder.named_children()]
@@ -48,6 +52,11 @@ def check_sequence(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
         if not inside:
             raise UsageError(f"sequence_parallel: {kind}.{block} has no split layer, unlike others of {lists[0]}. Name one.")
         for name, style in inside.items():
+            if style.startswith("colwise") and name.endswith(".base_layer"):
+                raise UsageError(
+                    f"sequence_parallel: {kind}.{name.removesuffix('.base_layer')} has an adapter of PEFT, whose first layer "
+                    "would take a part of the sequence for all. Leave sequence_parallel out."
+                )
             if style.startswith("colwise") and name.count(".") != block.count(".") + 2:
                 raise UsageError(
                     f"sequence_parallel: {kind}.{name} must lie in a child of the block {block}, whose entrance puts the "
@@ -113,8 +122,63 @@ def split_sequence(module: nn.Module, blocks: Sequence[str], styles: Mapping[str
                 vars(each)["forward"] = _Dropout(each, part)
             elif name not in inside and any(True for _ in each.parameters(recurse=False)):
                 vars(each)["forward"] = _OnPart(each, part)
-    module.get_submodule(blocks[0]).register_forward_pre_hook(_Begins(part, blocks[0]), with_kwargs=True, prepend=True)
-    module.get_submodule(blocks[-1]).register_forward_hook(_Ends(part))
+    siblings = [name for name, _ in module.get_submodule(blocks[0].rpartition(".")[0]).named_children()]
+    runs = _runs(blocks, siblings)
+    for run in runs:
+        module.get_submodule(run[0]).register_forward_pre_hook(_Begins(part, run[0]), with_kwargs=True, prepend=True)
+        module.get_submodule(run[-1]).register_forward_hook(_Ends(part))
+    if len(blocks) == len(siblings):  # otherwise a stage's, whose calls of the module do not end
+        order = _Order(blocks)
+        for block in blocks:
+            module.get_submodule(block).register_forward_pre_hook(order.calls(block), prepend=True)
+        module.register_forward_pre_hook(order.starts)
+        module.register_forward_hook(order.ends)
+
+
+def _runs(blocks: Sequence[str], siblings: Sequence[str]) -> list[list[str]]:
+    """The blocks in groups that follow each other: a rank's stages may lie apart, with those of other ranks between."""
+    runs: list[list[str]] = []
+    before = None
+    for block in blocks:
+        at = siblings.index(block.rpartition(".")[2])
+        if before is None or at != before + 1:
+            runs.append([])
+        runs[-1].append(block)
+        before = at
+    return runs
+
+
+class _Order:
+    """Sees to it that a call of the model splits the sequence once at a time, and puts it together.
+
+    Recomputations in a backward pass, which come in another order, lie outside of such calls.
+    """
+
+    def __init__(self, blocks: Sequence[str]) -> None:
+        self._first, self._last = blocks[0], blocks[-1]
+        self._runs = self._split = False
+
+    def starts(self, module: nn.Module, args: Any) -> None:
+        self._runs, self._split = True, False
+
+    def calls(self, block: str) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if self._runs and self._split == (block == self._first):
+                self._refuse(f"a call of {block} {'between' if self._split else 'outside of'} these")
+            self._split = block != self._last
+
+        return hook
+
+    def ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._runs = False
+        if self._split:
+            self._refuse(f"none of {self._last} at the end")
+
+    def _refuse(self, got: str) -> None:
+        raise UsageError(
+            f"sequence_parallel: calls of blocks must begin with {self._first} and end with {self._last}, since the sequence is "
+            f"split before the first and put together after the last, got {got}. Leave sequence_parallel out."
+        )
 
 
 class _Hook:

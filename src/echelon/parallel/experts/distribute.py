@@ -60,6 +60,12 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
             raise UsageError(f"ep {ep} does not divide the {number} experts of {where}. Use an ep that divides {number}.")
     tried: dict[Any, str | None] = {}
     for name, part in foreign_experts(module).items():
+        if hasattr(holder := module.get_submodule(name.rpartition(".")[0]), "parameter_name") and hasattr(holder, "lora_A"):
+            raise UsageError(
+                f"ep must be 1 for {type(module).__name__}, whose {name} has adapters of PEFT on its parameters "
+                "(target_parameters), which are of all experts and cannot be divided with them. Give the ranks to dp_shard, or "
+                "leave experts without."
+            )
         kind = (type(part), tuple((n, tuple(p.shape)) for n, p in part.named_parameters()), "forward" in vars(part))
         if kind not in tried:
             tried[kind] = check_foreign(part)
