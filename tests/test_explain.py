@@ -609,6 +609,16 @@ def test_a_rank_of_which_only_the_remedy_speaks_is_not_accused(left: Left, rank:
     assert left.verdict.guilty == guilty
 
 
+def test_lines_of_an_error_of_ours_are_sentences_of_their_own(left: Left) -> None:
+    text = (
+        "RanksDisagreeError: ranks must run the same program, got argument --lr: rank 0: none; rank 1: 2\nStart all ranks alike."
+    )
+    left.end(1, failed(0, text, ours=True), world_size=2)
+    assert "rank 1: 2. Start all ranks alike." in left.verdict.paragraph
+    left.end(1, failed(0, text.replace("; rank 1", "\n  ulimit: rank 1"), ours=True), world_size=2)
+    assert "rank 0: none; ulimit: rank 1: 2. Start all ranks alike." in left.verdict.paragraph
+
+
 def test_ranks_without_number_are_no_work(left: Left) -> None:
     text = "rank " + ", ".join("0-1048575" for _ in range(2000)) + ": 4, rank 1: 5"
     left.end(1, failed(0, f"UsageError: {text}", ours=True), world_size=1 << 20)

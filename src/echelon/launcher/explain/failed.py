@@ -35,10 +35,11 @@ _SIGNALS: Mapping[str, tuple[str, str]] = {
     "SIGPIPE": ("killed", "It wrote to a pipe or socket that nobody reads, in code that does not look at that."),
     "SIGSYS": ("killed", "It made a call to the kernel that its container forbids (seccomp)."),
     "SIGXCPU": ("CPU limit", "It used all the processor time that it may have (ulimit -t)."),
-    "SIGXFSZ": ("disk full", "A file became larger than it may be (ulimit -f)."),
+    "SIGXFSZ": ("file too large", "A file became larger than it may be (ulimit -f)."),
 }
 _CHAINED = re.compile(r"^(?:The above exception was the direct|During handling of the above)[^\n]*:\n\nTraceback ", re.MULTILINE)
 _ENDS = (".", "!", "?")
+_NEXT_SENTENCE, _NEXT_ITEM = re.compile(r"(?<![.!?:;,])\n(?=[A-Z])"), re.compile(r"(?<=[\w)])\n {2,}")
 _HEAD = "Traceback (most recent call last)"
 _LAST_ERROR = re.compile(r"^Last error:\s*(\S[^\n]{0,1000})", re.MULTILINE)
 _UNLIKE_FIRST = re.compile(r"of the same param in process 0\b")
@@ -182,7 +183,8 @@ def _message(failure: Failure) -> str:
     """On one line: an error of ours up to a traceback in it, else the first line and what belongs to it."""
     if failure.ours:
         lines = itertools.takewhile(lambda line: _HEAD not in line, failure.message[:20_000].splitlines())
-        return short(" ".join(" ".join(lines).split())).removesuffix(":")
+        text = _NEXT_ITEM.sub("; ", _NEXT_SENTENCE.sub(". ", "\n".join(line.rstrip() for line in lines if line.strip())))
+        return short(" ".join(text.split())).removesuffix(":")
     if failure.message.startswith("Caught "):  # torch's loader again, with the traceback of its worker
         said = failure.message.strip().splitlines()
         return short(f"{said[-1].partition(': ')[2] or said[-1]} ({said[0].strip()})")
