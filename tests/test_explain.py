@@ -625,6 +625,23 @@ def test_ranks_without_number_are_no_work(left: Left) -> None:
     assert left.verdict.guilty == (0,)
 
 
+def test_a_stage_that_stood_is_named_though_it_was_woken_and_left_when_the_run_was_ended(left: Left) -> None:
+    """As out of `sleep` in C, which a signal ends: its own last words are of a later step."""
+    schedules = "/x/site-packages/torch/distributed/pipelining/schedules.py"
+    hung = [{**failed(rank, "hang: x"), "exit_code": 124} for rank in (0, 1)]
+    at = {str(rank): seen(3, Phase.STEP, silent_s=6.0, answers=rank == 0) for rank in (0, 1)}
+    left.end(124, *hung, hang={"after_s": 6.0}, seen=at, world_size=2)
+    left.stack(0, (schedules, 683, "_wait_batch_p2p"), (schedules, 785, "step"), ("/home/me/train.py", 72, "main"))
+    left.stack(1, ("/home/me/train.py", 17, "native"), (schedules, 785, "step"), ("/home/me/train.py", 72, "main"))
+    for rank in (0, 1):
+        text = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 72, in main\n    x()\nSystemExit: 75\n'
+        left.rank(rank, 75, time_ns=10**12, kind="SystemExit", message="exit code 75", traceback=text)
+    verdict = left.verdict
+    assert verdict.guilty == (1,) and verdict.paragraph.startswith(
+        "Rank 1 did not come, and stood at train.py:17 in native while rank 0 waited for another stage."
+    )
+
+
 @pytest.mark.parametrize("both", [True, False])
 def test_a_rank_that_ends_well_because_it_is_asked_to_after_a_hang_did_not_leave_early(left: Left, *, both: bool) -> None:
     """As with a handler of SIGTERM of its own, which the launcher sends when it has seen where all are."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from echelon.contracts.files import open_file, read_end
 from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.aborted import TAIL_BYTES, last_words
 from echelon.launcher.explain import flight as flights
 from echelon.launcher.explain.batch import why_ended
@@ -148,7 +149,8 @@ class _Reader:
         last = own.get("collectives")
         if rank.flight is None and not rank.unread and (rank.answers or isinstance(last, dict)):
             rank = replace(rank, flight=flights.of_last_calls(last or {}))
-        rank = replace(rank, later=later_failure(rank.rank, own, log))
+        if not rank.stack or own.get("exit_code") != REQUEUE:  # who leaves when it is asked to may have gone on before
+            rank = replace(rank, later=later_failure(rank.rank, own, log))
         failure = rank.failure or rank.later
         if rank.flight and failure is not None and fell_in_call(failure):
             rank = replace(rank, flight=flights.reopened(rank.flight))
