@@ -437,6 +437,19 @@ def test_a_run_that_ended_well_was_asked_to_stop_or_was_interrupted(tmp_path: Pa
         assert verdict.guilty == () and verdict.cause == cause and verdict.is_known
 
 
+@pytest.mark.parametrize(("heard", "guilty"), [({1}, (1,)), ({0, 1, 2}, ()), (set(), ())])
+def test_a_signal_that_one_rank_was_sent_and_the_launcher_was_not_is_told(
+    left: Left, heard: set[int], guilty: tuple[int]
+) -> None:
+    left.end(75, world_size=3, seen={str(rank): seen(4, Phase.ENDED) for rank in range(3)})
+    for rank in range(3):
+        left.rank(rank, 75, **({"heard": "SIGTERM"} if rank in heard else {}))
+    verdict = left.verdict
+    assert verdict.cause == "asked to stop" and verdict.guilty == guilty
+    assert verdict.paragraph.startswith("Rank 1 was sent SIGTERM, and no other rank was: all stopped for it.") == bool(guilty)
+    assert not verdict.seen
+
+
 def test_what_the_launcher_said_is_passed_on(left: Left) -> None:
     left.end(1, stopped="the launcher on node7 ended without a word: was the node lost, or out of memory?")
     assert left.verdict.cause == "launcher" and "node7" in left.verdict.paragraph and left.verdict.guilty == ()

@@ -239,6 +239,18 @@ def test_a_run_that_goes_on_and_one_whose_launcher_was_killed(started: Started) 
     assert (verdict.guilty, verdict.cause) == ((), "launcher killed"), verdict
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_one_rank_that_was_sent_a_signal_is_named(started: Started, rank: int) -> None:
+    """As by a program that makes room in memory; the others end because it does."""
+    program = f"import os, signal\nif os.environ['RANK'] == '{rank}': os.kill(os.getpid(), signal.SIGUSR1)\nraise SystemExit(75)"
+    run = started.run("--ranks", "2", "--name", "x", started.script(program))
+    _, err = run.communicate(timeout=60)
+    assert (
+        run.returncode == 75 and f"why: Rank {rank} was sent SIGUSR1, and no other rank was: all stopped for it." in err.decode()
+    ), err
+    assert explain(Evidence.of(started.folder / "runs/x", 0)).guilty == (rank,)
+
+
 @pytest.mark.full
 def test_a_run_that_was_asked_to_stop(started: Started) -> None:
     """F7."""

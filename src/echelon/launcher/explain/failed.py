@@ -17,6 +17,7 @@ from echelon.launcher.job import Failure
 from echelon.launcher.lost_peers import error_before
 
 __all__ = [
+    "FROM_OUTSIDE",
     "own_failure",
     "raised",
     "summary",
@@ -43,7 +44,7 @@ _NEXT_SENTENCE, _NEXT_ITEM = re.compile(r"(?<![.!?:;,])\n(?=[A-Z])"), re.compile
 _HEAD = "Traceback (most recent call last)"
 _LAST_ERROR = re.compile(r"^Last error:\s*(\S[^\n]{0,1000})", re.MULTILINE)
 _UNLIKE_FIRST = re.compile(r"of the same param in process 0\b")
-_FROM_OUTSIDE = "Somebody or something outside the run did that: a person, the batch system, a machine going down."
+FROM_OUTSIDE = "Somebody or something outside the run did that: a person, the batch system, a machine going down."
 
 
 def own_failure(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Verdict | None:
@@ -88,7 +89,7 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
         return Verdict(tuple(guilty), "host out of memory", headline, sentence(text))
     if first.kind == "SIGKILL":
         headline = f"{who(guilty)} {_was(guilty)} killed by SIGKILL"
-        text = f"{headline}{others}. {_FROM_OUTSIDE}"
+        text = f"{headline}{others}. {FROM_OUTSIDE}"
         if "the kernel has killed nothing" not in first.message:
             text += " The kernel's out-of-memory killer does the same: `dmesg` tells."
         return Verdict(tuple(guilty), "killed", headline, sentence(text))
@@ -105,7 +106,7 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
         said = f": {summary(words).rstrip('.')}" if words else ""
         return Verdict(tuple(guilty), cause, headline, sentence(f"{headline}{where}{others}{said}. {why}"))
     headline = f"{who(guilty)} {_was(guilty)} ended by {short(first.kind, 30)}"
-    return Verdict(tuple(guilty), "killed", headline, sentence(f"{headline}{where}{others}. {_FROM_OUTSIDE}"))
+    return Verdict(tuple(guilty), "killed", headline, sentence(f"{headline}{where}{others}. {FROM_OUTSIDE}"))
 
 
 def raised(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from echelon.contracts.run_dir import RunDir
+from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.explain import Evidence, Verdict, explain
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import write_exit
@@ -49,7 +50,7 @@ def record_end(
         write_exit(here.exit_json, first.exit_code if first else code, all_failed, first, stopped, **more)  # type: ignore[arg-type]
 
     write(failures, first, None)
-    if first is None and stopped is None:
+    if first is None and stopped is None and code != REQUEUE:
         return None
     try:
         translate(here.dump_path)
@@ -59,7 +60,8 @@ def record_end(
         logger.debug("the end of attempt %d cannot be explained", here.attempt, exc_info=True)
         return first
     if first is None:
-        write(failures, None, verdict.paragraph)
+        if stopped is not None or verdict.guilty:
+            write(failures, None, verdict.paragraph)
         return None
     named = _named(first, failures, verdict)
     if named.kind == "behind" and (raised := evidence.rank(named.rank).raised) is not None:
