@@ -28,7 +28,6 @@ from echelon.launcher.job import Failure
 __all__ = ["explain"]
 
 _SHOWN = 40
-_ASKED = "asked to stop"
 _FROM_OUTSIDE = frozenset({"interrupted", "killed", "launcher", "launcher killed"})
 _GOES_ON = "The same command goes on from the newest checkpoint."
 # Of what a batch system gives as the reason for a job's end: the cause, the reason in words, what to do.
@@ -85,7 +84,7 @@ def explain(evidence: Evidence) -> Verdict:
         logged = [
             f"the log of {who([rank])} tells of {text}" for rank, text in logs.items() if text and text not in verdict.paragraph
         ]
-        told = (hung.everybody(evidence, waiting) if verdict.cause != _ASKED else (), was_handling(evidence, verdict), logged)
+        told = (hung.everybody(evidence, waiting), was_handling(evidence, verdict), logged)
         seen += [line for lines in told for line in lines[:_SHOWN]]
     differs = mismatched.mismatch(evidence, waiting)
     if differs is not None and not verdict.cause.startswith("mismatched") and verdict.cause not in (FINE, RUNNING):
@@ -123,7 +122,7 @@ def _no_failure(evidence: Evidence) -> Verdict | None:
             return told
         why = f": {one_line(evidence.stopped)}" if evidence.stopped else " (by a signal or a time limit)"
         text = f"It was asked to stop{why}, and did. The same command goes on from its newest checkpoint."
-        return Verdict((), _ASKED, "it was asked to stop", text)
+        return Verdict((), "asked to stop", "it was asked to stop", text)
     if code is not None and code > 128 and not evidence.stopped:
         name = signal_name(code - 128)
         text = f"It was ended by {name}, sent to its launcher: by a person, a terminal that closed or the batch system."
@@ -142,7 +141,7 @@ def _told_to_some(evidence: Evidence) -> Verdict | None:
     names = together(sorted({one_line(evidence.rank(number).heard) for number in asked}))
     headline = f"{who(asked)} {'was' if len(asked) == 1 else 'were'} sent {names}"
     text = f"{headline}, and no other rank was: all stopped for it. {FROM_OUTSIDE} {_GOES_ON}"
-    return Verdict(tuple(asked), _ASKED, headline, sentence(text))
+    return Verdict(tuple(asked), "asked to stop", headline, sentence(text))
 
 
 def _lone_check(evidence: Evidence) -> Verdict | None:

@@ -128,7 +128,7 @@ def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
     where = place(rank)
     if rank.standing is not None and rank.is_known:
         return f"was {rank.standing}"
-    return f"stood{where}" if where else ""
+    return f"stood{where}" if where and rank.ended is None else ""
 
 
 def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
