@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.run_dir import RunDir
 from echelon.contracts.traces import in_library, named_in_library
 from echelon.launcher.explain import Evidence, RankEvidence, evidence, explain, show
 from echelon.launcher.explain.flight import Call, expected, first_mismatch, parse, waits
@@ -24,6 +25,7 @@ from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_
 from echelon.launcher.explain.words import who
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.raised import describe
 from tests.left_records import CLOSED, TIMED_OUT, Left, entry, failed, killed, record, seen
 
@@ -419,6 +421,24 @@ def test_what_torch_s_check_says_is_enough_without_any_flight_record(left: Left)
         1, *(failed(r, f"RuntimeError: {call.format(r, op)}") for r, op in enumerate(("ALLREDUCE", "BARRIER"))), world_size=2
     )
     assert left.verdict.guilty == (0, 1) and "rank 1 called barrier" in left.verdict.headline, left.verdict
+
+
+def test_where_a_rank_is_that_has_gone_on_is_not_given_as_the_line_of_its_call(left: Left) -> None:
+    """As one that gave fewer elements than the others, and got what it wanted."""
+    left.end(124, world_size=3, hang={"after_s": 5.0}, seen={str(rank): seen() for rank in range(3)})
+    for rank in range(3):
+        last = [entry(2, size=[3]), entry(3, retired=False)] if rank == 1 else [entry(2, retired=False)]
+        left.flight(rank, entry(1), *last).stack(rank, (TORCH, 3, "all_reduce"), ("/home/me/train.py", 7 + rank, "step"))
+    assert "(rank 0 at train.py:7 in step, rank 1 later at train.py:8 in step)" in left.verdict.paragraph
+
+
+def test_the_launcher_names_the_rank_that_called_otherwise_not_the_one_whose_process_gloo_ended_for_it(left: Left) -> None:
+    for rank in (0, 2):
+        left.flight(rank, entry(1), entry(2, kind="Double" if rank == 2 else "Float", retired=False))
+    left.flight(3, entry(1), entry(2, retired=False))
+    said = "killed by SIGABRT\n[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."
+    named = record_end(RunDir(left.path, 0), 134, [Failure(1, 134, 0, "SIGABRT", said)], world_size=4)
+    assert named is not None and (named.rank, named.exit_code) == (2, 134) and "called all_reduce (f64[4])" in named.headline
 
 
 def test_without_records_nobody_is_accused_of_a_refused_collective(left: Left) -> None:

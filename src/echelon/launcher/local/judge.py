@@ -12,6 +12,7 @@ from dataclasses import replace
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.explain import Evidence, Verdict, explain
+from echelon.launcher.explain.rank import is_check
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import write_exit
 from echelon.launcher.local.nccl_dump import translate
@@ -72,7 +73,8 @@ def record_end(
 
 def _named(first: Failure, failures: Sequence[Failure], verdict: Verdict) -> Failure:
     """The failure of a rank that the verdict names, if it does not name the first."""
-    only_waited = first.is_victim or first.kind == HANGS
+    refused = is_check(first) and first.rank not in verdict.guilty  # what another gave the collective
+    only_waited = first.is_victim or first.kind == HANGS or refused
     if not verdict.guilty or not only_waited:
         if first.kind == HANGS:
             return replace(first, message=f"{verdict.paragraph}\n{first.message}")
