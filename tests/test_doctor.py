@@ -147,6 +147,22 @@ def test_a_planted_fault_is_named_with_its_host_and_what_to_do(
     assert len(_bad(rows)) == 1, "and nothing else is accused"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "state"),
+    [
+        ("NCCL_DEBUG", "BOGUS", "warn"), ("NCCL_DEBUG", "info", "ok"), ("NCCL_DEBUG", "", "warn"), ("NCCL_PROTO", "L128", "warn"),
+        ("NCCL_PROTO", "^LL128", "ok"), ("NCCL_PROTO", "LL,Simple", "ok"), ("NCCL_PROTO", "allreduce:ll;broadcast:simple", "ok"),
+        ("NCCL_P2P_LEVEL", "NEAR", "warn"), ("NCCL_P2P_LEVEL", "SYS", "ok"), ("NCCL_IB_DISABLE", "yes", "warn"),
+        ("NCCL_IB_DISABLE", "0", "ok"), ("NCCL_FUTURE", "x", "ok"),
+    ],
+)  # fmt: skip
+def test_a_value_that_nccl_does_not_know_is_told(name: str, value: str, state: str) -> None:
+    """As NCCL_DEBUG=DEBUG, with which NCCL shows nothing."""
+    rows = judged(_checkup({rank: {"settings": {name: value}} for rank in range(4)}))
+    (row,) = [row for row in rows if row.name == "settings"]
+    assert row.state == state and (state == "ok" or f"{name}={value}" in row.said)
+
+
 def test_every_line_that_is_not_well_says_what_to_do_in_80_columns() -> None:
     for planted, *_ in FAULTS:
         rows = judged(_checkup({2: planted}))

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.run_dir import RunDir
 from echelon.contracts.traces import in_library, named_in_library
 from echelon.launcher.explain import Evidence, RankEvidence, evidence, explain, show
 from echelon.launcher.explain.flight import Call, expected, first_mismatch, parse, waits
@@ -24,6 +25,7 @@ from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_
 from echelon.launcher.explain.words import who
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.raised import describe
 from tests.left_records import CLOSED, TIMED_OUT, Left, entry, failed, killed, record, seen
 
@@ -421,6 +423,24 @@ def test_what_torch_s_check_says_is_enough_without_any_flight_record(left: Left)
     assert left.verdict.guilty == (0, 1) and "rank 1 called barrier" in left.verdict.headline, left.verdict
 
 
+def test_where_a_rank_is_that_has_gone_on_is_not_given_as_the_line_of_its_call(left: Left) -> None:
+    """As one that gave fewer elements than the others, and got what it wanted."""
+    left.end(124, world_size=3, hang={"after_s": 5.0}, seen={str(rank): seen() for rank in range(3)})
+    for rank in range(3):
+        last = [entry(2, size=[3]), entry(3, retired=False)] if rank == 1 else [entry(2, retired=False)]
+        left.flight(rank, entry(1), *last).stack(rank, (TORCH, 3, "all_reduce"), ("/home/me/train.py", 7 + rank, "step"))
+    assert "(rank 0 at train.py:7 in step, rank 1 later at train.py:8 in step)" in left.verdict.paragraph
+
+
+def test_the_launcher_names_the_rank_that_called_otherwise_not_the_one_whose_process_gloo_ended_for_it(left: Left) -> None:
+    for rank in (0, 2):
+        left.flight(rank, entry(1), entry(2, kind="Double" if rank == 2 else "Float", retired=False))
+    left.flight(3, entry(1), entry(2, retired=False))
+    said = "killed by SIGABRT\n[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."
+    named = record_end(RunDir(left.path, 0), 134, [Failure(1, 134, 0, "SIGABRT", said)], world_size=4)
+    assert named is not None and (named.rank, named.exit_code) == (2, 134) and "called all_reduce (f64[4])" in named.headline
+
+
 def test_without_records_nobody_is_accused_of_a_refused_collective(left: Left) -> None:
     left.end(
         1, failed(0, "RuntimeError: [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 32 vs 16.")
@@ -435,6 +455,19 @@ def test_a_run_that_ended_well_was_asked_to_stop_or_was_interrupted(tmp_path: Pa
     for code, cause in ((0, "fine"), (75, "asked to stop"), (130, "interrupted"), (143, "interrupted")):
         verdict = Left(tmp_path / str(code)).end(code).verdict
         assert verdict.guilty == () and verdict.cause == cause and verdict.is_known
+
+
+@pytest.mark.parametrize(("heard", "guilty"), [({1}, (1,)), ({0, 1, 2}, ()), (set(), ())])
+def test_a_signal_that_one_rank_was_sent_and_the_launcher_was_not_is_told(
+    left: Left, heard: set[int], guilty: tuple[int]
+) -> None:
+    left.end(75, world_size=3, seen={str(rank): seen(4, Phase.ENDED) for rank in range(3)})
+    for rank in range(3):
+        left.rank(rank, 75, **({"heard": "SIGTERM"} if rank in heard else {}))
+    verdict = left.verdict
+    assert verdict.cause == "asked to stop" and verdict.guilty == guilty
+    assert verdict.paragraph.startswith("Rank 1 was sent SIGTERM, and no other rank was: all stopped for it.") == bool(guilty)
+    assert not verdict.seen
 
 
 def test_what_the_launcher_said_is_passed_on(left: Left) -> None:
@@ -609,10 +642,37 @@ def test_a_rank_of_which_only_the_remedy_speaks_is_not_accused(left: Left, rank:
     assert left.verdict.guilty == guilty
 
 
+def test_lines_of_an_error_of_ours_are_sentences_of_their_own(left: Left) -> None:
+    text = (
+        "RanksDisagreeError: ranks must run the same program, got argument --lr: rank 0: none; rank 1: 2\nStart all ranks alike."
+    )
+    left.end(1, failed(0, text, ours=True), world_size=2)
+    assert "rank 1: 2. Start all ranks alike." in left.verdict.paragraph
+    left.end(1, failed(0, text.replace("; rank 1", "\n  ulimit: rank 1"), ours=True), world_size=2)
+    assert "rank 0: none; ulimit: rank 1: 2. Start all ranks alike." in left.verdict.paragraph
+
+
 def test_ranks_without_number_are_no_work(left: Left) -> None:
     text = "rank " + ", ".join("0-1048575" for _ in range(2000)) + ": 4, rank 1: 5"
     left.end(1, failed(0, f"UsageError: {text}", ours=True), world_size=1 << 20)
     assert left.verdict.guilty == (0,)
+
+
+def test_a_stage_that_stood_is_named_though_it_was_woken_and_left_when_the_run_was_ended(left: Left) -> None:
+    """As out of `sleep` in C, which a signal ends: its own last words are of a later step."""
+    schedules = "/x/site-packages/torch/distributed/pipelining/schedules.py"
+    hung = [{**failed(rank, "hang: x"), "exit_code": 124} for rank in (0, 1)]
+    at = {str(rank): seen(3, Phase.STEP, silent_s=6.0, answers=rank == 0) for rank in (0, 1)}
+    left.end(124, *hung, hang={"after_s": 6.0}, seen=at, world_size=2)
+    left.stack(0, (schedules, 683, "_wait_batch_p2p"), (schedules, 785, "step"), ("/home/me/train.py", 72, "main"))
+    left.stack(1, ("/home/me/train.py", 17, "native"), (schedules, 785, "step"), ("/home/me/train.py", 72, "main"))
+    for rank in (0, 1):
+        text = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 72, in main\n    x()\nSystemExit: 75\n'
+        left.rank(rank, 75, time_ns=10**12, kind="SystemExit", message="exit code 75", traceback=text)
+    verdict = left.verdict
+    assert verdict.guilty == (1,) and verdict.paragraph.startswith(
+        "Rank 1 did not come, and stood at train.py:17 in native while rank 0 waited for another stage."
+    )
 
 
 @pytest.mark.parametrize("both", [True, False])

@@ -258,6 +258,7 @@ CAUGHT = (
          "shared memory full", "df"),
         (nccl(SYSTEM, FULL), GROUPS, "shared memory full", "/dev/shm is full"),
         ("OSError: [Errno 28] No space left on device: '/scratch/a.pt'", MINE, "disk full", "Make room"),
+        ("OSError: [Errno 27] File too large: '/scratch/a.pt'", MINE, "file too large", "`ulimit -f`"),
         ("RuntimeError: unable to open shared memory object </torch_29919_13> in read-write mode: Too many open "
          "files (24)", TENSOR,
          "too many open files", "ulimit -n"),

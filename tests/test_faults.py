@@ -71,7 +71,7 @@ PLANTED = [
     Planted("no_message", "did not come", "did not come"),
     Planted("no_memory", "host out of memory", "ulimit -v", wait_s=30),
     Planted("no_cpu_time", "CPU limit", "SIGXCPU", wait_s=30),
-    Planted("file_too_large", "disk full", "Make room", wait_s=30),  # F11
+    Planted("file_too_large", "file too large", "ulimit -f", wait_s=30),  # F11
     Planted("another_operation", "mismatched order", "called all_gather (f32[8]) where", "all", often=True),  # F17
     Planted("barrier_first", "mismatched order", "called barrier where", "all"),
     Planted("group_first", "mismatched order", "waited for one another", "all"),
@@ -94,8 +94,8 @@ OF_LOOPS = [
     Planted("data_stands", "slow data", "waiting for the data of step 7", wait_s=4),
     Planted("data_raises", "data", "Input/output error", wait_s=30),
     Planted("worker_killed", "data worker", "worker", wait_s=30),
-    Planted("save", "disk full", "File too large", wait_s=30),
-    Planted("async_save", "disk full", "File too large", wait_s=30),
+    Planted("save", "file too large", "ulimit -f", wait_s=30),
+    Planted("async_save", "file too large", "ulimit -f", wait_s=30),
     Planted("fewer_batches", "ranks disagree", ": 6", "all", wait_s=30),
 ]
 SLOW = ["slow_data", "slow_step", "slow_between_epochs"]
@@ -237,6 +237,18 @@ def test_a_run_that_goes_on_and_one_whose_launcher_was_killed(started: Started) 
     started.all_gone()
     verdict = explain(Evidence.of(started.folder / "runs/x", 0))
     assert (verdict.guilty, verdict.cause) == ((), "launcher killed"), verdict
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_one_rank_that_was_sent_a_signal_is_named(started: Started, rank: int) -> None:
+    """As by a program that makes room in memory; the others end because it does."""
+    program = f"import os, signal\nif os.environ['RANK'] == '{rank}': os.kill(os.getpid(), signal.SIGUSR1)\nraise SystemExit(75)"
+    run = started.run("--ranks", "2", "--name", "x", started.script(program))
+    _, err = run.communicate(timeout=60)
+    assert (
+        run.returncode == 75 and f"why: Rank {rank} was sent SIGUSR1, and no other rank was: all stopped for it." in err.decode()
+    ), err
+    assert explain(Evidence.of(started.folder / "runs/x", 0)).guilty == (rank,)
 
 
 @pytest.mark.full

@@ -113,6 +113,24 @@ def _at_once_on_ranks(strategy: str) -> tuple[int, str]:
     return _ended(Bad(range(11, 100), only=1, strategy=strategy), max_steps=80)
 
 
+def test_a_bad_end_names_the_rank_whose_loss_it_was(ranks: Ranks) -> None:
+    warned = ranks(2, _warned_on_ranks, "ddp")
+    assert len(warned[0]) == 1 and "for the last 2 updates, from update 6" in warned[0][0] and "(rank 1: nan)" in warned[0][0]
+    assert warned[1] == []
+
+
+def _warned_on_ranks(strategy: str) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    finite.logger.addHandler(handler)
+    try:
+        assert _ended(Bad([6, 7], only=1, strategy=strategy), max_steps=8) == (8, "")
+    finally:
+        finite.logger.removeHandler(handler)
+    return said
+
+
 @pytest.mark.fresh_ranks
 def test_what_is_read_late_is_read_at_the_same_update_everywhere(ranks: Ranks) -> None:
     """16 updates are copied together, and read when 16 more are done: 11 to 20 are in the first and the second."""

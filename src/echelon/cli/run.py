@@ -162,6 +162,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if outcome.note:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
+        _say_why(run, "")  # if a rank was asked, and not the launcher
         _say_how_to_go_on(run, named=arguments.name is not None, restart=job.restart)
     finish(run)
     return outcome.exit_code

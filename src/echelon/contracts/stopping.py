@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 from typing import Any
 
-__all__ = ["REQUEUE", "SIGNALS", "is_ours", "leave", "signal_name"]
+__all__ = ["REQUEUE", "SIGNALS", "heard", "is_ours", "leave", "note", "signal_name"]
 
 # EX_TEMPFAIL of sysexits.h: "try again later". The run has saved what it had and is not complete.
 REQUEUE = 75
@@ -15,11 +16,26 @@ REQUEUE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
+_heard: tuple[int, str] | None = None  # by which process, and what
+
+
+def note(number: int) -> None:
+    """This very process was sent a signal that asks it to end: said by the handlers, for its record."""
+    global _heard
+    _heard = (heard() and _heard) or (os.getpid(), signal_name(number))
+
+
+def heard() -> str:
+    """The name of the first signal that asked this very process to end; empty if none did, whatever other ranks were sent."""
+    return _heard[1] if _heard is not None and _heard[0] == os.getpid() else ""
+
+
 def leave(number: int, frame: FrameType | None) -> None:
     """What SIGUSR1 does to a rank from its first line on: it ends, with nothing to save. Installed by the launcher.
 
     From `init_from_env` on, `echelon.world.stop` has a handler in its place, for SIGTERM as well.
     """
+    note(number)
     raise SystemExit(REQUEUE)
 
 

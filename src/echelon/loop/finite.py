@@ -131,13 +131,21 @@ class FiniteWatch:
                 f"{self._scale:g}, so nothing is trained any more. The losses are finite, so look for an infinite slope, "
                 f"such as sqrt(0) or a division by a norm; detect_anomaly=True names it. {off}"
             )
-        owns = agree.gather(str(self._own)) if together else [str(self._own)]
-        bad = [f"rank {r}: {v}" for r, v in enumerate(owns) if v in _NOT_FINITE] if together else owns
         raise NonFiniteError(
             f"the loss was not finite in {self._row} updates in a row, the first of them {self._first} "
-            f"({', '.join(bad) or 'of no rank by itself, but of their sum'}). Checkpoints up to step {self._first.step} are from "
+            f"({self._whose(together=together)}). Checkpoints up to step {self._first.step} are from "
             "before. Look at those batches, lower the learning rate, or clip; RollBack goes back and leaves such batches out by "
             f"itself. {off}"
+        )
+
+    def _whose(self, *, together: bool) -> str:
+        """The losses of that first update that were not finite, by rank. Collective if `together`."""
+        if not together:
+            return str(self._own)
+        owns = agree.gather(str(self._own))
+        return (
+            ", ".join(f"rank {r}: {v}" for r, v in enumerate(owns) if v in _NOT_FINITE)
+            or "of no rank by itself, but of their sum"
         )
 
     def finish(self, updates: int, *, together: bool) -> None:
@@ -154,12 +162,16 @@ class FiniteWatch:
             self._read()
         self.is_long = self.is_long or (self.limit is not None and 0 < updates <= self._row)
         self.raise_if_long(together=together)
-        if self._row and agree.is_rank0():
-            logger.warning(
-                "training ends with a loss that has not been finite for the last %s updates, from %s on. Check the weights",
-                self._row,
-                self._first,
-            )
+        if self._row:
+            whose = self._whose(together=together)
+            if agree.is_rank0():
+                logger.warning(
+                    "training ends with a loss that has not been finite for the last %s updates, from %s on (%s). "
+                    "Check the weights",
+                    self._row,
+                    self._first,
+                    whose,
+                )
 
 
 def check_loss(loss: torch.Tensor, weight: Any, step: int) -> None:

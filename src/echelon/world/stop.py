@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
+from echelon.contracts.stopping import REQUEUE, SIGNALS, leave, note
 
 __all__ = ["asked", "asked_elsewhere", "hear_from_now_on", "leave_if_asked", "leaving", "listening"]
 
@@ -54,6 +54,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
             os.kill(os.getpid(), number)
         return
     _asked = signal.Signals(number).name
+    note(number)
     if _tell is not None:
         _tell()
     elif not _leaving:

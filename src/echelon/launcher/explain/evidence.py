@@ -16,6 +16,7 @@ from typing import Any
 
 from echelon.contracts.files import open_file, read_end
 from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.aborted import TAIL_BYTES, last_words
 from echelon.launcher.explain import flight as flights
 from echelon.launcher.explain.batch import why_ended
@@ -41,7 +42,7 @@ __all__ = ["Evidence", "RankEvidence"]
 _MOST_NOTES = 20
 _STACK_BYTES, _FLIGHT_BYTES, _ALL_BYTES = 1 << 20, 16 << 20, 256 << 20  # the last: of all files of an attempt together
 # What is used of a record, whatever else it holds.
-_OF_RANK = ("exit_code", "time_ns", "kind", "message", "user_frames", "traceback", "ours", "finished", "collectives")
+_OF_RANK = ("exit_code", "time_ns", "kind", "message", "user_frames", "traceback", "ours", "finished", "heard", "collectives")
 _OF_END = ("exit_code", "stopped", "ranks", "seen", "hang", "world_size")
 _MOST_GROUPS = 1000
 _FILE = re.compile(r"(exit\.rank|stack\.rank|flight\.rank|exit\.node)(\d{1,7})\.(json|txt)")
@@ -148,7 +149,8 @@ class _Reader:
         last = own.get("collectives")
         if rank.flight is None and not rank.unread and (rank.answers or isinstance(last, dict)):
             rank = replace(rank, flight=flights.of_last_calls(last or {}))
-        rank = replace(rank, later=later_failure(rank.rank, own, log))
+        if not rank.stack or own.get("exit_code") != REQUEUE:  # who leaves when it is asked to may have gone on before
+            rank = replace(rank, later=later_failure(rank.rank, own, log))
         failure = rank.failure or rank.later
         if rank.flight and failure is not None and fell_in_call(failure):
             rank = replace(rank, flight=flights.reopened(rank.flight))

@@ -17,6 +17,7 @@ from echelon.launcher.job import Failure
 from echelon.launcher.lost_peers import error_before
 
 __all__ = [
+    "FROM_OUTSIDE",
     "own_failure",
     "raised",
     "summary",
@@ -35,14 +36,15 @@ _SIGNALS: Mapping[str, tuple[str, str]] = {
     "SIGPIPE": ("killed", "It wrote to a pipe or socket that nobody reads, in code that does not look at that."),
     "SIGSYS": ("killed", "It made a call to the kernel that its container forbids (seccomp)."),
     "SIGXCPU": ("CPU limit", "It used all the processor time that it may have (ulimit -t)."),
-    "SIGXFSZ": ("disk full", "A file became larger than it may be (ulimit -f)."),
+    "SIGXFSZ": ("file too large", "A file became larger than it may be (ulimit -f)."),
 }
 _CHAINED = re.compile(r"^(?:The above exception was the direct|During handling of the above)[^\n]*:\n\nTraceback ", re.MULTILINE)
 _ENDS = (".", "!", "?")
+_NEXT_SENTENCE, _NEXT_ITEM = re.compile(r"(?<![.!?:;,])\n(?=[A-Z])"), re.compile(r"(?<=[\w)])\n {2,}")
 _HEAD = "Traceback (most recent call last)"
 _LAST_ERROR = re.compile(r"^Last error:\s*(\S[^\n]{0,1000})", re.MULTILINE)
 _UNLIKE_FIRST = re.compile(r"of the same param in process 0\b")
-_FROM_OUTSIDE = "Somebody or something outside the run did that: a person, the batch system, a machine going down."
+FROM_OUTSIDE = "Somebody or something outside the run did that: a person, the batch system, a machine going down."
 
 
 def own_failure(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Verdict | None:
@@ -87,7 +89,7 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
         return Verdict(tuple(guilty), "host out of memory", headline, sentence(text))
     if first.kind == "SIGKILL":
         headline = f"{who(guilty)} {_was(guilty)} killed by SIGKILL"
-        text = f"{headline}{others}. {_FROM_OUTSIDE}"
+        text = f"{headline}{others}. {FROM_OUTSIDE}"
         if "the kernel has killed nothing" not in first.message:
             text += " The kernel's out-of-memory killer does the same: `dmesg` tells."
         return Verdict(tuple(guilty), "killed", headline, sentence(text))
@@ -104,7 +106,7 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
         said = f": {summary(words).rstrip('.')}" if words else ""
         return Verdict(tuple(guilty), cause, headline, sentence(f"{headline}{where}{others}{said}. {why}"))
     headline = f"{who(guilty)} {_was(guilty)} ended by {short(first.kind, 30)}"
-    return Verdict(tuple(guilty), "killed", headline, sentence(f"{headline}{where}{others}. {_FROM_OUTSIDE}"))
+    return Verdict(tuple(guilty), "killed", headline, sentence(f"{headline}{where}{others}. {FROM_OUTSIDE}"))
 
 
 def raised(
@@ -182,7 +184,8 @@ def _message(failure: Failure) -> str:
     """On one line: an error of ours up to a traceback in it, else the first line and what belongs to it."""
     if failure.ours:
         lines = itertools.takewhile(lambda line: _HEAD not in line, failure.message[:20_000].splitlines())
-        return short(" ".join(" ".join(lines).split())).removesuffix(":")
+        text = _NEXT_ITEM.sub("; ", _NEXT_SENTENCE.sub(". ", "\n".join(line.rstrip() for line in lines if line.strip())))
+        return short(" ".join(text.split())).removesuffix(":")
     if failure.message.startswith("Caught "):  # torch's loader again, with the traceback of its worker
         said = failure.message.strip().splitlines()
         return short(f"{said[-1].partition(': ')[2] or said[-1]} ({said[0].strip()})")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.failed import raised
 from echelon.launcher.explain.flight import Wait
-from echelon.launcher.explain.stacks import user_frame, waits_in
+from echelon.launcher.explain.stacks import WAITED_FOR, user_frame, waits_in
 from echelon.launcher.explain.verdict import Verdict
 from echelon.launcher.explain.words import frames_of, grouped, in_call, place, they_did
 from echelon.launcher.job import Failure
@@ -75,4 +75,4 @@ def _call(rank: RankEvidence, waits: Waits) -> str:
         mine = own.calls.get(wait.call.seq) if own is not None else None
         return call if mine is None or mine.op == wait.call.op else in_call(mine, wait.group)
     name = waits_in(rank.stack)
-    return "" if name == "a DataLoader" else name
+    return "" if name in WAITED_FOR else name

@@ -74,7 +74,13 @@ _KINDS = (
         "larger --shm-size; fewer data workers and smaller batches need less.",
     ),
     Kind(
-        r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]|File too large|\[Errno 27\]",
+        r"File too large|\[Errno 27\]",
+        "file too large",
+        "A file became larger than it may be: raise the limit (`ulimit -f`), unless it is that of the file system. Older "
+        "checkpoints are as they were, and the same command goes on from the newest.",
+    ),
+    Kind(
+        r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]",
         "disk full",
         "Make room, or write elsewhere; older checkpoints are as they were, and the same command goes on from the newest.",
     ),

@@ -218,9 +218,12 @@ def _all_in_one_call(waits: Waits, ranks: Collection[int]) -> Call | None:
 
 
 def _where_each(evidence: Evidence, found: Mismatch) -> str:
-    """The line from which one rank of each kind called it, if the stacks say so."""
+    """The line from which one rank of each kind called it, if the stacks say so; or where it was after it had gone on."""
     parts = []
     for _, ranks in found.calls:
-        here = next((f"{who([rank])}{at}" for rank in ranks[:_SHOWN_RANKS] if (at := place(evidence.rank(rank)))), "")
-        parts += [here] if here else []
+        traces = {rank: evidence.flights.get(rank, {}).get(found.group) for rank in ranks}
+        gone_on = {rank for rank, trace in traces.items() if trace is not None and trace.last > found.seq}
+        in_order = sorted(ranks, key=lambda rank: rank in gone_on)[:_SHOWN_RANKS]
+        placed = next(((rank, at) for rank in in_order if (at := place(evidence.rank(rank)))), None)
+        parts += [f"{who(placed[:1])}{' later' if placed[0] in gone_on else ''}{placed[1]}"] if placed is not None else []
     return f" ({', '.join(parts)})" if parts else ""

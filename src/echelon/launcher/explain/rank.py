@@ -53,6 +53,7 @@ class RankEvidence:
         failure: how it failed; None if it did not, or only because it was ended with the others.
         later: how it failed once the attempt's end had been recorded.
         ended: exit code of a rank that ended without failing; None if it ran.
+        heard: the signal that asked such a one to end; empty if itself it was sent none.
         finished: such a one had destroyed its process group, at its program's own end.
         oom: the kernel's out-of-memory killer ended it.
         standing: how far its loop was; None if it has none, or nothing is known.
@@ -75,6 +76,7 @@ class RankEvidence:
     later: Failure | None = None
     ended: int | None = None
     finished: bool = False
+    heard: str = ""
     oom: bool = False
     standing: Standing | None = None
     stopped: bool = False
@@ -136,7 +138,7 @@ def add_rank(ranks: dict[int, RankEvidence], number: int, said: Mapping[str, Any
     code = said.get("exit_code")
     known = ranks.get(number) or RankEvidence(number)
     if code in (0, REQUEUE) and known.failure is None and known.answers is None and not known.stopped:
-        ranks[number] = replace(known, ended=code, finished=said.get("finished") is True)
+        ranks[number] = replace(known, ended=code, finished=said.get("finished") is True, heard=said.get("heard", "")[:20])
     elif code and not final and known.failure is None:
         ranks[number] = replace(known, failure=Failure.from_record(number, code, 0, said, log))
 

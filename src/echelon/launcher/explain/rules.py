@@ -16,13 +16,13 @@ from echelon.contracts.terminal import one_line
 from echelon.launcher.explain import hung, mismatched
 from echelon.launcher.explain.batch import OUT_OF_MEMORY
 from echelon.launcher.explain.evidence import Evidence
-from echelon.launcher.explain.failed import own_failure, summary
+from echelon.launcher.explain.failed import FROM_OUTSIDE, own_failure, summary
 from echelon.launcher.explain.flight import Wait, waits
 from echelon.launcher.explain.handling import handling, was_handling
 from echelon.launcher.explain.stacks import waits_in
 from echelon.launcher.explain.stood import stood
 from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
-from echelon.launcher.explain.words import USED_ON_SOME, in_call, place, sentence, short, who
+from echelon.launcher.explain.words import USED_ON_SOME, in_call, place, sentence, short, together, who
 from echelon.launcher.job import Failure
 
 __all__ = ["explain"]
@@ -118,6 +118,8 @@ def _no_failure(evidence: Evidence) -> Verdict | None:
     if code == 0:
         return Verdict((), FINE, "it ended well", "It ended well: every rank has completed.")
     if code == REQUEUE:
+        if not evidence.stopped and (told := _told_to_some(evidence)) is not None:
+            return told
         why = f": {one_line(evidence.stopped)}" if evidence.stopped else " (by a signal or a time limit)"
         text = f"It was asked to stop{why}, and did. The same command goes on from its newest checkpoint."
         return Verdict((), "asked to stop", "it was asked to stop", text)
@@ -128,6 +130,18 @@ def _no_failure(evidence: Evidence) -> Verdict | None:
     if evidence.running:
         return Verdict((), RUNNING, "it still runs", "It still runs, and no rank has failed.")
     return None
+
+
+def _told_to_some(evidence: Evidence) -> Verdict | None:
+    """A signal that only some of the ranks that left were sent, for which all stopped: a launcher sends it to all."""
+    left = [rank for rank in evidence.ranks.values() if rank.ended == REQUEUE]
+    asked = sorted(rank.rank for rank in left if rank.heard)
+    if not asked or len(asked) == len(left):
+        return None
+    names = together(sorted({one_line(evidence.rank(number).heard) for number in asked}))
+    headline = f"{who(asked)} {'was' if len(asked) == 1 else 'were'} sent {names}"
+    text = f"{headline}, and no other rank was: all stopped for it. {FROM_OUTSIDE} {_GOES_ON}"
+    return Verdict(tuple(asked), "asked to stop", headline, sentence(text))
 
 
 def _lone_check(evidence: Evidence) -> Verdict | None:

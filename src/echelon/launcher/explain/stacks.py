@@ -12,6 +12,7 @@ from echelon.contracts.terminal import one_line
 from echelon.contracts.traces import from_here, named_in_library
 
 __all__ = [
+    "WAITED_FOR",
     "Frame",
     "called_by_loop",
     "crash_stack",
@@ -28,6 +29,7 @@ __all__ = [
     "waits_in",
 ]
 
+WAITED_FOR = frozenset(("a DataLoader", "another stage"))  # what `waits_in` says that is no function
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.{1,4096})", line (\d{1,9}),? in (.{1,200})')
 _MOST_FRAMES, _MOST_LINES, _MOST_SAID, _MOST_THREADS = 200, 1000, 200, 100
@@ -38,6 +40,7 @@ _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\
 # Calls into C++ go through some more. Functions that stand around the call that a user made.
 _OF_GROUPS = re.compile(r"[/\\]torch[/\\](distributed[/\\]|_C[/\\]_distributed)")
 _BUSY = re.compile(r"[/\\]torch[/\\]distributed[/\\](checkpoint|tensor)[/\\]")
+_OF_STAGES = re.compile(r"[/\\]torch[/\\]distributed[/\\]pipelining[/\\]")
 _PASSES_ON = re.compile(r"[/\\]torch[/\\](_ops\.py|_library[/\\]|futures[/\\]|cuda[/\\])")
 _AROUND = frozenset({"wrapper", "inner", "__call__", "_fn", "decorate_context", "wait", "wait_tensor", "<lambda>"})
 _OF_TORCH = re.compile(r"[/\\]torch[/\\]")
@@ -184,7 +187,7 @@ def called_by_loop(frames: Iterable[Frame]) -> bool:
 
 
 def waits_in(frames: Iterable[Frame]) -> str:
-    """What a rank with this stack waits in, such as "all_reduce" or "a DataLoader"; empty if it does not wait in Python's sight.
+    """What a rank with this stack waits in, such as "all_reduce", or for: `WAITED_FOR`; empty if it does not in Python's sight.
 
     A backward pass waits in C++: there is nothing of it here.
     """
@@ -197,6 +200,8 @@ def waits_in(frames: Iterable[Frame]) -> str:
         if _OF_GROUPS.search(frame.file):
             if not name and (not innermost or _BUSY.search(frame.file)):
                 return ""
+            if _OF_STAGES.search(frame.file):
+                return "another stage"
             name = frame.function if frame.function not in _AROUND or not name else name
         elif _OF_LOADERS.search(frame.file) and not name:
             return "a DataLoader"

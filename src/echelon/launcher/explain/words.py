@@ -9,7 +9,7 @@ from echelon.contracts.terminal import one_line
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Wait
 from echelon.launcher.explain.rank import is_check
-from echelon.launcher.explain.stacks import Frame, of_traceback, user_frame, waits_in
+from echelon.launcher.explain.stacks import WAITED_FOR, Frame, of_traceback, user_frame, waits_in
 from echelon.launcher.job import Failure
 
 __all__ = [
@@ -121,16 +121,14 @@ def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
         mine = own.calls.get(wait.call.seq) if own is not None else None
         return f"waited in {call if mine is None or mine.op == wait.call.op else in_call(mine, wait.group)}"
     name = waits_in(stack_of(rank))
-    if name == "a DataLoader":
-        return "waited for a DataLoader"
     if name:
-        return f"waited in {name}"
+        return f"waited {'for' if name in WAITED_FOR else 'in'} {name}"
     if rank.ended == 0:
         return "had ended"
     where = place(rank)
     if rank.standing is not None and rank.is_known:
         return f"was {rank.standing}"
-    return f"stood{where}" if where else ""
+    return f"stood{where}" if where and rank.ended is None else ""
 
 
 def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from echelon.contracts.run_dir import RunDir
+from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.explain import Evidence, Verdict, explain
+from echelon.launcher.explain.rank import is_check
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import write_exit
 from echelon.launcher.local.nccl_dump import translate
@@ -49,7 +51,7 @@ def record_end(
         write_exit(here.exit_json, first.exit_code if first else code, all_failed, first, stopped, **more)  # type: ignore[arg-type]
 
     write(failures, first, None)
-    if first is None and stopped is None:
+    if first is None and stopped is None and code != REQUEUE:
         return None
     try:
         translate(here.dump_path)
@@ -59,7 +61,8 @@ def record_end(
         logger.debug("the end of attempt %d cannot be explained", here.attempt, exc_info=True)
         return first
     if first is None:
-        write(failures, None, verdict.paragraph)
+        if stopped is not None or verdict.guilty:
+            write(failures, None, verdict.paragraph)
         return None
     named = _named(first, failures, verdict)
     if named.kind == "behind" and (raised := evidence.rank(named.rank).raised) is not None:
@@ -70,7 +73,8 @@ def record_end(
 
 def _named(first: Failure, failures: Sequence[Failure], verdict: Verdict) -> Failure:
     """The failure of a rank that the verdict names, if it does not name the first."""
-    only_waited = first.is_victim or first.kind == HANGS
+    refused = is_check(first) and first.rank not in verdict.guilty  # what another gave the collective
+    only_waited = first.is_victim or first.kind == HANGS or refused
     if not verdict.guilty or not only_waited:
         if first.kind == HANGS:
             return replace(first, message=f"{verdict.paragraph}\n{first.message}")

@@ -27,7 +27,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.files import open_to_append
 from echelon.contracts.redact import redacted, secret_values
 from echelon.contracts.run_dir import write_json
-from echelon.contracts.stopping import REQUEUE, SIGNALS, is_ours, leave
+from echelon.contracts.stopping import REQUEUE, SIGNALS, heard, is_ours, leave
 from echelon.launcher.calls import load_call, write_value
 from echelon.launcher.local import companion
 from echelon.launcher.local.flight import flight_record, last_calls, write_flight
@@ -269,7 +269,7 @@ def _record(
     if start.record:
         loaded = [name for name in SLOW_MODULES if name in sys.modules]
         said = {"exit_code": code, "time_ns": time.monotonic_ns(), "loaded": loaded, "collectives": dict(collectives)}
-        said |= {"finished": True} if finished else {}
+        said |= ({"finished": True} if finished else {}) | ({"heard": asked} if (asked := heard()) else {})
         record = {**said, **(failure or {})}
         with contextlib.suppress(OSError):
             if failure is not None:  # it is told all the same, if its folder was removed meanwhile

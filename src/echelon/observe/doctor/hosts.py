@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -232,6 +233,17 @@ _SLOW_SETTINGS = {
     "NCCL_DEBUG": "TRACE",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
 }
+# What NCCL reads. Other words it ignores, most of them without a word of its own.
+_DISTANCES, _SWITCH = re.compile(r"LOC|NVL|PIX|PXB|PHB|SYS|\d", re.IGNORECASE), re.compile(r"\d+")
+_KNOWN_SETTINGS = {
+    "NCCL_DEBUG": re.compile(r"NONE|VERSION|WARN|INFO|ABORT|TRACE", re.IGNORECASE),
+    "NCCL_PROTO": re.compile(r"(?:.*:)?\^?(?:LL|LL128|Simple)(?:,(?:LL|LL128|Simple))*(?:;.*)?", re.IGNORECASE),
+    "NCCL_P2P_LEVEL": _DISTANCES,
+    "NCCL_NET_GDR_LEVEL": _DISTANCES,
+    "NCCL_P2P_DISABLE": _SWITCH,
+    "NCCL_IB_DISABLE": _SWITCH,
+    "NCCL_SHM_DISABLE": _SWITCH,
+}
 _OWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_DEBUG_INFO")
 
 
@@ -251,5 +263,16 @@ def _settings(checkup: Checkup) -> Iterator[Row]:
     )
     if slow:
         yield Row("settings", "warn", f"{', '.join(slow)} costs speed", "Unset it, unless you look for a fault.")
-    if not differ and not slow:
+    unknown = sorted(
+        {
+            f"{name}={value}"
+            for said in checkup.in_order
+            for name, value in said.texts("settings").items()
+            if name in _KNOWN_SETTINGS and not _KNOWN_SETTINGS[name].fullmatch(value.strip())
+        }
+    )
+    if unknown:
+        remedy = "See the values in its documentation, or unset it: NCCL ignores what it does not know, or refuses to start."
+        yield Row("settings", "warn", f"no value that NCCL knows: {', '.join(unknown)}", remedy)
+    if not (differ or slow or unknown):
         yield Row("settings", "ok", ", ".join(sorted(names)[:6]) or "no variables of NCCL, gloo or torch.distributed")
