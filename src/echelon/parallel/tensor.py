@@ -114,8 +114,7 @@ class TPStrategy(Strategy):
         fsdp = self.fsdp or FSDPStrategy()
         mesh: dict[str, Any] = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(world.device)}
         prepared = replace(fsdp, sync_module_states=False, **mesh).prepare(module, world, recipe)
-        prepared.draws_apart = self.sequence_parallel and dims.tp > 1
-        prepared.draws = SameDraws.over(dims, world)
+        prepared.draws_apart, prepared.draws = self.sequence_parallel and dims.tp > 1, SameDraws.over(dims, world)
         return prepared
 
 
