@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.older_torch import all_gather_single, reduce_scatter_single
 
 __all__ = ["SequenceParts"]
 
@@ -95,7 +96,7 @@ class _Whole(torch.autograd.Function):
         ctx.crosses_ranks = True  # `pass_zeros` must not stop what comes from the others
         part, size = part.contiguous(), parts.size
         gathered = part.new_empty(size * part.shape[0], *part.shape[1:]) if part.dim() else part
-        dist.all_gather_into_tensor(gathered, part, group=parts.group)
+        all_gather_single(gathered, part, group=parts.group)
         each = gathered.view(size, *part.shape)
         chunk = part.shape[dim] // 2
         early = [each[r].narrow(dim, 0, chunk) for r in range(size)]
@@ -114,5 +115,5 @@ class _Whole(torch.autograd.Function):
         for rank, part in enumerate(laid):
             part.narrow(dim, 0, chunk).copy_(chunks[rank])
             part.narrow(dim, chunk, chunk).copy_(chunks[-1 - rank])
-        dist.reduce_scatter_tensor(mine, laid.flatten(0, 1), group=parts.group)
+        reduce_scatter_single(mine, laid.flatten(0, 1), group=parts.group)
         return mine, None, None

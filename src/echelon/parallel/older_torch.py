@@ -7,10 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["ddp_options", "shards_integers"]
+__all__ = ["all_gather_single", "ddp_options", "reduce_scatter_single", "shards_integers"]
+
+# torch 2.13's names; it warns of the older ones at every rank's first call.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def shards_integers() -> bool:

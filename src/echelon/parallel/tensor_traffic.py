@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.parallel.axes import Axis
+from echelon.parallel.older_torch import all_gather_single, reduce_scatter_single
 
 __all__ = ["collected", "gathered", "part", "same", "spread", "summed"]
 
@@ -85,14 +86,14 @@ def _own(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 def _all(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     tensor = tensor.contiguous()
     together = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(together, tensor, group=axis.group)
+    all_gather_single(together, tensor, group=axis.group)
     return together if dim == 0 else torch.cat(together.chunk(axis.size), dim)
 
 
 def _own_of_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     sent = torch.cat(tensor.chunk(axis.size, dim)) if dim else tensor.contiguous()
     mine = sent.new_empty((sent.shape[0] // axis.size, *sent.shape[1:]))
-    dist.reduce_scatter_tensor(mine, sent, group=axis.group)
+    reduce_scatter_single(mine, sent, group=axis.group)
     return mine
 
 
