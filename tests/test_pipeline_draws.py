@@ -65,6 +65,7 @@ class Denoiser(ech.AutoUnit[torch.Tensor]):
     def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.TrainStepResults) -> None:
         if dist.get_rank() == 0:  # one rank draws for itself, as for a picture
             torch.randn(3), random.random(), np.random.rand()
+        torch.manual_seed(step + dist.get_rank())  # as some scripts do for their augmentation
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
         return torch.optim.SGD(module.parameters(), lr=0.05), None

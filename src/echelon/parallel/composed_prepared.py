@@ -38,6 +38,8 @@ class _LaidOut(Pipelined):
         self.dims, self.rank = dims, rank
         self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
         self.draws_apart = dims.cp > 1 or dims.pp > 1
+        if self.pipeline is not None:
+            self.pipeline.cut.draws.samples = dims.dp_rank(rank) * dims.cp + place["cp"]
 
     def find_replicas(self) -> None:
         self.is_replica = not self.dims.speaks(self.rank)

@@ -26,12 +26,14 @@ class Draws:
 
     Args:
         device: what the stages compute on.
+    Attributes:
+        samples: which samples, and which part of them, the ranks of this pipeline compute; others draw something else.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_gpu = device.type == "cuda"
-        self._common = 0
+        self.samples = self._common = 0
 
     def number(self) -> int:
         """What passes may begin with. Every rank draws it, so that all have drawn as often, and takes the one of a single rank:
@@ -46,9 +48,9 @@ class Draws:
         """Context of passes, which may leave all streams in any state.
 
         Args:
-            number: the same on all ranks. Those of other samples draw something else, since they began with other seeds.
+            number: the same on all ranks.
         """
-        self._common = rng.mix(torch.initial_seed(), number)
+        self._common = rng.mix(number, self.samples)
         host, python, numpys = _state(), random.getstate(), np.random.get_state()
         on_gpu = torch.cuda.get_rng_state(self._device) if self._on_gpu else None
         try:
