@@ -25,11 +25,16 @@ def fall():
 
 
 @pytest.fixture(scope="module")
-def cell() -> Iterator[Any]:
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with warnings.catch_warnings(action="ignore"):
-        from jupyter_client.manager import start_new_kernel
+        from jupyter_client.manager import KernelManager
 
-        manager, client = start_new_kernel(kernel_name="python3")
+        # Over files: jupyter chooses ports before the kernel takes them, and another test may do so in between.
+        manager = KernelManager(kernel_name="python3", transport="ipc", ip=str(tmp_path_factory.mktemp("kernel") / "socket"))
+        manager.start_kernel()
+        client = manager.client()
+        client.start_channels()
+        client.wait_for_ready(timeout=60)
 
     def run(code: str) -> str:
         said: list[str] = []
