@@ -106,6 +106,16 @@ def test_flags_are_agreed_on_one_by_one_in_few_numbers(ranks: Ranks, count: int,
     assert agree.any_ranks([False, True]) == [False, True]
 
 
+def _with_a_number() -> tuple[list[bool], int]:
+    rank = dist.get_rank()
+    return agree.any_ranks_and_number([rank == 1, False], 2**32 - 1 - rank)
+
+
+def test_a_number_of_rank_0_goes_with_the_flags(ranks: Ranks) -> None:
+    assert ranks(2, _with_a_number) == [([True, False], 2**32 - 1)] * 2
+    assert agree.any_ranks_and_number([True], 7) == ([True], 7)
+
+
 def _to_first(values: list[Any]) -> Any:
     told = first.tell(values[dist.get_rank()])
     return None if told is None else (list(told[0]), told[1])

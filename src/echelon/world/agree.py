@@ -88,33 +88,24 @@ def any_rank(flag: bool) -> bool:
 
 def any_ranks(flags: Sequence[bool]) -> list[bool]:
     """`any_rank` for each of several flags, equally many on all ranks."""
-    return _flags(_any_bits(_words(flags)), len(flags)) if is_joined() and flags else list(flags)
-
-
-def any_ranks_and_number(flags: Sequence[bool], number: int) -> tuple[list[bool], int]:
-    """`any_ranks`, and in the same message a number of rank 0's, at least 0 and below 2**62."""
-    if not is_joined():
-        return list(flags), number
-    told = _any_bits([number if is_rank0() else 0, *_words(flags)])
-    return _flags(told[1:], len(flags)), told[0]
-
-
-def _words(flags: Sequence[bool]) -> list[int]:
-    """As bits: gloo sends each element of a short message round its ring by itself, which takes as long as the whole message."""
-    return [sum(int(flag) << bit for bit, flag in enumerate(flags[at : at + _BITS])) for at in range(0, len(flags), _BITS)]
-
-
-def _flags(words: Sequence[int], count: int) -> list[bool]:
-    return [bool(words[i // _BITS] >> i % _BITS & 1) for i in range(count)]
-
-
-def _any_bits(words: Sequence[int]) -> list[int]:
+    if not is_joined() or not flags:
+        return list(flags)
+    # As bits: gloo sends each element of a short message round its ring by itself, which takes as long as the whole message.
+    words = [sum(int(flag) << bit for bit, flag in enumerate(flags[at : at + _BITS])) for at in range(0, len(flags), _BITS)]
     values = torch.tensor(words, dtype=torch.int64)
     dist.all_reduce(values, op=dist.ReduceOp.BOR, group=control_group())
-    return values.tolist()
+    told = values.tolist()
+    return [bool(told[i // _BITS] >> i % _BITS & 1) for i in range(len(flags))]
 
 
 _BITS = 62  # of an int64, so that no sign is in the way
+
+
+def any_ranks_and_number(flags: Sequence[bool], number: int) -> tuple[list[bool], int]:
+    """`any_ranks`, and in the same message a number of rank 0's, from 0 to 2**32 - 1."""
+    bits = [is_rank0() and bool(number >> bit & 1) for bit in range(32)]
+    told = any_ranks([*flags, *bits])
+    return told[: len(flags)], sum(int(flag) << bit for bit, flag in enumerate(told[len(flags) :]))
 
 
 class AnyRankLater:

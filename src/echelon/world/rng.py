@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from echelon.contracts.errors import require
 from echelon.contracts.numbers import whole
 from echelon.world import agree
 
-__all__ = ["at", "digest", "draw", "load_states", "mix", "put_back", "renew", "seed", "separate", "start", "states"]
+__all__ = ["at", "digest", "draw", "load_states", "mix", "position", "put_back", "renew", "seed", "separate", "start", "states"]
 
 
 def seed(seed: int) -> None:
@@ -96,6 +97,11 @@ def start(seeds: Sequence[int]) -> None:
     torch.manual_seed(seeds[0])
     random.seed(seeds[1])
     np.random.seed(seeds[2])
+
+
+def position(state: torch.Tensor) -> int:
+    """A number below 2**32 that tells where a stream of torch's stands, cheaply."""
+    return zlib.crc32(state.numpy().tobytes())
 
 
 def digest() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import zlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -41,7 +40,7 @@ class Draws:
         """
         state = _state()
         torch.rand((), device="cpu")
-        return 0 if state is None else _digest(state)
+        return 0 if state is None else rng.position(state)
 
     @contextlib.contextmanager
     def passes(self, number: int) -> Iterator[None]:
@@ -77,7 +76,7 @@ class Draws:
             yield
             return
         on_gpu = torch.cuda.get_rng_state(self._device) if self._on_gpu else None
-        self._seed(rng.mix(_digest(outside), number))
+        self._seed(rng.mix(rng.position(outside), number))
         try:
             yield
         finally:
@@ -99,7 +98,3 @@ class Draws:
 def _state() -> torch.Tensor | None:
     """None where tensors are fake, and nothing is drawn."""
     return torch.default_generator.get_state() if type(torch.empty(())) is torch.Tensor else None
-
-
-def _digest(state: torch.Tensor) -> int:
-    return zlib.crc32(state.numpy().tobytes())
