@@ -16,6 +16,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
+from echelon.parallel import tensor_traffic
 from echelon.parallel.tensor import check_tensor
 from tests.conftest import Ranks
 
@@ -683,39 +684,40 @@ def _messages(sequence: bool) -> tuple[list[str], list[str]]:
     """The collectives of a forward and a backward pass of a block of Llama."""
     module = ech.prepare_module(made("llama"), CPU, strategy=ech.TPStrategy(sequence_parallel=sequence))
     sent: list[str] = []
-    before = {}
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
-        before[name] = function = getattr(dist, name)
+    before: dict[str, Any] = {}
+    places: dict[str, Any] = {"all_reduce": dist, "all_gather_single": tensor_traffic, "reduce_scatter_single": tensor_traffic}
+    for name, place in places.items():
+        before[name] = function = getattr(place, name)
 
         def counted(*args: Any, name: str = name, function: Any = function, **options: Any) -> Any:
             if options.get("group") is not None and args[0].dim() == 3:  # activations
                 sent.append(name)
             return function(*args, **options)
 
-        setattr(dist, name, counted)
+        setattr(place, name, counted)
     try:
         loss, _ = summed_loss(module, windows(1)[0][0][0])
         forward = list(sent)
         loss.backward()
     finally:
         for name, function in before.items():
-            setattr(dist, name, function)
+            setattr(places[name], name, function)
     return forward, sent[len(forward) :]
 
 
 def test_layers_that_read_the_same_share_one_message(ranks: Ranks) -> None:
     for forward, backward in ranks(2, _messages, False):
         # The embedding, and in each of two blocks attention and MLP; the head puts logits together.
-        assert forward == ["all_reduce"] * 5 + ["all_gather_into_tensor"]
+        assert forward == ["all_reduce"] * 5 + ["all_gather_single"]
         # One for q, k and v together, one for gate and up; one for the head.
         assert backward == ["all_reduce"] * 5
 
 
 def test_parts_of_the_sequence_travel_as_much(ranks: Ranks) -> None:
     for forward, backward in ranks(2, _messages, True):
-        block = ["all_gather_into_tensor", "reduce_scatter_tensor"] * 2
-        assert forward == ["all_reduce", *block, *block, *["all_gather_into_tensor"] * 2]
-        assert backward == ["all_reduce", *block, *block, "all_gather_into_tensor"]
+        block = ["all_gather_single", "reduce_scatter_single"] * 2
+        assert forward == ["all_reduce", *block, *block, *["all_gather_single"] * 2]
+        assert backward == ["all_reduce", *block, *block, "all_gather_single"]
 
 
 def _dropped(sequence: bool, length: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
