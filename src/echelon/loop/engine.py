@@ -21,18 +21,19 @@ from echelon.loop import agreements, evaluation_due, profiling
 from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.loop.callback import Callback
 from echelon.loop.hooks import Hooks
+from echelon.loop.modes import in_mode
 from echelon.loop.optimizer_checks import check_tracked
 from echelon.loop.reporting import Reporting
 from echelon.loop.stage import Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps
 from echelon.loop.undivided import warn_of_same_samples
-from echelon.loop.unit import TrainUnit, Unit
+from echelon.loop.unit import TrainUnit
 from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
 from echelon.world.handshake import greet
 
-__all__ = ["Run", "in_mode"]
+__all__ = ["Run"]
 
 logger = logging.getLogger(__name__)
 
@@ -295,17 +296,3 @@ def _tell_of_nothing(stage: Stage) -> None:
     if stage.trains and stage.here.max_epochs is None:
         raise UsageError("the loader gave no batch, and without max_epochs training would never end. Is it a used-up iterator?")
     logger.warning("No steps completed during %s epoch! The loader gave no batch. Is it a used-up iterator?", stage.entry)
-
-
-@contextlib.contextmanager
-def in_mode(inner: Unit, mode: str) -> Iterator[None]:
-    """Modules in train or eval mode, and put back as they were, each submodule by itself, whatever happens."""
-    roots = inner.tracked_modules().values()
-    before = [(m, m.training) for root in roots for m in root.modules()]
-    for root in roots:
-        root.train(mode == "train")
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training

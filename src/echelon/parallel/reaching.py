@@ -19,6 +19,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.training = self.module.training
         vars(self)["_is_made"] = True  # from here on, what is set is the user's
 
     def __getstate__(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import torch
 
 from echelon.contracts.errors import UsageError
 from echelon.loop.auto import AutoUnit
+from echelon.loop.modes import begin_training
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.parallel.shards import local
 from echelon.prover.generators import Sources
@@ -146,7 +147,7 @@ class Reference(ABC):
         """Bring the unit to where training begins, with the initial values that are meant."""
         self.folder.mkdir(exist_ok=True)
         for _, module in modules_of(self.unit):
-            module.train()
+            begin_training(module)
             if self.how == "wide":
                 widen(module)
         if self.how == "wide":

@@ -29,6 +29,11 @@ class TrainerUnit(AutoUnit[Any]):
         self._trainer = trainer
         self.history = trainer.history
 
+    def phase_started(self, state: State, phase: str) -> None:
+        if phase == "train":
+            self.module.train()  # all of it, as transformers' own does
+        super().phase_started(state, phase)
+
     def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
         made: tuple[torch.Tensor, Any] = self._trainer.loss_of(self.module, data)
         return made

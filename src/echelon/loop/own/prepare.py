@@ -15,6 +15,7 @@ An AutoUnit (`loop/own/unit.py`) is behind it, so that gradients are weighed, ru
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
-from echelon.loop.engine import in_mode
+from echelon.loop.modes import begin_training, in_mode
 from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, check_shares, refuse_prepared, training_loader
 from echelon.loop.own.refit import check_optimizer, refit, refuse_on_all
 from echelon.loop.own.session import Session
@@ -42,12 +43,14 @@ from echelon.parallel.float8 import Float8
 from echelon.parallel.precision import Precision
 from echelon.parallel.recipe import Compile
 from echelon.parallel.strategy import Strategy
-from echelon.world import clock
+from echelon.world import agree, clock
 from echelon.world.clock import Part
 from echelon.world.handshake import greet
 from echelon.world.init import init_from_env
 
 __all__ = ["epochs", "evaluating", "prepare", "window"]
+
+logger = logging.getLogger(__name__)
 
 
 def prepare(
@@ -62,6 +65,9 @@ def prepare(
     device: torch.device | None = None,
 ) -> Any:
     """Make a loop's model, optimizer and loaders parallel. Every rank calls it; it joins the ranks if they have not met.
+
+    The model is put in train mode, but for parts that are in eval mode on purpose: frozen ones, and single layers. Modes that are
+    set after this are the loop's own.
 
     Args:
         objects: in any order: one model, one optimizer over its parameters, one training loader; if wanted a scheduler, loaders
@@ -103,6 +109,12 @@ def _unit(parts: _Parts, **options: Any) -> LoopUnit:
     """The model made parallel, with the optimizer over the parameters that it has then."""
     names = {p: name for name, p in parts.model.named_parameters()}
     refuse_on_all(check_optimizer(parts.optimizer, parts.model, names))
+    if not parts.model.training and not hasattr(type(parts.model), "from_pretrained") and agree.is_rank0():
+        logger.warning(
+            "the %s was in eval mode, and prepare() puts it in train mode: to train it in eval mode, call model.eval() after",
+            type(parts.model).__name__,
+        )
+    begin_training(parts.model)
     unit = LoopUnit(parts.model, parts.optimizer, parts.scheduler, **options)
     refit(unit.prepared, parts.optimizer, names)
     for i, each in enumerate(parts.stateful):

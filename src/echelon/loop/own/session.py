@@ -13,6 +13,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
+from echelon.loop.modes import LoopModes
 from echelon.loop.observer import observed
 from echelon.loop.own.kept import keep, kept_for
 from echelon.loop.own.methods import knowing, replace
@@ -48,6 +49,7 @@ class Session:
         self._iterations = 0  # of the loader, by this process
         self._iteration: object = None  # the latest
         self._applying = self._accumulated = False
+        self._modes = LoopModes(unit.module, unit.prepared.unwrapped)
         self._witness: torch.Tensor | None = None  # a parameter with a gradient, in the middle of an update
 
     # --- which session something belongs to
@@ -135,6 +137,7 @@ class Session:
                         "another had begun. Make a second loader for pairs of batches."
                     )
                 self._end_batch()
+            self._trained(run)
             self._stopped = run.state.should_stop
             if not self._in_epochs and unit.instead is None and not self._forgets(run):
                 self.run = None
@@ -144,12 +147,17 @@ class Session:
             if self._iteration is not this:  # of a loop that another has followed
                 raise
             self._in_batch = False
+            self._trained(run)
             if not self._in_epochs and not self._forgets(run):
                 run.leave()
             raise
         except BaseException as error:
             run.failed(error)
             raise
+
+    def _trained(self, run: OwnRun) -> None:
+        if not run.only_looks:
+            self._modes.trained()
 
     def _settle(self, *, again: bool = False) -> None:
         """See to an epoch that the loop left by a `break`, or whose last batch it has had. Collective, if it did.
@@ -261,6 +269,10 @@ class Session:
             )
         self.window = window
         assert self.run is not None
+        if self.run.only_looks:
+            self._modes.epoch_begins()
+        elif not self._modes.model.training:
+            self._modes.left_in_eval()
         self.run.trains()
 
     def went_back(self) -> None:
