@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.checkpoint import commit, location, manifest, store, structure
+from echelon.checkpoint import commit, location, manifest, store, strict, structure
 from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.cli.main import main
 from echelon.contracts.errors import (
@@ -358,3 +358,14 @@ def test_pieces_fill_a_tensor_if_and_only_if_each_element_lies_in_one(shape: lis
         count[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
     empty = any(0 in sizes for _, sizes in pieces)
     assert structure._fill(shape, pieces) == (bool((count == 1).all()) and not empty)
+
+
+def test_a_text_of_more_values_than_are_written_is_refused_before_it_takes_memory() -> None:
+    with pytest.raises(strict.Wrong, match="values"):
+        strict.loads("[" + "[]," * (strict.JSON_VALUES // 2) + "[]]")
+
+
+def test_a_name_that_comes_twice_among_many_is_named() -> None:
+    names = [f'"{n}": 0' for n in range(1000)]
+    with pytest.raises(strict.Wrong, match="'77' comes twice"):
+        strict.loads("{" + ", ".join([*names, '"77": 1']) + "}")

@@ -650,6 +650,54 @@ def test_bad_input_ends_with_two_and_names_the_value(
     assert not (tmp_path / "runs").exists()
 
 
+# Each must be said at once, by every command that takes a script: the ranks would find nothing there, and end well.
+@pytest.mark.parametrize(
+    "verb", [("run", "--ranks", "1"), ("run", "--ranks", "2"), ("plan", "--layers"), ("prove",), ("submit", "--to", "local")]
+)
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [("fifo", "got a pipe"), ("/dev/stdin", "standard input"), ("-", "Standard input"), ("/dev/null", "a device")],
+)
+def test_a_script_that_can_be_read_only_once_is_refused(
+    tmp_path: Path, forked_programs: None, verb: tuple[str, ...], script: str, says: str
+) -> None:
+    (tmp_path / "ok.py").write_text(OK)
+    os.mkfifo(tmp_path / "fifo")
+    with open(tmp_path / "ok.py") as program:
+        done = subprocess.run(
+            [sys.executable, "-m", "echelon", *verb, script, "--ranks=2"],
+            cwd=tmp_path,
+            stdin=program,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2 and says in done.stderr and "to a file" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_a_script_from_a_substitution_of_the_shell_is_refused(tmp_path: Path, forked_programs: None) -> None:
+    (tmp_path / "ok.py").write_text(OK)
+    end, into = os.pipe()
+    os.write(into, OK.encode())
+    os.close(into)
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon", "run", "--ranks", "2", f"/dev/fd/{end}"],
+        cwd=tmp_path,
+        pass_fds=[end],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    os.close(end)
+    assert done.returncode == 2 and "got a pipe" in done.stderr, done.stderr
+
+
+def test_a_script_without_a_statement_is_mentioned(started: Started) -> None:
+    _, err = started.run("--ranks", "1", started.script("# not yet\n")).communicate(timeout=50)
+    assert b"is empty, so nothing runs" in err
+
+
 def test_an_option_of_ours_behind_the_script_is_the_scripts_and_is_mentioned_once(
     tmp_path: Path, echelon_command: Command
 ) -> None:

@@ -91,6 +91,27 @@ def test_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
     assert model.left_s == pytest.approx(89)
 
 
+def test_a_second_training_in_a_process_shows_nothing_of_the_first() -> None:
+    model = ProgressModel()
+    model.event({"event": "train_start", "total_steps": 10, "step": 0})
+    model.record(_record(1, loss=1e13, lr=0.5, mfu=0.9))
+    model.event({"event": "train_end"})
+    model.event({"event": "train_start", "total_steps": 20, "step": 0})
+    assert "loss" not in model.line() and "lr" not in model.line()
+    model.record({"step": 1, "loss": 3.5, "samples_per_s": 10.0, "time": 300.0})
+    assert model.line() == "step 1/20  loss 3.5000  10 samples/s"
+
+
+@pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
+def test_a_number_that_is_not_finite_is_forgotten_with_the_next(odd: str) -> None:
+    model = ProgressModel()
+    model.record(_record(1))
+    model.record(_record(2, loss=odd))
+    assert f"loss {odd}" in model.line()
+    model.record(_record(3))
+    assert "loss 2.0000" in model.line()
+
+
 def test_numbers_that_are_none_or_not_finite_do_not_stop_it() -> None:
     model = ProgressModel()
     model.record(_record(1, loss="nan", tokens_per_s=None))

@@ -216,6 +216,39 @@ def test_a_reader_from_the_end_sees_only_what_comes_later(tmp_path: Path) -> Non
     assert reader.read() == [{"a": 2}]
 
 
+@pytest.mark.parametrize("anew", ['{"b": 7}\n', '{"b": 7}\n{"b": 8}\n{"b": 9}\n' * 200], ids=["shorter", "longer"])
+@pytest.mark.parametrize("how", ["replaced", "cut and written again"])
+@pytest.mark.parametrize("from_end", [False, True])
+def test_a_reader_finds_a_file_that_another_took_the_place_of(tmp_path: Path, anew: str, how: str, from_end: bool) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    reader = LineReader(path, from_end=from_end)
+    reader.read()
+    with open(path, "a") as file:
+        file.write('{"a": 3}\n{"a')
+    assert reader.read() == [{"a": 3}]
+    if how == "replaced":
+        (tmp_path / "other").write_text(anew)
+        (tmp_path / "other").replace(path)
+    else:
+        path.write_text(anew)
+    assert reader.read() == [json.loads(line) for line in anew.splitlines()]
+    with open(path, "a") as file:
+        file.write('{"b": 10}\n')
+    assert reader.read() == [{"b": 10}]
+
+
+def test_a_reader_follows_a_file_that_was_away_for_a_while(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"a": 1}\n')
+    reader = LineReader(path)
+    assert reader.read() == [{"a": 1}]
+    path.rename(tmp_path / "aside")
+    assert reader.read() == []
+    (tmp_path / "aside").rename(path)
+    assert reader.read() == []
+
+
 # ---- errors -----------------------------------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,21 @@ def test_each_look_takes_in_what_came_since(tmp_path: Path) -> None:
     assert lines(now)[2] == "attempt 0: stopped exit code 75"
 
 
+def test_a_second_training_in_a_run_shows_nothing_of_the_first(tmp_path: Path) -> None:
+    first = [training(s, 1e13) for s in range(1, 4)]
+    run = make_run(tmp_path, first, [None], [begun(3)])
+    watch = Watch(run)
+    assert "loss 10000000000000" in watch.look().progress
+    again = begun(5) | {"time": first[-1]["time"] + 1}
+    with open(run.at_attempt(0).events(0), "a") as file:
+        file.write(encode(again) + "\n")
+    assert "loss" not in watch.look().latest
+    with open(run.metrics, "a") as file:
+        file.write(encode(training(1, 3.5) | {"time": again["time"] + 1}) + "\n")
+    now = watch.look()
+    assert "step 1/5  loss 3.5000" in now.progress and now.latest["loss"] == 3.5
+
+
 def test_a_failure_is_told_with_its_reason_and_its_ranks_last_words(tmp_path: Path) -> None:
     failure = {"rank": 1, "kind": "ValueError", "message": "bad batch"}
     end = {

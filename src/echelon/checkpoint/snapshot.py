@@ -98,8 +98,10 @@ class Snapshot:
         if self.rank == 0:
             save(STATE, self.rest[1], {"state": json.dumps(self.rest[0])})
             text = json.dumps(self.index)
-            if len(text) > strict.JSON_BYTES:
-                raise CheckpointError(f"{INDEX} must be at most {strict.JSON_BYTES} bytes, got {len(text)}.")
+            try:
+                strict.check_size(text)
+            except strict.Wrong as error:
+                raise CheckpointError(f"{INDEX} is too large: {error}.") from None
             files[INDEX] = tensorfile.write_text(folder / INDEX, text)
         return files
 

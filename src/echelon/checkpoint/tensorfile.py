@@ -136,8 +136,10 @@ def _header(sources: list[Source], metadata: dict[str, str] | None) -> tuple[byt
         sizes.append(size)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > strict.JSON_BYTES:
-        raise CheckpointError(f"names and states must be at most {strict.JSON_BYTES} bytes of JSON, got {len(text)}. Use arrays.")
+    try:
+        strict.check_size(text)
+    except strict.Wrong as error:
+        raise CheckpointError(f"the names and states of a file are too many: {error}. Use arrays.") from None
     return struct.pack("<Q", len(text)) + text, sizes
 
 

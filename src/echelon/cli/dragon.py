@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from echelon.cli.script import check_script
-from echelon.contracts.errors import UsageError
 
 __all__ = ["add_arguments", "execute"]
 
@@ -27,7 +25,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from echelon.launcher.dragon.command import run_on_dragon
 
-    if not Path(arguments.script).is_file():
-        raise UsageError(f"script {arguments.script} does not exist (looked in {Path.cwd()}).")
     check_script(arguments.script)
     return run_on_dragon(arguments.script, arguments.args, nodes=arguments.nodes, grace_s=arguments.grace)

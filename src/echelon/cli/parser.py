@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
+
+from echelon.contracts.files import read_bytes
 
 __all__ = ["Parser"]
 
@@ -45,7 +47,7 @@ class Parser(argparse.ArgumentParser):
     def _mention(self, script: str, its: Sequence[str], given: set[str]) -> None:
         late = [word for word in its if word.startswith("--") and _name(word) in self._known and _name(word) not in given]
         try:
-            text = Path(script).read_text(errors="replace") if late else ""
+            text = read_bytes(os.path.realpath(script)).decode(errors="replace") if late else ""
         except OSError:  # a module, or no file at all, which is refused elsewhere
             text = ""
         for name in dict.fromkeys(map(_name, late)):

@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import os
 import sys
-from pathlib import Path
 
+from echelon.cli.script import check_script
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.terminal import printable
@@ -30,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    if not Path(arguments.script).is_file():
-        raise UsageError(f"script {arguments.script} does not exist (looked in {Path.cwd()}).")
+    check_script(arguments.script)
     if arguments.ranks is not None and arguments.ranks < 1:
         raise UsageError(f"--ranks must be at least 1, got {arguments.ranks}.")
 

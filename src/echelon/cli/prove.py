@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from echelon.cli.script import check_script
 from echelon.contracts.errors import UsageError
 from echelon.contracts.files import write_whole
 from echelon.contracts.run_dir import RunDir, write_json
@@ -43,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     script = Path(arguments.script)
-    if not script.is_file():
-        raise UsageError(f"script {arguments.script} does not exist (looked in {Path.cwd()}).")
+    check_script(arguments.script)
     ranks, accumulation = _numbers("--ranks", arguments.ranks), _numbers("--accumulation", arguments.accumulation)
 
     from echelon.launcher.functions.run import preload

@@ -5,36 +5,72 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
+import stat
 import warnings
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.files import working_folder
 from echelon.contracts.terminal import say
 
 __all__ = ["check_module", "check_script"]
 
+# Each process has a file of its own behind these names.
+_STREAM = re.compile(r"/dev/(stdin|fd/|stdout|stderr)|/proc/[^/]+/fd/")
+_MOST_BYTES = 64 << 20
 _NEVER = {f"__name__ == {name!r}" for name in ("main", "_main_", "__main", "main__")}
 
 
 def check_script(script: str) -> None:
-    path = Path(script)
-    if not path.exists():
-        raise UsageError(f"script {script} does not exist (looked in {Path.cwd()}).")
-    if path.is_dir():
-        raise UsageError(f"script {script} is a folder. Give the Python file to run, or a module with -m.")
+    """
+    Raises:
+        UsageError: there is no such file, it cannot be read again by every rank, or it is not Python.
+    """
+    source = _source_of(script)
     try:
-        source = path.read_bytes()
         with warnings.catch_warnings(action="ignore"):  # the rank says them
             compile(source, script, "exec", dont_inherit=True)
-            _warn_of_guard(ast.parse(source), script)
+            program = ast.parse(source)
     except SyntaxError as error:
         line = f"line {error.lineno}: " if error.lineno else ""
         raise UsageError(f"script {script} is not Python: {line}{error.msg}.") from error
     except ValueError as error:  # null bytes: some binary
         raise UsageError(f"script {script} is not Python: {error}.") from error
+    except (RecursionError, MemoryError) as error:
+        raise UsageError(f"script {script} is nested too deeply for Python.") from error
+    if not program.body:
+        say(f"{script} is empty, so nothing runs")
+    _warn_of_guard(program, script)
+
+
+def _source_of(script: str) -> bytes:
+    """The text of a script. What can be read only once is refused: read here, it would be empty for the ranks."""
+    path = Path(script)
+    try:
+        kind = path.stat().st_mode
+        if stat.S_ISDIR(kind):
+            raise UsageError(f"script {script} is a folder. Give the Python file to run, or a module with -m.")
+        if not stat.S_ISREG(kind) or _STREAM.match(os.path.abspath(path)):
+            raise UsageError(
+                f"script {script} must be a file, got {'standard input' if stat.S_ISREG(kind) else _kind(kind)}: each rank reads "
+                "it, and so does each restart. Write the program to a file, and give that."
+            )
+        with path.open("rb") as file:
+            source = file.read(_MOST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        stdin = ". Standard input cannot be run: write the program to a file" if script == "-" else ""
+        raise UsageError(f"script {script} does not exist (looked in {working_folder()}){stdin}.") from None
     except OSError as error:
         raise UsageError(f"script {script} cannot be read: {error.strerror}.") from error
+    if len(source) > _MOST_BYTES:
+        raise UsageError(f"script {script} is not Python: it has more than {_MOST_BYTES >> 20} MiB.")
+    return source
+
+
+def _kind(mode: int) -> str:
+    return "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
 def _warn_of_guard(program: ast.Module, script: str) -> None:

@@ -136,6 +136,8 @@ def record_of(line: bytes) -> dict[str, Any] | None:
 # No line of ours is longer: such a line is left out.
 _LONGEST = 4 << 20
 _AT_ONCE = 64 << 20
+# By so many bytes, which hold a time, a reader knows its file again.
+_COMPARED = 256
 # Of a file that is read whole: its last so many bytes and records. A run of a million updates has fewer.
 _MOST_BYTES = 512 << 20
 _MOST_RECORDS = 4_000_000
@@ -144,6 +146,8 @@ _MOST_RECORDS = 4_000_000
 class LineReader:
     """Follows a growing JSON-lines file: each call of `read` gives the records that were completed since the last.
 
+    A file that was replaced, or cut and written again, is read from its beginning.
+
     Attributes:
         bad: lines so far that are no records.
         rest: what follows the last whole line.
@@ -151,8 +155,11 @@ class LineReader:
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path, self.bad, self.rest = path, 0, b""
-        self._position = path.lstat().st_size if from_end and path.exists() else 0
-        self._skips = False
+        self._position, self._before, self._skips = 0, b"", False
+        if from_end:
+            with contextlib.suppress(OSError), open(open_file(path), "rb") as file:
+                self._position = file.seek(0, os.SEEK_END)
+                self._before = self._bytes_before(file)
 
     def read(self) -> list[dict[str, Any]]:
         """
@@ -161,9 +168,21 @@ class LineReader:
         """
         try:
             with open(open_file(self.path), "rb") as file:
-                return list(self.records_of(file))
+                if self._is_another(file):
+                    self._position, self._before, self._skips, self.rest = 0, b"", False, b""
+                records = list(self.records_of(file))
+                self._before = self._bytes_before(file)
+                return records
         except OSError:
             return []
+
+    def _is_another(self, file: IO[bytes]) -> bool:
+        """Whether what was read is not in the file any more. Its bytes say so: not every file system keeps a file's number."""
+        return os.fstat(file.fileno()).st_size < self._position or not self._bytes_before(file).endswith(self._before)
+
+    def _bytes_before(self, file: IO[bytes]) -> bytes:
+        at = max(0, self._position - _COMPARED)
+        return os.pread(file.fileno(), self._position - at, at)
 
     def records_of(self, file: IO[bytes], until: int | None = None) -> Iterator[dict[str, Any]]:
         """The records up to a position, or the end."""

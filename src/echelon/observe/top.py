@@ -107,6 +107,8 @@ class Watch:
         for said in sorted([*self._metrics.read(), *fresh], key=lambda each: number(each.get("time")) or 0.0):
             if "event" in said:
                 self._model.event(said)
+                if said["event"] == "train_start":
+                    self._numbers.clear()
             else:
                 self._model.record(said)
                 self._numbers |= {name: value for name in _SHOWN if (value := number(said.get(name))) is not None}

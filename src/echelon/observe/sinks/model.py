@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from typing import Any
@@ -19,17 +20,20 @@ class ProgressModel:
         self.phase = ""
         self.step = 0
         self.total_steps: int | None = None
+        self.eval_loss: float | None = None
+        self.memory: float | None = None  # bytes of rank 0's GPU, at most so far
+        self.slowest = ""
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is smoothed, and the time left, are of one training: a process may have several."""
         self.loss: float | None = None
         self.lr: float | None = None
         self.rate: float | None = None
         self.rate_unit = self._rate_key = ""
-        self.eval_loss: float | None = None
         self.mfu: float | None = None
-        self.memory: float | None = None  # bytes of rank 0's GPU, at most so far
-        self.slowest = ""
         self._origin: tuple[float, int] | None = None
         self._seconds_per_step: float | None = None
-        self._shown_step = -1
 
     def record(self, record: dict[str, Any]) -> None:
         """Take in one line of metrics.jsonl."""
@@ -48,19 +52,19 @@ class ProgressModel:
         self.step = step
         loss = plain_number(record.get("loss"))
         if loss is not None:
-            self.loss = loss if self.loss is None or loss != loss else 0.9 * self.loss + 0.1 * loss
+            self.loss = _smooth(self.loss, loss)
         self.lr = plain_number(record.get("lr"))
         if self._rate_key not in record:
             self._rate_key = next((k for k in record if k.endswith("_per_s")), "")
             self.rate_unit = printable(self._rate_key.removesuffix("_per_s")[:40])
         mfu = plain_number(record.get("mfu"))
         if mfu is not None:
-            self.mfu = mfu if self.mfu is None else 0.9 * self.mfu + 0.1 * mfu
+            self.mfu = _smooth(self.mfu, mfu)
         memory = plain_number(record.get("memory_peak_bytes"))
         self.memory = self.memory if memory is None else memory
         rate = plain_number(record.get(self._rate_key))
         if rate is not None:
-            self.rate = rate if self.rate is None else 0.9 * self.rate + 0.1 * rate
+            self.rate = _smooth(self.rate, rate)
 
     def event(self, event: dict[str, Any]) -> str | None:
         """Take in one event; returns a line if it is worth one."""
@@ -68,7 +72,7 @@ class ProgressModel:
         if name == "train_start":
             self.phase, self.total_steps = "train", _step(event, 0, "total_steps") or None
             self.step = _step(event, 0)
-            self._origin, self._seconds_per_step = None, None
+            self._begin()
             total = f" of {self.total_steps}" if self.total_steps else ""
             return f"training from step {self.step}{total}"
         if name == "eval_start":
@@ -113,6 +117,11 @@ class ProgressModel:
     @property
     def fraction(self) -> float | None:
         return min(1.0, self.step / self.total_steps) if self.total_steps else None
+
+
+def _smooth(before: float | None, now: float) -> float:
+    """One that is not finite is shown as it is, and forgotten with the next."""
+    return now if before is None or not math.isfinite(before) or not math.isfinite(now) else 0.9 * before + 0.1 * now
 
 
 def plain_number(value: Any) -> float | None:
