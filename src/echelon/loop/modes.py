@@ -20,6 +20,9 @@ Modes = list[tuple[nn.Module, bool]]
 @contextlib.contextmanager
 def in_mode(inner: Unit, mode: str) -> Iterator[None]:
     """Modules in train or eval mode, and put back as they were, each submodule by itself, whatever happens."""
+    if mode == "train" and inner.keeps_modes:
+        yield
+        return
     roots = inner.tracked_modules().values()
     before = [each for root in roots for each in _modes(root)]
     for root in roots:

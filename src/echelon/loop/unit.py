@@ -100,12 +100,14 @@ class Unit(AppStateMixin):
         reports_own_steps: its steps call `on_*_step_end` themselves, with more than the loop knows.
         weighs_padding: it counts a batch of padding as nothing.
         may_lack: names of state that a run may continue without, though it was saved.
+        keeps_modes: training leaves modules in train or eval mode as they are.
         restored_from: the checkpoint that it was last restored from.
         resumes_with: this rank's RNG states in the checkpoint that it was restored from, until it trains on from there.
     """
 
     reports_own_steps = False
     weighs_padding = False
+    keeps_modes = False
     # State that an option makes, and that a run without the option continues without.
     may_lack: tuple[str, ...] = ()
     restored_from: str | None = None

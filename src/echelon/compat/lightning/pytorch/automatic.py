@@ -16,6 +16,7 @@ from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller
 from echelon.contracts.errors import LossError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.state import ActivePhase, State
+from echelon.loop.unit import AppStateMixin
 from echelon.parallel.micro_batch import MicroBatch
 
 __all__ = ["AutomaticUnit"]
@@ -30,7 +31,7 @@ class AutomaticUnit(AutoUnit[Any]):
         options: AutoUnit's.
     """
 
-    may_stop = False
+    may_stop, keeps_modes = False, True
     may_lack = (*AutoUnit.may_lack, "lightning", "schedules")  # type: ignore[assignment]
 
     def __init__(self, trainer: Any, lightning_module: LightningModule, **options: Any) -> None:
@@ -53,6 +54,10 @@ class AutomaticUnit(AutoUnit[Any]):
         found = self.prepared.unwrapped
         assert isinstance(found, LightningModule)
         return found
+
+    def app_state(self) -> dict[str, Any]:
+        """What there is: the session builds the optimizer, once the weights that it is made of were restored."""
+        return AppStateMixin.app_state(self)
 
     # --- what is asked of it
 
@@ -167,6 +172,9 @@ class AutomaticUnit(AutoUnit[Any]):
 
     def averages(self, flag: bool) -> AbstractContextManager[None]:
         raise LossError("toggle_model is for `self.automatic_optimization = False`, to be set in the module's __init__.")
+
+    def counted(self, updates: int) -> None:
+        """After a restore; the window knows it by the progress."""
 
     @property
     def updates(self) -> int:

@@ -5,17 +5,22 @@ What differs from the loop's own: an epoch's evaluation comes before `on_train_e
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
+from echelon.compat.lightning.pytorch.manual import ManualUnit
 from echelon.loop.callback import Callback
 from echelon.loop.state import EntryPoint, State
+from echelon.world import agree
 from echelon.world.device import copy_data_to_device
 
 __all__ = ["Hooking"]
+
+logger = logging.getLogger(__name__)
 
 
 class Hooking(Callback):
@@ -33,7 +38,7 @@ class Hooking(Callback):
         self.may_stop = may_stop
         self.outputs: list[Any] = []
         self.evaluated: dict[str, torch.Tensor] = {}
-        self._open = self._postponed = self._stepped = self._plateaus_due = False
+        self._open = self._postponed = self._plateaus_due = self._is_told = False
 
     # --- training
 
@@ -58,7 +63,7 @@ class Hooking(Callback):
         assert here is not None
         batch_idx = unit.train_progress.num_steps_completed_in_epoch - 1
         outputs, batch = _as_dict(unit, here.step_output), unit.batch
-        self._stepped = unit.at_boundary
+        trainer.has_stepped = unit.at_boundary
         results = trainer.results["train"]
         trainer.publish(results.of_step(), write=False)
         trainer.call("on_train_batch_end", outputs, batch, batch_idx)
@@ -80,6 +85,8 @@ class Hooking(Callback):
         trainer = self.trainer
         trainer.state.stage = "train"
         self._open = self._postponed = False
+        if isinstance(unit, ManualUnit):
+            self._tell_of_uncounted_steps(unit)
         results = trainer.results["train"]
         trainer.publish(results.of_epoch(), write=False)
         trainer.call_at_epoch_end(lambda: self._step_plateaus(unit, last=True))
@@ -105,9 +112,21 @@ class Hooking(Callback):
             unit.schedules.step("epoch", unit.train_progress.num_epochs_completed, metrics)
 
     def _count_step(self) -> None:
-        if self._stepped:
-            self._stepped = False
+        if self.trainer.has_stepped:
+            self.trainer.has_stepped = False
             self.trainer.log_step += 1
+
+    def _tell_of_uncounted_steps(self, unit: ManualUnit) -> None:
+        """Once, at the end of an epoch in which nothing was counted."""
+        asks = [f"max_steps={self._max_updates}"] if self._max_updates is not None else []
+        asks += [f"{type(c).__name__}(every_n_train_steps=...)" for c in self.trainer.checkpoint_callbacks if c.counts_steps]
+        if unit.updates == 0 and asks and not self._is_told and agree.is_rank0():
+            self._is_told = True
+            logger.warning(
+                "global_step is still 0, so %s waits for ever: steps are counted of optimizers that self.optimizers() gives, "
+                "as Lightning does. Take these in training_step",
+                " and ".join(asks),
+            )
 
     def _stop_if_asked(self, state: State, unit: Any) -> None:
         trainer = self.trainer

@@ -43,7 +43,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         strategy, precision: as AutoUnit's.
     """
 
-    may_stop = False
+    may_stop, keeps_modes = False, True
     may_lack = ("lightning", "schedules")
 
     def __init__(self, trainer: Any, lightning_module: Any, *, strategy: Any = None, precision: Any = None, **_: Any) -> None:
@@ -76,6 +76,8 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         self.schedules = Schedules([], lightning_module.lr_scheduler_step)
         self.moves = Moves(lightning_module, trainer.datamodule, self.device)
         self.updates, self._averages = 0, True
+        self._unaveraged: set[nn.Parameter] = set()  # that have got gradients since the ranks last averaged theirs
+        self._compared = self._averages_itself = False
         self._steps = StepCaller(trainer, lightning_module, lambda: self.module, self.autocast)
 
     @property
@@ -136,6 +138,8 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         self.schedules = Schedules(schedules, self.lightning_module.lr_scheduler_step)
         module = self.lightning_module
         self.trainer.lightning_optimizers = [LightningOptimizer(optimizer, self._step, module) for optimizer in optimizers]
+        if self._loose and agree.is_joined():
+            self._watch_gradients(optimizers)
 
     def autocast(self) -> Any:
         return self.computes.autocast(self.device)
@@ -167,6 +171,10 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
             vars(self.module)["require_forward_param_sync"] = True
 
     # --- for the Trainer
+
+    def counted(self, updates: int) -> None:
+        """After a restore."""
+        self.updates = updates
 
     @contextmanager
     def averages(self, flag: bool) -> Iterator[None]:
@@ -212,6 +220,47 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
                 waiting, size = [], 0
         if waiting:
             average_(waiting, groups)
+        self._unaveraged = {p for p in self._unaveraged if not p.requires_grad}
+
+    def _watch_gradients(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """See to it that no optimizer is stepped with gradients of this rank alone, however its step is called."""
+        for parameter in (p for p in self._loose if p.is_floating_point()):
+            needed = parameter.requires_grad
+            parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._unaveraged.add)
+            parameter.requires_grad_(needed)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._check_averaged)
+
+    def _check_averaged(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """
+        Raises:
+            UsageError: gradients came by a backward pass that nobody averaged. At the first step ranks tell each other, so that
+                all end alike; and a program that averages by itself is found by its gradients, which are then the same on all.
+        """
+        if self._compared and not self._unaveraged:
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"] if p in self._unaveraged and p.grad is not None]
+        if self._compared and not self._averages_itself:
+            if held:
+                raise self._unaveraged_error(held)
+            return
+        if self._compared and not held:
+            return
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in held])) if held else None
+        norms = agree.gather(norm)
+        self._compared, self._averages_itself = True, None not in norms
+        alike = self._averages_itself and max(norms) - min(norms) <= 1e-6 * max(norms)
+        if any(each is not None for each in norms) and not alike:
+            raise self._unaveraged_error(held)
+
+    def _unaveraged_error(self, held: list[nn.Parameter]) -> UsageError:
+        names = [name for name, p in self.lightning_module.named_parameters() if any(p is each for each in held)]
+        whose = f"gradients of {len(names)} parameters, such as {names[0]!r}," if names else "gradients on another rank"
+        return UsageError(
+            f"optimizer.step(): {whose} came by a backward pass after which the ranks have not averaged, and each rank would "
+            "train a model of its own. Call self.manual_backward(loss) in place of loss.backward(), in a manual_backward of your "
+            "own super().manual_backward(loss), and let the last pass before a step be one without toggle_model(sync_grad=False)."
+        )
 
     def _step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         trainer = self.trainer
@@ -219,6 +268,8 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
 
         def passes() -> Any:
             made = closure() if closure is not None else None
+            if closure is not None and self._loose and agree.is_joined():
+                self._check_averaged(optimizer)
             trainer.call("on_before_optimizer_step", mine)
             return made
 

@@ -24,6 +24,7 @@ from echelon.compat.lightning.pytorch.returning import bring_back, keeps
 from echelon.compat.lightning.pytorch.running import Running
 from echelon.compat.lightning.pytorch.session import PHASES, Session, Work
 from echelon.contracts.errors import UsageError
+from echelon.launcher.calls import refuse_in_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.loop.rebuild import recall, remembered
 from echelon.loop.state import EntryPoint, State
@@ -46,6 +47,7 @@ _KNOWN = (
     "log_step",
     "should_stop",
     "_steps_before",
+    "_progress_before",
     "num_training_batches",
     "num_val_batches",
     "num_test_batches",
@@ -197,6 +199,7 @@ class ModuleRuns(Running):
     # --- a call
 
     def run_module(self, call: str, given: Any, loaders: tuple[Any, Any], datamodule: Any, ckpt_path: Any) -> Any:
+        refuse_in_bootstrap(f"trainer.{call}")
         module = self._module(call, given)
         if isinstance(loaders[0], LightningDataModule):
             loaders, datamodule = (None, None), loaders[0]
@@ -258,8 +261,6 @@ class ModuleRuns(Running):
         self._evaluated_batches = dict.fromkeys(self._evaluated_batches, 0)
         self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
         self.should_stop = False
-        if call == "fit":
-            self.current_epoch = self.log_step = 0
         for results in self.results.values():
             results.reset()
         own = module.configure_callbacks()
@@ -292,7 +293,7 @@ class ModuleRuns(Running):
             self._call_callbacks("teardown", self.lightning_callbacks, (call,))
             self.lightning_module.teardown(call)
         if call == "fit":
-            self._steps_before = self.global_step
+            self.keep_progress()
         for logger in self.loggers if agree.is_rank0() and call == "fit" else ():
             logger.finalize("success")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -23,15 +24,29 @@ from echelon.world import agree
 __all__ = ["Running"]
 
 
+# Of a unit, what says how far it is: an AutoUnit's window counts its updates.
+_COUNTS = {"train_progress", "window"}
+
+
 class _NotSaved(dict[str, Any]):
     """The dict of `on_save_checkpoint`: tensors are saved by name, and are not in it."""
 
     def __missing__(self, name: str) -> Any:
+        self._check(name)
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: str) -> None:
         if name in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
             raise UsageError(
-                f"checkpoint[{name!r}] is not there in on_save_checkpoint: tensors are saved by name, not in this dict."
+                f"checkpoint[{name!r}] is not there in on_save_checkpoint: the module's and the optimizers' tensors are saved by "
+                "name, not in this dict. Save other tensors under a key of your own, such as checkpoint['ema'], and take them in "
+                "on_load_checkpoint."
             )
-        raise KeyError(name)
 
 
 class Running(Asked):
@@ -67,8 +82,9 @@ class Running(Asked):
         self.results = {name: Results(training=name == "train") for name in ("train", "validation", "test")}
         self._evaluated_batches = {"validation": 0, "test": 0}  # of this run: where the numbers of their steps are written
         self._silent = False
-        self._steps_before = 0  # updates of runs that ended in this object
-        self._extra: dict[str, Any] = {}
+        self.has_stepped = False  # with the latest batch
+        self._steps_before = 0  # updates of fits that ended in this object
+        self._progress_before: dict[str, Any] | None = None  # of the latest, from which the next one goes on
 
     # --- where it is
 
@@ -78,7 +94,13 @@ class Running(Asked):
 
     @property
     def global_step(self) -> int:
-        return self.unit.updates if self.unit is not None else self._steps_before
+        return self.unit.updates if self.unit is not None and self.state.fn == "fit" else self._steps_before
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """How far the module is: updates, and where none was counted, since optimizers are stepped directly, batches."""
+        batches = self.unit.train_progress.num_steps_completed if self.unit is not None and not self.global_step else 0
+        return self.global_step, batches
 
     @property
     def at_boundary(self) -> bool:
@@ -151,6 +173,11 @@ class Running(Asked):
             answer = getattr(self.lightning_module, name)(*args) if hasattr(self.lightning_module, name) else None
         if name == "on_train_batch_start" and answer == -1:
             raise UsageError("on_train_batch_start returned -1, to leave out the rest of the epoch. Use limit_train_batches.")
+
+    def call_callbacks(self, name: str) -> None:
+        """A hook that modules have not."""
+        with self.hook(name):
+            self._call_callbacks(name, self.lightning_callbacks, ())
 
     def call_at_epoch_end(self, meanwhile: Callable[[], None]) -> None:
         """`on_train_epoch_end`: callbacks that monitor what the module logs in it come last."""
@@ -272,6 +299,7 @@ class Running(Asked):
         """What is saved beside tensors by name."""
         module = self.lightning_module
         dump = _NotSaved(epoch=self.current_epoch, global_step=self.global_step, class_name=type(module).__name__)
+        dump["log_step"] = self.log_step + self.has_stepped
         dump["hyper_parameters"] = {name: value for name, value in module.hparams.items() if _is_plain(value)}
         if self.datamodule is not None:
             dump["datamodule"] = self.datamodule.state_dict()
@@ -283,20 +311,46 @@ class Running(Asked):
         dump["callbacks"] = {name: state for name, state in keys.items() if state}
         return dict(dump)
 
-    def take_checkpoint(self, saved: dict[str, Any]) -> None:
-        """What `dump_checkpoint` gave, before training goes on from there."""
-        self._extra = saved
-        if hasattr(self.unit, "_averages"):
-            self.unit.updates = saved["global_step"]
-        module = self.lightning_module
-        for callback in self.lightning_callbacks:
-            if state := saved.get("callbacks", {}).get(getattr(callback, "state_key", "")):
-                callback.load_state_dict(state)
-            if hasattr(callback, "on_load_checkpoint"):
-                callback.on_load_checkpoint(self, module, saved)
+    def go_on(self, unit: Any) -> None:
+        """Count from where the latest `fit` of this object ended, as Lightning does: with the same limits nothing is left."""
+        if self._progress_before is not None:
+            for name in _COUNTS & self._progress_before.keys() & vars(unit).keys():
+                getattr(unit, name).load_state_dict(self._progress_before[name])
+            unit.restored()
+            unit.counted(self._steps_before)
+            self.current_epoch = unit.train_progress.num_epochs_completed
+
+    def keep_progress(self) -> None:
+        counts = _COUNTS & vars(self.unit).keys()
+        self._steps_before = self.global_step
+        self._progress_before = {name: getattr(self.unit, name).state_dict() for name in counts}
+        self.log_step += self.has_stepped
+        self.has_stepped = False
+
+    def count_from(self, saved: dict[str, Any]) -> None:
+        """What optimizers and loggers have counted, of a checkpoint from which `fit` goes on."""
+        self.unit.counted(saved["global_step"])
+        self.log_step, self.has_stepped = saved.get("log_step", saved["global_step"]), False
+
+    def load_module_hook(self, saved: dict[str, Any]) -> None:
+        """The module's `on_load_checkpoint`, before its weights come."""
+        self.lightning_module.on_load_checkpoint(saved)
+
+    def load_states(self, saved: dict[str, Any]) -> None:
+        """What data module and callbacks saved, after the module's weights came."""
         if self.datamodule is not None and saved.get("datamodule"):
             self.datamodule.load_state_dict(saved["datamodule"])
-        module.on_load_checkpoint(saved)
+        for callback in self.lightning_callbacks:
+            if hasattr(callback, "on_load_checkpoint"):
+                callback.on_load_checkpoint(self, self.lightning_module, saved)
+        states = saved.get("callbacks") or {}
+        for callback in self.lightning_callbacks:
+            if state := states.get(getattr(callback, "state_key", "")):
+                try:
+                    callback.load_state_dict(copy.deepcopy(state))
+                except Exception as error:
+                    error.add_note(f"{type(callback).__name__}.load_state_dict got its state of the checkpoint: {list(state)}.")
+                    raise
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
         """Save now, as a folder of that name. Collective."""

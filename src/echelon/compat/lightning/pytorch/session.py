@@ -100,6 +100,10 @@ class Session:
         self.unit = trainer.unit = kind(trainer, module, strategy=strategy, **options)
         trainer.added_to_module = set(vars(module)) - before  # by the strategy, for this process
         trainer.find_train_loader = self.train_loader
+        if work.ckpt_path is not None:
+            saving.restore_module(Path(work.ckpt_path), trainer, self.unit, trains=trains)
+        elif trains:
+            trainer.go_on(self.unit)
         if trains:
             trainer.lightning_optimizers = []
             self.unit.configure()
@@ -197,15 +201,19 @@ class Session:
         trainer.validates = evaluation is not None and (
             trainer.check_val_every_n_epoch is not None or trainer.val_check_interval != 1.0
         )
-        self._restore(loader)
+        if self.work.ckpt_path is not None:
+            saving.restore_training(Path(self.work.ckpt_path), unit, loader)
         manual = not module.automatic_optimization
         hooking = Hooking(trainer, trainer.updates_at_most if manual else None, may_stop=_may_stop(trainer))
         callbacks = [hooking, *trainer.loop_callbacks]
+        trainer.num_training_batches = data.batches_of(loader, limit)
+        if self._is_complete():
+            return
+        _tell_of_eval_mode(module)
         trainer.results["train"].meets = meets([module, *trainer.lightning_callbacks])
         if trainer.validates:
             self._sanity_check(evaluation, hooking)
         steps = None if manual or trainer.updates_at_most is None else self._steps(loader, limit)
-        trainer.num_training_batches = data.batches_of(loader, limit)
         if evaluation is None or not trainer.validates:
             train(
                 unit, loader, max_epochs=trainer.epochs_at_most, max_steps=steps, max_steps_per_epoch=limit, callbacks=callbacks
@@ -224,6 +232,19 @@ class Session:
                 evaluate_every_n_epochs=every_epochs,
                 callbacks=callbacks,
             )
+
+    def _is_complete(self) -> bool:
+        """Whether an earlier `fit`, or the run that was saved, has reached the limits."""
+        trainer, progress = self.trainer, self.unit.train_progress
+        epochs, updates = trainer.epochs_at_most, trainer.updates_at_most
+        by_epochs = epochs is not None and progress.num_epochs_completed >= epochs
+        by_updates = updates is not None and self.unit.updates >= updates
+        if not progress.num_steps_completed or progress.evaluation_due or not (by_epochs or by_updates):
+            return False
+        if agree.is_rank0():
+            limit = f"max_epochs={epochs}" if by_epochs else f"max_steps={updates}"
+            logger.warning("trainer.fit: %s is reached, so nothing is left to train. Give a larger one, or a new Trainer", limit)
+        return True
 
     def _steps(self, loader: Any, limit: int | None) -> int:
         length = data.length_of(loader)
@@ -266,14 +287,14 @@ class Session:
             trainer.num_loaders["validation"] = loader.lengths()
         before, progress = rng.states(), vars(unit.eval_progress).copy()
         trainer.sanity_checking = True
-        trainer.call("on_sanity_check_start")
+        trainer.call_callbacks("on_sanity_check_start")
         try:
             evaluate(unit, loader, max_steps_per_epoch=most, callbacks=[hooking])
         finally:
             vars(unit.eval_progress).update(progress)
             rng.put_back(before)
             trainer.num_loaders["validation"] = lengths
-        trainer.call("on_sanity_check_end")
+        trainer.call_callbacks("on_sanity_check_end")
         trainer.results["validation"].reset()
         trainer.sanity_checking = False
 
@@ -290,7 +311,6 @@ class Session:
             return []
         if loader is None:
             raise UsageError(f"trainer.{self.work.call} needs dataloaders, a datamodule, or a {_LIMITS[phase]}_dataloader().")
-        self._restore(None)
         hooking = Hooking(trainer, None, may_stop=False)
         run(self.unit, loader, max_steps_per_epoch=trainer.batches[phase], callbacks=[hooking, *trainer.loop_callbacks])
         numbers = {name: float(value) for name, value in hooking.evaluated.items()}
@@ -303,15 +323,22 @@ class Session:
         loader = self._evaluation_loader("predict", self.work.loaders[0])
         if loader is None:
             raise UsageError("trainer.predict needs dataloaders, a datamodule, or a predict_dataloader().")
-        self._restore(None)
         hooking = Hooking(trainer, None, may_stop=False)
         limit = trainer.batches["predict"]
         predict(self.unit, loader, max_steps_per_epoch=limit, callbacks=[hooking, *trainer.loop_callbacks])
         return hooking.outputs
 
-    def _restore(self, loader: Any) -> None:
-        if self.work.ckpt_path is not None:
-            saving.restore(Path(self.work.ckpt_path), self.unit, loader, trains=self.work.call == "fit")
+
+def _tell_of_eval_mode(module: LightningModule) -> None:
+    """Lightning trains parts in the mode in which they are, too."""
+    names = [name or type(module).__name__ for name, part in module.named_modules() if not part.training]
+    if names and agree.is_rank0():
+        logger.warning(
+            "%s modules are in eval mode as training begins, such as %s, and stay so: without dropout, and batch norm leaves its "
+            "statistics alone. To train them in train mode, call train() on them before fit or in on_fit_start",
+            len(names),
+            names[0],
+        )
 
 
 def _may_stop(trainer: Any) -> bool:

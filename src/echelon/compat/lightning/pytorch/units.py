@@ -33,7 +33,8 @@ class Kept:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._trainer.take_checkpoint(state_dict)
+        """Callbacks and hooks have taken theirs before there were optimizers: see `saving.restore_module`."""
+        self._trainer.count_from(state_dict)
 
 
 class Moves:

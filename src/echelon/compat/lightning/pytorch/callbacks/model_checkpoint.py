@@ -84,7 +84,7 @@ class ModelCheckpoint(Checkpoint):
         self._every_n_epochs = 1 if nothing else every_n_epochs or 0
         self._every_n_train_steps = every_n_train_steps or 0
         self._on_train_epoch_end = save_on_train_epoch_end
-        self._saved_at, self._waits = 0, False
+        self._saved_at, self._waits = (0, 0), False
         self.best_k_models: dict[str, torch.Tensor] = {}
         self.kth_best_model_path = self.best_model_path = self.last_model_path = ""
         self.best_model_score: torch.Tensor | None = None
@@ -100,13 +100,19 @@ class ModelCheckpoint(Checkpoint):
         )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit" and not trainer.global_step:  # another training than the one before
+            self._saved_at = (0, 0)
         self.dirpath = agree.from_rank0(lambda: self.dirpath or os.path.join(trainer.log_folder, "checkpoints"))
+
+    @property
+    def counts_steps(self) -> bool:
+        return bool(self._every_n_train_steps)
 
     # --- when
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         every = self._every_n_train_steps
-        if self._waits or (every and trainer.global_step % every == 0):
+        if self._waits or (every and trainer.global_step and trainer.global_step % every == 0):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -132,7 +138,7 @@ class ModelCheckpoint(Checkpoint):
     # --- what
 
     def _save(self, trainer: Any) -> None:
-        if trainer.fast_dev_run or trainer.sanity_checking or self._saved_at == trainer.global_step:
+        if trainer.fast_dev_run or trainer.sanity_checking or self._saved_at == trainer.trained:
             return
         values: dict[str, Any] = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
         self._waits = not trainer.at_boundary or (self.monitor is not None and self.monitor not in values)
@@ -143,7 +149,7 @@ class ModelCheckpoint(Checkpoint):
                     f"{', '.join(trainer.callback_metrics) or 'nothing'}."
                 )
             return
-        self._saved_at = trainer.global_step
+        self._saved_at = trainer.trained
         if self.save_top_k:
             if self.monitor is None:
                 self._save_latest(trainer, values)

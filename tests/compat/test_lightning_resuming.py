@@ -1,0 +1,414 @@
+"""What a Trainer restores before what, where a second call goes on, and what may not be trained at all."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from echelon.compat.lightning.pytorch import Callback, LightningModule, Trainer
+from echelon.compat.lightning.pytorch.callbacks import ModelCheckpoint
+from echelon.compat.lightning.pytorch.loggers import CSVLogger
+from echelon.contracts.errors import EchelonError, UsageError
+from echelon.parallel.shards import whole
+from tests.compat.lightning_modules import GAN, Classifier, loader_of, made
+from tests.conftest import clean_environment
+from tests.models import largest_difference
+
+pytestmark = [pytest.mark.standing_ranks, pytest.mark.usefixtures("forked_programs")]
+
+QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+SAVING: dict[str, Any] = {"logger": False, "accelerator": "cpu"}
+
+
+class Small(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.calls: list[str] = []
+
+    def note(self, what: str) -> None:
+        self.calls.append(f"{what} {float(whole(self.layer.weight).detach().sum()):.4f}")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.layer(batch[0]).square().mean())
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        self.note("configure_optimizers")
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_fit_start(self) -> None:
+        self.note("on_fit_start")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.note("on_load_checkpoint")
+
+
+class Watches(Callback):
+    seen = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def state_key(self) -> str:
+        return self.name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen + 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"]
+        self.module.calls.append(f"{self.name}.load_state_dict")
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.module = pl_module
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        pl_module.note(f"{self.name}.on_load_checkpoint")
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.calls.append(f"{self.name} saw {self.seen}")
+
+
+def two_batches() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+
+def restored_in_order(folder: str, strategy: str) -> tuple[list[str], list[str], float, float]:
+    torch.manual_seed(1)
+    saver = ModelCheckpoint(dirpath=folder, save_last=True)
+    first = Small()
+    Trainer(max_epochs=1, strategy=strategy, callbacks=[saver, Watches("a"), Watches("b")], **SAVING).fit(first, two_batches())
+    saved = float(whole(first.layer.weight).detach().sum())
+    options = {"strategy": strategy, "callbacks": [Watches("a"), Watches("b")], **QUIET}
+    again = Small()
+    before = float(again.layer.weight.detach().sum())
+    Trainer(max_epochs=2, **options).fit(again, two_batches(), ckpt_path=saver.last_model_path)
+    tested = Small()
+    fresh = float(tested.layer.weight.detach().sum())
+    Trainer(**options).test(tested, two_batches(), ckpt_path=saver.last_model_path)
+    fit = [call.replace(f"{before:.4f}", "fresh").replace(f"{saved:.4f}", "saved") for call in again.calls]
+    test = [call.replace(f"{fresh:.4f}", "fresh").replace(f"{saved:.4f}", "saved") for call in tested.calls]
+    return fit, test, before, saved
+
+
+LOADED = [
+    "on_load_checkpoint fresh",
+    "a.on_load_checkpoint saved",
+    "b.on_load_checkpoint saved",
+    "a.load_state_dict",
+    "b.load_state_dict",
+]
+STARTED = ["configure_optimizers saved", "a saw 1", "b saw 1", "on_fit_start saved"]
+
+
+def test_weights_and_callbacks_are_restored_before_there_are_optimizers(tmp_path: Path) -> None:
+    """As a program under Lightning 2.6.6 writes it down."""
+    fit, test, before, saved = restored_in_order(str(tmp_path), "auto")
+    assert before != saved and fit == LOADED + STARTED and test == LOADED
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_so_they_are_on_several_ranks(strategy: str, ranks: Any, tmp_path: Path) -> None:
+    for fit, test, _, _ in ranks(2, restored_in_order, str(tmp_path), strategy):
+        assert [line.rpartition(" ")[0] for line in fit] == [line.rpartition(" ")[0] for line in LOADED + STARTED]
+        assert fit[1:] == (LOADED + STARTED)[1:] and test[1:] == LOADED[1:]
+
+
+class Averages(Callback):
+    """As many programs average weights: over a copy that is made when training begins."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if not hasattr(self, "average"):
+            self.average = copy.deepcopy(pl_module.net)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self.average.parameters(), pl_module.net.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+
+
+def test_a_copy_that_is_made_as_training_begins_is_one_of_the_restored_weights(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    first = made(Classifier)
+    Trainer(max_epochs=1, callbacks=[saver], **SAVING).fit(first, loader_of(Classifier, 1))
+    expected = copy.deepcopy(first.net)
+    averages = Averages()
+    again = Classifier()
+    Trainer(max_epochs=1, callbacks=[averages], **QUIET).fit(again, loader_of(Classifier, 1), ckpt_path=saver.last_model_path)
+    assert largest_difference(dict(averages.average.state_dict()), dict(expected.state_dict())) == 0
+
+
+class Edits(Classifier):
+    """Renames what an older version of it has saved."""
+
+    seen: Any = None
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert "state_dict" in checkpoint and checkpoint.get("nothing") is None
+        checkpoint["state_dict"]["net.3.bias"] = torch.full((4,), 7.0, dtype=torch.float64)
+        self.seen = sorted(checkpoint["state_dict"])
+
+
+def edit(folder: str, strategy: str) -> tuple[Any, torch.Tensor]:
+    saver = ModelCheckpoint(dirpath=folder, save_last=True)
+    Trainer(max_epochs=1, callbacks=[saver], strategy=strategy, **SAVING).fit(made(Classifier), loader_of(Classifier, 1))
+    module = Edits()
+    Trainer(strategy=strategy, **QUIET).test(module, loader_of(Classifier, 1), ckpt_path=saver.last_model_path)
+    return module.seen, whole(module.net[3].bias).detach()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_hook_may_change_the_weights_that_are_loaded(strategy: str, ranks: Any, tmp_path: Path) -> None:
+    for seen, bias in ranks(2, edit, str(tmp_path), strategy):
+        assert seen == ["net.1.bias", "net.1.weight", "net.3.bias", "net.3.weight"] and bias.eq(7).all()
+
+
+class PutsWeights(Callback):
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {}
+
+
+class Lacks(Callback):
+    """Its state was saved by an older version of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rate": 1.0}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.decay = state_dict["decay"]
+
+
+def test_weights_that_a_hook_puts_into_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
+    """They were saved, and never read."""
+    trainer = Trainer(max_epochs=1, callbacks=[ModelCheckpoint(dirpath=tmp_path), PutsWeights()], **SAVING)
+    with pytest.raises(EchelonError, match=r"checkpoint\['state_dict'\].*key of your own"):
+        trainer.fit(Small(), two_batches())
+
+
+def test_an_error_of_a_callbacks_own_stays_what_it_is(tmp_path: Path) -> None:
+    """It was said to be the checkpoint's."""
+    saver = ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    Trainer(max_epochs=1, callbacks=[saver, Lacks()], **SAVING).fit(Small(), two_batches())
+    with pytest.raises(KeyError, match="decay") as raised:
+        Trainer(max_epochs=2, callbacks=[Lacks()], **QUIET).fit(Small(), two_batches(), ckpt_path=saver.last_model_path)
+    assert "Lacks" in "".join(raised.value.__notes__)
+
+
+def test_numbers_are_logged_under_the_steps_that_follow_the_saved_ones(tmp_path: Path) -> None:
+    module, saver = Small(), ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    module.training_step = lambda batch, batch_idx: (  # type: ignore[method-assign]
+        module.log("loss", loss := module.layer(batch[0]).square().mean()),
+        loss,
+    )[1]
+    Trainer(max_epochs=1, callbacks=[saver], log_every_n_steps=1, **{**SAVING, "logger": CSVLogger(tmp_path, "a")}).fit(
+        module, two_batches()
+    )
+    logger = CSVLogger(tmp_path, "b")
+    Trainer(max_epochs=2, log_every_n_steps=1, **{**QUIET, "logger": logger}).fit(
+        module, two_batches(), ckpt_path=saver.last_model_path
+    )
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    place = rows[0].split(",").index("step")
+    assert [row.split(",")[place] for row in rows[1:]] == ["2", "3"]
+
+
+# --- a second call
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_second_fit_goes_on_from_the_first(devices: int, caplog: pytest.LogCaptureFixture) -> None:
+    """With the same limits it does nothing, as under Lightning; it trained once more."""
+    trainer, module = Trainer(max_epochs=2, devices=devices, strategy="auto" if devices == 1 else "ddp", **QUIET), Small()
+    trainer.fit(module, two_batches())
+    once, steps = copy.deepcopy(module.layer.state_dict()), trainer.global_step
+    trainer.fit(module, two_batches())
+    assert largest_difference(dict(module.layer.state_dict()), once) == 0
+    assert (trainer.global_step, trainer.current_epoch) == (steps, 2)
+    trainer.validate(module, two_batches())
+    assert (trainer.global_step, trainer.current_epoch) == (steps, 2)
+    trainer.max_epochs = 3
+    trainer.fit(module, two_batches())
+    assert (trainer.global_step, trainer.current_epoch) == (steps * 3 // 2, 3)
+
+
+NO_GUARD = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from echelon.compat.lightning.pytorch import LightningModule, Trainer
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+    def on_train_start(self):
+        print("it trains", flush=True)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+trainer = Trainer(devices=2, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+trainer.fit(Module(), DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2))
+"""
+
+
+def test_a_script_without_a_main_guard_is_refused(tmp_path: Path) -> None:
+    """It trained once while its ranks imported it, and once more."""
+    (tmp_path / "train.py").write_text(NO_GUARD)
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode and "it trains" not in done.stdout + done.stderr
+    assert 'if __name__ == "__main__":' in done.stderr
+
+
+# --- modes
+
+
+class Frozen(LightningModule):
+    """Its encoder is frozen, in eval mode, and has batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        self.encoder.requires_grad_(False).eval()
+        self.head = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert self.training and not self.encoder.training
+        return self.head(self.encoder(batch[0])).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert not self.head.training
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+class Pretrained(nn.Sequential):
+    """A backbone as it comes from a hub: in eval mode."""
+
+    @classmethod
+    def from_pretrained(cls) -> Pretrained:
+        return cls(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval()  # type: ignore[return-value]
+
+
+def test_modules_are_trained_in_the_mode_in_which_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    """As Lightning does since 2.2: also a backbone that comes in eval mode."""
+    module = Frozen()
+    before = copy.deepcopy(module.encoder.state_dict())
+    with caplog.at_level(logging.WARNING):
+        Trainer(max_epochs=2, **QUIET).fit(module, two_batches(), two_batches())
+    assert largest_difference(dict(module.encoder.state_dict()), before) == 0 and module.training
+    assert any("eval mode" in record.getMessage() and "encoder" in record.getMessage() for record in caplog.records)
+    module = Frozen()
+    module.encoder = Pretrained.from_pretrained()
+    Trainer(max_epochs=1, **QUIET).fit(module, two_batches())
+    assert not module.encoder[1].running_mean.any()
+
+
+# --- manual optimization
+
+
+class ByItself(GAN):
+    """Its first optimizer's pass is one of torch's own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        noise = batch[0].flatten(1)[:, :3]
+        first, _ = self.optimizers()
+        first.zero_grad()
+        self.discriminator(self(noise)).square().mean().backward()
+        first.step()
+
+
+class Overrides(GAN):
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class StepsDirectly(ByItself):
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+
+class ReducesByItself(ByItself):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, _ = self.optimizers()
+        first.zero_grad()
+        self.discriminator(self(batch[0].flatten(1)[:, :3])).square().mean().backward()
+        for parameter in self.generator.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= torch.distributed.get_world_size()
+        first.step()
+
+
+class Lookahead(GAN):
+    """A pass for the gradients of its input, which are not stepped with."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, _ = self.optimizers()
+        pictures = batch[0].flatten(1).requires_grad_()
+        self.discriminator(pictures).sum().backward()
+        first.zero_grad()
+        self.manual_backward(self.discriminator(self(pictures.detach()[:, :3])).square().mean())
+        first.step()
+
+
+def step_by_hand(kinds: list[Any]) -> list[str]:
+    said = []
+    for kind in kinds:
+        module = made(kind)
+        try:
+            Trainer(max_epochs=1, strategy="ddp", **QUIET).fit(module, loader_of(GAN, 2))
+            said.append(f"{sum(float(p.detach().sum()) for p in module.parameters()):.12f}")
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
+def test_gradients_that_nobody_averaged_are_refused_on_all_ranks(ranks: Any) -> None:
+    """Each rank trained a model of its own."""
+    one, two = ranks(2, step_by_hand, [ByItself, Overrides, StepsDirectly])
+    for said in (*one, *two):
+        assert "self.manual_backward(loss)" in said and "generator" in said
+
+
+def test_gradients_that_a_program_averages_by_itself_are_stepped_with(ranks: Any) -> None:
+    one, two = ranks(2, step_by_hand, [ReducesByItself, Lookahead, GAN])
+    assert one == two and all(float(each) for each in one)
+
+
+class Uncounted(GAN):
+    """Steps what configure_optimizers returned by itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, _ = self.trainer.optimizers
+        first.zero_grad()
+        self.manual_backward(self.discriminator(self(batch[0].flatten(1)[:, :3])).square().mean())
+        first.step()
+
+
+def test_optimizers_that_are_stepped_directly_are_saved_at_the_ends_of_epochs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was saved, since no update was counted, and nobody said so."""
+    module, saver = made(Uncounted), ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    Trainer(max_epochs=2, callbacks=[saver], **SAVING).fit(module, loader_of(GAN, 1))
+    loaded = Uncounted.load_from_checkpoint(saver.last_model_path)
+    assert largest_difference(dict(loaded.state_dict()), dict(module.state_dict())) == 0
+    assert "global_step" not in caplog.text
+    saver = ModelCheckpoint(dirpath=tmp_path / "b", every_n_train_steps=2)
+    Trainer(max_epochs=2, callbacks=[saver], **SAVING).fit(made(Uncounted), loader_of(GAN, 1))
+    assert sum("global_step is still 0" in record.getMessage() for record in caplog.records) == 1
