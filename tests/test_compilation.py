@@ -155,7 +155,9 @@ def test_a_wrapper_that_is_compiled_is_called_compiled(ranks: Ranks, how: str) -
         assert far < 1e-12 and graphs and names == ["module"]
 
 
-def _saved(params: ech.ActivationCheckpointParams) -> int:
+def _saved(
+    params: ech.ActivationCheckpointParams, backend: str = "aot_eager", module: nn.Module | None = None, width: int = 8
+) -> int:
     """Elements that a compiled model keeps for its backward pass."""
     kept = 0
 
@@ -165,11 +167,13 @@ def _saved(params: ech.ActivationCheckpointParams) -> int:
         return tensor
 
     torch._dynamo.reset()
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
-    compiled = ech.TorchCompileParams(blocks=True, backend="aot_eager")
-    ech.prepare_module(module, CPU, compile=compiled, activation_checkpoint_params=params)
+    if module is None:
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
+    ech.prepare_module(
+        module, CPU, compile=ech.TorchCompileParams(blocks=True, backend=backend), activation_checkpoint_params=params
+    )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(torch.randn(64, 8)).sum().backward()
+        module(torch.randn(64, width)).sum().backward()
     return kept
 
 
@@ -180,6 +184,107 @@ def test_a_memory_budget_decides_how_much_is_kept() -> None:
     small, large = (_saved(ech.ActivationCheckpointParams(memory_budget=budget)) for budget in (0.0, 1.0))
     assert small < large
     assert config.activation_memory_budget == before, "another unit of the process has its own"
+
+
+class Drawing(nn.Module):
+    """A block that draws random numbers in the way that `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.gelu(self.inner(x)).sin() + 2
+        if self.how == "dropout":
+            return nn.functional.dropout(x, 0.5)
+        if self.how == "rrelu":
+            return nn.functional.rrelu(x - 4, training=True)
+        if self.how == "attention":
+            heads = x.view(2, 8, 2, 8).transpose(1, 2)
+            mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+            return x + mixed.transpose(1, 2).reshape(16, 16)
+        return x * (torch.rand(x.shape) < 0.5)
+
+
+def _off_by(how: str, backend: str, budget: float, strategy: str = "noop", options: Any = None) -> float:
+    """How far the gradient of a compiled model is from the difference of two forward passes with the same seed, relatively."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(*(Drawing(how) for _ in range(3))).double()
+    module = ech.prepare_module(
+        module,
+        CPU,
+        strategy=strategy,
+        compile=ech.TorchCompileParams(blocks=True, backend=backend, options=options),
+        activation_checkpoint_params=ech.ActivationCheckpointParams(memory_budget=budget),
+    )
+    at, way, step = torch.randn(16, 16).double(), torch.randn(16, 16).double(), 1e-5
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(5)
+        return (module(x.requires_grad_()) ** 2).sum()
+
+    x = at.clone()
+    loss(x).backward()
+    change = float((loss(at + step * way) - loss(at - step * way)).detach()) / (2 * step)
+    assert x.grad is not None
+    return abs(change - float((x.grad * way).sum())) / abs(change)
+
+
+@pytest.mark.parametrize("how", ["dropout", "rrelu", "attention", "own"])
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("aot_eager", None),
+        pytest.param("inductor", None, marks=pytest.mark.full),
+        pytest.param("inductor", {"fallback_random": True}, marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("budget", [0.0, 0.6])
+def test_a_backward_pass_under_a_budget_sees_the_random_numbers_of_the_forward_pass(
+    ranks: Ranks, how: str, backend: str, options: Any, budget: float
+) -> None:
+    (off,) = ranks(1, _off_by, how, backend, budget, "noop", options)
+    assert off < 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_random_numbers_are_kept_under_each_strategy(ranks: Ranks, strategy: str) -> None:
+    assert all(off < 1e-6 for off in ranks(2, _off_by, "dropout", "inductor", 0.6, strategy))
+
+
+def test_a_budget_of_the_process_counts_as_one_of_the_model() -> None:
+    import torch._functorch.config as config
+
+    with config.patch({"activation_memory_budget": 0.6}):
+        torch._dynamo.reset()
+        module: Any = nn.Sequential(*(Drawing("dropout") for _ in range(2)))
+        ech.prepare_module(module, CPU, compile=ech.TorchCompileParams(blocks=True, backend="aot_eager"))
+        x = torch.randn(16, 16, requires_grad=True)
+        y = module[0](x)
+        (slope,) = torch.autograd.grad(y.sum(), module[0].inner.bias)
+    assert torch.equal(slope != 0, (y != 0).any(0))
+
+
+def test_a_budget_saves_memory_beside_random_numbers_or_says_that_it_cannot(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    ((few, many),) = ranks(1, _kept, "inductor")
+    assert few < many
+    few, many = _kept("aot_eager")
+    assert few == many
+    assert "memory_budget has no effect on graphs with aten." in caplog.text
+
+
+def _kept(backend: str) -> tuple[int, int]:
+    """Elements that a compiled model with dropout keeps for its backward pass, under a budget of 0 and of 1."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 16))
+
+    model = nn.Sequential(block(), block())
+    few, many = (_saved(ech.ActivationCheckpointParams(memory_budget=at), backend, copy.deepcopy(model), 16) for at in (0.0, 1.0))
+    return few, many
 
 
 def test_compile_true_is_the_whole_and_blocks_without_blocks_too() -> None:

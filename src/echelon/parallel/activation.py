@@ -45,8 +45,8 @@ class ActivationCheckpointParams:
         every: recompute only each `every`-th of the chosen, for half or a third of the price.
         save_ops: keep what these operators computed, for example `[torch.ops.aten.mm.default]`, and recompute the rest.
         memory_budget: from 0 to 1: of each compiled graph keep at most this part of the activations, those that are dearest to
-            compute, as torch's partitioner solves it (`torch._functorch.config.activation_memory_budget`; torchtitan's word). It
-            takes the place of the other options, and needs `compile`.
+            compute, as torch's partitioner solves it (`torch._functorch.config.activation_memory_budget`; torchtitan's word).
+            What draws random numbers is kept in any case. It takes the place of the other options, and needs `compile`.
         offload_to_cpu: keep the inputs of the recomputed modules in host memory.
     """
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["Compiled", "check_backend", "compile_forward", "within_budget"]
+__all__ = ["Compiled", "check_backend", "compile_forward"]
 
 # Graphs of a block: with gradients and without, of one shape and of any, and some more when an argument is sometimes left out.
 _GRAPHS_OF_A_BLOCK = 8
@@ -90,46 +90,3 @@ class Compiled:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_forward": self._forward, "_options": self._options}
-
-
-def within_budget(options: dict[str, Any], budget: float | None) -> dict[str, Any]:
-    """Options of torch.compile with which its graphs keep at most this part of their activations and compute the rest again.
-
-    torch has the budget as a setting of the whole process, which is read while a graph is made: it is set for just then.
-    """
-    if budget is None:
-        return options
-    return {
-        **options,
-        "backend": _Budget(options["backend"], budget, options["mode"], options["options"]),
-        "mode": None,
-        "options": None,
-    }
-
-
-class _Budget:
-    """A backend that makes its graphs under a memory budget."""
-
-    def __init__(self, backend: str | Callable[..., Any], budget: float, mode: str | None, options: Any) -> None:
-        self._backend, self._budget, self._mode, self._options = backend, budget, mode, options
-
-    def __call__(self, graph: Any, inputs: Any, **more: Any) -> Any:
-        import torch._functorch.config as config
-
-        settings: dict[str, Any] = {"activation_memory_budget": self._budget}
-        if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):  # in graphs over DTensors: meshes, which hold no tensors
-            settings["unsafe_treat_script_objects_as_zero_size"] = True
-        with config.patch(settings):
-            return self._make()(graph, inputs, **more)
-
-    def _make(self) -> Callable[..., Any]:
-        if not isinstance(self._backend, str):
-            return self._backend
-        if self._backend != "inductor":
-            made: Callable[..., Any] = torch._dynamo.lookup_backend(self._backend)
-            return made
-        from torch._inductor import list_mode_options
-        from torch._inductor.compile_fx import compile_fx
-
-        patches = {**(list_mode_options(self._mode) if self._mode else {}), **(self._options or {})}
-        return functools.partial(compile_fx, config_patches=patches)

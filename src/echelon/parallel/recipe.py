@@ -15,7 +15,8 @@ from echelon.contracts.arguments import flags_of, several
 from echelon.contracts.errors import UsageError, require
 from echelon.parallel.activation import ActivationCheckpointParams, Preset, checkpoint_activations
 from echelon.parallel.blocks import blocks_to_shard
-from echelon.parallel.compilation import check_backend, compile_forward, within_budget
+from echelon.parallel.compilation import check_backend, compile_forward
+from echelon.parallel.memory_budget import within_budget
 from echelon.parallel.precision import Precision
 
 __all__ = ["Compile", "Recipe", "TorchCompileParams", "recipe_of"]
