@@ -507,7 +507,7 @@ def test_after_a_hang_the_ranks_are_started_again_and_each_attempt_has_its_evide
     assert (second["exit_code"], second["hang"], second["explained"], second["world_size"]) == (0, None, None, 2)
     assert [path.name for path in (tmp_path / "runs" / "a" / "dumps").iterdir()] == ["000"]
     bad = echelon_command("run", "--hang-timeout", "soon", "train.py")
-    assert bad.returncode == 2 and "a hang timeout must be 'none', or" in bad.stderr
+    assert bad.returncode == 2 and "--hang-timeout must be 'none', or" in bad.stderr
 
 
 ALONE = """

@@ -19,7 +19,7 @@ def test_the_environment_carries_what_is_set_and_nothing_else(monkeypatch: pytes
     assert overrides() == given
 
 
-@pytest.mark.parametrize("text", ["[", '{"stategy": "ddp"}'])
+@pytest.mark.parametrize("text", ["[", "[1]", "5", '{"stategy": "ddp"}', '{"parts": "4"}', '{"compile": 1}', "[" * 99999])
 def test_a_variable_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(UsageError, match=VARIABLE):

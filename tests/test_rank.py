@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 
 import pytest
@@ -278,6 +279,23 @@ def test_a_half_set_environment_is_an_error_that_names_the_variables(env: dict[s
     with pytest.raises(LauncherEnvironmentError) as caught:
         RankInfo.from_env(env)
     assert all(name in str(caught.value) for name in names), str(caught.value)
+
+
+HOSTILE = ["x", "-5", "2.0", "1_0", "٣", "²", "9" * 5000, "1\nRANK=2", "0x1", "nan", "\udcff", "\x1b[31m", "1(x99999999999)"]
+HOSTILE += ["n[1-999999][1-999999]", "n[1-99999999]"]
+
+
+@pytest.mark.parametrize("env", [TORCHRUN, DRAGON, OPEN_MPI, HYDRA, SRUN], ids=["torchrun", "dragon", "mpi", "pmi", "slurm"])
+def test_a_hostile_variable_is_named_with_its_value_in_one_short_line(env: dict[str, str]) -> None:
+    for name, value in itertools.product(env, HOSTILE):
+        try:
+            info = RankInfo.from_env({"MASTER_ADDR": "host", **env, name: value})
+        except LauncherEnvironmentError as error:
+            text = str(error)
+            assert name in text and text.isprintable() and len(text) < 900, (name, value, text)
+        else:
+            numbers = (info.rank, info.local_rank, info.node_rank, info.world_size, info.local_world_size, info.restart_count)
+            assert all(0 <= number < 10 for number in numbers), (name, value, info)
 
 
 NUMBERS = st.one_of(st.integers(-2, 9).map(str), st.sampled_from(["", " ", "x", "1.5", "0x1"]))

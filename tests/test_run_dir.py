@@ -249,6 +249,19 @@ def test_a_reader_follows_a_file_that_was_away_for_a_while(tmp_path: Path) -> No
     assert reader.read() == []
 
 
+@pytest.mark.parametrize("value", ["x", "-1", "1_0", "٣", "9" * 5000, "1\n2", "0x1"])
+def test_an_attempt_that_is_no_number_is_named_with_its_remedy(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_RUN_DIR", "runs/a")
+    monkeypatch.setenv("ECHELON_ATTEMPT", value)
+    with pytest.raises(EchelonError) as caught:
+        RunDir.current()
+    text = str(caught.value)
+    assert text.startswith("ECHELON_ATTEMPT must be a whole number from 0 on, got ") and "unset both" in text and len(text) < 300
+    monkeypatch.setenv("ECHELON_ATTEMPT", "")
+    run = RunDir.current()
+    assert run is not None and run.attempt == 0
+
+
 # ---- errors -----------------------------------------------------------------------------------------------------------------
 
 

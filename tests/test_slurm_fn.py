@@ -464,6 +464,13 @@ def test_a_launch_command_that_starts_another_world_than_was_asked_for_fails_by_
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == ["a library", "all"]  # nothing was trained for long
 
 
+@pytest.mark.parametrize("said", ["x", "[1]", '{"ranks": 0, "nodes": 0, "command": ""}', '{"ranks": 2}', "[" * 99999])
+def test_what_no_launcher_writes_is_named(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_ASKED", said)
+    with pytest.raises(LauncherEnvironmentError, match=r"(?s)^ECHELON_ASKED=.{1,200} cannot be read: .*unset it\."):
+        Asked.from_env()
+
+
 def test_a_world_of_its_own_on_every_node_is_no_world() -> None:
     asked = Asked(4, 2, "accelerate launch --cpu main.py")
     env = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}

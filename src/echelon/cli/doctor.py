@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from echelon.cli.script import check_script
+from echelon.contracts.numbers import digits
 from echelon.contracts.terminal import printable, say
 from echelon.launcher.job import parse_duration, parse_ranks
 
@@ -36,7 +37,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from echelon.observe.doctor.said import Checkup
     from echelon.observe.doctor.show import as_json, table
 
-    limit_s = parse_duration(arguments.time_limit)
+    limit_s = parse_duration(arguments.time_limit, "--time-limit")
     nodes = [] if arguments.here else allocation(os.environ)
     each = _ranks(arguments.ranks, nodes)
     env = {"ECHELON_DEVICE": arguments.device} if arguments.device else {}
@@ -67,8 +68,7 @@ def _ranks(text: str, nodes: list[str]) -> int:
     if text != "auto":
         return parse_ranks(text)
     if nodes:
-        gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
-        return int(gpus) if gpus.isdecimal() and int(gpus) > 0 else 1
+        return digits(os.environ.get("SLURM_GPUS_ON_NODE", "")) or 1
     from echelon.contracts.machine import visible_devices
 
     return len(visible_devices()) or 2

@@ -220,13 +220,15 @@ def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpe
         arguments.max_restarts,
         arguments.grace,
         least,
-        parse_duration(arguments.stop_after) if arguments.stop_after is not None else None,
+        parse_duration(arguments.stop_after, "--stop-after") if arguments.stop_after is not None else None,
         arguments.restart,
         bind=arguments.bind in ("cores", "both"),
         own_device=arguments.bind in ("devices", "both"),
-        stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
+        stall_after_s=parse_duration(arguments.stall_after, "--stall-after") if arguments.stall_after is not None else None,
         env=checks_in_env(arguments),
-        hang_timeout_s=parse_hang_timeout(arguments.hang_timeout) if arguments.hang_timeout is not None else None,
+        hang_timeout_s=parse_hang_timeout(arguments.hang_timeout, "--hang-timeout")
+        if arguments.hang_timeout is not None
+        else None,
     )
 
 

@@ -101,8 +101,8 @@ def execute(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--env must name a variable of your environment, got {name}.")
     options = SlurmOptions(
         **{name: getattr(arguments, name) for name in _SLURM},
-        time_s=parse_duration(arguments.time) if arguments.time is not None else None,
-        warn_s=parse_duration(arguments.warn),
+        time_s=parse_duration(arguments.time, "--time") if arguments.time is not None else None,
+        warn_s=parse_duration(arguments.warn, "--warn"),
         cpus_per_rank=arguments.cpus_per_rank,
         gpus_per_node=arguments.gpus_per_node,
         requeue=not arguments.no_requeue,
@@ -152,8 +152,10 @@ def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
         },
         nodes=arguments.nodes,
         max_restarts=arguments.max_restarts,
-        stall_after_s=parse_duration(arguments.stall_after) if arguments.stall_after is not None else None,
-        hang_timeout_s=parse_hang_timeout(arguments.hang_timeout) if arguments.hang_timeout is not None else None,
+        stall_after_s=parse_duration(arguments.stall_after, "--stall-after") if arguments.stall_after is not None else None,
+        hang_timeout_s=parse_hang_timeout(arguments.hang_timeout, "--hang-timeout")
+        if arguments.hang_timeout is not None
+        else None,
     )
 
 

@@ -11,8 +11,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from echelon.contracts.errors import LauncherEnvironmentError
+from echelon.contracts.errors import LauncherEnvironmentError, UsageError
+from echelon.contracts.files import parse_object
+from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
+from echelon.contracts.terminal import shortly
 
 __all__ = ["Asked"]
 
@@ -46,11 +49,12 @@ class Asked:
         if not text:
             return None
         try:
-            said = json.loads(text)
-            return cls(int(said["ranks"]), int(said["nodes"]), str(said["command"]))
-        except (ValueError, TypeError, KeyError) as error:
+            said = parse_object(text) or {}
+            ranks, nodes = (whole(name, said.get(name), at_least=1) for name in ("ranks", "nodes"))
+            return cls(ranks, nodes, str(said["command"]))
+        except (UsageError, KeyError) as error:
             raise LauncherEnvironmentError(
-                f"{_VARIABLE}={text!r} cannot be read: {error}. The launcher sets it; unset it."
+                f"{_VARIABLE}={shortly(text)} cannot be read: {error} The launcher sets it; unset it."
             ) from error
 
     @staticmethod

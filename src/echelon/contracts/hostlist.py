@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 
 from echelon.contracts.errors import LauncherEnvironmentError
+from echelon.contracts.terminal import shortly
 
 __all__ = ["expand_hostlist", "tasks_on_node"]
 
+_MOST = 1_000_000
 
-def expand_hostlist(text: str) -> list[str]:
+
+def expand_hostlist(text: str, what: str = "the node list") -> list[str]:
     """Slurm's "node[01-03,07],login" as names, in order.
 
+    Args:
+        what: the variable, for the error.
     Raises:
         LauncherEnvironmentError: the brackets do not match, or hold no ranges.
     """
@@ -21,8 +26,10 @@ def expand_hostlist(text: str) -> list[str]:
         names = [""]
         for i, part in enumerate(parts):
             if i % 2 == 0 and re.search(r"[\[\],]", part):
-                raise LauncherEnvironmentError(f"cannot read the node list {text!r}: brackets do not match.")
-            choices = [part] if i % 2 == 0 else _expand_ranges(part, text)
+                raise LauncherEnvironmentError(f"cannot read {what} {shortly(text)}: brackets do not match.")
+            choices = [part] if i % 2 == 0 else _expand_ranges(part, f"{what} {shortly(text)}")
+            if len(names) * len(choices) > _MOST:
+                raise LauncherEnvironmentError(f"{what} {shortly(text)} must name at most {_MOST} nodes.")
             names = [name + choice for name in names for choice in choices]
         hosts += [name for name in names if name]
     return hosts
@@ -31,20 +38,22 @@ def expand_hostlist(text: str) -> list[str]:
 def _expand_ranges(ranges: str, whole: str) -> list[str]:
     out: list[str] = []
     for part in ranges.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
+        match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part.strip())
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if match is None or high < low or high - low > 1_000_000:
-            raise LauncherEnvironmentError(f"cannot read {part!r} in the node list {whole!r}.")
+        if match is None or high < low or high - low >= _MOST:
+            raise LauncherEnvironmentError(f"cannot read {shortly(part)} in {whole}.")
         out += [str(n).zfill(len(match[1])) for n in range(low, high + 1)]
     return out
 
 
 def tasks_on_node(per_node: str, node_rank: int) -> int | None:
     """Slurm's "2(x3),1" means 2,2,2,1. Source: sbatch(1), SLURM_TASKS_PER_NODE."""
-    counts: list[int] = []
+    before = 0
     for part in per_node.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
         if match is None:
             return None
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts[node_rank] if 0 <= node_rank < len(counts) else None
+        before += int(match[2] or 1)
+        if 0 <= node_rank < before:
+            return int(match[1])
+    return None

@@ -5,12 +5,14 @@ Each is read into the values of a RankInfo, or None where the launcher did not s
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from echelon.contracts.errors import LauncherEnvironmentError
 from echelon.contracts.hostlist import expand_hostlist, tasks_on_node
+from echelon.contracts.terminal import shortly
 
 __all__ = ["LAUNCHERS", "LOOPBACK", "values_of"]
 
@@ -20,6 +22,8 @@ LOOPBACK = "127.0.0.1"
 _PSEUDO_STEPS = 0xFFFFFFF0
 
 
+# Slurm's are as long. `int` alone would also take "1_0", and the digits of other scripts.
+_NUMBER = re.compile(r"-?[0-9]{1,10}")
 # The variables that hold numbers, by launcher.
 _NUMBERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
@@ -32,14 +36,6 @@ _NUMBERS = (
     ),
     ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_LOCALID"),
 )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        int(text)
-    except ValueError:
-        return False
-    return True
 
 
 def values_of(rank: int, world_size: int, **more: Any) -> dict[str, Any]:
@@ -72,16 +68,15 @@ class _Reader:
         text = self.text(name)
         if text is None:
             return None
-        try:
-            return int(text)
-        except ValueError:
-            raise LauncherEnvironmentError(self._malformed(name)) from None
+        if not _NUMBER.fullmatch(text):
+            raise LauncherEnvironmentError(self._malformed(name))
+        return int(text)
 
     def _malformed(self, name: str) -> str:
         """This variable, and the others of its launcher that are no numbers: all are to be mended at once."""
         others = next((names for names in _NUMBERS if name in names), ())
-        wrong = [each for each in dict.fromkeys((name, *others)) if (text := self.text(each)) and not _is_number(text)]
-        said = ", ".join(f"{each} must be a whole number, got {self.env[each].strip()!r}" for each in wrong)
+        wrong = [each for each in dict.fromkeys((name, *others)) if (text := self.text(each)) and not _NUMBER.fullmatch(text)]
+        said = ", ".join(f"{each} must be a whole number, got {shortly(self.env[each].strip())}" for each in wrong)
         return f"{said} ({self.launcher})."
 
     def pair(self, rank: str, size: str) -> tuple[int, int] | None:
@@ -189,8 +184,9 @@ def _mpi(env: Mapping[str, str]) -> dict[str, Any] | None:
         addr, port = read.text("MASTER_ADDR"), read.number("MASTER_PORT")
         if addr is None and world > 1 and local_world != world:
             raise LauncherEnvironmentError(
-                f"{size_name}={world} ranks on several nodes, but MASTER_ADDR is not set, and MPI does not tell "
-                "where rank 0 runs. Set MASTER_ADDR to the first host, for example with `mpirun -x MASTER_ADDR=...`."
+                f"{size_name}={world} ranks on several nodes, since {local_size_name} is {local_world or 'not set'}, but "
+                "MASTER_ADDR is not set, and MPI does not tell where rank 0 runs. Set MASTER_ADDR to the first host, for example "
+                "with `mpirun -x MASTER_ADDR=...`."
             )
         job = read.text(job_name) or "mpi"
         return values_of(
@@ -220,8 +216,8 @@ def _slurm(env: Mapping[str, str]) -> dict[str, Any] | None:
     if pair is None:
         return None
     rank, world = pair
-    nodes = read.text("SLURM_STEP_NODELIST") or read.text("SLURM_JOB_NODELIST") or read.text("SLURM_NODELIST")
-    hosts = expand_hostlist(nodes) if nodes else []
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    hosts = next((expand_hostlist(nodes, name) for name in names if (nodes := read.text(name))), [])
     if world > 1 and not hosts and read.text("MASTER_ADDR") is None:
         raise LauncherEnvironmentError(
             f"{size_name}={world}, but neither SLURM_STEP_NODELIST nor MASTER_ADDR is set: the ranks cannot find each other."
@@ -263,13 +259,13 @@ def _same_in_slurm(env: Mapping[str, str], rank: int, world_size: int) -> dict[s
 
 # In the order in which they are asked; the variables are shown when they contradict one another.
 LAUNCHERS = {
-    "torchrun": (_torchrun, "((LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_.*)"),
+    "torchrun": (_torchrun, "((LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_.*|TORCHELASTIC_RESTART_COUNT)"),
     "Dragon": (_dragon, "_DRAGON_CG_.*"),
     "MPI": (_mpi, "(OMPI_COMM_WORLD|PMI|MPI)_.*|MASTER_.*"),
-    "Slurm": (_slurm, "SLURM_(PROCID|LOCALID|NODEID|NTASKS|STEP_NUM_TASKS|(STEP_)?TASKS_PER_NODE)|MASTER_.*"),
+    "Slurm": (_slurm, "SLURM_(PROCID|LOCALID|NODEID|NTASKS|RESTART_COUNT|STEP_NUM_TASKS|(STEP_)?TASKS_PER_NODE)|MASTER_.*"),
 }
 
 
 def _port_of(job: str) -> int:
     """A port that all ranks of a job compute alike and two jobs seldom share. Below the kernel's ephemeral range (32768)."""
-    return 15000 + zlib.crc32(job.encode()) % 15000
+    return 15000 + zlib.crc32(job.encode("utf-8", "surrogateescape")) % 15000

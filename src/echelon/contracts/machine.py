@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from echelon.contracts.numbers import digits
+
 __all__ = ["DEVICE_VARIABLE", "boot_id", "package_version", "process_stat", "started_at", "usable_cores", "visible_devices"]
 
 # "cpu" or "cuda": on what ranks compute, whatever the script says. Set by `--device`, or by hand.
@@ -89,8 +91,13 @@ def visible_devices(env: Mapping[str, str] = os.environ, dev: Path = Path("/dev"
         return [str(number) for number in range(count)]
     names = [name.strip() for name in text.split(",")]
     # CUDA reads up to the first that it does not know. Other names than numbers are UUIDs, also of parts of a GPU.
-    bad = (i for i, n in enumerate(names) if n in ("", "-1", "NoDevFiles") or (n.isdecimal() and int(n) >= count))
+    bad = (i for i, n in enumerate(names) if n in ("", "-1", "NoDevFiles") or (n.isdecimal() and not _is_below(n, count)))
     return names[: next(bad, len(names))]
+
+
+def _is_below(text: str, count: int) -> bool:
+    number = digits(text)
+    return number is not None and number < count
 
 
 def package_version(name: str) -> str:

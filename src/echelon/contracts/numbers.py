@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LauncherEnvironmentError, UsageError, require
+from echelon.contracts.terminal import shortly
 
-__all__ = ["number", "plain", "whole"]
+__all__ = ["count_in", "digits", "number", "plain", "whole"]
+
+_DIGITS = re.compile(r"[0-9]{1,9}")
 
 
 def whole(name: str, value: Any, *, at_least: int | None = None, or_none: str = "") -> int:
@@ -40,6 +44,27 @@ def number(name: str, value: Any, what: str, holds: Callable[[Any], bool] = lamb
     """
     found = plain(value)
     require(isinstance(found, Real) and not isinstance(found, bool) and holds(found), name, what, value)
+
+
+def digits(text: str) -> int | None:
+    """The number that ASCII digits are, at most nine; None for everything else, of which `int` takes much: "1_0", "٣"."""
+    return int(text) if _DIGITS.fullmatch(text) else None
+
+
+def count_in(env: Mapping[str, str], name: str, otherwise: int | None = None, remedy: str = "") -> int:
+    """A variable's number from 0 on.
+
+    Args:
+        otherwise: if the variable is not set, or empty; None refuses that.
+        remedy: a sentence.
+    Raises:
+        LauncherEnvironmentError: it holds anything else.
+    """
+    text = env.get(name, "").strip()
+    found = otherwise if not text else digits(text)
+    if found is None:
+        raise LauncherEnvironmentError(f"{name} must be a whole number from 0 on, got {shortly(text)}. {remedy}".rstrip())
+    return found
 
 
 def plain(value: Any) -> Any:

@@ -13,10 +13,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.files import parse_object
+from echelon.contracts.terminal import shortly
 
 __all__ = ["VARIABLE", "Overrides", "impose", "overrides"]
 
 VARIABLE = "ECHELON_OVERRIDES"
+_TYPES = {
+    **dict.fromkeys(("strategy", "precision"), (str, type(None))),
+    **dict.fromkeys(("accumulation", "parts", "planned_ranks"), (int, type(None))),
+    **dict.fromkeys(("compile", "observes"), (bool, type(None))),
+}
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,10 @@ class Overrides:
         text = os.environ.get(VARIABLE)
         if not text:
             return cls()
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"{VARIABLE}={text!r} cannot be read: {error}. The launcher sets it; unset it.") from error
+        said = parse_object(text)
+        if said is None or any(type(value) not in _TYPES.get(name, ()) for name, value in said.items()):
+            raise UsageError(f"{VARIABLE}={shortly(text)} is not what echelon's launcher writes there. Unset it.")
+        return cls(**said)
 
 
 _imposed: Overrides | None = None

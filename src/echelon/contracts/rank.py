@@ -16,6 +16,7 @@ from typing import Any
 
 from echelon.contracts.errors import LauncherEnvironmentError
 from echelon.contracts.launchers import LAUNCHERS, LOOPBACK, values_of
+from echelon.contracts.terminal import one_line
 
 __all__ = ["STORE_PREFIX_VARIABLE", "RankInfo"]
 
@@ -142,6 +143,10 @@ def _check(v: Mapping[str, Any]) -> None:
         raise LauncherEnvironmentError(
             f"the local rank must be between 0 and {local_world - 1}, since {local_world} ranks run on this node, got {local}."
         )
+    if v["node_rank"] < 0:
+        raise LauncherEnvironmentError(f"the node's rank must be at least 0, got {v['node_rank']}.")
+    if v["restart_count"] < 0:
+        raise LauncherEnvironmentError(f"the number of restarts must be at least 0, got {v['restart_count']}.")
     if not 0 < v["master_port"] < 65536:
         raise LauncherEnvironmentError(f"the master port must be between 1 and 65535, got {v['master_port']}.")
 
@@ -153,14 +158,14 @@ def _read(env: Mapping[str, str]) -> dict[str, Any]:
             try:
                 _check(values)
             except LauncherEnvironmentError as error:
-                found = ", ".join(f"{k}={env[k]}" for k in sorted(env) if re.fullmatch(variables, k))
+                found = ", ".join(f"{k}={one_line(env[k])[:80]}" for k in sorted(env) if re.fullmatch(variables, k))
                 raise LauncherEnvironmentError(f"{error} {name}'s variables say {found}.") from None
             logger.debug("rank %s of %s, from %s's environment", values["rank"], values["world_size"], name)
             return values
     lonely = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") if env.get(name, "").strip()]
     if lonely:
         raise LauncherEnvironmentError(
-            f"{' and '.join(f'{name}={env[name]}' for name in lonely)} set, but RANK and WORLD_SIZE are not. "
+            f"{' and '.join(f'{name}={one_line(env[name])[:80]}' for name in lonely)} set, but RANK and WORLD_SIZE are not. "
             f"Set both, or unset {' and '.join(lonely)} to run one process alone."
         )
     logger.debug("no launcher's environment found: a world of one")

@@ -35,6 +35,7 @@ from typing import Any
 from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.files import open_file, parse_object, private_folder, read_bytes, write_whole
+from echelon.contracts.numbers import count_in
 
 __all__ = [
     "FULL_DISK",
@@ -135,7 +136,8 @@ class RunDir:
         path = os.environ.get(RUN_DIR_VARIABLE)
         if not path:
             return None
-        return cls(path, int(os.environ.get(_ATTEMPT_VARIABLE, "0")))
+        remedy = f"echelon's launcher sets it beside {RUN_DIR_VARIABLE}: unset both."
+        return cls(path, count_in(os.environ, _ATTEMPT_VARIABLE, 0, remedy))
 
     def to_env(self) -> dict[str, str]:
         return {RUN_DIR_VARIABLE: str(self.path.absolute()), _ATTEMPT_VARIABLE: str(self.attempt)}

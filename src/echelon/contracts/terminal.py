@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-__all__ = ["OutputFilter", "columns", "one_line", "printable", "say"]
+__all__ = ["OutputFilter", "columns", "one_line", "printable", "say", "shortly"]
 
 # C0 but the end of a line and the tab, DEL, C1; what turns the direction of the text around it; half of a surrogate pair.
 _MORE_THAN_TEXT = re.compile(
@@ -27,6 +27,11 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """`printable`, without breaks of lines and tabs: of a file that somebody else may have written."""
     return printable(text).replace("\n", "?").replace("\t", " ")
+
+
+def shortly(text: str, most: int = 80) -> str:
+    """A value of any length in quotes, as an error shows it."""
+    return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
 def say(text: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores, visible_devices
+from echelon.contracts.terminal import shortly
 from echelon.launcher.lost_peers import gave_up_waiting, lost_peer
 
 __all__ = [
@@ -252,29 +253,36 @@ def parse_rank_range(text: str) -> tuple[int | None, int]:
     return least, most
 
 
-_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s?": 1.0}
+_AMOUNT = r"[0-9]{1,12}(?:\.[0-9]{1,12})?"
 
 
-def parse_duration(text: str) -> float:
+def parse_duration(text: str, what: str = "a duration") -> float:
     """Seconds from "90", "90s", "55m", "1h30m" or "2d".
 
+    Args:
+        what: the option or the variable, for the error.
     Raises:
         UsageError: anything else, and nothing at all.
     """
-    parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
+    parts = re.fullmatch("".join(rf"(?:({_AMOUNT}){unit})?" for unit in _UNITS), text)
     seconds = sum(float(n) * unit for n, unit in zip(parts.groups(), _UNITS.values(), strict=True) if n) if parts else 0.0
     if not seconds:
-        raise UsageError(f"a duration must be a number of seconds above 0, or like 55m or 1h30m with d, h, m, s, got {text!r}.")
+        raise UsageError(
+            f"{what} must be a number of seconds above 0, or like 55m or 1h30m with d, h, m, s, got {shortly(text)}."
+        )
     return seconds
 
 
-def parse_hang_timeout(text: str) -> float:
+def parse_hang_timeout(text: str, what: str = "a hang timeout") -> float:
     """Seconds from a duration; 0 from "none", which never ends a run.
 
+    Args:
+        what: the option or the variable, for the error.
     Raises:
         UsageError: anything else.
     """
     try:
-        return 0.0 if text == "none" else parse_duration(text)
+        return 0.0 if text == "none" else parse_duration(text, what)
     except UsageError as error:
-        raise UsageError(f"a hang timeout must be 'none', or {str(error).removeprefix('a duration must be ')}") from None
+        raise UsageError(str(error).replace(" must be ", " must be 'none', or ", 1)) from None

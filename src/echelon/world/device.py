@@ -12,6 +12,7 @@ import torch
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores
+from echelon.contracts.numbers import digits
 from echelon.contracts.rank import RankInfo
 from echelon.world.inductor import compile_alike
 
@@ -99,10 +100,10 @@ def set_threads(info: RankInfo) -> None:
     Two ranks with two threads each on two cores are five times slower than with one: the threads wait for one another.
     """
     if "OMP_NUM_THREADS" not in os.environ and info.local_world_size > 1:
-        own = os.environ.get("SLURM_CPUS_PER_TASK", "")
+        own = digits(os.environ.get("SLURM_CPUS_PER_TASK", ""))
         task = (os.environ.get("SLURM_PROCID"), os.environ.get("SLURM_STEP_NUM_TASKS"))
-        if own.isdecimal() and task == (str(info.rank), str(info.world_size)):  # srun gives each task cores of its own
-            torch.set_num_threads(max(1, min(int(own), usable_cores())))
+        if own is not None and task == (str(info.rank), str(info.world_size)):  # srun gives each task cores of its own
+            torch.set_num_threads(max(1, min(own, usable_cores())))
         else:
             torch.set_num_threads(max(1, usable_cores() // info.local_world_size))
 

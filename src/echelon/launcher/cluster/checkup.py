@@ -23,6 +23,7 @@ from typing import IO
 from echelon.contracts.errors import EchelonError, RankFailedError, RankTimeoutError, UsageError
 from echelon.contracts.files import read_bytes
 from echelon.contracts.hostlist import expand_hostlist
+from echelon.contracts.numbers import digits
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec
@@ -52,10 +53,10 @@ def allocation(env: Mapping[str, str]) -> list[str]:
     """
     if "SLURM_JOB_ID" not in env:
         return []
-    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
-    if "SLURM_PROCID" in env and tasks.isdecimal() and int(tasks) > 1:
+    tasks = digits(env.get("SLURM_STEP_NUM_TASKS", "")) or 1
+    if "SLURM_PROCID" in env and tasks > 1:
         raise UsageError(f"srun started {tasks} of `echelon doctor`. Start it once, without srun: it starts its ranks itself.")
-    return expand_hostlist(env.get("SLURM_JOB_NODELIST", ""))
+    return expand_hostlist(env.get("SLURM_JOB_NODELIST", ""), "SLURM_JOB_NODELIST")
 
 
 def here(ranks: int, words: Sequence[str], env: Mapping[str, str], limit_s: float) -> tuple[list[str], str]:
@@ -114,7 +115,7 @@ def on_nodes(
 
 def _cores(per_node: int) -> list[str]:
     """All cores of a node, for its ranks together: without a word srun gives each task one."""
-    counts = [int(each) for each in re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+    counts = [int(each) for each in re.findall(r"(?:^|,)([0-9]{1,9})(?![0-9])", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
     return [f"--cpus-per-task={max(1, min(counts) // per_node)}"] if counts else []
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from echelon.contracts.errors import EchelonError, LauncherEnvironmentError, UsageError
 from echelon.contracts.hostlist import expand_hostlist
+from echelon.contracts.numbers import count_in
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.terminal import say
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         say(str(error))
         if arguments.conclude is None and (run.path / "job").is_dir():
             with contextlib.suppress(EchelonError, OSError):  # the folder may be the very thing that is wrong
-                refuse(run, start, int(os.environ.get("SLURM_NODEID", "0")), str(error))
+                refuse(run, start, count_in(os.environ, "SLURM_NODEID", 0), str(error))
                 if "SLURM_JOB_ID" not in os.environ:  # a job of this machine has no batch script, which would conclude it
                     return conclude(run, 1, start, arguments.spec_sha256)
         return 1
@@ -85,8 +86,8 @@ def run_node(
     # Until the launcher listens, a request to save and end would kill this process without a word; then it is delivered.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     spec, said = read_spec(run, spec_sha256) if given is None else (given, {})
-    hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST", "")) or ["localhost"]
-    node = int(env.get("SLURM_NODEID", "0"))
+    hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST", ""), "SLURM_STEP_NODELIST") or ["localhost"]
+    node = count_in(env, "SLURM_NODEID", 0)
     if len(hosts) != spec.nodes:
         raise LauncherEnvironmentError(f"{spec.nodes} nodes were submitted, but this step has {len(hosts)}: {', '.join(hosts)}.")
     if spec.kind == "script" and not Path(spec.target).is_file():

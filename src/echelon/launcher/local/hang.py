@@ -43,7 +43,7 @@ def hang_timeout(given_s: float | None) -> tuple[float, bool]:
     if given_s is not None:
         return given_s, True
     text = os.environ.get(HANG_VARIABLE)
-    return (parse_hang_timeout(text), True) if text else (_DEFAULT_S, False)
+    return (parse_hang_timeout(text, HANG_VARIABLE), True) if text else (_DEFAULT_S, False)
 
 
 @dataclass

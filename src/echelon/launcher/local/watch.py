@@ -26,7 +26,7 @@ def stall_after(given_s: float | None) -> float:
     if given_s is not None:
         return given_s
     text = os.environ.get(STALL_VARIABLE)
-    return parse_duration(text) if text else _DEFAULT_S
+    return parse_duration(text, STALL_VARIABLE) if text else _DEFAULT_S
 
 
 class Watch:
