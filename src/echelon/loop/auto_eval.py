@@ -9,6 +9,7 @@ import torch
 
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.metrics import MeanOfAPhase
+from echelon.loop.parts_check import check_parts
 from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, TestUnit
 
@@ -45,12 +46,14 @@ class AutoEvalUnit(AutoPredictUnit[T], EvalUnit[T], TestUnit[T]):
 
     def _evaluate(self, state: State, batch: T, phase: PhaseState | None) -> tuple[T, torch.Tensor, Any, bool]:
         """This rank's part of the batch, its loss and outputs, and whether it counts: not if it is padding."""
+        if self.prepared.doubts_parts:
+            check_parts(self, state, batch)
         data = self.prepared.part_of(batch)
         counts = not step_under_way(phase).is_padding
         weight = self.weight(data) if counts and not self.prepared.is_replica else 0
         compute = partial(self._compute, state, weight)
         if self.prepared.takes_windows:
-            compute = partial(self._through_stages, state, compute)
+            compute = partial(self.through_stages, state, compute)
         with self.autocast():
             loss, outputs = self.prepared.forward(data, compute)
         if counts:

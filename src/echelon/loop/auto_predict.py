@@ -126,7 +126,7 @@ class AutoPredictUnit(PredictUnit[T]):
         """The context in which losses and predictions are computed."""
         return self.computes.autocast(self.device)
 
-    def _through_stages(self, state: State, compute: Callable[..., R], *data: Any) -> R:
+    def through_stages(self, state: State, compute: Callable[..., R], *data: Any) -> R:
         """`compute(*data)` in a pipeline. Of a trial pass nothing stays, also in metrics of the user's own."""
         metrics = self.tracked_metrics() if self.prepared.is_trying else {}
         shares = {name: copy.deepcopy(share_of(metric)) for name, metric in metrics.items()}

@@ -23,6 +23,7 @@ from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.auto_update import AutoUpdates
 from echelon.loop.finite import check_loss
 from echelon.loop.loss import problem_with, rows
+from echelon.loop.parts_check import check_parts
 from echelon.loop.pieces import in_order, together
 from echelon.loop.state import step_under_way
 from echelon.parallel import gradients
@@ -109,6 +110,8 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
             self._check_optimizer()  # another was assigned, on all ranks alike
         step = step_under_way(state.train_state)
         ends_window = window.open(step.is_last)
+        if self.prepared.doubts_parts:
+            check_parts(self, state, in_order(data, step.is_padding)[0][0] if isinstance(data, Pieces) else data)
         micro_batches = self._micro_batches(data, padded=step.is_padding, ends_window=ends_window)
         if window.reference is None:
             window.estimate(0 if self.prepared.is_replica else sum(m.weight for m in micro_batches), over_ranks=self._reduces)
@@ -155,7 +158,7 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         steps, self._held = self._held, []
         every = [micro_batch for step in steps for micro_batch in step]
         with self.prepared.window():
-            forward = partial(self._through_stages, state, partial(self._forward, state))
+            forward = partial(self.through_stages, state, partial(self._forward, state))
             clock.enter(Part.STEP)  # in any order
             made = iter(self.prepared.forward_backward_window(every, forward, partial(self._backward, state)))
         if self._reduces:
@@ -182,10 +185,6 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
     def _micro_batch(self, whole: Any, is_padding: bool, is_last: bool) -> MicroBatch[T]:
         piece = self.prepared.part_of(whole)
         weight = 0 if is_padding else self.weight(piece)
-        if self.prepared.doubts_weights and not is_padding:
-            share, self.prepared.share = self.prepared.share, 1.0
-            self.prepared.check_weight(float(weight), float(self.weight(whole)))
-            self.prepared.share = share
         if isinstance(weight, torch.Tensor):
             # Whole numbers in float32 end at 16 million; waiting for a CPU costs nothing.
             weight = float(weight) if weight.device.type == "cpu" else weight.double()

@@ -67,12 +67,25 @@ class ComposedPrepared(_LaidOut, ShardedStages):
         return part
 
     @property
-    def doubts_weights(self) -> bool:  # type: ignore[override]
-        return self.context is not None and self.context.doubts_weights
+    def doubts_parts(self) -> bool:  # type: ignore[override]
+        return self.context is not None and self.context.doubts_parts
 
-    def check_weight(self, part: float, whole: float) -> None:
-        if self.context is not None:
-            self.context.check_weight(part, whole)
+    @property
+    def is_trying(self) -> bool:  # type: ignore[override]
+        return super().is_trying or (self.context is not None and self.context.is_trying)
+
+    def check_parts(
+        self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
+    ) -> None:
+        if self.context is None:
+            return
+
+        def weight_of(data: Any, share: float | torch.Tensor) -> float:
+            self.share = share
+            return float(weigh(data))
+
+        types = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        self.context.check_parts(batch, weight_of, compute, [*types, *(t for t in (dtype, self.computes_in) if t is not None)])
 
     def whole_of(self, outputs: Any) -> Any:
         return outputs if self.context is None else self.context.whole_of(outputs)

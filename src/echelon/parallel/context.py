@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.parallel.context_active import current, over
 from echelon.parallel.context_attention import SplitAttention, attend
-from echelon.parallel.context_batch import SequenceDim, check_sequence_dim, counted, cut_batch, sequence_dims, size_of
+from echelon.parallel.context_batch import SequenceDim, check_sequence_dim, counted, cut_batch, named, sequence_dims, size_of
+from echelon.parallel.context_losses import Losses, check_losses
 from echelon.parallel.context_probe import probe
 from echelon.parallel.context_split import SequenceParts
 from echelon.parallel.context_transformers import adapt, with_shifted_labels
@@ -73,7 +74,7 @@ class ContextParallel:
     Attributes:
         parts: which part of a sequence this rank has.
         share: of the latest batch that `part_of` cut: what its part counts of what the whole batch counts, 0 .. 1.
-        doubts_weights: `check_weight` has not been called yet.
+        doubts_parts: `check_parts` has not been called yet.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class ContextParallel:
     ) -> None:
         self.parts = SequenceParts.over(mesh.get_group())
         self.share: float | torch.Tensor = 1.0
-        self.doubts_weights = True
-        self._device, self._said = device, check_sequence_dim(sequence_dim)
+        self.doubts_parts = True
+        self.is_trying = self._draws_apart = False
+        self._module, self._device, self._said = module, device, check_sequence_dim(sequence_dim)
         self._cut, self._unchecked, self._compared = "", check, False
+        self._checks = check
         self._rows = self._length = 0  # of the latest part
         self._here = threading.local()
         self._learns = False
@@ -109,9 +112,15 @@ class ContextParallel:
         Raises:
             UsageError: no sequence, one that does not divide, or tensors of which it is not clear whether they have it.
         """
+        batch, dims = self._dims_of(batch)
+        return self._part_of(batch, dims)
+
+    def _dims_of(self, batch: Any) -> tuple[Any, dict[str, int]]:
         if self._shifts:
             batch = with_shifted_labels(batch)
-        dims = sequence_dims(batch, self._said)
+        return batch, sequence_dims(batch, self._said)
+
+    def _part_of(self, batch: Any, dims: dict[str, int]) -> Any:
         part = cut_batch(batch, dims, self.parts)
         self._rows, self._length = size_of(part, dims)
         self.share = counted(batch, part, dims, self.parts.size)
@@ -123,15 +132,55 @@ class ContextParallel:
                 )
         return part
 
-    def check_weight(self, part: float, whole: float) -> None:
-        """Of the first batch: do the weights of its parts add up to its own? Collective.
+    def check_parts(
+        self,
+        batch: Any,
+        weigh: Callable[[Any, float | torch.Tensor], float],
+        compute: Callable[[Any], Any],
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        """Of the first batch: do weights and losses of its parts add up to its own? Collective over all ranks.
 
+        Args:
+            weigh: what data counts, of which so much of the whole batch is counted.
+            compute: the loss.
+            dtypes: in which is computed.
         Raises:
-            UsageError: on all ranks: tokens at the ends of parts are left out, or each part counts as the whole.
+            UsageError: on all ranks: tokens at the ends of parts are left out, each part counts as the whole, or the loss is no
+                mean over tokens.
         """
-        self.doubts_weights = False
+        self.doubts_parts = False
+        shifted, dims = self._dims_of(batch)
+        part = self._part_of(shifted, dims)
+        self._check_weight(weigh(part, self.share), weigh(batch, 1.0))
+        length = next((t.shape[dims[name]] for name, t in named(shifted) if name in dims), 0)
+        if not all(agree.gather(self._checks and length > 0)):
+            return
+
+        def of_whole(piece: Any) -> tuple[Any, float]:
+            with over(None):
+                return compute(piece), weigh(piece, 1.0)
+
+        def of_part(piece: Any) -> tuple[Any, float]:
+            part = self._part_of(with_shifted_labels(piece) if self._shifts else piece, dims)
+            unchecked = self._unchecked
+            try:
+                with self.active():
+                    return compute(part), weigh(part, self.share)
+            finally:
+                self._unchecked = unchecked
+
+        self.is_trying, self._draws_apart = True, torch.is_grad_enabled()
+        try:
+            check_losses(self.parts, Losses(self._module, of_whole, of_part, dtypes), batch, dims, length)
+        finally:
+            self.is_trying = self._draws_apart = False
+
+    def _check_weight(self, part: float, whole: float) -> None:
         told = agree.gather(part, self.parts.group)
-        if abs(sum(told) - whole) > 1e-6 * abs(whole):
+        if any(agree.gather(wrong := abs(sum(told) - whole) > 1e-6 * abs(whole))):
+            if not wrong:
+                raise UsageError("weight() does not count parts of sequences as wholes on another rank; its log says how.")
             raise UsageError(
                 f"weight() must give for the {len(told)} parts of a sequence what it gives for the whole, {whole:g} together, "
                 f"got {' + '.join(f'{weight:g}' for weight in told)}. Count a part's tokens, for a causal language model by "
@@ -157,7 +206,7 @@ class ContextParallel:
             UsageError: in the place of torch's words, where shapes do not fit: perhaps what was cut is no sequence.
         """
         self._learns = torch.is_grad_enabled()
-        streams = self._own_stream() if self._learns else contextlib.nullcontext()
+        streams = self._own_stream() if self._learns or self._draws_apart else contextlib.nullcontext()
         try:
             with over(self.parts), streams, self.in_this_thread():
                 yield

@@ -13,13 +13,24 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.parallel.context_split import SequenceParts
 
-__all__ = ["SequenceDim", "check_sequence_dim", "counted", "cut_batch", "sequence_dims", "size_of"]
+__all__ = [
+    "IGNORED",
+    "SequenceDim",
+    "beginning_at",
+    "check_sequence_dim",
+    "counted",
+    "cut_batch",
+    "labels_of",
+    "named",
+    "sequence_dims",
+    "size_of",
+]
 
 # A dimension of every tensor that has so many; or of those that are named, None for those that stay whole.
 SequenceDim = int | Mapping[str, int | None] | None
 
 _LABELS = ("shift_labels", "labels", "targets")
-_IGNORED = -100
+IGNORED = -100
 
 
 def check_sequence_dim(value: Any) -> SequenceDim:
@@ -43,7 +54,7 @@ def sequence_dims(batch: Any, said: SequenceDim = None) -> dict[str, int]:
     Raises:
         UsageError: no tensor has it, or one may have it or not.
     """
-    tensors = dict(_named(batch))
+    tensors = dict(named(batch))
     if isinstance(said, int):
         found = {name: said for name, t in tensors.items() if t.dim() > said}
     elif said is not None:
@@ -88,22 +99,47 @@ def _guessed(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def cut_batch(batch: Any, dims: Mapping[str, int], parts: SequenceParts) -> Any:
     """The batch with this rank's part of each tensor in `dims`."""
-    return _mapped(batch, lambda name, t: parts.cut(t, dims[name], _named_length(name, t, dims)) if name in dims else t, "")
+    return mapped(batch, lambda name, t: parts.cut(t, dims[name], _named_length(name, t, dims)) if name in dims else t, "")
 
 
 def size_of(batch: Any, dims: Mapping[str, int]) -> tuple[int, int]:
     """Rows and length of the first tensor that has the sequence in dimension 1; of none, 0."""
-    return next(((t.shape[0], t.shape[1]) for name, t in _named(batch) if dims.get(name) == 1), (0, 0))
+    return next(((t.shape[0], t.shape[1]) for name, t in named(batch) if dims.get(name) == 1), (0, 0))
+
+
+def beginning_at(batch: Any, dims: Mapping[str, int], start: int, length: int, fill: Mapping[str, torch.Tensor]) -> Any:
+    """So many tokens of each tensor in `dims`, from the same token on; of masks the keys, too.
+
+    Args:
+        fill: by name, where labels are to be ignored.
+    """
+
+    def take(name: str, t: torch.Tensor) -> torch.Tensor:
+        if name not in dims:
+            return t
+        dim, of_all = dims[name], t.shape[dims[name]]
+        t = t.narrow(dim, start, length)
+        if dim and dim == t.dim() - 2 and t.shape[-1] == of_all:
+            t = t.narrow(-1, start, length)
+        return t.masked_fill(fill[name].to(t.device), IGNORED) if name in fill else t
+
+    return mapped(batch, take, "")
+
+
+def labels_of(batch: Any, dims: Mapping[str, int]) -> tuple[str, torch.Tensor] | None:
+    """Those of the tokens, by their name, or the last tensor of whole numbers."""
+    tensors = dict(named(batch))
+    numbers = [n for n in dims if n in tensors and not tensors[n].is_floating_point() and tensors[n].dtype is not torch.bool]
+    name = next((n for known in _LABELS for n in numbers if n.rpartition(".")[2] == known), numbers[-1] if numbers else None)
+    return None if name is None else (name, tensors[name])
 
 
 def counted(batch: Any, part: Any, dims: Mapping[str, int], size: int) -> float | torch.Tensor:
     """How much of what the whole batch counts is counted in the part: its share of the labels that are not ignored."""
-    whole, mine = dict(_named(batch)), dict(_named(part))
-    numbers = [name for name in dims if not whole[name].is_floating_point() and whole[name].dtype is not torch.bool]
-    labels = next((n for known in _LABELS for n in numbers if n.rpartition(".")[2] == known), numbers[-1] if numbers else None)
-    if labels is None:
+    found, mine = labels_of(batch, dims), labels_of(part, dims)
+    if found is None or mine is None:
         return 1 / size
-    here, all_ = (mine[labels] != _IGNORED).sum(), (whole[labels] != _IGNORED).sum()
+    here, all_ = (mine[1] != IGNORED).sum(), (found[1] != IGNORED).sum()
     if here.device.type == "cpu":
         return int(here) / max(1, int(all_))
     return here.double() / all_.clamp(min=1)
@@ -129,7 +165,7 @@ def _example(tensors: Mapping[str, torch.Tensor], doubtful: str) -> str:
     return "{" + ", ".join(f'"{name}": {None if name == doubtful else 1}' for name in tensors) + "}"
 
 
-def _named(data: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named(data: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors by name, in their order."""
     found: list[tuple[str, torch.Tensor]] = []
 
@@ -137,17 +173,17 @@ def _named(data: Any) -> Iterator[tuple[str, torch.Tensor]]:
         found.append((name, tensor))
         return tensor
 
-    _mapped(data, take, "")
+    mapped(data, take, "")
     yield from found
 
 
-def _mapped(data: Any, fn: Callable[[str, torch.Tensor], torch.Tensor], name: str) -> Any:
+def mapped(data: Any, fn: Callable[[str, torch.Tensor], torch.Tensor], name: str) -> Any:
     """The same structure with `fn(name, tensor)` for each tensor."""
     below = f"{name}." if name else ""
     if isinstance(data, torch.Tensor):
         return fn(name, data)
     if isinstance(data, Mapping):
-        items = {k: _mapped(v, fn, f"{below}{k}") for k, v in data.items()}
+        items = {k: mapped(v, fn, f"{below}{k}") for k, v in data.items()}
         if type(data) is dict:
             return items
         if dataclasses.is_dataclass(data):  # outputs of transformers
@@ -159,12 +195,12 @@ def _mapped(data: Any, fn: Callable[[str, torch.Tensor], torch.Tensor], name: st
         copied.update(items)
         return copied
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(_mapped(v, fn, f"{below}{k}") for k, v in zip(data._fields, data, strict=True)))
+        return type(data)(*(mapped(v, fn, f"{below}{k}") for k, v in zip(data._fields, data, strict=True)))
     if isinstance(data, (list, tuple)):
-        return type(data)(_mapped(v, fn, f"{below}{i}") for i, v in enumerate(data))
+        return type(data)(mapped(v, fn, f"{below}{i}") for i, v in enumerate(data))
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         twin: Any = copy.copy(data)
         for field in dataclasses.fields(data):
-            object.__setattr__(twin, field.name, _mapped(getattr(data, field.name), fn, f"{below}{field.name}"))
+            object.__setattr__(twin, field.name, mapped(getattr(data, field.name), fn, f"{below}{field.name}"))
         return twin
     return data

@@ -1,7 +1,8 @@
 """Before training under context parallelism: does the module give for the parts of a sequence what it gives for the whole?
 
 The beginning of the first batch goes through the module twice, whole and in parts, without gradients and without dropout; what
-goes into and comes out of every submodule is compared. So an attention that looks at a rank's own tokens alone, or positions
+goes into and comes out of every submodule is compared. Then again with noise on the parameters, as what begins at zero hides
+what it multiplies. So an attention that looks at a rank's own tokens alone, or positions
 that are counted from a rank's first token, are an error that names the submodule, and not a model that learns something else.
 """
 
@@ -19,13 +20,14 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.context_active import over
+from echelon.parallel.context_noise import AS_IS, LEVELS, perturbed
 from echelon.parallel.context_split import SequenceParts
 from echelon.parallel.experts.moe import MoE
 from echelon.parallel.split_errors import SHAPES, meaning
 from echelon.world import agree, rng
 from echelon.world.device import map_tensors
 
-__all__ = ["probe"]
+__all__ = ["probe", "undisturbed"]
 
 _CHUNK = 4  # tokens: what looks at its neighbours alone shows at one of two ends
 # By how much the norm of a difference may exceed rounding, which layers amplify. What is wrong differs by a tenth or more.
@@ -38,7 +40,7 @@ _Seen = dict[tuple[str, int, str], list[torch.Tensor]]
 def probe(
     parts: SequenceParts, kind: str, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Compare passes over the beginning of these arguments. Collective over the context-parallel ranks.
+    """Compare passes over the beginning of these arguments. Collective: `fully_shard` gathers parameters for each pass.
 
     Args:
         kind: the module's class, as its author named it.
@@ -49,35 +51,67 @@ def probe(
     """
     given = [value for value in _tensors((args, kwargs)) if value.dim() > 1]
     first = next((t for t in given if not t.is_floating_point()), given[0] if given else None)
-    if first is None or first.shape[1] % 2:
-        return  # nothing to cut, or what attention refuses
+    can = first is not None and first.shape[1] % 2 == 0  # else nothing to cut, or what attention refuses
+    if not all(agree.gather(can)):
+        return
+    assert first is not None
     rows, length = first.shape[0], first.shape[1]
     _check_alike(parts, kind, {**{str(i): each for i, each in enumerate(args)}, **kwargs}, length)
-    lengths = sorted({min(parts.size * length, 2 * parts.size * _CHUNK), parts.size * length})
-    for short in lengths:
+    shortest = min(parts.size * length, 2 * parts.size * _CHUNK)
+    pads = all(agree.gather(_has_padding_mask(kwargs)))
+    for short in (shortest, parts.size * length):
         whole = map_tensors((args, kwargs), partial(_beginning, rows=rows, length=length, short=short, parts=parts))
+        error: Exception | None = None
+        mine: list[Any] | None = None
         try:
-            found = [_passes(parts, forward, module, each, short) for each in _with_padding(whole)]
-            mine = next((each for each in found if each is not None), None)
-            break
-        except UsageError:
-            raise
-        except Exception as error:
-            if short < lengths[-1]:  # a model for one length only
-                continue
-            if any(each in str(error) for each in SHAPES):
-                raise  # perhaps what was cut is no sequence: whoever cut it says so
-            if (said := meaning(module, str(error))) is not None:
-                raise UsageError(f"{said} torch says: {error}") from error
-            raise UsageError(
-                f"context parallelism: {kind} could not be called on whole sequences of {short} tokens, to "
-                f"compare with their parts: {type(error).__name__}: {error}. Switch the comparison off if it cannot work: "
-                "Parallel(check_context=False)."
-            ) from error
-    told = [each for each in agree.gather(mine, parts.group) if each is not None]
-    if told:
-        _, name, side, difference = min(told)
-        raise _differs(module, kind, name, side, difference, parts.size)
+            mine = _compared(parts, forward, module, whole, short, pads=pads)
+        except Exception as raised:
+            error = raised
+        told = agree.gather([mine, error is not None, isinstance(error, UsageError)])
+        if found := [each for each, _, _ in told if each is not None]:
+            _, name, side, difference = min(found)
+            raise _differs(module, kind, name, side, difference, parts.size) from error
+        if not any(failed for _, failed, _ in told):
+            return
+        if isinstance(error, UsageError):
+            raise error
+        # A model for one length only may fail at the first.
+        if not any(refused for *_, refused in told) and short == shortest:
+            continue
+        raise _could_not(module, kind, short, error, [rank for rank, (_, failed, _) in enumerate(told) if failed]) from error
+
+
+def _could_not(module: nn.Module, kind: str, short: int, error: Exception | None, ranks: list[int]) -> Exception:
+    if error is None:
+        return UsageError(
+            f"context parallelism: {kind} could not be compared with itself on whole sequences, for an error on rank {ranks[0]}, "
+            "whose log has it."
+        )
+    if any(each in str(error) for each in SHAPES):
+        return error  # perhaps what was cut is no sequence: whoever cut it says so
+    if (said := meaning(module, str(error))) is not None:
+        return UsageError(f"{said} torch says: {error}")
+    return UsageError(
+        f"context parallelism: {kind} could not be called on whole sequences of {short} tokens, to "
+        f"compare with their parts: {type(error).__name__}: {error}. Switch the comparison off if it cannot work: "
+        "Parallel(check_context=False)."
+    )
+
+
+def _compared(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any, short: int, *, pads: bool) -> list[Any] | None:
+    """The first difference, with the parameters as they are and with noise."""
+    first: list[Any] | None = None
+    for level in LEVELS:
+        for each in _with_padding(whole) if pads else [whole]:
+            try:
+                with perturbed(module, level, in_forward=True):
+                    found = _passes(parts, forward, module, each, short)
+            except Exception as error:
+                if level == AS_IS or isinstance(error, UsageError):
+                    raise
+                continue  # code may ask for numbers that noise does not give
+            first = found if first is None else first  # and go on: a pass is one of other ranks, too
+    return first
 
 
 def _check_alike(parts: SequenceParts, kind: str, given: dict[str, Any], length: int) -> None:
@@ -99,11 +133,14 @@ def _check_alike(parts: SequenceParts, kind: str, given: dict[str, Any], length:
         )
 
 
+def _has_padding_mask(kwargs: dict[str, Any]) -> bool:
+    mask = kwargs.get("attention_mask")
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2
+
+
 def _with_padding(whole: Any) -> list[Any]:
     """These arguments; and with padding, which positions may depend on, and without which masks may be left out."""
-    mask = whole[1].get("attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return [whole]
+    mask = whole[1]["attention_mask"]
     padded = mask.index_fill(1, torch.arange(2, device=mask.device), 0)
     return [whole, (whole[0], {**whole[1], "attention_mask": padded})]
 
@@ -111,7 +148,7 @@ def _with_padding(whole: Any) -> list[Any]:
 def _passes(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any, short: int) -> list[Any] | None:
     """Both, and where this rank's part differs first."""
     part = map_tensors(whole, lambda value: _cut(value, short, parts))
-    with _undisturbed(module), torch.no_grad():
+    with undisturbed(module), torch.no_grad():
         with over(None), _Watch(module) as first:
             first.note(forward(*whole[0], **whole[1]))
         with _Watch(module) as second:
@@ -265,7 +302,7 @@ def _far(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
+def undisturbed(module: nn.Module) -> Iterator[None]:
     """Passes leave nothing behind: buffers, RNGs and each submodule's mode are as before; dropout is off meanwhile."""
     modes = [(part, part.training) for part in module.modules()]
     buffers = [(b, b.clone()) for b in module.buffers()]

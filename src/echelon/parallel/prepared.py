@@ -60,7 +60,7 @@ class Prepared(Generic[M]):
         wants_outputs: whether somebody looks at what `compute_loss` returns besides the loss, in training.
         part, stage: which part of each sample this rank computes, and which part of the layers, each of how many.
         share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
-        doubts_weights: parts of samples are weighed, which `check_weight` has not seen yet.
+        doubts_parts: parts of samples are weighed, which `check_parts` has not seen yet.
         draws_apart: a forward pass draws other random numbers than one process would, on the ranks that share its samples.
         is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         works_alone: each rank trains by itself, and meets the others now and then.
@@ -81,7 +81,7 @@ class Prepared(Generic[M]):
     draws_apart = False
     is_trying = False
     share: float | torch.Tensor = 1.0
-    doubts_weights = False
+    doubts_parts = False
     computes_in: torch.dtype | None = None
     calls: SameCalls | None = None
     draws: SameDraws | None = None
@@ -200,8 +200,15 @@ class Prepared(Generic[M]):
         """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
         return outputs
 
-    def check_weight(self, part: float, whole: float) -> None:
-        """UsageError if what a unit weighs parts of a batch does not add up to what it weighs the whole. Collective."""
+    def check_parts(
+        self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
+    ) -> None:
+        """UsageError if what a unit weighs parts of a batch, and their losses, do not add up to those of the whole. Collective.
+
+        Args:
+            weigh, compute: weight and loss of a batch or of its part.
+            dtype: in which the loss is computed, if not in that of the parameters.
+        """
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""

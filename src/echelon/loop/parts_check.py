@@ -1,0 +1,54 @@
+"""Whether a unit's losses and weights are right for parts of sequences: its own code is asked, and nothing stays of that."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["check_parts"]
+
+
+def check_parts(unit: Any, state: State, batch: Any) -> None:
+    """Of the first batch of a unit whose `prepared.doubts_parts`. Collective.
+
+    Raises:
+        UsageError: on all ranks, as `Prepared.check_parts` says.
+    """
+
+    def compute(data: Any) -> Any:
+        with unit.autocast():
+            return unit.compute_loss(state, data)[0]
+
+    with _undone(unit):
+        unit.prepared.check_parts(batch, unit.weight, partial(unit.through_stages, state, compute), unit.computes.dtype)
+
+
+@contextlib.contextmanager
+def _undone(unit: Any) -> Iterator[None]:
+    """What `compute_loss` counts and collects in its unit is as before."""
+    attributes, share = dict(vars(unit)), unit.prepared.share
+    contents = [(value, value.copy()) for value in attributes.values() if type(value) in (list, dict, set, deque)]
+    tensors = [(t, t.clone()) for t in attributes.values() if type(t) is torch.Tensor and not t.requires_grad]
+    try:
+        yield
+    finally:
+        now = vars(unit)
+        for name in now.keys() - attributes.keys():
+            del now[name]
+        now.update(attributes)
+        for value, before in contents:
+            if value != before:
+                value.clear()
+                value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
+        for tensor, before in tensors:
+            if not torch.equal(tensor, before):
+                tensor.copy_(before)
+        unit.prepared.share = share
