@@ -203,6 +203,11 @@ def compare(
     rows.sort(key=lambda row: ".state." in row[0] or ".param_groups." in row[0])  # what an optimizer knows of them comes last
     if rows:
         hint = "" if shapes else " RestoreOptions(strict=False) leaves these alone, and casts."
+        if untrained := len({k.rpartition(".")[0] for k in unexpected if ".param_groups." in k}):
+            hint += (
+                f" It would not train {untrained} parameters that the saved optimizer trained: give them to the optimizer before it "
+                "is restored, as the saved run did."
+            )
         new = [name for name in states if name not in rest]
         left = [f"{', '.join(over)} out, for good: later checkpoints lack it"] if over else []
         left += [f"{', '.join(new)} as the script made it"] if new else []

@@ -20,6 +20,7 @@ from echelon.data.base import BaseLoader, Combined
 from echelon.loop import agreements, evaluation_due, profiling
 from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.unfrozen import look_at_built
 from echelon.loop.hooks import Hooks
 from echelon.loop.modes import in_mode
 from echelon.loop.optimizer_checks import check_tracked
@@ -150,6 +151,8 @@ class Run:
 
     def _begin(self, stage: Stage) -> None:
         self._inner.phase_started(self.state, stage.phase)
+        if stage.trains:
+            look_at_built(self._inner)
         loader = stage.here.dataloader
         # Ranks that compute the same samples together, as with tensor parallelism, must be given the same. Other loaders are
         # divided by whoever made them, so nobody has to know how.

@@ -30,7 +30,7 @@ from echelon.world import agree
 if TYPE_CHECKING:
     from echelon.loop.auto_predict import AutoPredictUnit
 
-__all__ = ["check_holds", "check_tracked", "look_at_first_update", "not_the_modules", "when_it_grows"]
+__all__ = ["add_again", "check_holds", "check_tracked", "look_at_first_update", "not_the_modules", "when_it_grows"]
 
 _REMEDY = "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then"
 
@@ -118,24 +118,44 @@ def when_it_grows(optimizer: Any, unit: Any) -> None:
         return
     before: Any = optimizer.add_param_group
     if isinstance(before, _Growing):
-        optimizer.add_param_group = _Growing(before.add, weakref.ref(unit))  # type: ignore[method-assign]
+        optimizer.add_param_group = _Growing(before.add, weakref.ref(unit), before.again)  # type: ignore[method-assign]
         return
     add = weakref.WeakMethod(before) if inspect.ismethod(before) else lambda: before  # an optimizer in no cycle is freed at once
-    optimizer.add_param_group = _Growing(add, weakref.ref(unit))  # type: ignore[method-assign]
+    optimizer.add_param_group = _Growing(add, weakref.ref(unit), [])  # type: ignore[method-assign]
+
+
+def add_again(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], unit: Any) -> None:
+    """A group that a resumed run's optimizer had been given while it trained. A script that adds it once more adds nothing."""
+    when_it_grows(optimizer, unit)
+    optimizer.add_param_group({"params": parameters})
+    growing: Any = optimizer.add_param_group
+    growing.again.append({id(p) for p in parameters})
 
 
 @dataclass(frozen=True)
 class _Growing:
-    """An optimizer's `add_param_group` that tells a unit."""
+    """An optimizer's `add_param_group` that tells a unit.
+
+    Args:
+        again: what `add_again` gave it, which is not added a second time.
+    """
 
     add: Callable[[], Callable[[dict[str, Any]], None] | None]
     unit: weakref.ref[Any]
+    again: list[set[int]]
 
     def __call__(self, param_group: dict[str, Any]) -> None:
+        if self.again and "params" in param_group:
+            params = param_group["params"]
+            params = [params] if isinstance(params, torch.Tensor) else list(params)
+            if {id(p[1] if isinstance(p, tuple) else p) for p in params} in self.again:
+                return
+            param_group = {**param_group, "params": params}
         if (add := self.add()) is not None:
             add(param_group)
-        if (unit := self.unit()) is not None:
-            unit.optimizer_grew()
+        grew = getattr(self.unit(), "optimizer_grew", None)
+        if grew is not None:
+            grew()
 
 
 def check_tracked(unit: Any) -> None:

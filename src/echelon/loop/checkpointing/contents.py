@@ -18,7 +18,7 @@ from echelon.contracts.errors import CheckpointError
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.stream import StreamLoader
-from echelon.loop.checkpointing import changes, restoring
+from echelon.loop.checkpointing import changes, restoring, unfrozen
 from echelon.loop.checkpointing.replicas import check_ranks
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.metrics import share_of
@@ -83,6 +83,7 @@ def take(
     facts = {"config": config, "host": socket.gethostname(), "metrics": metrics_now}
     if left:
         facts["frozen"] = left
+    facts["trained"] = unfrozen.facts(unit)
     return taken, facts
 
 

@@ -15,7 +15,7 @@ from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchE
 from echelon.contracts.terminal import printable
 from echelon.data.fingerprint import checksum
 from echelon.data.loader import Loader
-from echelon.loop.checkpointing import changes, forgotten
+from echelon.loop.checkpointing import changes, forgotten, unfrozen
 from echelon.loop.checkpointing.converted import lays_for
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.trained import without_frozen
@@ -34,10 +34,19 @@ _OWN = ("streams", "metrics", "train_dataloader", "eval_dataloader", "predict_da
 
 
 def restore_first(
-    dirpath: Location, ordered: list[Location], unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions, fall_back: bool
+    dirpath: Location,
+    ordered: list[Location],
+    unit: Unit,
+    loader: Iterable[Any] | None,
+    options: RestoreOptions,
+    fall_back: bool,
+    *,
+    rolls_back: bool = False,
 ) -> bool:
     """Restore the first of these checkpoints that is valid; False if the list is empty.
 
+    Args:
+        rolls_back: the same run goes back to it.
     Raises:
         CheckpointCorruptError: none of them is whole; or, without `fall_back`, the first is not.
     """
@@ -47,7 +56,7 @@ def restore_first(
         try:
             manifest = commit.verify(path)
             # What is only found here, an older checkpoint then writes over.
-            _restore(path, manifest, unit, loader, options)
+            _restore(path, manifest, unit, loader, options, rolls_back=rolls_back)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             if not fall_back:
                 raise CheckpointCorruptError(f"{path} is the newest and corrupt: {error}") from error
@@ -110,7 +119,9 @@ def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: R
     return _restore(path, manifest, unit, loader, options)
 
 
-def _restore(path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, options: RestoreOptions) -> Report:
+def _restore(
+    path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, options: RestoreOptions, *, rolls_back: bool = False
+) -> Report:
     chosen = chosen_of(unit, options)
     allowed = options.allow_changes
     seeks = loader is not None and hasattr(loader, "load_state_dict")
@@ -123,6 +134,8 @@ def _restore(path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, 
         logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used
     if meant & {name for kind in restored for name in config.get(kind, {})}:
         chosen = {name: value for name, value in chosen.items() if name not in meant}
+    if isinstance(unit, TrainUnit) and options.restore_optimizers and options.restore_train_progress:
+        unfrozen.train_as_saved(manifest.get("trained"), unit, path, options.rename, rolls_back=rolls_back)
     # Of all first: an optimizer's names are those of its modules, restored or not.
     states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
     frozen, note = manifest.get("frozen", {}), not options.takes_weights_only  # which a script does at every start

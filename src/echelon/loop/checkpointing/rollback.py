@@ -151,7 +151,9 @@ class RollBack(Callback):
                 commit.on_rank0(partial(commit.set_aside, path, "diverged"))
         assert state.train_state is not None
         loader = state.train_state.dataloader
-        if not restoring.restore_first(self.saver.dirpath, ordered, unit, loader, RestoreOptions(), fall_back=True):
+        if not restoring.restore_first(
+            self.saver.dirpath, ordered, unit, loader, RestoreOptions(), fall_back=True, rolls_back=True
+        ):
             raise DivergedError(f"{what}, and {self.saver.dirpath} holds no checkpoint from before to go back to.")
         unit.resumes_with = None  # it trains on from there now
         progress.skipped = skipped
