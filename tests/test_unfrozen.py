@@ -148,14 +148,28 @@ def test_a_script_that_was_changed_has_its_own_choice(tmp_path: Path, caplog: py
     assert "this script's choice" in caplog.text
 
 
-def test_an_optimizer_that_lacks_what_was_trained_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    """The saved run had put another optimizer in its place, of all parameters."""
-    unit = Grouping(module=net())
-    ech.train(unit, ech.Loader(DATA, 8), max_epochs=1, callbacks=[Saver(tmp_path)])
-    module = net()
-    module.first.requires_grad_(False)
-    with pytest.raises(CheckpointMismatchError, match="would not train 2 parameters"):
-        Saver.restore_from_latest(tmp_path, Grouping(module=module))
+class Replaces(ech.Callback):
+    """Unfreezes as the second epoch begins, and trains all with another optimizer."""
+
+    def __init__(self, momentum: float) -> None:
+        self.momentum = momentum
+
+    def on_train_epoch_start(self, state: ech.State, unit: Any) -> None:
+        if unit.train_progress.num_epochs_completed == 1:
+            unit.prepared.unwrapped.first.requires_grad_()
+            unit.optimizer = torch.optim.SGD(unit.module.parameters(), lr=0.1, momentum=self.momentum)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_that_lacks_what_was_trained_is_refused_with_a_remedy(tmp_path: Path, momentum: float) -> None:
+    def unit() -> Grouping:
+        module = net()
+        module.first.requires_grad_(False)
+        return Grouping(module=module)
+
+    ech.train(unit(), ech.Loader(DATA, 8), max_epochs=2, callbacks=[Replaces(momentum), Saver(tmp_path)])
+    with pytest.raises(CheckpointMismatchError, match="2 parameters that the saved optimizer trained"):
+        Saver.restore_from_latest(tmp_path, unit())
 
 
 def test_only_weights_leave_alone_what_is_frozen(tmp_path: Path) -> None:

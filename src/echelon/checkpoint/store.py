@@ -146,6 +146,12 @@ def _plans(stateful: Any) -> bool:
     return hasattr(stateful, "targets")
 
 
+def _untrained(stateful: Any, values: Any) -> list[str]:
+    """What an optimizer held when it was saved, and does not hold now."""
+    untrained = getattr(stateful, "untrained", None)
+    return [] if untrained is None else untrained(values)
+
+
 def on_each(folder: Location, act: Callable[[], T]) -> T:
     """What every rank does by itself; if one fails, all do, with the first one's error. Collective."""
     problem: list[str] | None = None
@@ -183,16 +189,19 @@ def compare(
         [[k, saved.shape(k), list(v.size())] for k, v in both.items() if saved.shape(k) != list(v.size())],
         [[k, saved.index[k]["dtype"], str(v.dtype)] for k, v in both.items() if saved.index[k]["dtype"] != str(v.dtype)],
         list(over),
+        [f"{n}.{each}" for n, state in states.items() if n in rest for each in _untrained(state, rest[n])],
         hashlib.sha256("\n".join(of_asked).encode()).hexdigest(),
     ]
     told = agree.kinds(mine)
-    if any(each[4] != told[0][4] for each in told):
+    if any(each[5] != told[0][5] for each in told):
         raise CheckpointMismatchError(f"ranks restore {folder} under different names. Give all of them the same `rename`.")
     over = sorted({name for each in told for name in each[3]})
+    untrained = sorted({name for each in told for name in each[4]})
     missing = sorted({k for each in told for k in each[0]} | {name for name in states if name not in rest})
     shapes = {k: (a, b) for each in told for k, a, b in each[1]}
     by_anyone = agree.any_ranks([k in wanted for k in of_asked])
     unexpected = sorted(k for k, is_wanted in zip(of_asked, by_anyone, strict=True) if not is_wanted) + list(over)
+    unexpected += untrained
     cast = {k: (a.removeprefix("torch."), b.removeprefix("torch.")) for each in told for k, a, b in each[2]}
     rows = [(k, str(tuple(a)), str(tuple(b))) for k, (a, b) in sorted(shapes.items())]
     if strict:
@@ -203,10 +212,10 @@ def compare(
     rows.sort(key=lambda row: ".state." in row[0] or ".param_groups." in row[0])  # what an optimizer knows of them comes last
     if rows:
         hint = "" if shapes else " RestoreOptions(strict=False) leaves these alone, and casts."
-        if untrained := len({k.rpartition(".")[0] for k in unexpected if ".param_groups." in k}):
+        if untrained:
             hint += (
-                f" It would not train {untrained} parameters that the saved optimizer trained: give them to the optimizer before it "
-                "is restored, as the saved run did."
+                f" {len(untrained)} parameters that the saved optimizer trained would not be trained then: give them to the "
+                "optimizer before it is restored, as the saved run did, or freeze them."
             )
         new = [name for name in states if name not in rest]
         left = [f"{', '.join(over)} out, for good: later checkpoints lack it"] if over else []

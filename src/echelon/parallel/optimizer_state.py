@@ -131,6 +131,16 @@ class OptimizerState:
         everyones = [self._names[parameter] for group in self._groups for parameter in group]
         return found, [f"param_groups.{name}" for name in everyones if name not in known]
 
+    def untrained(self, values: Mapping[str, Any]) -> list[str]:
+        """What the saved optimizer held, and this one does not, though it is not frozen.
+
+        Args:
+            values: what a checkpoint holds of this state besides tensors.
+        """
+        known, mine = state_keys.known(values), {p for group in self._groups for p in group}
+        left = (name for p, name in self._names.items() if name in known and p not in mine and p.requires_grad)
+        return [f"param_groups.{name}" for name in left]
+
     def _saved_values(self, me: str, saved: Saved) -> dict[str, torch.Tensor]:
         """The parameters that no module has, whose values a checkpoint holds; those of earlier echelons did not."""
         values = {f"values.{name}": p.detach() for p, name in self._loose.items()}
