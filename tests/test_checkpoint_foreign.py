@@ -119,7 +119,7 @@ def test_whatever_is_in_the_place_of_the_lease_nothing_is_written_where_it_leads
         else:
             path.write_text('{"host": {}, "pid": "\u001b", "seen": 1e999, "since": 1e300, "user": 3}')
         if not locks:
-            monkeypatch.setattr("fcntl.lockf", _no_locks)
+            monkeypatch.setattr("fcntl.fcntl", _no_locks)
         lease = Lease(path.parent)
         assert lease.acquire()
         assert stat.S_ISREG(path.lstat().st_mode) and json.loads(path.read_text())["pid"] == os.getpid()
@@ -132,7 +132,7 @@ def _no_locks(*_: Any) -> None:
 
 
 def test_the_text_of_a_lease_does_nothing_to_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lease, "_lock", lambda self: None)
+    monkeypatch.setattr("fcntl.fcntl", _no_locks)
     theirs = {"host": EVIL, "boot": "", "pid": 1, "start": "1", "user": EVIL, "since": 0, "seen": time.time()}
     (tmp_path / ".lease").write_text(json.dumps(theirs))
     with pytest.raises(CheckpointInUseError, match="process 1 of") as caught:

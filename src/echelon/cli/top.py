@@ -62,15 +62,11 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _is_left(path: Path) -> bool:
     """Whether the launcher of a run on this machine has gone: its lock is free. Of another machine's, nothing is known here."""
-    from echelon.launcher.explain.folder import is_file, is_held
+    from echelon.launcher.explain.folder import is_file
 
-    host = (read_json(RunDir(path).run_json) or {}).get("host")
-    return (
-        host == socket.gethostname()
-        and is_file(path / ".lock")
-        and os.access(path / ".lock", os.R_OK)
-        and not is_held(path / ".lock")
-    )
+    run, lock = RunDir(path), path / ".lock"
+    host = (read_json(run.run_json) or {}).get("host")
+    return host == socket.gethostname() and is_file(lock) and os.access(lock, os.R_OK) and not run.is_held()
 
 
 class _Job:

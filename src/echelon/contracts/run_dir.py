@@ -20,13 +20,12 @@ runs/NAME/
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,7 +33,8 @@ from typing import Any
 
 from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
-from echelon.contracts.files import open_file, parse_object, private_folder, read_bytes, write_whole
+from echelon.contracts.files import parse_object, private_folder, read_bytes, write_whole
+from echelon.contracts.lock import HeldError, Lock, look
 from echelon.contracts.numbers import count_in
 
 __all__ = [
@@ -51,6 +51,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN_DIR_VARIABLE = "ECHELON_RUN_DIR"
 TRACK_VARIABLE = "ECHELON_TRACK"  # trackers by name, with commas between them
 _ATTEMPT_VARIABLE = "ECHELON_ATTEMPT"
+_LOCK, _SUBMITTING = ".lock", ".submitting"
 
 # Names become folder names, job names and shell words: nothing that could be an option, a path or an escape.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
@@ -150,17 +151,19 @@ class RunDir:
         private_folder(run.attempt_path)
         return run
 
-    def hold(self, *, who: str = "", patience_s: float = 1.0) -> None:
+    def hold(self, *, job: str = "", patience_s: float = 1.0) -> None:
         """Keep other launchers out of this run until this process ends. Not inherited by children.
 
         Args:
-            who: what the others are told besides this process and its machine, such as a job's number.
+            job: the batch system's number, and of which start of that job, such as 123.0; the others are told, too.
             patience_s: how long another may have it; a second is for those that only look whether there is one.
         Raises:
             UsageError: another launcher has it.
         """
-        told = f"process {os.getpid()} on {socket.gethostname()}{f' ({who})' if who else ''}"
-        self._lock(".lock", told, patience_s, "is under way", "Wait for its end, end it")
+        with self._refusing(_LOCK, "is under way", "Wait for its end, end it"):
+            lock = Lock.take(self.path / _LOCK, job=job, patience_s=patience_s)
+        if lock.is_new and lock.file is None:  # the text alone decides, and to another machine it would count for a while
+            atexit.register(lock.release, remove=True)
 
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
@@ -169,52 +172,36 @@ class RunDir:
         Raises:
             UsageError: somebody does.
         """
-        told = f"process {os.getpid()} on {socket.gethostname()}"
-        lock = self._lock(".submitting", told, 0.0, "is being submitted", "Wait for that")
+        with self._refusing(_SUBMITTING, "is being submitted", "Wait for that"):
+            lock = Lock.take(self.path / _SUBMITTING)
         try:
-            self._lock(".lock", None, 0.0, "is under way", "Wait for its end, end it")
+            with self._refusing(_LOCK, "is under way", "Wait for its end, end it"), contextlib.suppress(FileNotFoundError):
+                look(self.path / _LOCK)
             yield
         finally:
-            if lock is not None:
-                os.close(lock)
+            lock.release(remove=True)
 
-    def _lock(self, name: str, told: str | None, patience_s: float, what: str, remedy: str) -> int | None:
-        """Lock a file of this run, and write down for whom: its descriptor, or None where there are no locks.
+    def is_held(self) -> bool:
+        """Whether a launcher has it, another than this process."""
+        try:
+            look(self.path / _LOCK)
+        except HeldError:
+            return True
+        except OSError:
+            return False
+        return False
 
-        Without `told`, only look. Such locks are the process's: closing any descriptor of the file would give it up.
-        """
-        kind, until = fcntl.LOCK_EX if told is not None else fcntl.LOCK_SH, time.monotonic() + patience_s
-        path = self.path / name
-        while True:
-            try:
-                file = open_file(path, os.O_RDWR | os.O_CREAT)
-            except OSError as error:
-                raise UsageError(
-                    f"run {self.name} cannot be locked: {path} {_reason(error)}. Remove it, or give another --name."
-                ) from error
-            try:
-                fcntl.lockf(file, kind | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                holder = os.pread(file, 200, 0).decode(errors="replace")
-                os.close(file)
-                if time.monotonic() < until:
-                    time.sleep(0.05)
-                    continue
-                raise UsageError(
-                    f"run {self.name} {what}: {holder or 'another has its folder'}. {remedy}, or give this one another --name."
-                ) from None
-            except OSError:  # a file system without locks
-                os.close(file)
-                return None
-            if told is None:
-                os.close(file)
-                return None
-            if _is_at(path, file):
-                with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-                    os.ftruncate(file, 0)
-                    os.write(file, told.encode())
-                return file
-            os.close(file)  # the folder was removed meanwhile, with what was locked
+    @contextlib.contextmanager
+    def _refusing(self, name: str, what: str, remedy: str) -> Iterator[None]:
+        try:
+            yield
+        except HeldError as error:
+            holder = error.holder or "another has its folder"
+            raise UsageError(f"run {self.name} {what}: {holder}. {remedy}, or give this one another --name.") from None
+        except OSError as error:
+            raise UsageError(
+                f"run {self.name} cannot be locked: {self.path / name} {_reason(error)}. Remove it, or give another --name."
+            ) from error
 
     def next_attempt(self) -> RunDir:
         """The same run, which exists, at a new attempt of its own."""
@@ -307,14 +294,6 @@ class RunDir:
         runs = [RunDir(p) for p in self.path.parent.glob(f"{stem}*") if p != self.path]
         runs = [r for r in runs if any(r.checkpoints.glob("step-*"))]
         return max(runs, key=lambda r: r.checkpoints.stat().st_mtime, default=None)
-
-
-def _is_at(path: Path, file: int) -> bool:
-    """Whether a descriptor is of the file that is at `path` now."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file))
-    except FileNotFoundError:
-        return False
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

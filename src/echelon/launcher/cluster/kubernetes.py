@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if node == 0:
             run = RunDir.create(run.path.parent, run.name, begin=False)
-            run.hold(who=f"job {env['SLURM_JOB_ID']}", patience_s=_LAST_EXIT_S)  # the pods before these may still be ending
+            run.hold(job=start, patience_s=_LAST_EXIT_S)  # the pods before these may still be ending
             # Only shown: what runs came with the manifest, and the claim may be mounted for everybody to write.
             write_spec(run, spec, launcher="kubernetes", id=env["SLURM_JOB_ID"], cwd=os.getcwd(), decides=False)
         said = run.path / "job" / "job.json"

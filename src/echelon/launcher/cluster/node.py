@@ -99,7 +99,7 @@ def run_node(
     if node == 0:
         # A start that was requeued may come before a shared file system has let go of the lock of a node that was lost.
         again = env.get("SLURM_RESTART_COUNT", "0") != "0"
-        run.hold(who=f"job {env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else "", patience_s=_STALE_LOCK_S if again else 1.0)
+        run.hold(job=start_of(env) if "SLURM_JOB_ID" in env else "", patience_s=_STALE_LOCK_S if again else 1.0)
     meeting = meet(run, start_of(env), node, hosts)
     here = run.at_attempt(meeting.attempt)
 

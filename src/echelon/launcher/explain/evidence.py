@@ -21,7 +21,7 @@ from echelon.launcher.aborted import TAIL_BYTES, last_words
 from echelon.launcher.explain import flight as flights
 from echelon.launcher.explain.batch import why_ended
 from echelon.launcher.explain.flight import Flight
-from echelon.launcher.explain.folder import is_file, is_folder, is_held, object_in
+from echelon.launcher.explain.folder import is_file, is_folder, object_in
 from echelon.launcher.explain.rank import (
     MOST_RANKS,
     RankEvidence,
@@ -137,7 +137,7 @@ class _Reader:
             code,
             str(ended.get("stopped") or ""),
             next((seconds(r["hang"].get("after_s")) for r in records if isinstance(r.get("hang"), dict)), None),
-            code is None and self._is_last() and is_held(self.run.path / ".lock"),
+            code is None and self._is_last() and self.run.is_held(),
             why_ended(self.run) if self._is_last() else "",
             (*self.notes[:_MOST_NOTES], *([f"and {more} more"] if (more := len(self.notes) - _MOST_NOTES) > 0 else [])),
         )
