@@ -7,6 +7,7 @@ the position of a batch that was only read ahead.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.contracts.errors import EchelonError
+from echelon.data.base import Combined
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding, Pieces
 from echelon.data.stream import StreamLoader, of_all_ranks
@@ -38,12 +40,14 @@ class Step(NamedTuple, Generic[T]):
         is_last: whether it is the epoch's last, or the last that a limit allows.
         is_padding: whether it must be computed but weighs nothing.
         position: how many batches were handed out with this one.
+        samples: how many of the dataset's were collated into it; None where the loader does not say.
     """
 
     batch: T
     is_last: bool
     is_padding: bool
     position: int
+    samples: int | None = None
 
 
 # Before the first batch of an epoch, and after its end.
@@ -61,6 +65,36 @@ def known_length(loader: Iterable[Any]) -> int | None:
             return len(loader)
         except TypeError:  # a DataLoader over a sampler without a length
             return None
+    return None
+
+
+def _sizes(loader: Any, start: int) -> tuple[int | None, float, Callable[[int], int | None]]:
+    """The samples of the first batches that come, how many of these there are, and a function for later ones, counted from 1.
+
+    Args:
+        start: batches of the epoch that were used before.
+    """
+    if isinstance(loader, Combined) and len(loader.loaders) == 1:
+        loader = loader.loaders[0]
+    if isinstance(loader, (Loader, StreamLoader)):
+        usual = loader.global_batch // (loader.dp[1] * loader.accumulation)
+        if isinstance(loader, StreamLoader):  # whose last batches may be shorter
+            return usual, math.inf, _unknown
+        alike = loader.order.length // loader.global_batch * loader.accumulation - start
+        return usual, alike, partial(_of_tail, loader, start)
+    size = loader.batch_size if isinstance(loader, DataLoader) else None
+    if size is None or isinstance(loader.dataset, IterableDataset):
+        return size, math.inf, _unknown
+    samples = known_length(loader.sampler)
+    return size, math.inf if samples is None else samples // size - start, lambda used: (samples or 0) % size
+
+
+def _of_tail(loader: Loader, start: int, used: int) -> int:
+    low, high = loader.positions_of(start + used - 1, loader.dp[0])
+    return high - low
+
+
+def _unknown(used: int) -> None:
     return None
 
 
@@ -131,6 +165,7 @@ class Feed(Iterator[Step[Any]]):
         self._next: Any = None
         self._state_before: Any = None
         self.used = 0
+        self._samples, self._alike, self._samples_at = _sizes(loader, self._start + resumed)
 
     def __next__(self) -> Step[Any]:
         if self.total is not None and self.used >= self.total:
@@ -144,10 +179,11 @@ class Feed(Iterator[Step[Any]]):
                     f"the loader has length {self.length} but gave only {self.used} batches: its __len__ is wrong."
                 ) from None
             self.used = used = self.used + 1
+            samples = self._samples if used <= self._alike else self._samples_at(used)
             padding = isinstance(batch, Padding)
             if padding:
                 batch = batch.batch
-            return Step(batch if self._move is None else self._move(batch, False), used == self.total, padding, used)
+            return Step(batch if self._move is None else self._move(batch, False), used == self.total, padding, used, samples)
         return self._next_ahead()
 
     def _end(self) -> None:
@@ -179,7 +215,8 @@ class Feed(Iterator[Step[Any]]):
             self._next = None
         else:
             self._next = self._read()
-        return Step(batch, self._next is _END, padding, self.used)
+        samples = self._samples if self.used <= self._alike else self._samples_at(self.used)
+        return Step(batch, self._next is _END, padding, self.used, samples)
 
     def _read(self) -> Any:
         """The next batch and whether it is padding; or the end."""

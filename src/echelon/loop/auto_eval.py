@@ -28,6 +28,7 @@ class AutoEvalUnit(AutoPredictUnit[T], EvalUnit[T], TestUnit[T]):
     weight: Any
     train_progress: Any
     _evaluation: MeanOfAPhase
+    _samples: int | None
 
     def eval_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
         """The loss of a batch, counted into `eval_loss` by its weight."""
@@ -50,6 +51,7 @@ class AutoEvalUnit(AutoPredictUnit[T], EvalUnit[T], TestUnit[T]):
             check_parts(self, state, batch)
         data = self.prepared.part_of(batch)
         counts = not step_under_way(phase).is_padding
+        self._samples = step_under_way(phase).samples
         weight = self.weight(data) if counts and not self.prepared.is_replica else 0
         compute = partial(self._compute, state, weight)
         if self.prepared.takes_windows:

@@ -22,9 +22,10 @@ from echelon.data.parts import Pieces
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.auto_update import AutoUpdates
 from echelon.loop.finite import check_loss
-from echelon.loop.loss import problem_with, rows
+from echelon.loop.loss import problem_with
 from echelon.loop.parts_check import check_parts
 from echelon.loop.pieces import in_order, together
+from echelon.loop.samples import samples_of, tell_of_doubts
 from echelon.loop.state import step_under_way
 from echelon.parallel import gradients
 from echelon.parallel.micro_batch import MicroBatch
@@ -64,6 +65,8 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
     retain_graph: bool | None
     training: bool
     peak_flops: float | None = None  # FLOP/s of this device; None looks its name up
+    _samples: int | None = None  # that the loader put into the batch under way, where it says so
+    _told_of_doubts = False  # about the samples of a batch
     _reports_step = True  # False once it is known that nobody wants to hear of its steps
 
     # --- what the user writes
@@ -80,13 +83,18 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         """
 
     def weight(self, data: T) -> float | torch.Tensor:
-        """What a micro-batch counts in the mean over the global batch: its rows. A language model counts tokens, where their
-        number differs: `return echelon.count_tokens(data, next_token=True)`.
+        """What a micro-batch counts in the mean over the global batch: its samples, as many as the loader put into it, or as can
+        be read in it; it is said once where that is not clear. A language model counts tokens, where their number differs:
+        `return echelon.count_tokens(data, next_token=True)`.
 
         A number if it is known on the host; a 0-dim tensor on the device is summed up there without waiting.
         """
+        samples, doubts = samples_of(data, self._samples)
+        if doubts is not None and not self._told_of_doubts:
+            self._told_of_doubts = True
+            tell_of_doubts(type(self).__name__, data, samples, doubts)
         share = self.prepared.share
-        return rows(data) if isinstance(share, float) and share == 1 else rows(data) * share
+        return samples if isinstance(share, float) and share == 1 else samples * share
 
     def flops(self, data: T) -> float | None:
         """FLOPs of a micro-batch, with cp of this rank's part of it, forward and backward, for `mfu` in metrics.jsonl.
@@ -110,8 +118,9 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
             self._check_optimizer()  # another was assigned, on all ranks alike
         step = step_under_way(state.train_state)
         ends_window = window.open(step.is_last)
+        self._samples = step.samples
         if self.prepared.doubts_parts:
-            check_parts(self, state, in_order(data, step.is_padding)[0][0] if isinstance(data, Pieces) else data)
+            check_parts(self, state, in_order(data, step.is_padding, None)[0][0] if isinstance(data, Pieces) else data)
         micro_batches = self._micro_batches(data, padded=step.is_padding, ends_window=ends_window)
         if window.reference is None:
             window.estimate(0 if self.prepared.is_replica else sum(m.weight for m in micro_batches), over_ranks=self._reduces)
@@ -179,8 +188,13 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         """A batch as one, or its pieces, of which only the last may end the window."""
         if not isinstance(data, Pieces):
             return [self._micro_batch(data, padded, ends_window)]
-        *pieces, last = in_order(data, padded)
-        return [*(self._micro_batch(*piece, False) for piece in pieces), self._micro_batch(*last, ends_window)]
+        made: list[MicroBatch[T]] = []
+        samples = self._samples
+        for piece, is_padding, in_piece in (pieces := in_order(data, padded, samples)):
+            self._samples = in_piece
+            made.append(self._micro_batch(piece, is_padding, ends_window and len(made) == len(pieces) - 1))
+        self._samples = samples
+        return made
 
     def _micro_batch(self, whole: Any, is_padding: bool, is_last: bool) -> MicroBatch[T]:
         piece = self.prepared.part_of(whole)

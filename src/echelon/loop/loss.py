@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from echelon.contracts.errors import UsageError
+from echelon.loop.samples import samples_of
 
 __all__ = ["count_tokens", "problem_with", "rows", "weighted"]
 
@@ -31,22 +32,9 @@ def problem_with(made: Any, module: torch.nn.Module) -> str | None:
     return None
 
 
-def rows(data: Any) -> int:
-    """The first dimension of the first tensor in a batch; 1 if there is none."""
-    if type(data) in (tuple, list) and data and type(data[0]) is torch.Tensor and data[0].dim():
-        return data[0].size(0)  # the usual kind of batch, without the slow questions below
-    if isinstance(data, torch.Tensor):
-        return data.shape[0] if data.dim() else 1
-    if isinstance(data, Mapping):
-        data = list(data.values())
-    elif not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
-        data = list(vars(data).values()) if hasattr(data, "__dict__") else []
-    for value in data:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value.shape[0]
-        if isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes)):
-            return rows(value)
-    return 1
+def rows(data: Any, given: int | None = None) -> int:
+    """The samples of a batch; see `samples`."""
+    return samples_of(data, given)[0]
 
 
 def count_tokens(data: Any, *, next_token: bool, ignore_index: int = -100, key: str = "labels") -> torch.Tensor:

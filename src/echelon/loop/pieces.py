@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from echelon.contracts.overrides import overrides
 from echelon.data.loader import Loader
-from echelon.data.parts import Padding, Pieces
+from echelon.data.parts import Padding, Pieces, share
 from echelon.loop.loss import weighted
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.world import agree
@@ -50,9 +50,17 @@ def pieces_for(loader: Any, own_step: bool) -> int:
     return -(-planned // ranks)
 
 
-def in_order(pieces: Pieces, all_padding: bool) -> list[tuple[Any, bool]]:
-    """The pieces, and whether each is padding; padding first, so that a hook which is shown the last sees samples."""
-    made = [(p.batch, True) if isinstance(p, Padding) else (p, all_padding) for p in pieces]
+def in_order(pieces: Pieces, all_padding: bool, samples: int | None) -> list[tuple[Any, bool, int | None]]:
+    """The pieces, whether each is padding, and its samples; padding first, so that a hook which is shown the last sees samples.
+
+    Args:
+        samples: of all pieces, where the loader says how many.
+    """
+    made: list[tuple[Any, bool, int | None]] = []
+    for number, piece in enumerate(pieces):
+        low, high = share(samples or 0, number, len(pieces))
+        is_padding = all_padding or isinstance(piece, Padding)
+        made.append((piece.batch if isinstance(piece, Padding) else piece, is_padding, None if samples is None else high - low))
     return sorted(made, key=lambda piece: not piece[1])
 
 

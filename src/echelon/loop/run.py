@@ -44,8 +44,10 @@ def train(
     Args:
         train_unit: its progress resumes where it stands, so a restored unit continues.
         train_dataloader: any iterable of batches; iterated again in every epoch.
-        max_epochs, max_steps: stop after so many, counted over the unit's whole life. One of them is needed; math.inf means
-            without an end, for a run that ends when something calls `state.stop()`. Whole numbers may be floats, as 10.0.
+        max_epochs, max_steps: stop after so many, counted over the unit's whole life. A step is a micro-batch, one call of
+            `train_step`, so that an update with an accumulation of n is n of them; a Trainer's `max_steps` counts updates
+            instead. One of them is needed; math.inf means without an end, for a run that ends when something calls
+            `state.stop()`. Whole numbers may be floats, as 10.0.
         max_steps_per_epoch: use only so many batches of each epoch.
         callbacks: called in order.
         timer: times the waits for data ("train.next(data_iter)"; where the unit moves batches, reading and moving by themselves,

@@ -60,7 +60,8 @@ class Trainer:
         strategy: for units that were built without one. "auto" is "ddp" for several ranks.
         num_nodes: of the launcher that started this script; this class starts ranks on its own machine only.
         accelerator: "cpu" leaves GPUs alone; "gpu" insists on them.
-        max_epochs, max_steps: when to stop; steps are updates, whatever each accumulates.
+        max_epochs, max_steps: when to stop. Here steps are updates, whatever each accumulates; `max_steps` of `train` and `fit`
+            counts micro-batches instead.
         max_steps_per_epoch: micro-batches of an epoch on each rank, by "train", "val", "test" or "predict".
         evaluate_every_n_epochs, evaluate_every_n_steps: as `fit`'s.
         unit_options: arguments of AutoUnit's constructor that the unit gets instead, such as {"precision": "bf16"}.

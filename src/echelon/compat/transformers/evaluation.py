@@ -35,8 +35,8 @@ class Outputs:
         self._batches: list[list[Any]] = []
         self.samples = 0
 
-    def add(self, data: Any, logits: Any, labels: Any) -> None:
-        self.samples += rows(data)
+    def add(self, data: Any, logits: Any, labels: Any, given: int | None) -> None:
+        self.samples += rows(data, given)
         if self._keeps:
             self._batches.append([_on_host(logits), _on_host(labels)])
 
@@ -106,6 +106,7 @@ class Evaluating:
     unit: Any
     data_ranks: Any
     labels_of: Any
+    samples_given: int | None
     log: Any
     get_eval_dataloader: Any
     get_test_dataloader: Any
@@ -172,7 +173,7 @@ class Evaluating:
         logits = logits_of(outputs, self._ignored, with_loss=labels is not None)
         if self.preprocess_logits_for_metrics is not None and logits is not None:
             logits = self.preprocess_logits_for_metrics(logits, labels)
-        self._outputs.add(batch, logits, labels)
+        self._outputs.add(batch, logits, labels, self.samples_given)
 
     def _predicted_a_step(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -23,6 +23,7 @@ class Losses:
     model: Any
     args: Any
     compute_loss_func: Any
+    samples_given: int | None = None  # that the loader put into the batch under way
 
     def look_at_model(self) -> None:
         """What follows from the model's class."""
@@ -52,7 +53,7 @@ class Losses:
                 return count_tokens(inputs["shift_labels"], next_token=False)
             if isinstance(inputs.get("labels"), torch.Tensor):
                 return count_tokens(inputs["labels"], next_token=self._shifts)
-        return rows(inputs)
+        return rows(inputs, self.samples_given)
 
     def labels_of(self, inputs: Any) -> Any:
         """The labels in a batch; None if it has none."""

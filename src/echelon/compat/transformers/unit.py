@@ -39,6 +39,7 @@ class TrainerUnit(AutoUnit[Any]):
         return made
 
     def weight(self, data: Any) -> float | torch.Tensor:
+        self._trainer.samples_given = self._samples
         weight: float | torch.Tensor = self._trainer.weight(data)
         return weight
 
@@ -55,6 +56,7 @@ class TrainerUnit(AutoUnit[Any]):
         """The loss where the batch has labels, and the outputs."""
         if self._trainer.has_labels(data):
             return super().eval_step(state, data)
+        self._trainer.samples_given = step_under_way(state.eval_state).samples
         with self.autocast():
             outputs = self.module(**data) if isinstance(data, Mapping) else self.module(data)
         if not step_under_way(state.eval_state).is_padding:

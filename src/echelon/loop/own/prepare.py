@@ -165,7 +165,7 @@ def window(prepared: Any, *, weight: float | torch.Tensor | None = None) -> OwnW
 
     Args:
         prepared: the model or optimizer from `prepare`.
-        weight: what this rank's batch counts in the mean over the global batch: by default its rows. Where the loss is a mean
+        weight: what this rank's batch counts in the mean over the global batch: by default its samples. Where the loss is a mean
             over tokens, their number: `weight=(y != -100).sum()`.
     """
     return OwnWindow(Session.of(prepared, "echelon.window(...)"), weight)

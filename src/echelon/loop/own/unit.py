@@ -12,7 +12,7 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.loop.auto import AutoUnit
-from echelon.loop.state import State
+from echelon.loop.state import State, step_under_way
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.partition import parameters_of
 from echelon.parallel.prepared import NO_CONTEXT
@@ -96,6 +96,11 @@ class LoopUnit(AutoUnit[Any]):
         """The loop does."""
 
     # --- a step, in the order in which the loop calls for it
+
+    def samples_of_batch(self, state: State, data: Any) -> float | torch.Tensor:
+        """What a batch weighs where the loop does not say: its samples."""
+        self._samples = step_under_way(state.train_state).samples
+        return self.weight(data)
 
     def open(self, state: State, data: Any, weight: Any) -> MicroBatch[Any]:
         """Begin the micro-batch that the loader gave."""

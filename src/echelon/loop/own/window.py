@@ -66,7 +66,7 @@ class OwnWindow:
         if unit.plain is not None:
             self.is_last = unit.plain.is_last
             return self
-        weight = unit.weight(session.batch) if self._weight is None else self._weight
+        weight = unit.samples_of_batch(session.state, session.batch) if self._weight is None else self._weight
         self._micro_batch = unit.open(session.state, session.batch, weight)
         self.is_last = self._micro_batch.is_last
         session.state.logged.begins(0 if unit.prepared.is_replica else self._micro_batch.weight)

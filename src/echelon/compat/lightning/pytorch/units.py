@@ -90,7 +90,7 @@ class StepCaller:
         if step_under_way(here).is_padding:  # a rank that has fewer batches takes part in collectives alone
             with self._autocast(), trainer.silence():
                 return through(self._wrapper(), module, step, *taken)
-        trainer.begin_batch(phase, lambda: rows(batch), dataloader_idx)
+        trainer.begin_batch(phase, lambda: rows(batch, step_under_way(here).samples), dataloader_idx)
         place = (batch, batch_idx) if dataloader_idx is None else (batch, batch_idx, dataloader_idx)
         trainer.call(f"on_{phase}_batch_start", *place)
         with self._autocast(), trainer.hook(f"{phase}_step"):
@@ -103,7 +103,7 @@ class StepCaller:
         """`training_step`, with the hook before it."""
         trainer, module = self._trainer, self.module
         batch_idx = progress.num_steps_completed_in_epoch
-        trainer.begin_batch("train", lambda: rows(batch), None)
+        trainer.begin_batch("train", lambda: rows(batch, step_under_way(state.train_state).samples), None)
         trainer.call("on_train_batch_start", batch, batch_idx)
         taken = self._arguments("training_step", module.training_step, batch, batch_idx, None)
         with trainer.hook("training_step"):

@@ -1,0 +1,205 @@
+"""How many samples a batch has, over which its mean loss is taken: what its loader gave, and what can be read in the batch.
+
+Batches are tensors, and structures of them. A list may be what it is in `[x, y]`, with one item for each field, or in
+`[image, image, image]`, with one for each sample; a tensor may have the samples in its second dimension, or none at all. So a
+structure tells several numbers, and that which all of its fields may have is the one. Where a loader knows how many samples it
+gave, that number decides, unless the batch clearly has others, as where some are filtered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from echelon.world import agree
+
+__all__ = ["samples_of", "tell_of_doubts"]
+
+logger = logging.getLogger(__name__)
+
+_DEPTH = 4  # of structures within structures
+
+
+def samples_of(data: Any, given: int | None = None) -> tuple[int, str | None]:
+    """The samples of a batch; and the numbers that it may have, where nothing says which is right, else None.
+
+    Args:
+        given: how many the loader gave, where it knows.
+    """
+    # The usual kinds of batches, without the slow questions below.
+    usual: Sequence[Any] = (data,) if type(data) is torch.Tensor else data if type(data) in (tuple, list) else ()
+    first = None
+    for each in usual:
+        if type(each) is not torch.Tensor or not each.dim() or each.size(0) != (each.size(0) if first is None else first):
+            break
+        first = each.size(0)
+    else:
+        if first is not None and (first == given or (given is None and (len(usual) == 1 or usual[0].dim() < 3))):
+            return first, None
+    values = _fields(data, 0)
+    items = len(data) if _is_list(data) else None
+    read = _read([data] if values is None else values, 0)
+    if not read:
+        return _of_nothing(data, given, items), None
+    common = set.intersection(*read)
+    if given is not None:
+        return _with_given(data, given, read, common, items)
+    if items is not None and not common and _are_alike(data):
+        return items, None
+    if items is not None and _are_images(data):
+        return items, _shown([{items}, *read])
+    if len(common) == 1:
+        return common.pop(), None
+    return _most_frequent(read, common), _shown(read)
+
+
+def _of_nothing(data: Any, given: int | None, items: int | None) -> int:
+    """Of a batch in which no number can be read."""
+    if data is None:  # a loader that knows its samples had all of them filtered; another may give nothing on purpose
+        return 1 if given is None else 0
+    if isinstance(data, Mapping) and not data:
+        return 0
+    if items is not None and (not items or (type(data) is list and len({type(each) for each in data}) == 1)):
+        return items
+    return 1 if given is None else given
+
+
+def _with_given(data: Any, given: int, read: list[set[int]], common: set[int], items: int | None) -> tuple[int, str | None]:
+    if given in common or given == items:
+        return given, None
+    if items is not None and (_are_images(data) or (not common and _are_alike(data))):
+        return items, None
+    if len(common) == 1:  # some were filtered, or all were laid end to end
+        return given if _are_second(data, given) else common.pop(), None
+    if not common and any(given in sizes for sizes in read):
+        return given, None
+    found = _most_frequent(read, common)
+    is_likely = found < given and sum(found in sizes for sizes in read) > 1
+    return (found if is_likely else given), _shown(read)
+
+
+def _most_frequent(read: list[set[int]], common: set[int]) -> int:
+    found = Counter(size for sizes in read for size in sorted(sizes, reverse=True) if not common or size in common)
+    return found.most_common(1)[0][0]
+
+
+def _shown(read: list[set[int]]) -> str:
+    return ", ".join(" or ".join(map(str, sorted(sizes)[:3])) for sizes in read[:6])
+
+
+def tell_of_doubts(unit: str, data: Any, samples: int, doubts: str) -> None:
+    """Of a batch whose samples are not clear. Per rank."""
+    if agree.is_rank0():
+        logger.warning(
+            "%s: a batch (%s) was taken for %s samples, and may have another number: its parts have %s. That number weighs it "
+            "among the micro-batches and ranks. Override weight(data), or give echelon.Loader, which knows it",
+            unit,
+            type(data).__name__,
+            samples,
+            doubts,
+        )
+
+
+# --- what a value tells
+
+
+def _read(values: Sequence[Any], depth: int) -> list[set[int]]:
+    """What each of the values tells that tells something; what is empty counts only where all is."""
+    read = [sizes for value in values if (sizes := _sizes(value, depth))]
+    return [sizes for sizes in read if sizes != {0}] or read
+
+
+def _sizes(value: Any, depth: int) -> set[int]:
+    """The numbers of samples that a value may have; none if it tells nothing."""
+    if isinstance(value, torch.Tensor):
+        return {value.size(0)} if value.dim() else set()
+    if value is None or isinstance(value, (str, bytes, int, float, complex)):
+        return set()
+    if isinstance(value, PackedSequence):
+        return {int(value.batch_sizes[0])}
+    if isinstance(shape := getattr(value, "shape", None), tuple):  # of arrays and tables
+        return {int(shape[0])} if shape else set()
+    if (said := _said(value)) is not None:
+        return {said}
+    fields = _fields(value, depth)
+    if fields is None:
+        return set()
+    if depth < _DEPTH and not (_is_list(value) and value and isinstance(value[0], (str, bytes, int, float))):
+        inner = _read(fields, depth + 1)
+        sizes = (set.intersection(*inner) or set.union(*inner)) if inner else set()
+    else:
+        sizes = set()
+    return sizes | {len(value)} if _is_list(value) else sizes
+
+
+def _said(value: Any) -> int | None:
+    """What an object says by itself, as batches of graphs and TensorDicts do."""
+    if isinstance(value, (Mapping, Sequence)):
+        return None
+    said = getattr(value, "batch_size", None)
+    said = said[0] if isinstance(said, tuple) and said else said
+    return said if isinstance(said, int) and not isinstance(said, bool) else None
+
+
+def _is_list(value: Any) -> bool:
+    """Whether its items may be samples: no names say that they are fields."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and not hasattr(value, "_fields")
+
+
+def _fields(value: Any, depth: int) -> list[Any] | None:
+    """The values in a structure; None for what is none."""
+    if isinstance(value, (torch.Tensor, str, bytes, PackedSequence, nn.Module, type)) or value is None:
+        return None
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, Sequence):
+        return list(value)
+    if isinstance(getattr(value, "shape", None), tuple) or _said(value) is not None:
+        return None
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    if depth and not hasattr(value, "__attrs_attrs__"):
+        return None
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    found = [*vars(value).values()] if hasattr(value, "__dict__") else []
+    return [*found, *(getattr(value, name, None) for name in slots)] or None
+
+
+def _slots(kind: type) -> list[str]:
+    named = vars(kind).get("__slots__", ())
+    return [name for name in ((named,) if isinstance(named, str) else named) if name not in ("__dict__", "__weakref__")]
+
+
+# --- what the items of a list are
+
+
+def _are_alike(items: Sequence[Any]) -> bool:
+    """Whether they look like samples rather than fields: all of one form."""
+    first, kinds = items[0], {type(item) for item in items}
+    if len(kinds) != 1:
+        return False
+    if isinstance(first, torch.Tensor):
+        return len({(item.dim(), item.dtype) for item in items}) == 1
+    if isinstance(first, Mapping):
+        return all(item.keys() == first.keys() for item in items)
+    return not isinstance(first, Sequence) or len({len(item) for item in items}) == 1
+
+
+def _are_images(items: Any) -> bool:
+    """Whether they are samples that have a first dimension in common, such as colours, and differ in others."""
+    if not _is_list(items) or len(items) < 2 or not all(type(item) is torch.Tensor and item.dim() > 2 for item in items):
+        return False
+    return items[0].size(0) in (1, 3) and _are_alike(items) and len({item.shape for item in items}) > 1
+
+
+def _are_second(data: Any, given: int) -> bool:
+    """Whether all tensors of a batch have that many samples in their second dimension, after the time."""
+    tensors = [value for value in _fields(data, 0) or [data] if isinstance(value, torch.Tensor) and value.dim()]
+    return bool(tensors) and all(value.dim() > 1 and value.size(1) == given for value in tensors)
