@@ -205,3 +205,44 @@ def test_who_reduces_by_hand_may(ranks: Ranks) -> None:
     for options in ({"reduces": True}, {"wrapper": True}, {"wrapper": True, "closure": True}, {"reduces": True, "closure": True}):
         for got in ranks(2, _own, options):
             assert largest_difference(got, want) < 1e-12, options
+
+
+class Odd(Own):
+    """One rank alone does what the others do not do, at its second step."""
+
+    def __init__(self, what: str, *, may_stop: bool) -> None:
+        super().__init__(wrapper=True, thaws=what == "thaws", closure=what == "closure")
+        self.what, self.may_stop = what, may_stop
+
+    def _is_frozen(self) -> bool:
+        return dist.get_rank() == 0 or super()._is_frozen()
+
+    def _compute(self, data: Batch) -> torch.Tensor:
+        if self.what == "thaws":
+            self.net.first.requires_grad_(self._is_now())
+        self.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self.ddp(data[0]), data[1])
+        loss.backward(retain_graph=True)
+        if self.what != "thaws" and self._is_now():
+            loss.backward()
+        return loss.detach()
+
+    def _is_now(self) -> bool:
+        return dist.get_rank() == 1 and self.train_progress.num_steps_completed >= (3 if self.what == "last" else 1)
+
+
+def _odd(what: str, may_stop: bool) -> str:
+    unit = Odd(what, may_stop=may_stop)
+    with pytest.raises(UsageError) as error:
+        ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(4)], max_epochs=1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("may_stop", [True, False])
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("backward", "another followed"), ("closure", "another followed"), ("last", "another followed"), ("thaws", "it was frozen")],
+)
+def test_what_one_rank_alone_does_is_told_on_all(ranks: Ranks, what: str, why: str, may_stop: bool) -> None:
+    first, second = ranks(2, _odd, what, may_stop)
+    assert first == second and why in first and "differs between ranks" in first

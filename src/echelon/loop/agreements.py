@@ -62,11 +62,11 @@ class CutShort:
 
     def __init__(self, state: State, *, together: bool) -> None:
         self._state = state
-        self._any_rank = agree.AnyRankLater() if together else None
+        self._any_rank = agree.AnyRanksLater() if together else None
 
     def asked(self) -> bool:
         wants = self._state.stop_requested
-        asked = self._any_rank(wants) if self._any_rank is not None else wants
+        asked = self._any_rank(wants)[0] if self._any_rank is not None else wants
         if asked and self._state.entry_point is not EntryPoint.FIT:  # there, ranks agree after it
             self._state.agree_to_stop()
         return asked

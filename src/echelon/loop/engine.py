@@ -30,6 +30,7 @@ from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps
 from echelon.loop.undivided import warn_of_same_samples
 from echelon.loop.unit import TrainUnit
+from echelon.parallel.around import Watches
 from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
 from echelon.world.handshake import greet
@@ -65,6 +66,7 @@ class Run:
                 launched,
             )
         self._agree_after_step: Callable[[], None] | None = None
+        self._watches: Watches | None = None
 
     # --- the whole run
 
@@ -99,7 +101,7 @@ class Run:
             state.stop_for_signal()
         agreements.on_limits(here, progress)
         self._begin(stage)
-        check_tracked(self._inner)
+        self._watches = check_tracked(self._inner)
         self._agree_on_agreeing()
         self._agree_to_stop()
         self._take_up_streams()
@@ -119,6 +121,8 @@ class Run:
         state = self.state
         if state.recorder is not None:
             state.recorder.flush()
+        if self._watches is not None and agree.any_rank(self._watches.in_doubt):
+            self._watches.check()
         state.stopped_by_script = state.should_stop and agree.any_rank(state.stopped_by_script)
         self._inner.phase_ended(state, "train")
         stage.call(stage.hooks.end)
@@ -278,16 +282,26 @@ class Run:
         if agree.any_rank(stoppers or (not sends and getattr(self.unit, "may_stop", True))):
             self._agree_after_step = self._agree_to_stop
         elif agree.any_rank(not sends):
-            self._agree_after_step = partial(self._agree_later, agree.AnyRankLater())
+            self._agree_after_step = partial(self._agree_later, agree.AnyRanksLater())
 
     @clock.during(Part.WAIT)
-    def _agree_later(self, any_rank: agree.AnyRankLater) -> None:
-        if any_rank(self.state.stop_requested):
-            self.state.agree_to_stop()
+    def _agree_later(self, any_ranks: agree.AnyRanksLater) -> None:
+        self._act_upon(*any_ranks(*self._flags()))
 
     @clock.during(Part.WAIT)
     def _agree_to_stop(self) -> None:
-        if not self.state.alone and agree.any_rank(self.state.stop_requested):
+        if not self.state.alone:
+            self._act_upon(*agree.any_ranks(self._flags()))
+
+    def _flags(self) -> list[bool]:
+        """A wish to stop; and, of a unit that steps by itself, whether something is to be compared."""
+        stop = self.state.stop_requested
+        return [stop] if self._watches is None else [stop, self._watches.in_doubt]
+
+    def _act_upon(self, stop: bool, doubt: bool = False) -> None:
+        if doubt and self._watches is not None:
+            self._watches.check()
+        if stop:
             self.state.agree_to_stop()
 
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
-from echelon.parallel.around import watch
+from echelon.parallel.around import Watches, watch
 from echelon.parallel.filling import fill_rest
 from echelon.parallel.mixed import step_by_kind
 from echelon.parallel.partition import parameters_of
@@ -158,9 +158,11 @@ class _Growing:
             grew()
 
 
-def check_tracked(unit: Any) -> None:
+def check_tracked(unit: Any) -> Watches | None:
     """Before a unit trains: all optimizers and modules among its attributes. Collective.
 
+    Returns:
+        what looks at the steps of a unit that steps by itself, on all ranks or none.
     Raises:
         UsageError: on all ranks, if an optimizer of one holds what a module was before it was sharded.
     """
@@ -171,8 +173,9 @@ def check_tracked(unit: Any) -> None:
     for optimizer in optimizers.values():
         if any(is_split(p) for p in parameters_of(optimizer)):
             step_by_kind(optimizer)
-    if unit.steps_by_itself and agree.is_joined() and not overrides().observes:
-        watch(modules, optimizers.values())
+    if not unit.steps_by_itself or not agree.is_joined() or overrides().observes:
+        return None
+    return watch(modules, optimizers.values())
 
 
 def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> str | None:

@@ -5,7 +5,7 @@ forward pass went around it, the loss is sent through its forward instead, with 
 of its own: buffers are sent, buckets are laid out and awaited as ever, and the backward pass reduces what it makes. Rank by rank:
 one may go around it and another not.
 
-Where the backward pass is the user's own, nothing can come between; then `watch` refuses at the first optimizer step.
+Where the backward pass is the user's own, nothing can come between; then `watch` compares the ranks after the optimizer's step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from echelon.parallel.after_backward import after_backward
 from echelon.parallel.partition import parameters_of
 from echelon.world import agree
 
-__all__ = ["Passes", "send_through", "watch"]
+__all__ = ["Passes", "Watches", "send_through", "watch"]
 
 
 class Passes:
@@ -120,31 +120,90 @@ def send_through(module: DistributedDataParallel, loss: torch.Tensor) -> torch.T
     return through
 
 
-def watch(modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse, from now on, a step with gradients of a DistributedDataParallel that ranks computed around it.
+def watch(modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Watches:
+    """Look, from now on, at each step with gradients of a DistributedDataParallel, whether it reduced them.
 
     Args:
         modules: a unit's, by the attributes' names.
     """
+    found: dict[str, list[_Watch]] = {}
     for optimizer in optimizers:
         mine = set(parameters_of(optimizer))
-        watched = _watched.setdefault(optimizer, weakref.WeakSet())
+        watched = _watched.setdefault(optimizer, weakref.WeakKeyDictionary())
         for name, module in modules.items():
             if not isinstance(module, DistributedDataParallel) or dist.get_world_size(module.process_group) == 1:
                 continue
             if module not in watched and not mine.isdisjoint(module.parameters()):
-                watched.add(module)
-                _Watch(name, module, optimizer)
+                watched[module] = _Watch(name, module, optimizer)
+            if module in watched:
+                found.setdefault(name, []).append(watched[module])
+    return Watches(found)
 
 
-_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakKeyDictionary[nn.Module, _Watch]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Watches:
+    """Of a unit, by the attributes' names of its wrappers.
+
+    A rank that doubts says so by a flag, which all ranks learn with what else they tell each other after a step: the others, on
+    which all went well, compare as well then.
+    """
+
+    def __init__(self, watches: Mapping[str, list[_Watch]]) -> None:
+        self._watches = watches
+        self._all = [each for several in watches.values() for each in several]
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether this rank has stepped with what may not have been reduced."""
+        for each in self._all:
+            if each.doubt:
+                return True
+        return False
+
+    def check(self) -> None:
+        """After steps, when a rank is in doubt. Parameters must be equal all the same: reducing by hand is allowed. Collective.
+
+        Raises:
+            UsageError: on every rank: they differ.
+        """
+        doubts = [(name, each.doubt) for name, several in self._watches.items() for each in several if each.doubt]
+        for each in self._all:
+            each.doubt = ""
+        told = agree.kinds(doubts)
+        problem = None
+        for name, why in dict.fromkeys((name, why) for each in told for name, why in each):
+            if (differs := self._differs(name)) is not None and problem is None:
+                problem = f"{differs} differs between ranks: {why}"
+        if (first := agree.first_told(problem)) is not None:
+            raise UsageError(first)
+
+    def _differs(self, name: str) -> str | None:
+        """A parameter of a wrapper that is not the same on its ranks. Collective over these."""
+        modules = [module for each in self._watches.get(name, ()) if (module := each.module()) is not None]
+        if not modules:
+            return None
+        named = list(modules[0].module.named_parameters())
+        mine = [(n, _digest(p)) for n, p in named if n not in modules[0].parameters_to_ignore]
+        everyones = agree.kinds(mine, modules[0].process_group)
+        for each in zip(*everyones, strict=False):
+            if any(digest != each[0] for digest in each):
+                return f"{name}.{each[0][0]}"
+        return None
 
 
 class _Watch:
-    """One optimizer's steps on one wrapper's parameters."""
+    """One optimizer's steps on one wrapper's parameters.
+
+    Attributes:
+        doubt: why this rank's latest steps may not be those of the others.
+    """
 
     def __init__(self, name: str, module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-        self._name, self._module = name, weakref.ref(module)
+        self._name, self.module, self.doubt = name, weakref.ref(module), ""
         self._passes, self._backwards = Passes(module), _Backwards(module)
         self._frozen = [weakref.ref(p) for p in module.parameters() if not p.requires_grad]
         self._unfrozen, self._doubtful, self._next_look = 0, 0, 1
@@ -153,61 +212,46 @@ class _Watch:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not _has_closure(args, kwargs):  # which makes its passes within the step
-            self._check(optimizer)
+            self._look()
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _has_closure(args, kwargs):
-            self._check(optimizer)
+            self._look()
         self._passes.ran = False
 
-    def _check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients that the wrapper did not reduce must be equal all the same: reducing by hand is allowed."""
-        unfrozen = {p for ref in self._frozen if (p := ref()) is not None and p.requires_grad}
+    def _look(self) -> None:
+        unfrozen = sum(1 for ref in self._frozen if (p := ref()) is not None and p.requires_grad)
         if self._passes.ran and not unfrozen and not self._backwards.unreduced:
             return
-        if len(unfrozen) != self._unfrozen:
-            self._unfrozen, self._doubtful, self._next_look = len(unfrozen), 0, 1
+        if unfrozen != self._unfrozen:
+            self._unfrozen, self._doubtful, self._next_look = unfrozen, 0, 1
         self._doubtful += 1
         if self._doubtful < self._next_look:
             return
         self._next_look *= 2
         if self._passes.ran and self._backwards.unreduced:
-            self._compare(
-                set(parameters_of(optimizer)),
+            self.doubt = (
                 "a DistributedDataParallel reduces in the first backward pass after its forward, and another followed. Add the "
-                "losses up and call backward once, or call the module for each.",
+                "losses up and call backward once, or call the module for each."
             )
         elif self._passes.ran:
-            self._compare(
-                unfrozen,
+            self.doubt = (
                 "it was frozen when training began, and a DistributedDataParallel leaves out what is frozen while it is made. "
-                "Wrap the module after unfreezing, or give an AutoUnit the plain module and strategy='ddp', which averages it.",
+                "Wrap the module after unfreezing, or give an AutoUnit the plain module and strategy='ddp', which averages it."
             )
         else:
-            self._compare(
-                set(parameters_of(optimizer)),
+            self.doubt = (
                 "the forward pass did not go through the DistributedDataParallel, so nothing was reduced. Call "
-                f"self.{self._name}(x), not the module inside it; to train each rank by itself, give the unit the plain module.",
+                f"self.{self._name}(x), not the module inside it; to train each rank by itself, give the unit the plain module."
             )
-
-    def _compare(self, parameters: set[nn.Parameter], why: str) -> None:
-        """Collective."""
-        module = self._module()
-        if module is None:
-            return
-        named = [(n, p) for n, p in module.module.named_parameters() if p in parameters]
-        everyones = agree.kinds([None if p.grad is None else _digest(p.grad) for _, p in named], module.process_group)
-        for (name, _), *digests in zip(named, *everyones, strict=False):
-            if any(digest != digests[0] for digest in digests):
-                raise UsageError(f"the gradient of {self._name}.{name} differs between ranks: {why}")
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
     return any(callable(each) for each in (*args[1:], *kwargs.values()))  # the first is the optimizer
 
 
-def _digest(gradient: torch.Tensor) -> str:
+def _digest(parameter: torch.Tensor) -> str:
     """The same for the same bits, and, for all that happens, other bits for others."""
-    flat = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    flat = parameter.detach()
     wide = flat.to(torch.complex128 if flat.is_complex() else torch.float64)
     return f"{float(wide.abs().sum()).hex()} {float(wide.real.sum()).hex()}"

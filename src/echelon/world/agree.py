@@ -24,7 +24,7 @@ from echelon.contracts.errors import EchelonError, RanksDisagreeError
 from echelon.world.timeout import timeout_of_default_group
 
 __all__ = [
-    "AnyRankLater",
+    "AnyRanksLater",
     "any_rank",
     "any_ranks",
     "any_ranks_and_number",
@@ -108,29 +108,29 @@ def any_ranks_and_number(flags: Sequence[bool], number: int) -> tuple[list[bool]
     return told[: len(flags)], sum(int(flag) << bit for bit, flag in enumerate(told[len(flags) :]))
 
 
-class AnyRankLater:
-    """`any_rank` for a flag that is asked again and again: each call sends the flag and returns the answer of the call before.
+class AnyRanksLater:
+    """`any_ranks` for flags that are asked again and again: each call sends them and returns the answer of the call before.
 
-    Nothing waits for the network. Every rank makes equally many calls.
+    Nothing waits for the network. Every rank makes equally many calls, with equally many flags, at most 62.
     """
 
     def __init__(self) -> None:
         self._work: dist.Work | None = None
-        self._value = torch.zeros(1, dtype=torch.int32)
+        self._value = torch.zeros(1, dtype=torch.int64)
 
-    def __call__(self, flag: bool) -> bool:
+    def __call__(self, *flags: bool) -> list[bool]:
         answer = self.last()
-        self._value = torch.tensor([1 if flag else 0], dtype=torch.int32)
-        self._work = dist.all_reduce(self._value, op=dist.ReduceOp.MAX, group=control_group(), async_op=True)
-        return answer
+        self._value = torch.tensor([sum(int(flag) << bit for bit, flag in enumerate(flags))], dtype=torch.int64)
+        self._work = dist.all_reduce(self._value, op=dist.ReduceOp.BOR, group=control_group(), async_op=True)
+        return [bool(answer >> bit & 1) for bit in range(len(flags))]
 
-    def last(self) -> bool:
-        """The answer of the latest call."""
+    def last(self) -> int:
+        """The answer of the latest call, as bits."""
         if self._work is None:
-            return False
+            return 0
         self._work.wait()
         self._work = None
-        return bool(self._value.item())
+        return int(self._value.item())
 
 
 def channel(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, torch.device]:
