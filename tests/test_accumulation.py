@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -205,3 +206,17 @@ def test_a_window_that_is_given_up_leaves_nothing_for_the_next(ranks: Ranks) -> 
     plain, _, _ = plain_training([[batch(8, 0), batch(8, 1)], [batch(8, 2), batch(8, 3)]])
     for name, got in ranks(4, _give_up_all)[0].items():
         assert largest_difference(got, plain) < (2e-2 if "bf16" in name else 1e-9), name
+
+
+def _chosen_by_copy() -> str:
+    heads = [0, 0, 0] if dist.get_rank() < 2 else [0, 1, 0]
+    unit = _Chooses(module=_Takes(), strategy="hsdp", gradient_accumulation_steps=3)
+    data = [(*rows, head) for rows, head in zip(_mine(unit, len(heads)), heads, strict=True)]
+    with pytest.raises(UsageError) as caught:
+        ech.train(unit, data, max_epochs=1)
+    return str(caught.value)
+
+
+def test_what_the_ranks_of_one_copy_find_all_are_told(ranks: Ranks) -> None:
+    said = ranks(4, _chosen_by_copy)
+    assert said == [said[0]] * 4 and "heads.0" in said[0] and "HSDPStrategy(requires_all_reduce=True)" in said[0]

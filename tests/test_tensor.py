@@ -438,3 +438,30 @@ def _all_meshes() -> list[bool]:
 
 def test_a_layout_makes_its_groups_once(ranks: Ranks) -> None:
     assert ranks(4, _all_meshes) == [[True] * 4] * 4
+
+
+class Scaled(Net):
+    """Uses its own parameter in the passes of some ranks only."""
+
+    uses = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale if self.uses else x)
+
+
+def _scaled() -> str:
+    torch.manual_seed(0)
+    module = Scaled().double()
+    module.uses = dist.get_rank() == 1
+    with pytest.raises(UsageError) as caught:
+        ech.train(Regression(module=module, strategy=ech.TPStrategy(size=2)), [batch(4, 0), batch(4, 1)], max_epochs=1)
+    return str(caught.value)
+
+
+def test_a_gradient_on_one_of_the_ranks_that_share_layers_is_told_on_all(ranks: Ranks) -> None:
+    first, second = ranks(2, _scaled)
+    assert first == second and "Scaled.scale differs between the 2 ranks" in first

@@ -159,10 +159,7 @@ class Watches:
     @property
     def in_doubt(self) -> bool:
         """Whether this rank has stepped with what may not have been reduced."""
-        for each in self._all:
-            if each.doubt:
-                return True
-        return False
+        return any(each.doubt for each in self._all)
 
     def check(self) -> None:
         """After steps, when a rank is in doubt. Parameters must be equal all the same: reducing by hand is allowed. Collective.

@@ -14,15 +14,22 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.shards import is_fully_sharded, is_split, reshard
+from echelon.world import agree
 
 __all__ = ["SameGradients"]
 
 
 class SameGradients:
-    """Watches the whole parameters of a sharded module, each from the first forward pass on that gathers it."""
+    """Watches the whole parameters of a sharded module, each from the first forward pass on that gathers it.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        together: all ranks make the same calls of `check` and `settle`, so that they learn of each other's errors.
+    """
+
+    def __init__(self, module: nn.Module, *, together: bool = False) -> None:
         self._now: set[str] = set()
+        self._told = agree.AnyRanksLater() if together else None
+        self._problem: str | None = None
         self._first: set[str] | None = None
         reshard(module)
         # What `fully_shard` leaves alone, as scalars, is reduced apart.
@@ -46,14 +53,17 @@ class SameGradients:
         return look
 
     def forget(self) -> None:
-        """An unfinished window was given up."""
-        self._now, self._first = set(), None
+        """An unfinished window was given up, on all ranks."""
+        self._now, self._first, self._problem = set(), None, None
+        if self._told is not None:
+            self._told.last()
 
     def check(self, *, last: bool) -> None:
         """After the backward pass of a micro-batch.
 
         Raises:
-            UsageError: other parameters had gradients than in the window's first, on every rank.
+            UsageError: other parameters had gradients than in the window's first. Before the last, where ranks call `settle`,
+                that raises it, on all.
         """
         now, self._now = self._now, set()
         if self._first is None:
@@ -61,9 +71,24 @@ class SameGradients:
         others = sorted(self._first ^ now)
         if last or others:
             self._first = None
-        if others:
-            raise UsageError(
-                f"{others[0]} has a gradient in some micro-batches of an accumulation window and none in others, so the "
-                "all-reduce over the copies of the shards cannot wait for the last of them. Give "
-                "HSDPStrategy(requires_all_reduce=True)."
-            )
+        problem = (
+            f"{others[0]} has a gradient in some micro-batches of an accumulation window and none in others, so the all-reduce "
+            "over the copies of the shards cannot wait for the last of them. Give HSDPStrategy(requires_all_reduce=True)."
+            if others
+            else None
+        )
+        if self._told is not None and not last:
+            self._problem = self._problem or problem
+            self._told(self._problem is not None)
+        elif problem is not None:
+            raise UsageError(problem)
+
+    def settle(self) -> None:
+        """Before a backward pass, in which copies may wait for one another. Collective: the last `check` has sent the message.
+
+        Raises:
+            UsageError: on all ranks, what one has found.
+        """
+        if self._told is not None and self._told.last():
+            problem, self._problem = self._problem, None
+            raise UsageError(str(agree.first_told(problem)))

@@ -104,7 +104,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         elif not self.reduction.requires_all_reduce and len(self.averaged) > 1:
             sharded.set_requires_all_reduce(last)
             if self._same is None:
-                self._same = SameGradients(self.module)
+                self._same = SameGradients(self.module, together=not self.takes_windows)
         return NO_CONTEXT
 
     def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
@@ -118,6 +118,8 @@ class FSDPPrepared(Prepared[nn.Module]):
         self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
     ) -> None:
         loss = local(loss)
+        if self._same is not None:
+            self._same.settle()
         super().backward(loss, micro_batch, backward)
         if self._reduces and not self._is_checked:
             if self.draws is not None:  # else the losses would seem to differ for another reason

@@ -56,10 +56,11 @@ def check_whole_layers(module: nn.Module) -> None:
     axis = shared_axis(module)
     if axis is None:
         return
-    whole = [(name, p) for name, p in plain_names(module) if p.grad is not None and not _is_shared(p, axis)]
+    # By the module's form alone, which is the same on these ranks: which of them have a gradient need not be.
+    whole = [(name, p) for name, p in plain_names(module) if not _is_shared(p, axis)]
     if not whole:
         return
-    norms = torch.stack([local(p.grad).detach().double().norm() for _, p in whole if p.grad is not None])
+    norms = torch.stack([_norm(p) for _, p in whole])
     bounds = torch.stack([norms, -norms])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=axis.group)
     largest, least = bounds[0], -bounds[1]
@@ -72,6 +73,13 @@ def check_whole_layers(module: nn.Module) -> None:
         f"that share layers: its norm is {float(least[number]):.3g} to {float(largest[number]):.3g}. It works on a part of the "
         'features or of the sequence. Give its layer the style "summed" in the plan, or split the layers around it otherwise.'
     )
+
+
+def _norm(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.zeros((), dtype=torch.float64, device=parameter.device)
+    norm: torch.Tensor = local(parameter.grad).detach().double().norm()
+    return norm
 
 
 def _is_shared(parameter: torch.Tensor, axis: Axis) -> bool:
