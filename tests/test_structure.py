@@ -50,6 +50,32 @@ def test_imports_in_functions_and_for_type_checkers_are_read() -> None:
     assert found == {"echelon.loop.auto", "echelon.loop.run", "echelon.cli.main"}
 
 
+# Not `data` and `checkpoint`, which begin names of torch's, too.
+_NAMED = re.compile(r"`((?:cli|contracts|launcher|loop|observe|parallel|plan|prover|world)(?:\.\w+)+)`")
+
+
+def test_a_module_that_a_text_names_is_there() -> None:
+    named = {
+        (str(path.relative_to(SOURCES)), name)
+        for path, _ in trees().values()
+        if not path.is_relative_to(SOURCES / "compat")
+        for name in _NAMED.findall(path.read_text())
+    }
+    assert len(named) > 10
+    assert sorted(each for each in named if not _is_there(each[1])) == []
+
+
+def _is_there(name: str) -> bool:
+    """Whether the parts of a name lead to a module, or to something that one mentions."""
+    parts, at = name.split("."), SOURCES
+    while parts and (at / parts[0]).is_dir():
+        at /= parts.pop(0)
+    if parts and (at / f"{parts[0]}.py").is_file():
+        at = at / f"{parts.pop(0)}.py"
+    file = at if at.is_file() else at / "__init__.py"
+    return not parts or re.search(rf"\b{parts[0]}\b", file.read_text()) is not None
+
+
 def test_no_file_and_no_function_of_the_core_is_longer_than_a_reader_holds_in_mind() -> None:
     long = {
         name

@@ -47,11 +47,11 @@ class JobSpec:
         stop_after_s: seconds, of all attempts together, after which the ranks are asked to save and end; None is no limit.
         restart: start over although the run's folder shows progress.
         env: variables set on top of this process's environment.
-        own_device: each rank sees one GPU only, by CUDA_VISIBLE_DEVICES (`launcher.placement`).
+        own_device: each rank sees one GPU only, by CUDA_VISIBLE_DEVICES (`launcher.local.placement`).
         nodes: how many machines; more than one is a matter of Slurm's.
         code: the folder from which a module is imported; empty is the one that the ranks run in. Of a command, the file which
             tells the call of the script that it is.
-        bind: give each rank cores of its own (`launcher.placement`), with as many threads.
+        bind: give each rank cores of its own (`launcher.local.placement`), with as many threads.
         sha256: of the file of a call, which travels in command lines and is believed from there only; or of a command's `code`.
         stall_after_s: seconds without a step after which the launcher says which rank is behind; None is the variable
             ECHELON_STALL_AFTER, else 60.

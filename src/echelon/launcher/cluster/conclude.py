@@ -42,7 +42,7 @@ def conclude(run: RunDir, code: int, start: str, sha256: str | None = None, give
 
     Args:
         code: with which the nodes' launchers ended: the highest of theirs, 128 + n after signal n.
-        start: names this start of the job, as `launcher.node.start_of` does.
+        start: names this start of the job, as `launcher.cluster.node.start_of` does.
         sha256: of the folder's job.json.
         given: what was run, where that did not come through the folder.
     """

@@ -1,7 +1,7 @@
 """`python -m echelon.launcher.cluster.node RUN`: launches one node's part of a submitted job; with `--conclude`, its last word.
 
 A batch system starts one on every node; it reads what to run from the run's folder, meets the others, and runs the node's
-ranks. Afterwards the batch script has one process read what all nodes left (`launcher.conclude`).
+ranks. Afterwards the batch script has one process read what all nodes left (`launcher.cluster.conclude`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `dragon` hangs for ever as a session leader, does not hear SIGINT, and on SIGTERM leaves the script, its ranks and 6 GB of
 shared memory behind (dragonhpc 0.15). So it gets a process group of its own in our session, and we end that group; if we are
-killed, `launcher.dragon_guard` does.
+killed, `launcher.dragon.guard` does.
 """
 
 from __future__ import annotations
