@@ -7,8 +7,21 @@ import contextlib
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["OutputFilter", "columns", "one_line", "printable", "say", "shortly"]
+__all__ = [
+    "Forgiving",
+    "OutputFilter",
+    "columns",
+    "flush",
+    "is_terminal",
+    "one_line",
+    "printable",
+    "put",
+    "put_bytes",
+    "say",
+    "shortly",
+]
 
 # C0 but the end of a line and the tab, DEL, C1; what turns the direction of the text around it; half of a surrogate pair.
 _MORE_THAN_TEXT = re.compile(
@@ -36,8 +49,65 @@ def shortly(text: str, most: int = 80) -> str:
 
 def say(text: str) -> None:
     """A line of echelon's own on standard error; a terminal that has gone is no error."""
-    with contextlib.suppress(OSError):
-        print(printable(f"echelon: {text}"), file=sys.stderr, flush=True)
+    put(sys.stderr, printable(f"echelon: {text}") + "\n")
+
+
+def put(stream: Any, text: str) -> None:
+    """Write to a stream of the user's, which may be closed, None, or an object of a notebook, a logger, a test.
+
+    Whatever it raises is dropped: no training ends because nobody could read of it.
+    """
+    with contextlib.suppress(Exception):
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            stream.write(text.encode("ascii", "backslashreplace").decode())
+    flush(stream)
+
+
+def put_bytes(stream: Any, data: bytes) -> None:
+    """As `put`: as they are where the stream has a buffer, else as text."""
+    buffer = getattr(stream, "buffer", None)
+    if buffer is None:  # a notebook's or a test's takes text only
+        put(stream, data.decode("utf-8", "replace"))
+        return
+    flush(stream)
+    with contextlib.suppress(Exception):
+        buffer.write(data)
+    flush(buffer)
+
+
+def flush(*streams: Any) -> None:
+    for stream in streams:
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def is_terminal(stream: Any) -> bool:
+    """False of what cannot tell."""
+    with contextlib.suppress(Exception):
+        return bool(stream.isatty())
+    return False
+
+
+class Forgiving:
+    """A stream of the user's, for others that write: as `put`."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        put(self._stream, text)
+        return len(text)
+
+    def flush(self) -> None:
+        flush(self._stream)
+
+    def isatty(self) -> bool:
+        return is_terminal(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

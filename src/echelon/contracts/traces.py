@@ -15,6 +15,7 @@ import traceback
 from types import TracebackType
 
 from echelon.contracts.errors import EchelonError
+from echelon.contracts.terminal import put
 
 __all__ = ["FULL_VARIABLE", "from_here", "in_library", "named_in_library", "print_uncaught", "shortened"]
 
@@ -102,4 +103,4 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
     if text is None:
         sys.__excepthook__(kind, error, trace)
     else:
-        sys.stderr.write(text)
+        put(sys.stderr, text)

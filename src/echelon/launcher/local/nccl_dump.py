@@ -1,7 +1,7 @@
 """What NCCL's watchdog left before it ended a rank: torch's pickles become flight records, and nothing in them is run.
 
 Where there are GPUs the launcher points torch at the run's folder; a rank that the watchdog aborts writes there, and can answer
-nobody any more. The form is that of torch 2.13's `_dump_fr_trace`, which gloo's recorder writes, too; the tests take it from there.
+nobody any more. The form is that of torch 2.13's `_dump_fr_trace`, which gloo's recorder writes, too: the tests take it so.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from echelon.contracts.files import open_to_append
+from echelon.contracts.terminal import put_bytes
 
 __all__ = ["PlainScreen", "Relay", "Screen", "SilentScreen"]
 
@@ -45,15 +46,7 @@ class PlainScreen(SilentScreen):
 
     def write(self, stream: str, data: bytes) -> None:
         target = sys.stdout if stream == "stdout" else sys.stderr
-        buffer: IO[bytes] | None = getattr(target, "buffer", None)
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            if buffer is not None:
-                target.flush()
-                buffer.write(data)
-                buffer.flush()
-            else:  # a notebook's or pytest's stream takes text only
-                target.write(data.decode("utf-8", "replace"))
-                target.flush()
+        put_bytes(target, data)
 
 
 class Relay:

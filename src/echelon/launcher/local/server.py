@@ -26,6 +26,7 @@ from typing import Any
 
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.stopping import SIGNALS
+from echelon.contracts.terminal import flush
 from echelon.launcher.workarounds import keep_finalizers
 
 __all__ = ["ForkServer", "load", "serve"]
@@ -81,8 +82,7 @@ class ForkServer:
     def fork_self(cls) -> ForkServer:
         """Fork this process as the server: it has its imports at no cost. Only for a single-threaded process."""
         ours, theirs = socket.socketpair()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush(sys.stdout, sys.stderr)
         pid = os.fork()
         if pid == 0:
             ours.close()

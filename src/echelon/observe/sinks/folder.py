@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from echelon.contracts.events import EventLog
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir
+from echelon.contracts.terminal import is_terminal
 
 __all__ = ["FolderSink", "Sink", "default_sinks"]
 
@@ -57,7 +58,7 @@ def default_sinks() -> list[Sink]:
 
             sinks += trackers(run)
     drawn_elsewhere = os.environ.get("ECHELON_SCREEN") == "launcher"
-    if not drawn_elsewhere and (run is not None or sys.stderr.isatty()):
+    if not drawn_elsewhere and (run is not None or is_terminal(sys.stderr)):
         from echelon.observe.sinks.progress import ProgressSink
 
         sinks.append(ProgressSink())

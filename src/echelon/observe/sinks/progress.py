@@ -6,15 +6,14 @@ which reads the run folder instead, so that drawing costs the ranks nothing and 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from echelon.contracts.events import LineReader
 from echelon.contracts.run_dir import RunDir
-from echelon.contracts.terminal import printable
+from echelon.contracts.terminal import Forgiving, is_terminal, printable, put_bytes
 from echelon.observe.recent import Recent
 from echelon.observe.sinks.model import ProgressModel, plain_number
 from echelon.observe.stragglers import stragglers
@@ -43,8 +42,8 @@ class _Painter:
     """Puts lines on a stream: above a live line that is redrawn if the stream is a terminal, else just lines."""
 
     def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.is_live = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.stream = Forgiving(stream)
+        self.is_live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
         self._live: Live | None = None
         self._draw_next = 0.0
         self._printed = ("", 0.0)
@@ -58,7 +57,6 @@ class _Painter:
             self._live.console.print(Text.from_ansi(text), soft_wrap=True)
         else:
             self.stream.write(text + "\n")
-            self.stream.flush()
 
     def progress(self, model: ProgressModel, *, final: bool = False) -> None:
         """Redraw if it is time; `final` shows the last state even if it is not."""
@@ -84,7 +82,7 @@ class _Painter:
         from rich.text import Text
 
         if self._live is None:
-            console = Console(file=self.stream)
+            console = Console(file=cast("TextIO", self.stream))
             # We refresh: a thread of rich's own would compete with the training process for the interpreter.
             self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
             self._live.start()
@@ -134,13 +132,6 @@ class ProgressSink:
         self._painter.close()
 
 
-def _through(target: TextIO, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it any more
-        target.flush()
-        target.buffer.write(data)
-        target.buffer.flush()
-
-
 class RunScreen:
     """The launcher's terminal: rank 0's output as it comes, and progress read from the run folder."""
 
@@ -160,12 +151,12 @@ class RunScreen:
     def write(self, stream: str, data: bytes) -> None:
         """A live line may only be interrupted by whole lines; without one, bytes pass through untouched."""
         target = sys.stdout if stream == "stdout" else sys.stderr
-        if not (self._painter.is_live and target.isatty()):
-            _through(target, data)
+        if not (self._painter.is_live and is_terminal(target)):
+            put_bytes(target, data)
             return
         if self._long:
             end = data.find(b"\n") + 1 if stream == self._long else 0
-            _through(target, data[:end] if end else data)
+            put_bytes(target, data[:end] if end else data)
             if not end:
                 return
             self._long, data = "", data[end:]
@@ -181,7 +172,7 @@ class RunScreen:
             self._partial_since = time.monotonic()
             if sum(map(len, parts)) > _LONG_LINE:
                 self._painter.step_aside()
-                _through(target, b"".join(self._partial.pop(stream)))
+                put_bytes(target, b"".join(self._partial.pop(stream)))
                 self._long = stream
 
     def tick(self) -> None:
