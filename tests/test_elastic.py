@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -23,7 +23,7 @@ from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
-from echelon.data.parts import Padding, Pieces
+from echelon.data.parts import Padding, Pieces, joined
 from echelon.launcher.functions import run as function
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure, JobSpec, Outcome, parse_duration, parse_rank_range
@@ -170,6 +170,7 @@ class Tokens(Regression):
     def __init__(self, **options: Any) -> None:
         super().__init__(clip_grad_norm=CLIP, **options)
         self.largest, self.losses, self.moved = 0, list[float](), 0
+        self.shown: list[list[float]] = []  # of each step's batch and outputs
 
     def weight(self, data: Any) -> torch.Tensor:
         return data[2].sum()
@@ -187,6 +188,7 @@ class Tokens(Regression):
         super().on_train_step_end(state, data, step, results)
         assert torch.equal(results.outputs, data[2])
         self.losses.append(float(results.loss))
+        self.shown.append([float(len(data[0])), *results.outputs.flatten().tolist()])
 
 
 def _train_in_pieces(strategy: str | None, planned: int | None, accumulation: int) -> dict[str, Any]:
@@ -204,6 +206,7 @@ def _train_in_pieces(strategy: str | None, planned: int | None, accumulation: in
         "norms": unit.norms,
         "steps": unit.steps,
         "losses": unit.losses,
+        "shown": unit.shown,
         "largest": unit.largest,
         "reduced": sum(reduced),
         "moved": unit.moved,
@@ -247,7 +250,29 @@ def test_a_step_in_pieces_is_one_step(ranks: Ranks) -> None:
     pieces, plain = _train_in_pieces(None, 4, 2), _train_in_pieces(None, None, 2)
     assert pieces["steps"] == plain["steps"] == list(range(2 * 3 * EPOCHS)) and pieces["done"] == plain["done"]
     assert pieces["losses"] == pytest.approx(plain["losses"], rel=1e-11)
-    assert pieces["largest"] < plain["largest"]
+    assert pieces["largest"] < plain["largest"] and pieces["shown"] == plain["shown"]
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: list[str]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "whole"),
+    [
+        ([torch.ones(2, 3), torch.zeros(1, 3)], torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3])),
+        ([[torch.ones(2), torch.ones(2)], [torch.zeros(1), torch.zeros(1)]], [torch.tensor([1.0, 1, 0])] * 2),
+        ([[torch.ones(2), torch.ones(4)], [torch.ones(3)]], [torch.ones(2), torch.ones(4), torch.ones(3)]),
+        ([{"x": torch.ones(2), "n": 3.0}, {"x": torch.ones(1), "n": 0.0}], {"x": torch.ones(3), "n": 2.0}),
+        ([Pair(torch.ones(2), ["a", "b"]), Pair(torch.ones(1), ["c"])], Pair(torch.ones(3), ["a", "b", "c"])),
+        ([torch.tensor(3.0), torch.tensor(0.0)], torch.tensor(2.0)),
+        ([torch.ones(2, 4), torch.ones(1, 3)], [torch.ones(2, 4), torch.ones(1, 3)]),  # padded to other lengths
+        ([None, None], None),
+    ],
+)
+def test_what_belongs_to_pieces_is_put_together(pieces: list[Any], whole: Any) -> None:
+    assert str(joined(pieces, [2, 1])) == str(whole)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

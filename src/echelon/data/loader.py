@@ -11,6 +11,7 @@ replaced by a `Padding`, which is computed, so that every rank takes part in eve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -99,6 +100,7 @@ class Loader(BaseLoader):
                 f"dataset must hold at least one global batch of {global_batch} samples, got {samples}. "
                 f"Set global_batch to {samples} or less, or use more data."
             )
+        self.worker_init_fn: Callable[[int], Any] | None = None  # of a torch DataLoader that this one stands for
         self.start = 0  # the micro-batch at which the next iteration begins; only `seek` and `load_state_dict` set it
         self._position = 0
         self._resumed: tuple[int, int] | None = None  # epoch and position as the saved run counts them
@@ -174,7 +176,7 @@ class Loader(BaseLoader):
             num_workers=self.num_workers,
             collate_fn=Locking(reader.collate) if locking else reader.collate,
             pin_memory=locking or bool(self.pin_memory),
-            worker_init_fn=board.begin if board else None,
+            worker_init_fn=partial(_begin_worker, board, self.worker_init_fn) if board else None,
             # A generator of its own: the workers' seed must not be drawn from the stream that dropout uses.
             generator=torch.Generator(),
             timeout=self.options.timeout_s if board else 0,
@@ -242,6 +244,12 @@ class Loader(BaseLoader):
             batches, rest = batches * int(state["global_batch"]) // self.global_batch, 0
         self.epoch, self.start = int(state["epoch"]), min(batches * self.accumulation + rest, len(self))
         self._position, self._resumed = self.start, (self.epoch, counted)
+
+
+def _begin_worker(board: Board, own: Callable[[int], Any] | None, worker: int) -> None:
+    board.begin(worker)
+    if own is not None:
+        own(worker)
 
 
 # Micro-batches whose samples are computed at once: a call costs 0.1 ms however few they are.

@@ -19,6 +19,7 @@ from echelon.contracts.errors import EchelonError
 from echelon.data.base import Combined
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding, Pieces
+from echelon.data.replayed import Replayed
 from echelon.data.stream import StreamLoader, of_all_ranks
 from echelon.world import rng
 from echelon.world.device import record_stream
@@ -82,6 +83,8 @@ def _sizes(loader: Any, start: int) -> tuple[int | None, float, Callable[[int], 
             return usual, math.inf, _unknown
         alike = loader.order.length // loader.global_batch * loader.accumulation - start
         return usual, alike, partial(_of_tail, loader, start)
+    if isinstance(loader, Replayed):
+        loader = loader.loader
     size = loader.batch_size if isinstance(loader, DataLoader) else None
     if size is None or isinstance(loader.dataset, IterableDataset):
         return size, math.inf, _unknown

@@ -40,7 +40,13 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
             f"a DataLoader's {type(sampler).__name__} must draw every sample, got {len(sampler)} of {size}. Choose samples by "
             "torch.utils.data.Subset, or use echelon.Weighted."
         )
-    return Loader(
+    if (size := len(loader.dataset)) < global_batch and (loader.drop_last or not isinstance(sampler, SequentialSampler)):  # type: ignore[arg-type]
+        raise UsageError(
+            f"the DataLoader's batch_size of {loader.batch_size} makes global batches of {global_batch} samples, over ranks and "
+            f"accumulation, and its dataset holds {size}. Set batch_size to {loader.batch_size * size // global_batch} or less, "
+            "or use fewer ranks."
+        )
+    made = Loader(
         loader.dataset,
         global_batch,
         seed=sampler.seed if divided else 0,
@@ -51,6 +57,8 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory or None,
     )
+    made.worker_init_fn = loader.worker_init_fn
+    return made
 
 
 def _has_own_batches(loader: DataLoader[Any]) -> bool:

@@ -24,7 +24,7 @@ from echelon.loop.auto_update import AutoUpdates
 from echelon.loop.finite import check_loss
 from echelon.loop.loss import problem_with
 from echelon.loop.parts_check import check_parts
-from echelon.loop.pieces import in_order, together
+from echelon.loop.pieces import in_order, of_all, together
 from echelon.loop.samples import samples_of, tell_of_doubts
 from echelon.loop.state import step_under_way
 from echelon.parallel import gradients
@@ -132,24 +132,26 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
             return self._take_into_window(state, micro_batches, ends_window)
         if window.count == 1 and (around := self.prepared.window()) is not NO_CONTEXT:
             self._enter_window(around)
-        losses = []
+        losses, made = [], []
         try:
             for micro_batch in micro_batches:
                 if clock.running is not None:
                     clock.running.enter(FORWARD)
-                outputs = self._forward_backward(state, micro_batch)
+                made.append(self._forward_backward(state, micro_batch))
                 losses.append(window.latest_loss)
         except BaseException:
             self._exit_window()
             raise
         loss = losses[0] if len(losses) == 1 else together(losses, micro_batches)
+        outputs = made[0] if len(made) == 1 else of_all(made, micro_batches)
         if ends_window and self._around_window is not None:
             self._exit_window()
         norm = self._update(state) if ends_window else None
         if self._reports_step:
             clock.enter(Part.OTHER)
             number = self.train_progress.num_steps_completed
-            self.on_train_step_end(state, micro_batches[-1].data, number, TrainStepResults(loss, norm, outputs))
+            batch = of_all([each.data for each in micro_batches], micro_batches)
+            self.on_train_step_end(state, batch, number, TrainStepResults(loss, norm, outputs))
         return loss, outputs
 
     @abstractmethod
@@ -172,16 +174,17 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
             made = iter(self.prepared.forward_backward_window(every, forward, partial(self._backward, state)))
         if self._reduces:
             self.window.start_reduction(state.stop_requested, state.logged.signature(), self.prepared.calls)
-        results: list[tuple[MicroBatch[T], Any, Any]] = []
+        results: list[tuple[list[MicroBatch[T]], Any, Any]] = []
         for step in steps:
             of_step = [next(made) for _ in step]
-            results.append((step[-1], together([loss.detach() for loss, _ in of_step], step), of_step[-1][1]))
+            outputs = of_all([each for _, each in of_step], step)
+            results.append((step, together([loss.detach() for loss, _ in of_step], step), outputs))
         norm, number = self._update(state), self.train_progress.num_steps_completed
-        for back, (latest, loss, outputs) in zip(reversed(range(len(results))), results, strict=True):
+        for back, (step, loss, outputs) in zip(reversed(range(len(results))), results, strict=True):
             if self._reports_step:
-                state.logged.weight = 0 if self.prepared.is_replica else latest.weight
+                state.logged.weight = 0 if self.prepared.is_replica else step[-1].weight
                 found = TrainStepResults(loss, None if back else norm, outputs)
-                self.on_train_step_end(state, latest.data, number - back, found)
+                self.on_train_step_end(state, of_all([each.data for each in step], step), number - back, found)
         return results[-1][1:]
 
     def _micro_batches(self, data: Any, *, padded: bool, ends_window: bool) -> list[MicroBatch[T]]:

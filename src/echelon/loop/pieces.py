@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from echelon.contracts.overrides import overrides
 from echelon.data.loader import Loader
-from echelon.data.parts import Padding, Pieces, share
+from echelon.data.parts import Padding, Pieces, joined, share
 from echelon.loop.loss import weighted
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.world import agree
 
-__all__ = ["in_order", "pieces_for", "together"]
+__all__ = ["in_order", "of_all", "pieces_for", "together"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,3 +74,12 @@ def together(losses: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch[
         return losses[-1]
     whole = sum(weighted(loss, weight) for loss, weight in zip(losses, weights, strict=True)) / total
     return torch.as_tensor(whole).to(losses[-1])
+
+
+def of_all(values: Sequence[Any], micro_batches: Sequence[MicroBatch[Any]]) -> Any:
+    """A step's batch or outputs, of those of its pieces; what padding made does not count."""
+    if len(values) == 1:
+        return values[0]
+    counts = [(value, float(each.weight)) for value, each in zip(values, micro_batches, strict=True)]
+    counts = [each for each in counts if each[1]] or [(values[-1], 1.0)]
+    return joined(*zip(*counts, strict=True))

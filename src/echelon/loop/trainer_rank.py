@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from echelon.checkpoint import commit
 from echelon.contracts.errors import UsageError
+from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
+from echelon.data.replayed import Replayed
 from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.auto import AutoUnit
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.folder import left_alone
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver, RestoreOptions
 from echelon.loop.rebuild import Parcel, own_attributes, rebuild, remembered, unpack
 from echelon.loop.run import evaluate, fit, predict, test, train
@@ -26,7 +30,7 @@ from echelon.loop.state import EntryPoint, State
 from echelon.loop.unit import Unit
 from echelon.parallel.precision import Precision
 from echelon.parallel.strategy import resolve
-from echelon.world import rng
+from echelon.world import agree, rng
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import World, init_from_env
 
@@ -35,6 +39,7 @@ __all__ = [
     "Plan",
     "Work",
     "in_order",
+    "kept_global_batch",
     "save",
     "shared",
     "updates_to_steps",
@@ -186,7 +191,10 @@ def changes_for(plan: Plan, options: AutoOptions) -> dict[str, Any]:
 def _run(plan: Plan, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]]:
     _, data_size = unit.data_rank_and_size or (0, World.current().size)
     accumulation = getattr(unit, "gradient_accumulation_steps", 1) if work.phase == "fit" else 1
-    loader = shared(work.loaders[0], data_size, accumulation)
+    kept = None
+    if work.phase == "fit" and (path := _checkpoint(plan, work)) is not None:
+        kept = kept_global_batch(path, work.loaders[0], data_size, accumulation)
+    loader = shared(work.loaders[0], data_size, accumulation, trains=work.phase == "fit", global_batch=kept)
     _restore(plan, work, unit, loader if work.phase == "fit" else None)
     callbacks, outputs = list(plan.callbacks), _Outputs()
     if work.phase == "fit":
@@ -200,6 +208,15 @@ def _run(plan: Plan, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]
     name = "eval_loss" if work.phase == "fit" and work.loaders[1] is not None else _METRICS.get(work.phase, "")
     value = getattr(unit, name, None)
     return {name: value} if isinstance(value, float) else {}, outputs.outputs
+
+
+def _checkpoint(plan: Plan, work: Work) -> Path | None:
+    """That training goes on from, as far as that can be said before it is read."""
+    if work.ckpt_path != "last":
+        return Path(work.ckpt_path) if work.ckpt_path is not None else None
+    assert plan.checkpoints is not None
+    found = commit.candidates(plan.checkpoints)
+    return Path(str(found[0])) if found and not left_alone(plan.checkpoints) else None
 
 
 def _restore(plan: Plan, work: Work, unit: Any, loader: Any) -> None:
@@ -260,13 +277,62 @@ def in_order(done: Sequence[Done]) -> list[Any]:
     return [output for of_batch in parts for output in of_batch if output is not _NONE]
 
 
-def shared(loader: Any, data_size: int, accumulation: int) -> Any:
+def shared(loader: Any, data_size: int, accumulation: int, *, trains: bool = False, global_batch: int | None = None) -> Any:
     """A torch DataLoader's batches, for several ranks: each has its batch size, as in Lightning, and no sample twice.
 
+    Where fewer ranks run than were planned, global batches are those of the planned ones. On one rank its order is torch's own.
+
+    Args:
+        trains: where it stands is saved, and restored.
+        global_batch: of the run that is continued; None is that of the batch size and the ranks.
     Raises:
         UsageError: its samples cannot be divided.
     """
-    if data_size == 1 or not isinstance(loader, DataLoader) or is_distributed(loader):
+    if not isinstance(loader, DataLoader) or is_distributed(loader):
         return loader
-    why = f"cannot be divided between {data_size} ranks: every one would see the same samples"
-    return as_loader(loader, (loader.batch_size or 1) * data_size * accumulation, accumulation, why)
+    ranks = max(data_size, _planned(data_size)) if trains else data_size
+    if ranks == 1 and global_batch is None:
+        return Replayed(loader) if trains and not hasattr(loader, "state_dict") else loader
+    why = f"cannot be divided between {ranks} ranks: every one would see the same samples"
+    made = as_loader(loader, global_batch or (loader.batch_size or 1) * ranks * accumulation, accumulation, why)
+    made.accept_changes |= {"global_batch"}  # which follows from the ranks, as in Lightning; the table of changes shows it
+    return made
+
+
+def _planned(data_size: int) -> int:
+    """How many ranks would have other samples if as many ran as were planned."""
+    return data_size * (overrides().planned_ranks or 1) // World.current(torch.device("cpu")).size
+
+
+def kept_global_batch(path: Path, loader: Any, data_size: int, accumulation: int) -> int | None:
+    """The global batch of a checkpoint that more ranks wrote, each with this DataLoader's batch size; None of any other.
+
+    A run that goes on with fewer ranks, by whatever it was started, keeps it: else nobody would see that it has another one.
+
+    Raises:
+        UsageError: these ranks cannot share it.
+    """
+    if not isinstance(loader, DataLoader) or is_distributed(loader) or not path.is_dir():
+        return None
+    config = commit.verify(path).get("config", {})
+    saved, ranks = config.get("data", {}).get("global_batch"), config.get("dp_size") or config.get("world_size")
+    own = (loader.batch_size or 1) * accumulation
+    if not isinstance(saved, int) or not isinstance(ranks, int) or saved != own * ranks or ranks <= data_size:
+        return None
+    if saved % (data_size * accumulation):
+        raise UsageError(
+            f"{path} was trained with global batches of {saved} samples, {own} on each of {ranks} ranks, which {data_size} ranks "
+            f"cannot share. Use a number of ranks that divides {saved // accumulation}; or another batch_size, which then counts."
+        )
+    if saved != own * max(data_size, _planned(data_size)) and agree.is_rank0():
+        logger.warning(
+            "%s was trained with global batches of %s samples, %s on each of %s ranks. They stay so, %s on each of %s now. "
+            "Another batch_size of the DataLoader would count from here on",
+            path,
+            saved,
+            own,
+            ranks,
+            saved // data_size,
+            data_size,
+        )
+    return saved

@@ -21,6 +21,8 @@ from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.version import __version__
 from echelon.data import resume
 from echelon.data.loader import Loader
+from echelon.data.order import FORMULA
+from echelon.data.replayed import Replayed
 from echelon.data.stream import StreamLoader
 from echelon.loop.auto import AutoUnit
 from echelon.loop.checkpointing import forgotten
@@ -120,6 +122,8 @@ def _of_loader(loader: Any) -> dict[str, Any]:
     """Of our loaders; what others' states mean is their own business."""
     if isinstance(loader, Loader):
         return resume.facts(loader.state_dict())
+    if isinstance(loader, Replayed):
+        return {"global_batch": loader.batch_size or 1, "order": FORMULA}
     if isinstance(loader, StreamLoader):
         return {"global_batch": loader.global_batch, "accumulation": loader.accumulation, "num_workers": loader.num_workers}
     return {}

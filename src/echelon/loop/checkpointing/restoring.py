@@ -15,6 +15,7 @@ from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchE
 from echelon.contracts.terminal import printable
 from echelon.data.fingerprint import checksum
 from echelon.data.loader import Loader
+from echelon.data.replayed import Replayed
 from echelon.loop.checkpointing import changes, forgotten, unfrozen
 from echelon.loop.checkpointing.converted import lays_for
 from echelon.loop.checkpointing.options import RestoreOptions
@@ -295,6 +296,11 @@ class _IfSaved:
         if not isinstance(self._loader, Loader):
             self._loader.load_state_dict(state_dict)
             return
+        if state_dict.keys() == Replayed.STATE:
+            raise UsageError(
+                "the checkpoint was written on one rank, in the middle of an epoch of a DataLoader in torch's own order. "
+                "Go on on one rank, or from a checkpoint of an epoch's end."
+            )
         accepted = self._loader.accept_changes
         self._loader.accept_changes = accepted | self._meant
         try:

@@ -12,7 +12,7 @@ import torch
 from echelon.compat.lightning.pytorch.hooks import overridden
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, NoOptimizer, Schedules, configured
-from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller
+from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller, StepPieces
 from echelon.contracts.errors import LossError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.state import ActivePhase, State
@@ -43,6 +43,7 @@ class AutomaticUnit(AutoUnit[Any]):
         self.moves = Moves(lightning_module, trainer.datamodule, self.device)
         self.batch: Any = None  # the latest, for the hook after its update
         self._steps = StepCaller(trainer, lightning_module, lambda: self.module, self.autocast)
+        self._pieces: StepPieces | None = None  # of the batch under way
         self._must_clear = self._before_step = self._updated = False
         self._waits = {
             name: overridden(name, lightning_module, LightningModule)
@@ -74,8 +75,9 @@ class AutomaticUnit(AutoUnit[Any]):
         return optimizers[0], None
 
     def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
-        output = self._steps.train(state, self.train_progress, data)
-        self.batch = data
+        self._pieces = pieces = StepPieces.of(state, data, self._pieces)
+        output = self._steps.train(state, self.train_progress, data, pieces)
+        self.batch = data if pieces is None else pieces.whole
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
             raise LossError(

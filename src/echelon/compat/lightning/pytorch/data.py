@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader, SequentialSampler
@@ -13,7 +14,7 @@ from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.contracts.errors import UsageError
 from echelon.data.base import BaseLoader, Combined
-from echelon.loop.trainer_rank import shared
+from echelon.loop.trainer_rank import kept_global_batch, shared
 
 __all__ = ["Chain", "batches_of", "given_loaders", "length_of", "limit_of", "one_loader", "several_loaders", "without_shuffling"]
 
@@ -36,9 +37,10 @@ def _is_several(found: Any) -> bool:
     return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(each, loaders) for each in values)
 
 
-def one_loader(phase: str, found: Any, data_size: int, accumulation: int, *, divides: bool) -> Any:
+def one_loader(phase: str, found: Any, data_size: int, accumulation: int, *, divides: bool, path: Path | None) -> Any:
     """
     Args:
+        path: the checkpoint from which training goes on.
         divides: whether a DataLoader's samples are divided between the ranks; False leaves that to whoever made it.
     Raises:
         UsageError: there are several.
@@ -51,7 +53,10 @@ def one_loader(phase: str, found: Any, data_size: int, accumulation: int, *, div
                 f"{phase}: several dataloaders at once are not supported. Use one over a dataset that combines theirs, such as "
                 "echelon.Mixture or torch.utils.data.StackDataset."
             )
-    return shared(found, data_size, accumulation) if divides else found
+    if not divides:
+        return found
+    kept = kept_global_batch(path, found, data_size, accumulation) if path is not None else None
+    return shared(found, data_size, accumulation, trains=True, global_batch=kept)
 
 
 def several_loaders(found: Any, data_size: int, *, divides: bool) -> list[Any]:

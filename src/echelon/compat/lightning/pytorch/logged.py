@@ -76,8 +76,19 @@ class _One:
         self.weight: Any = 0
         self.dtype = torch.float32
 
-    def add(self, value: torch.Tensor, weight: float) -> None:
-        self.latest, self.latest_weight, self.fresh = value, weight, True
+    def add(self, value: torch.Tensor, weight: float, *, goes_on: bool) -> None:
+        """
+        Args:
+            goes_on: it is of a further piece of a batch, whose value is that of all pieces.
+        """
+        if goes_on and self.fresh and self.latest is not None:
+            both = [[float(self.latest), float(self.latest_weight)], [float(value), float(weight)]]
+            if self.how.reduce == "mean":
+                both = [[number * share, share] for number, share in both]
+            self.latest = value.new_tensor(_together(self.how.reduce, both))
+            self.latest_weight += weight
+        else:
+            self.latest, self.latest_weight, self.fresh = value, weight, True
         if value.dtype == torch.float64:
             self.dtype = torch.float64
         if not self.how.on_epoch:
@@ -106,6 +117,11 @@ class _One:
         """What ranks need to know that have not logged it: name, suffix, options."""
         return [self.name, self.suffix, list(vars(self.how).values())]
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it has something of the epoch that can be saved."""
+        return self.how.on_epoch and self.metric is None
+
     def names(self, *, step: bool) -> tuple[str, str]:
         """(its name, and the name that says whether it is of a step or an epoch, if it is logged for both)."""
         forked = f"{self.name}_{'step' if step else 'epoch'}" if self.how.on_step and self.how.on_epoch else self.name
@@ -133,15 +149,21 @@ class Results:
 
     def __init__(self, *, training: bool) -> None:
         self.training, self.meets = training, False
+        self._in_pieces = self._goes_on = False
         self.batch_size: Callable[[], float] = lambda: 1
         self.dataloader_idx: int | None = None
         self._all: dict[str, _One] = {}
         self._step = Numbers()
 
-    def begin_batch(self, batch_size: Callable[[], float], dataloader_idx: int | None) -> None:
+    def begin_batch(self, batch_size: Callable[[], float], dataloader_idx: int | None, *, in_pieces: bool = False) -> None:
         self.batch_size, self.dataloader_idx, self._step = batch_size, dataloader_idx, Numbers()
+        self._in_pieces, self._goes_on = in_pieces, False
         for each in self._all.values():
             each.fresh = False
+
+    def go_on(self, batch_size: Callable[[], float]) -> None:
+        """With a further piece of the batch."""
+        self.batch_size, self._goes_on = batch_size, True
 
     def log(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> None:
         """Take in a value.
@@ -165,10 +187,9 @@ class Results:
             return
         tensor = _number(name, value)
         tensor = tensor if tensor.is_floating_point() else tensor.float()
-        needs = how.on_epoch and how.reduce == "mean"
-        one.add(
-            tensor.reshape(()), (batch_size if batch_size is not None else self.batch_size()) if needs or how.sync_dist else 1
-        )
+        needs = (how.on_epoch and how.reduce == "mean") or how.sync_dist or self._in_pieces
+        weight = (batch_size if batch_size is not None else self.batch_size()) if needs else 1
+        one.add(tensor.reshape(()), weight, goes_on=self._goes_on)
 
     def of_step(self) -> Numbers:
         """What the batch under way has logged for its step so far. Collective if some of it has `sync_dist`."""
@@ -228,6 +249,26 @@ class Results:
             if one.how.prog_bar:
                 numbers.bar[forked] = float(value)
         return numbers
+
+    def state(self) -> list[Any]:
+        """What the epoch has logged so far, on all ranks; metric objects are left out. Collective."""
+        mine = {key: [one.share(), *one.form, one.dtype == torch.float64] for key, one in self._all.items() if one.keeps}
+        told = agree.gather(mine) if agree.is_joined() else [mine]
+        found = []
+        for key, (_, name, suffix, options, is_double) in {k: v for each in reversed(told) for k, v in each.items()}.items():
+            shares = [share for each in told if key in each and (share := each[key][0]) is not None]
+            if shares:
+                reduce = How(*options).reduce
+                weight = sum(weight for _, weight in shares) if reduce == "mean" else 1
+                value = sum(value for value, _ in shares) if reduce == "mean" else _together(reduce, shares)
+                found.append([key, name, suffix, options, is_double, torch.tensor([value, weight], dtype=torch.float64)])
+        return found
+
+    def load_state(self, state: list[Any]) -> None:
+        """Go on with an epoch whose numbers so far are rank 0's from now on."""
+        for key, name, suffix, options, is_double, total in state if agree.is_rank0() else ():
+            one = self._all[key] = _One(key, name, How(*options), suffix)
+            one.total, one.weight, one.dtype = total[0], float(total[1]), torch.float64 if is_double else torch.float32
 
     def loaders_of(self) -> dict[str, set[int]]:
         """By an epoch's name, in which of several loaders it was logged on this rank; of none, if that was after them."""

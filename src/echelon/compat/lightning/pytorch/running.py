@@ -229,9 +229,11 @@ class Running(Asked):
         if not self._silent and self.state.stage in self.results:
             self.results[self.state.stage].log(hook, name, value, how, batch_size, add_idx=add_idx)
 
-    def begin_batch(self, phase: str, batch_size: Callable[[], float], dataloader_idx: int | None) -> None:
+    def begin_batch(
+        self, phase: str, batch_size: Callable[[], float], dataloader_idx: int | None, *, in_pieces: bool = False
+    ) -> None:
         if phase in self.results:
-            self.results[phase].begin_batch(batch_size, dataloader_idx)
+            self.results[phase].begin_batch(batch_size, dataloader_idx, in_pieces=in_pieces)
 
     def publish(self, numbers: Numbers, *, write: bool, step: int | None = None) -> None:
         """Let callbacks, loggers and users see numbers.
@@ -301,6 +303,10 @@ class Running(Asked):
         dump = _NotSaved(epoch=self.current_epoch, global_step=self.global_step, class_name=type(module).__name__)
         dump["log_step"] = self.log_step + self.has_stepped
         dump["hyper_parameters"] = {name: value for name, value in module.hparams.items() if _is_plain(value)}
+        if self.unit is not None and self.unit.train_progress.num_steps_completed_in_epoch:
+            dump["logged"] = self.results["train"].state()
+        if (generator := getattr(self.train_dataloader, "generator", None)) is not None:
+            dump["generator"] = generator.get_state()
         if self.datamodule is not None:
             dump["datamodule"] = self.datamodule.state_dict()
         for callback in self.lightning_callbacks:
@@ -331,6 +337,9 @@ class Running(Asked):
         """What optimizers and loggers have counted, of a checkpoint from which `fit` goes on."""
         self.unit.counted(saved["global_step"])
         self.log_step, self.has_stepped = saved.get("log_step", saved["global_step"]), False
+        self.results["train"].load_state(saved.get("logged", []))
+        if (generator := getattr(self.train_dataloader, "generator", None)) is not None and "generator" in saved:
+            generator.set_state(saved["generator"])
 
     def load_module_hook(self, saved: dict[str, Any]) -> None:
         """The module's `on_load_checkpoint`, before its weights come."""

@@ -20,6 +20,7 @@ from echelon.compat.lightning.pytorch.meeting import meets
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
+from echelon.data.replayed import Replayed
 from echelon.loop.run import evaluate, fit, predict, test, train
 from echelon.loop.trainer_rank import updates_to_steps
 from echelon.parallel.registry import kind_of
@@ -164,8 +165,10 @@ class Session:
             if trainer.overfit_batches:
                 found = data.without_shuffling(found)
             accumulation = trainer.options_of_unit.get("gradient_accumulation_steps") or 1
-            loader = data.one_loader("fit", found, self._data_size(), accumulation, divides=trainer.use_distributed_sampler)
-            trainer.train_dataloader = loader
+            path = Path(self.work.ckpt_path) if self.work.ckpt_path is not None else None
+            divides = trainer.use_distributed_sampler
+            loader = data.one_loader("fit", found, self._data_size(), accumulation, divides=divides, path=path)
+            trainer.train_dataloader = loader.loader if isinstance(loader, Replayed) else loader
             self._train_loader = loader, data.limit_of("limit_train_batches", trainer.limit("train"), loader)
         made: tuple[Any, int | None] = self._train_loader
         return made

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.compat.lightning.pytorch.stepping import arguments, places, through
+from echelon.data.parts import Padding, Pieces, joined
 from echelon.loop.loss import rows
 from echelon.loop.state import step_under_way
 from echelon.world.device import copy_data_to_device
@@ -17,7 +20,7 @@ from echelon.world.device import copy_data_to_device
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["Kept", "Moves", "StepCaller"]
+__all__ = ["Kept", "Moves", "StepCaller", "StepPieces"]
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -62,6 +65,36 @@ class Moves:
         return after(batch, dataloader_idx) if after else batch
 
 
+@dataclass
+class StepPieces:
+    """Of a training step's batch, one piece.
+
+    Attributes:
+        whole: all pieces together.
+        samples: of the present piece; 0 of padding.
+    """
+
+    whole: Any
+    is_first: bool
+    samples: float
+    given: Any = None
+
+    @classmethod
+    def of(cls, state: Any, data: Any, before: StepPieces | None) -> StepPieces | None:
+        """None of a batch that is computed at once, and counts.
+
+        Args:
+            before: of the latest call.
+        """
+        batch, weight = step_under_way(state.train_state).batch, state.logged.weight
+        if not isinstance(batch, Pieces):
+            return cls(data, True, 0) if isinstance(weight, (int, float)) and weight == 0 else None
+        if before is not None and before.given is batch:
+            return cls(before.whole, False, weight, batch)
+        real = [each for each in batch if not isinstance(each, Padding)] or [batch[0].batch]
+        return cls(joined(real, [rows(each) for each in real]), True, weight, batch)
+
+
 class StepCaller:
     """Calls the steps of a module that take no part in training, with their hooks.
 
@@ -99,12 +132,24 @@ class StepCaller:
         trainer.end_evaluation_batch(phase)
         return output
 
-    def train(self, state: State, progress: Any, batch: Any) -> Any:
-        """`training_step`, with the hook before it."""
+    def train(self, state: State, progress: Any, batch: Any, pieces: StepPieces | None = None) -> Any:
+        """`training_step`, with the hook before it, which sees the whole batch.
+
+        Args:
+            pieces: where `batch` is one of several pieces, or stands for none.
+        """
         trainer, module = self._trainer, self.module
         batch_idx = progress.num_steps_completed_in_epoch
-        trainer.begin_batch("train", lambda: rows(batch, step_under_way(state.train_state).samples), None)
-        trainer.call("on_train_batch_start", batch, batch_idx)
+        if pieces is None:
+            samples = step_under_way(state.train_state).samples
+            trainer.begin_batch("train", lambda: rows(batch, samples), None)
+            trainer.call("on_train_batch_start", batch, batch_idx)
+        elif pieces.is_first:
+            trainer.begin_batch("train", lambda: pieces.samples, None, in_pieces=True)
+            trainer.call("on_train_batch_start", pieces.whole, batch_idx)
+        elif "train" in trainer.results:
+            trainer.results["train"].go_on(lambda: pieces.samples)
         taken = self._arguments("training_step", module.training_step, batch, batch_idx, None)
-        with trainer.hook("training_step"):
+        silent = trainer.silence() if pieces is not None and not pieces.samples else nullcontext()
+        with trainer.hook("training_step"), silent:
             return through(self._wrapper(), module, module.training_step, *taken)

@@ -1,0 +1,131 @@
+"""A torch DataLoader on one rank, in the order in which torch reads it, that can go on in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from echelon.contracts.errors import UsageError
+from echelon.world import rng
+
+__all__ = ["Replayed"]
+
+_END = object()
+
+
+class Replayed:
+    """Its state is the RNG state with which the epoch began, and how many batches were given since.
+
+    With these the sampler draws the same epoch once more. Of a map-style dataset the samples that were given are not read again;
+    batches of other loaders are, and thrown away. What loader workers draw for themselves begins anew.
+
+    Args:
+        loader: without a state of its own.
+    """
+
+    STATE = frozenset({"begun", "given"})
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self._begun: dict[str, Any] | None = None
+        self._given = self._skips = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        if isinstance(self.loader.dataset, IterableDataset):
+            raise TypeError("what an iterable dataset says of its length may be wrong")
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        skips, self._skips = self._skips, 0
+        if not skips:
+            self._begun, self._given = self._drawn(), 0
+            return self._each(iter(self.loader), 0)
+        now = self._drawn()
+        assert self._begun is not None
+        self._put_back(self._begun)
+        batches = iter(self._rest(skips))
+        rng.put_back(now)  # the generator of the loader's own is where the epoch has left it
+        return self._each(batches, skips)
+
+    def _each(self, batches: Iterator[Any], given: int) -> Iterator[Any]:
+        whole = None if isinstance(self.loader.dataset, IterableDataset) else len(self.loader)
+        while (batch := next(batches, _END)) is not _END:
+            given += 1
+            if given == whole:
+                next(batches, None)  # a sampler may draw from its generator at its end
+            self._given = given
+            yield batch
+
+    def _rest(self, skips: int) -> Any:
+        """The batches of an epoch that begins now, after so many."""
+        loader = self.loader
+        if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+            batches = iter(loader)
+            for _ in range(skips):
+                next(batches, None)
+            return batches
+        by_batches = loader.batch_size is None and loader.batch_sampler is not None
+        how: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
+        if not by_batches:
+            how = {"sampler": loader.sampler, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        # As torch iterates over the loader, so that as much is drawn: but of a dataset of which sample 5 is the number 5.
+        chosen = list(DataLoader(_Numbers(), collate_fn=_as_it_is, generator=loader.generator, **how))[skips:]
+        workers: dict[str, Any] = {}
+        if loader.num_workers:
+            workers = {"prefetch_factor": loader.prefetch_factor, "multiprocessing_context": loader.multiprocessing_context}
+        alone = loader.batch_size is None and not by_batches
+        return DataLoader(
+            loader.dataset,
+            **({"sampler": chosen, "batch_size": None} if alone else {"batch_sampler": chosen}),
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            generator=torch.Generator(),
+            **workers,
+        )
+
+    # --- the state
+
+    def _drawn(self) -> dict[str, Any]:
+        generator = getattr(self.loader, "generator", None)
+        return {**rng.states(), "cuda": None, "generator": None if generator is None else generator.get_state()}
+
+    def _put_back(self, drawn: dict[str, Any]) -> None:
+        rng.put_back(drawn)
+        if drawn["generator"] is not None and self.loader.generator is not None:
+            self.loader.generator.set_state(drawn["generator"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"begun": self._begun, "given": self._given} if self._begun is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """
+        Raises:
+            UsageError: another kind of loader was saved.
+        """
+        if state_dict.keys() != self.STATE:
+            raise UsageError(
+                "the checkpoint holds where another kind of loader stood in the middle of an epoch, and a DataLoader on one rank "
+                "cannot go on from there. Give the same loader; or go on from a checkpoint of an epoch's end."
+            )
+        self._begun, self._given = dict(state_dict["begun"]), int(state_dict["given"])
+        self._skips = self._given
+
+
+class _Numbers(Dataset[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+def _as_it_is(samples: Any) -> Any:
+    return samples
