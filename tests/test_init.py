@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,7 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
+import echelon as ech
 from echelon.contracts.errors import LauncherEnvironmentError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
@@ -406,7 +410,51 @@ def test_a_group_that_the_user_started_is_the_world(tmp_path: Path) -> None:
     assert launch(_world_by_hand, ranks=2, args=(str(tmp_path / "store"),)) == [(0, 2), (1, 2)]
 
 
+# What a script's environment may say while its ranks have met elsewhere: half of a launcher's facts, or another job's.
+OTHERS = {
+    "half": {"RANK": "{rank}", "WORLD_SIZE": "2"},
+    "another's": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"},
+    "contradicting": {"RANK": "7", "WORLD_SIZE": "2"},
+    "an allocation": {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1", "SLURM_LOCALID": "0"},
+    "local rank alone": {"LOCAL_RANK": "{rank}"},
+}
+
+
+def _trained_by_hand(store: str, env: dict[str, str], strategy: Any) -> tuple[int, int, float]:
+    rank = _forget_our_launcher()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    os.environ.update({name: value.format(rank=rank) for name, value in env.items()})
+    world = World.current()
+    model = torch.nn.Linear(2, 1)
+    data = TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
+    model, optimizer, loader = ech.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 4), strategy=strategy
+    )
+    for x, y in loader:
+        with ech.window(model) as window:
+            window.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    return world.rank, world.size, float(window.loss)
+
+
+@pytest.mark.parametrize("others", OTHERS)
+def test_a_group_that_exists_is_the_truth_whatever_the_environment_says(tmp_path: Path, others: str) -> None:
+    for i, strategy in enumerate(("ddp", ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD"))):
+        told = launch(_trained_by_hand, ranks=2, args=(str(tmp_path / str(i)), OTHERS[others], strategy))
+        assert [each[:2] for each in told] == [(0, 2), (1, 2)] and told[0][2] == told[1][2]
+
+
 # ---- data on its way --------------------------------------------------------------------------------------------------------
+
+
+def test_sequences_that_are_no_lists_keep_their_kind() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+    moved = copy_data_to_device({"x": packed, "y": deque([torch.ones(1)], maxlen=4)}, torch.device("meta"))
+    assert isinstance(moved["x"], PackedSequence) and moved["x"].data.is_meta and moved["x"].sorted_indices.is_meta
+    assert moved["x"].batch_sizes.equal(packed.batch_sizes)  # torch wants lengths in host memory
+    assert isinstance(moved["y"], deque) and moved["y"].maxlen == 4 and moved["y"][0].is_meta
 
 
 def test_data_keeps_its_structure_on_its_way_to_the_device() -> None:

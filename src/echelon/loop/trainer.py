@@ -24,7 +24,6 @@ from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.machine import visible_devices
 from echelon.contracts.numbers import whole
-from echelon.contracts.rank import RankInfo
 from echelon.launcher.calls import refuse_in_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks
@@ -39,6 +38,7 @@ from echelon.loop.trainer_rank import BETWEEN_PROCESSES, Plan, Work, in_order, s
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.strategy import STRATEGIES, Strategy, resolve
 from echelon.world import rng
+from echelon.world.init import rank_info
 
 __all__ = ["ACCELERATORS", "Trainer", "is_launched", "visible"]
 
@@ -231,7 +231,7 @@ class Trainer:
         )
 
     def _check_launched(self) -> None:
-        info = RankInfo.from_env()
+        info = rank_info()
         if self.ranks and self.ranks != info.local_world_size:
             logger.warning("devices=%s has no effect: %s ranks were launched on this node", self.ranks, info.local_world_size)
         nodes = -(-info.world_size // info.local_world_size)
@@ -327,7 +327,7 @@ def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
 
 def is_launched() -> bool:
     """Whether ranks run already, and this process is one of them."""
-    return "RANK" in os.environ or RankInfo.from_env().world_size > 1
+    return "RANK" in os.environ or rank_info().world_size > 1
 
 
 def visible(numbers: Sequence[int]) -> str:

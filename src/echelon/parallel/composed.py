@@ -17,7 +17,6 @@ from torch import nn
 from echelon.contracts.arguments import flags
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
-from echelon.contracts.rank import RankInfo
 from echelon.parallel.axes import data_axes
 from echelon.parallel.composed_prepared import ComposedPrepared, ComposedStages
 from echelon.parallel.context import ContextParallel, check_context
@@ -36,7 +35,7 @@ from echelon.parallel.same_draws import SameDraws
 from echelon.parallel.sharding import shard
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor import Chosen, check_tensor, equalize, split_layers
-from echelon.world.init import World, ensure_group
+from echelon.world.init import World, ensure_group, rank_info
 from echelon.world.mesh import AXES, ParallelDims
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ def _with(fsdp: FSDPStrategy | FSDP2Strategy, **changes: Any) -> FSDPStrategy | 
 
 def _near(dims: ParallelDims, world: World) -> None:
     """Ranks that exchange activations within a layer should be on one machine."""
-    local, near = RankInfo.from_env().local_world_size, dims.tp * dims.cp
+    local, near = rank_info().local_world_size, dims.tp * dims.cp
     if world.rank == 0 and 1 < local < world.size and local % near:
         logger.warning(
             "tp %d x cp %d = %d ranks exchange activations in every layer, but a machine has %d: some of them will do so over "

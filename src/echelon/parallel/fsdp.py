@@ -18,7 +18,6 @@ from torch import nn
 from echelon.contracts.arguments import several
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
-from echelon.contracts.rank import RankInfo
 from echelon.parallel.blocks import Blocks, blocks_by_policy, chosen_blocks
 from echelon.parallel.data_mesh import flat_mesh, replica_mesh
 from echelon.parallel.fsdp1 import precision_policies, sharding_named
@@ -27,7 +26,7 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.sharding import Reduction, Sharding, offloads, shard
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.units import check_prefetch, check_reshard
-from echelon.world.init import World, ensure_group
+from echelon.world.init import World, ensure_group, rank_info
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -154,7 +153,7 @@ class FSDPStrategy(Strategy):
         if self.process_group is not None:
             return DeviceMesh.from_group(self.process_group, world.device.type, mesh_dim_names=("dp_shard",))
         if replicas:
-            return replica_mesh(world, local_size=RankInfo.from_env().local_world_size)
+            return replica_mesh(world, local_size=rank_info().local_world_size)
         return flat_mesh(world)
 
     def _ignored(self) -> set[nn.Parameter]:
@@ -220,7 +219,7 @@ class HSDPStrategy(Strategy):
                 object.__setattr__(self, name, whole(name, size, at_least=1))
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        local_size = RankInfo.from_env().local_world_size
+        local_size = rank_info().local_world_size
         mesh = replica_mesh(world, self.replicate_size, self.shard_size, local_size=local_size)
         same = ("blocks", "reshard_after_forward", "mixed_precision", "cpu_offload", "sync_module_states", "forward_prefetch")
         options: dict[str, Any] = {

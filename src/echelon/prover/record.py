@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.rank import RankInfo
 from echelon.loop import unit as units
 from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
@@ -46,6 +45,7 @@ from echelon.prover.values import (
     whole,
     whole_parameters,
 )
+from echelon.world.init import rank_info
 
 __all__ = ["StepRecorder"]
 
@@ -65,7 +65,7 @@ class StepRecorder(Callback):
 
     def __init__(self, folder: Path, updates: int, dtype: torch.dtype, every: int = 1) -> None:
         self.folder, self.updates, self.dtype, self.every = folder, updates, dtype, every
-        self.rank = RankInfo.from_env().rank
+        self.rank = rank_info().rank
         self.record = RankRecord(rank=self.rank)
         self.memory = PeakMemory()
         self._unit: Any = None

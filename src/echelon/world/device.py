@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores
@@ -176,6 +178,10 @@ def map_tensors(data: Any, fn: Any) -> Any:
         copied: Any = getattr(data, "copy", dict)()  # keeps a defaultdict's factory, an OrderedDict's kind
         copied.update(items)
         return copied
+    if isinstance(data, PackedSequence):  # a tuple, whose lengths torch wants in host memory
+        return type(data)(fn(data.data), data.batch_sizes, *(map_tensors(v, fn) for v in data[2:]))
+    if isinstance(data, deque):
+        return deque((map_tensors(v, fn) for v in data), data.maxlen)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(map_tensors(v, fn) for v in data))
     if isinstance(data, (list, tuple)):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from echelon.contracts.asked import Asked
 from echelon.contracts.errors import LauncherEnvironmentError, UsageError, require
 from echelon.contracts.machine import DEVICE_VARIABLE
+from echelon.contracts.numbers import digits
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.world import stop
 from echelon.world.device import device_of, set_threads, use
@@ -29,7 +30,7 @@ from echelon.world.handshake import Said, greet, greeted
 from echelon.world.meeting import Facts, meet, refusal
 from echelon.world.store import store_of
 
-__all__ = ["World", "ensure_group", "init_from_env"]
+__all__ = ["World", "ensure_group", "init_from_env", "rank_info"]
 
 
 # torch's default is 30 minutes, which is what a hang then costs. A collective that takes ten has gone wrong.
@@ -59,7 +60,31 @@ class World:
             rank, size = dist.get_rank(), dist.get_world_size()
         else:
             rank, size = 0, 1
-        return cls(rank, size, device or _device_of(RankInfo()))
+        return cls(rank, size, device or _device_of(rank_info()))
+
+
+def rank_info() -> RankInfo:
+    """This process's place. The default group is the truth where there is one: ranks that met by a file, or by an address that
+    the script knows, need no launcher's environment, and may have another's, or half of one.
+
+    Raises:
+        LauncherEnvironmentError: there is no group, and the environment is half-set or contradicts itself.
+    """
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    try:
+        info = RankInfo.from_env()
+    except LauncherEnvironmentError:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise
+    else:
+        if size == 1 or (info.rank, info.world_size) == (dist.get_rank(), size):
+            return info
+    rank = dist.get_rank()
+    local_size = min(digits(os.environ.get("LOCAL_WORLD_SIZE", "")) or size, size)
+    local = digits(os.environ.get("LOCAL_RANK", ""))
+    if local is None and torch.cuda.is_initialized():
+        local = torch.cuda.current_device()
+    return RankInfo(rank, rank % local_size if local is None or local >= local_size else local, 0, size, local_size)
 
 
 def init_from_env(
@@ -94,7 +119,7 @@ def init_from_env(
     require(isinstance(pg_backend, str | None), "pg_backend", "a name such as 'gloo', or None", pg_backend)
     known = float32_matmul_precision in (None, "highest", "high", "medium")
     require(known, "float32_matmul_precision", "'highest', 'high', 'medium' or None", float32_matmul_precision)
-    info = RankInfo.from_env()
+    info = rank_info()
     if (asked := Asked.from_env()) is not None:
         asked.check(info)
     joins = dist.is_available() and not dist.is_initialized() and (info.world_size > 1 or "RANK" in os.environ)

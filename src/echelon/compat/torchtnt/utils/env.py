@@ -11,7 +11,6 @@ import torch
 
 from echelon.compat.torchtnt.utils.device import set_float32_precision
 from echelon.contracts.errors import UsageError
-from echelon.contracts.rank import RankInfo
 from echelon.world import init, rng
 
 __all__ = ["init_from_env", "seed"]
@@ -45,7 +44,7 @@ def init_from_env(
     """
     if dist_init_method_type not in ("env", "tcp", "file"):
         raise UsageError(f"dist_init_method_type {dist_init_method_type!r}: 'env', 'tcp' or 'file'.")
-    info = RankInfo.from_env()
+    info = init.rank_info()
     if dist_init_method_type == "file" and info.world_size > 1 and info.rank == 0:
         logger.warning(
             "init_from_env(dist_init_method_type='file') has no effect: the environment names no file that all ranks know, so "
