@@ -6,8 +6,10 @@ import contextlib
 import copy
 import gc
 import os
+import pickle
 import re
 import signal
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, TensorDataset
 
 import echelon as ech
-from echelon.contracts.errors import EchelonError
+from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.stopping import REQUEUE
 from echelon.loop.target import Target
 from echelon.prover.matrix import matrix
@@ -311,7 +313,7 @@ REFUSED = {
     _in_pairs: "by one loop at a time",
     _twice_an_epoch: "iterated over once in each epoch of echelon.epochs.*, got a second time",
     _goes_on_after_an_error: "the next batch after RuntimeError: out of memory",
-    _prepared_again: "new to prepare.*, got a loader that an earlier call returned",
+    _prepared_again: "new to prepare.*, got a DistributedDataParallel that an earlier call was given",
     _odd_batches: "batch_size must be a multiple of the 2 ranks that share each batch, got 3",
     _part_of_the_data: "RandomSampler must draw every sample, got 8 of 22",
 }
@@ -395,3 +397,138 @@ def test_what_a_loop_draws_before_its_batches_changes_no_resumed_run(
     ranks(2, _drawing, tmp_path / "again", stops_after, counts)
     got = ranks(2, _drawing, tmp_path / "again", -1, counts)
     assert [largest_difference(a, b) for a, b in zip(wanted, got, strict=True)] == [0, 0]
+
+
+# --- what scripts do with what `prepare` returned
+
+
+def _as_scripts_do(strategy: str) -> tuple[Any, ...]:
+    """As scripts for DistributedDataParallel ask and tell their loaders."""
+    ranks = max(1, dist.get_world_size() if dist.is_initialized() else 1)
+    data = TensorDataset(*batch(16, 0))
+    sampler = DistributedSampler(data, num_replicas=ranks, rank=dist.get_rank() if dist.is_initialized() else 0, shuffle=True)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = DataLoader(data, 8 // ranks, sampler=sampler), DataLoader(data, 4)
+    model, optimizer, loader, held_out = ech.prepare(model, optimizer, *given, strategy=strategy)
+    assert (loader.batch_size, held_out.batch_size, loader.dataset, len(loader)) == (8 // ranks, 4, data, 2)
+    assert loader.sampler is sampler and loader.batch_sampler.sampler is sampler and not loader.drop_last
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = loader.no_such_thing
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        loader.batch_sampler.sampler.set_epoch(epoch)
+        for x, y in loader:
+            _step(model, optimizer, x, y)
+    return (whole(model),)
+
+
+def test_a_loader_can_be_asked_and_told_as_before(ranks: Ranks) -> None:
+    ((wanted,),) = [_as_scripts_do("noop")]
+    for (got,) in ranks(2, _as_scripts_do, "ddp"):
+        assert largest_difference(got, wanted) < 1e-12
+
+
+def _sets_epochs(folder: str, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+    """`set_epoch` is called for epochs that were trained, too, before the run comes to where it goes on."""
+    model = net()
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = ech.prepare(
+        model, optimizer, ech.Loader(TensorDataset(*batch(24, 0)), 8), checkpoints=saver, strategy="noop"
+    )
+    steps = 0
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for x, y in loader:
+            if steps == stop_after:
+                return whole(model)
+            _step(model, optimizer, x, y)
+            steps += 1
+    return whole(model)
+
+
+def test_epochs_that_a_script_sets_do_not_undo_where_a_run_goes_on(tmp_path: Path) -> None:
+    wanted = _sets_epochs(str(tmp_path / "whole"))
+    _sets_epochs(str(tmp_path / "parts"), stop_after=4)
+    assert largest_difference(_sets_epochs(str(tmp_path / "parts")), wanted) == 0
+
+
+def test_a_scheduler_can_be_pickled_and_copied_after_prepare() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    ech.prepare(model, optimizer, scheduler, [batch(2, 0)], strategy="noop")
+    for copied in (pickle.loads(pickle.dumps(scheduler)), copy.deepcopy(scheduler)):
+        assert type(copied) is torch.optim.lr_scheduler.StepLR and copied.state_dict() == scheduler.state_dict()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own: a copy of an optimizer does not know who counts its steps
+            copied.step()
+        assert copied.last_epoch == 1 and scheduler.last_epoch == 0
+
+
+def _second_prepare(strategy: str, what: str) -> float | str:
+    model = original = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(*batch(8, 0))
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(data, 4), strategy=strategy)
+    for x, y in loader:
+        _step(model, optimizer, x, y)
+    try:
+        if what == "the same":
+            made = ech.prepare(model, optimizer, DataLoader(data, 4), strategy=strategy)
+        elif what == "the original":
+            again = torch.optim.SGD(original.parameters(), lr=0.1)
+            made = ech.prepare(original, again, DataLoader(data, 4), strategy=strategy)
+        else:
+            again = torch.optim.SGD(model.parameters(), lr=0.1)
+            made = ech.prepare(model, again, DataLoader(data, 4), strategy=None)
+    except UsageError as error:
+        return str(error)
+    model, optimizer, loader = made
+    for x, y in loader:
+        _step(model, optimizer, x, y)
+    return float(whole(model)["last.bias"])
+
+
+def test_a_second_prepare_says_what_to_make_anew(ranks: Ranks) -> None:
+    for strategy in ("ddp", "fsdp"):
+        for what in ("the same", "the original"):
+            for said in ranks(2, _second_prepare, strategy, what):
+                assert isinstance(said, str) and "must be new to prepare()" in said and "as for each fold" in said
+        a, b = ranks(2, _second_prepare, strategy, "another optimizer")
+        assert isinstance(a, float) and a == b
+
+
+def test_a_sampler_of_a_subset_is_refused_with_the_subset(ranks: Ranks) -> None:
+    model = net()
+    loader = DataLoader(DATA, 4, sampler=SubsetRandomSampler([0, 1, 2, 3]))
+    with pytest.raises(UsageError, match=r"Subset\(dataset, indices\)"):
+        ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, strategy="noop")
+
+
+def _epochs_in(folder: Path, epochs: int, checkpoints: Any = None) -> list[str]:
+    model = net()
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 11)
+    model, optimizer, loader = ech.prepare(*parts, strategy="noop", checkpoints=checkpoints or folder)
+    for _ in ech.epochs(loader, epochs):
+        for x, y in loader:
+            _step(model, optimizer, x, y)
+    return sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+
+
+def test_a_folder_keeps_the_last_checkpoints_and_what_others_put_there(tmp_path: Path) -> None:
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    (folder / "best.pt").write_bytes(b"mine")
+    wanted = [f"step-{2 * epoch:08d}" for epoch in range(1, 9)]
+    assert _epochs_in(folder, 5) == ["best.pt", *wanted[2:5]]
+    assert _epochs_in(folder, 7) == ["best.pt", *wanted[4:7]]  # over restarts as well
+    assert _epochs_in(folder, 8, ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)) == ["best.pt", *wanted[4:8]]
+
+
+def test_checkpoints_that_a_run_meant_to_keep_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "ck"
+    kept = _epochs_in(folder, 4, ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1))
+    now = _epochs_in(folder, 9)
+    assert len(kept) == 4 and now[:4] == kept and now[4:] == [f"step-{2 * epoch:08d}" for epoch in (7, 8, 9)]

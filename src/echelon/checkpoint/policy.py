@@ -71,11 +71,13 @@ class Keep:
         count: the newest n, or with `best` the best n; None keeps all.
         every_train_steps: those of every k-th step stay for ever.
         best: what "best" means.
+        spares_kept: nobody has asked for `count`: what was saved by a run that removed none stays, and does not count.
     """
 
     count: int | None = None
     every_train_steps: int | None = None
     best: BestCheckpointConfig | None = None
+    spares_kept: bool = False
 
     def __post_init__(self) -> None:
         if self.count is not None:

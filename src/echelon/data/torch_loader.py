@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from echelon.contracts.errors import UsageError
 from echelon.data.loader import Loader
@@ -30,8 +37,9 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
     if not (plain or is_distributed(loader)) or loader.batch_size is None or _has_own_batches(loader):
         what = type(sampler if sampler is not None else loader.dataset).__name__
+        first = "Give it Subset(dataset, indices), of torch.utils.data, and shuffle=True. Or use" if _chooses(sampler) else "Use"
         raise UsageError(
-            f"a DataLoader with {what} {why}. Use echelon.Loader (echelon.Weighted gives its samples weights), for iterable "
+            f"a DataLoader with {what} {why}. {first} echelon.Loader (echelon.Weighted gives its samples weights), for iterable "
             "datasets echelon.StreamLoader, or a DistributedSampler of your own."
         )
     divided = is_distributed(loader)
@@ -59,6 +67,11 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     )
     made.worker_init_fn = loader.worker_init_fn
     return made
+
+
+def _chooses(sampler: Any) -> bool:
+    """Whether it only says which samples there are."""
+    return type(sampler) is SubsetRandomSampler
 
 
 def _has_own_batches(loader: DataLoader[Any]) -> bool:

@@ -165,6 +165,8 @@ class RunFolder:
             if self.keep.count is None:
                 return
             whole = {commit.step_of(p): p for p in commit.committed(self.path) if p.name not in self._counted}
+            if self.keep.spares_kept:
+                whole = {step: p for step, p in whole.items() if manifest.read(p).get("keep") is not None}
             metrics = {step: manifest.read(p).get("metrics", {}) for step, p in whole.items()} if self.keep.best else {}
             commit.retire(self.path, [whole[step].name for step in self.keep.doomed(list(whole), metrics)])
         except Exception as error:  # the save itself is committed

@@ -210,7 +210,8 @@ class DistributedCheckpointSaver(Callback):
         return (step := _step(unit)), manifest.named(step)
 
     def _take(self, state: State, unit: TrainUnit[Any]) -> tuple[Snapshot, dict[str, Any]]:
-        return contents.take(state, unit, self._planned, self.best, self._frozen)
+        taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
+        return taken, {**facts, "keep": self.folder.keep.count}
 
     def _note_metrics(self, state: State, unit: TrainUnit[Any], step: int) -> None:
         """A step was saved as a signal came, and its evaluation was made by the run that resumed: now the number is known."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from echelon.contracts.errors import UsageError
@@ -13,7 +14,9 @@ from echelon.contracts.numbers import whole
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.parts import Padding
 from echelon.data.torch_loader import as_loader, is_distributed
+from echelon.loop.own.kept import kept_for
 from echelon.loop.own.unit import LoopUnit
+from echelon.parallel.names import class_name
 from echelon.world.device import copy_data_to_device
 
 if TYPE_CHECKING:
@@ -29,36 +32,43 @@ _TOO_FEW = (
 
 
 class _Batches:
-    """A loader; what else it has can be asked as ever."""
+    """A loader; what else it has can be asked as ever, also of the DataLoader that it was made of.
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    Args:
+        given: what `prepare` was given.
+    """
+
+    def __init__(self, loader: Any, given: Any) -> None:
+        self.loader, self._given = loader, given
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # a copy that is being made
+        if name in ("loader", "_given"):  # a copy that is being made
             raise AttributeError(name)
-        return getattr(self.loader, name)
+        return getattr(self.loader if hasattr(self.loader, name) else self._given, name)
 
 
 class TrainingBatches(_Batches):
     """This rank's batches, on its device. Each iteration is an epoch; the first goes on where a restored run stood."""
 
-    def __init__(self, loader: Any, session: Session) -> None:
-        super().__init__(loader)
+    def __init__(self, loader: Any, given: Any, session: Session) -> None:
+        super().__init__(loader, given)
         self._session = session
 
     def __iter__(self) -> Iterator[Any]:
         return self._session.batches()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: the loop counts epochs itself, and after a restart begins in the middle of one."""
 
 
 class EvaluationBatches(_Batches):
     """This rank's share of the batches, on its device, each sample once over all ranks."""
 
     def __init__(self, loader: Any, unit: LoopUnit) -> None:
-        super().__init__(self._divided(loader, unit))
+        super().__init__(self._divided(loader, unit), loader)
         self._unit = unit
 
     @staticmethod
@@ -84,16 +94,27 @@ class EvaluationBatches(_Batches):
                 raise UsageError(_TOO_FEW)
 
 
-def refuse_prepared(objects: Sequence[Any]) -> None:
+def refuse_prepared(objects: Sequence[Any], strategy: Any) -> None:
     """
     Raises:
-        UsageError: a loader is one that `prepare` returned.
+        UsageError: an earlier call was given one of the objects, or returned it. A model that is parallel already may be given
+            once more, as it is, with another optimizer.
     """
     for each in objects:
-        if isinstance(each, _Batches):
+        session, step = kept_for(each), getattr(each, "step", None)
+        again = isinstance(each, nn.Module) and session is not None and session.unit.module is each and strategy in (None, "noop")
+        if isinstance(each, _Batches) or getattr(step, "knows_window", False) or (session is not None and not again):
+            what = (
+                "loader"
+                if isinstance(each, _Batches)
+                else class_name(each)
+                if isinstance(each, nn.Module)
+                else type(each).__name__
+            )
             raise UsageError(
-                "objects must be new to prepare(), got a loader that an earlier call returned. Call it once for each model; for "
-                "another run make the model, the optimizer and the loaders anew."
+                f"objects must be new to prepare(), got a {what} that an earlier call was given or returned. Make the "
+                "model, the optimizer, the scheduler and the loaders anew for each run, as for each fold; to train the same "
+                "model with another optimizer, give the model that prepare() returned, with strategy=None."
             )
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from echelon.checkpoint.layout import Stateful
+from echelon.checkpoint.policy import Keep
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
@@ -52,6 +53,9 @@ __all__ = ["epochs", "evaluating", "prepare", "window"]
 
 logger = logging.getLogger(__name__)
 
+# Checkpoints that stay of a folder that `prepare` is given: the newest, and two to go back to.
+_KEPT = 3
+
 
 def prepare(
     *objects: Any,
@@ -76,7 +80,7 @@ def prepare(
         strategy, precision, compile, activation_checkpoint_params, device: as in AutoUnit.
         gradient_accumulation_steps: batches of a rank in an update; by default the loader's, 1 for a DataLoader.
         checkpoints: a folder, in which every epoch is saved, and what a stop interrupts; or a DistributedCheckpointSaver. What is
-            there is restored, before this returns.
+            there is restored, before this returns. Of a folder the last 3 stay; a saver keeps all, or `keep_last_n_checkpoints`.
         callbacks: as in `train`.
     Returns:
         what was given, in its order: the model as the strategy has it, the same optimizer and scheduler, loaders that give
@@ -84,7 +88,7 @@ def prepare(
     Raises:
         UsageError: on all ranks: an optimizer of other parameters, several models or optimizers, what is none of these.
     """
-    refuse_prepared(objects)
+    refuse_prepared(objects, strategy)
     parts = _Parts.of(objects)
     device = device or init_from_env()
     greet()
@@ -133,13 +137,14 @@ def _joined(
     saver = checkpoints
     if saver is not None and not isinstance(saver, DistributedCheckpointSaver):
         saver = DistributedCheckpointSaver(saver, save_every_n_epochs=1)
+        saver.folder.keep = Keep(_KEPT, spares_kept=True)
     if saver is not None:
         callbacks.append(saver)
     if isinstance(parts.loader, DataLoader):
         check_shares(parts.loader, unit)
     session = Session(unit, loader, callbacks)
     session.take_over()
-    batches = TrainingBatches(loader, session)
+    batches = TrainingBatches(loader, parts.loader, session)
     session.adopt(unit.module, parts.model, parts.optimizer, batches)
     if saver is not None and not overrides().observes:
         DistributedCheckpointSaver.restore_from_latest(str(saver.dirpath), unit, train_dataloader=loader)

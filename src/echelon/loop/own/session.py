@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -347,5 +348,12 @@ class Session:
         replace(optimizer, "zero_grad", self.zero_grad)
         if scheduler is not None and not getattr(scheduler.step, "knows_window", False):
             # By its class: a scheduler's own attributes are its state.
-            step = knowing(type(scheduler).step, self.scheduler_step, bound_to=scheduler)
-            scheduler.__class__ = type(type(scheduler).__name__, (type(scheduler),), {"step": step})
+            kind = type(scheduler)
+            step = knowing(kind.step, self.scheduler_step, bound_to=scheduler)
+            own = {"step": step, "__module__": kind.__module__, "__reduce_ex__": partial(_as_its_own_kind, scheduler, kind)}
+            scheduler.__class__ = type(kind.__name__, (kind,), own)
+
+
+def _as_its_own_kind(scheduler: Any, kind: type, protocol: int) -> tuple[Any, ...]:
+    """How it is pickled and copied: the copy belongs to no session."""
+    return kind.__new__, (kind,), vars(scheduler)
