@@ -302,6 +302,20 @@ def test_a_submitted_job_that_finds_its_folder_in_use_leaves_it_alone(
     assert [(read_json(run.exit_json) or {})["exit_code"]] == [0]
 
 
+def test_a_start_that_is_refused_is_not_the_success_of_the_one_before(tmp_path: Path) -> None:
+    """Both by one process, as by a scheduler of one's own; or by two that have ended, which leaves both to process 1."""
+    script, run = tmp_path / "train.py", RunDir(tmp_path / "runs" / "again")
+    script.write_text("")
+    codes = []
+    for _ in range(2):
+        run.path.mkdir(parents=True, exist_ok=True)
+        codes.append(LocalLauncher(cwd=tmp_path).submit(JobSpec(str(script)), run).wait(60).exit_code)
+        script.unlink(missing_ok=True)
+    assert codes == [0, 1]
+    ends = [read_json(run.path / "attempts" / n / "exit.json") or {} for n in ("000", "001")]
+    assert [end["exit_code"] for end in ends] == [0, 1] and "does not find" in ends[1]["stopped"]
+
+
 def test_a_run_in_the_folder_of_a_job_that_runs_is_refused(tmp_path: Path, echelon_command: Any) -> None:
     (tmp_path / "train.py").write_text("import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)\n")
     assert echelon_command("submit", "--to", "local", "--name", "busy", "train.py").returncode == 0

@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = run.path / "job" / "job.json"
         _until(lambda: (read_json(said) or {}).get("id") == env["SLURM_JOB_ID"], f"{hosts[0]} to write {said}: do all see it?")
         _until(lambda: _has_address(hosts[min(1, spec.nodes - 1)]), f"{hosts[min(1, spec.nodes - 1)]} to have an address")
-        code = run_node(run, env, given=spec)
+        code = run_node(run, env, start=start, given=spec)
     except EchelonError as error:
         say(str(error))
         code = 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -41,11 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--task", type=int, default=0, metavar="N", help="which of an array's calls")
     parser.add_argument("--conclude", type=int, metavar="CODE", help="the exit code with which the nodes' launchers ended")
     arguments = parser.parse_args(argv)
-    run, start = RunDir(arguments.run), start_of(os.environ)
+    run, start = RunDir(arguments.run), start_of(os.environ, arguments.spec_sha256)
     try:
         if arguments.conclude is not None:
             return conclude(run, arguments.conclude, start, arguments.spec_sha256)
-        return run_node(run, os.environ, arguments.call_sha256, arguments.task, spec_sha256=arguments.spec_sha256)
+        task, spec = arguments.task, arguments.spec_sha256
+        return run_node(run, os.environ, arguments.call_sha256, task, start=start, spec_sha256=spec)
     except EchelonError as error:
         say(str(error))
         if arguments.conclude is None and (run.path / "job").is_dir():
@@ -56,9 +58,16 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def start_of(env: Mapping[str, str]) -> str:
-    """Names this start of the job: every requeue has another."""
-    return f"{env.get('SLURM_JOB_ID', os.getppid())}.{env.get('SLURM_RESTART_COUNT', '0')}"
+def start_of(env: Mapping[str, str], spec_sha256: str | None = None) -> str:
+    """Names this start of the job, among all that ever were in its folder: every requeue has another.
+
+    Args:
+        spec_sha256: of what was submitted, which tells apart two jobs that had one number, as after a loss of the controller's.
+    """
+    job = env.get("SLURM_JOB_ID")
+    if job is None:  # a job of this machine, which is started once, by one process
+        return f"{secrets.token_hex(8)}.0"
+    return f"{job}.{env.get('SLURM_RESTART_COUNT', '0')}{f'-{spec_sha256[:16]}' if spec_sha256 else ''}"
 
 
 def run_node(
@@ -67,12 +76,14 @@ def run_node(
     call_sha256: str | None = None,
     task: int = 0,
     *,
+    start: str,
     spec_sha256: str | None = None,
     given: JobSpec | None = None,
 ) -> int:
     """Run this node's ranks until they end.
 
     Args:
+        start: as `start_of` names it.
         call_sha256: of the file of the call, if the job is one; from the command line, which nobody can have changed.
         task: which of an array's calls.
         spec_sha256: of the folder's job.json, likewise.
@@ -99,8 +110,8 @@ def run_node(
     if node == 0:
         # A start that was requeued may come before a shared file system has let go of the lock of a node that was lost.
         again = env.get("SLURM_RESTART_COUNT", "0") != "0"
-        run.hold(job=start_of(env) if "SLURM_JOB_ID" in env else "", patience_s=_STALE_LOCK_S if again else 1.0)
-    meeting = meet(run, start_of(env), node, hosts)
+        run.hold(job=start if "SLURM_JOB_ID" in env else "", patience_s=_STALE_LOCK_S if again else 1.0)
+    meeting = meet(run, start, node, hosts)
     here = run.at_attempt(meeting.attempt)
 
     outcome = _run(spec, here, meeting, call_sha256, task, str(said.get("key", "")))
