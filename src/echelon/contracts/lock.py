@@ -95,7 +95,9 @@ class Holder:
             return False
         job, _, start = self.job.partition(".")
         own, _, own_start = _job().partition(".")
-        if job and job == own and start.partition("-")[0] != own_start:  # a batch system starts a job again only when it has ended
+        if (
+            job and job == own and start.partition("-")[0] != own_start
+        ):  # a batch system starts a job again only when it has ended
             return False
         return time.time() - self.seen < _FRESH_S
 

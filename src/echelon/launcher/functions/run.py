@@ -151,8 +151,7 @@ class Cancel:
         with self._lock:
             self._wanted = True
             if self._server is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._server.pid, signal.SIGKILL)
+                self._server.kill()
 
     def begun(self, server: ForkServer | None) -> None:
         """The call has this server to itself now; or no longer.

@@ -1,7 +1,8 @@
 """A server that has torch loaded and forks ranks: a rank starts in milliseconds instead of importing torch again.
 
-The server is single-threaded and never touches CUDA, so that forking it is safe. It speaks lines of JSON over one socket
-with its owner: requests `{"fork": {...}}`, `{"signal": [pid, number]}`, answers `{"forked": pid}`, `{"exited": pid, ...}`.
+The server is single-threaded when it forks and never touches CUDA, so that forking it is safe. It speaks lines of JSON over one
+socket with its owner: requests `{"fork": {...}}`, `{"signal": [pid, number]}`, answers `{"forked": pid}`, `{"exited": pid, ...}`.
+While ranks run, it imports in a thread: it hears of their ends at once, and a fork waits for that thread's end.
 When the owner goes away, however it dies, the socket closes and the server kills every process it started; when the
 server itself is killed, the kernel kills the ranks (parent-death signal) and the owner what these had started.
 """
@@ -19,9 +20,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from echelon.contracts.errors import EchelonError
@@ -60,6 +62,7 @@ class ForkServer:
         self.peaks: dict[int, int] = {}  # of ranks that have ended: the most memory at once, in bytes
         self._running: set[int] = set()
         self._owner = os.getpid()
+        self._handle = _handle_of(pid)  # while it surely has that number
 
     @classmethod
     def start(cls, preload: Sequence[str] = ("torch",)) -> ForkServer:
@@ -141,6 +144,14 @@ class ForkServer:
         with contextlib.suppress(OSError):
             self._send({"preload": list(modules)})
 
+    def kill(self) -> None:
+        """Kill the server, and by that its ranks; from any thread. Another process that was given its number lives on."""
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        elif self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         """End the server and every process it started. Safe to call twice and in a forked child of the owner."""
         if os.getpid() != self._owner or self._socket.fileno() < 0:
@@ -152,6 +163,9 @@ class ForkServer:
                 self._process.wait()
             else:
                 os.waitpid(self.pid, 0)
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
     def _send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         data = json.dumps(message).encode() + b"\n"
@@ -162,16 +176,14 @@ class ForkServer:
 
     def _receive(self, timeout_s: float | None) -> dict[str, Any] | None:
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._socket], [], [], timeout_s)
-            if not ready:
+            if not _readable([self._socket.fileno()], timeout_s):
                 return None
             try:
                 chunk = self._socket.recv(65536)
             except ConnectionError:
                 chunk = b""
             if not chunk:
-                for pid in self._running:  # the kernel has killed the ranks; this is for what they had started
-                    _kill_group(pid, signal.SIGKILL)
+                _kill_left(self._running)
                 raise EchelonError(
                     "the process that forks the ranks is gone. Was it killed? `dmesg` shows whether the OOM killer did it."
                 )
@@ -192,6 +204,7 @@ def main(fd: int, preload: Sequence[str]) -> None:
     """The server's process: `ForkServer.start` runs this."""
     load(preload)
     serve(socket.socket(fileno=fd))
+    os._exit(0)  # an import may still be under way, in a thread that an ordinary end would trip over
 
 
 def load(modules: Sequence[str]) -> None:
@@ -205,10 +218,29 @@ def load(modules: Sequence[str]) -> None:
         gc.enable()
 
 
+def _readable(fds: Sequence[int], timeout_s: float | None) -> set[int]:
+    """Of these descriptors those that can be read, or have been closed at their other end. select() takes none above 1023."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)}
+
+
+def _handle_of(pid: int) -> int | None:
+    """Of a child that has not been waited for; None where there are no such handles."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.pidfd_open(pid)
+    return None
+
+
 class _Server:
     def __init__(self, sock: socket.socket) -> None:
         self.socket, self.buffer, self.fds = sock, b"", list[int]()
         self.children: set[int] = set()
+        self.waiting: list[dict[str, Any]] = []  # forks that were asked for during an import
+        self.loading: threading.Thread | None = None
+        self.loaded = threading.Event()
+        self.loaded.set()
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
 
@@ -220,10 +252,11 @@ class _Server:
             signal.signal(number, signal.SIG_IGN)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         while True:
-            ready = select.select([self.socket.fileno(), self.wake_read], [], [])[0]
+            ready = _readable([self.socket.fileno(), self.wake_read], None)
             if self.wake_read in ready:
                 os.read(self.wake_read, 4096)
                 self.reap()
+                self.fork_waiting()
             if self.socket.fileno() in ready and not self.read():
                 return
 
@@ -244,7 +277,8 @@ class _Server:
 
     def handle(self, message: dict[str, Any]) -> None:
         if "fork" in message:
-            self.fork(message["fork"])
+            self.waiting.append(message["fork"])
+            self.fork_waiting()
         elif "signal" in message:
             pid, number, group = message["signal"]
             if pid in self.children and group:
@@ -252,7 +286,32 @@ class _Server:
             elif pid in self.children:
                 os.kill(pid, number)
         elif "preload" in message:
-            load(message["preload"])
+            self.preload(message["preload"])
+
+    def preload(self, modules: list[str]) -> None:
+        if not self.children and self.loaded.is_set():
+            load(modules)
+            return
+        before, self.loaded = self.loading, threading.Event()
+        self.loading = threading.Thread(target=self.load_and_wake, args=(modules, before, self.loaded), daemon=True)
+        self.loading.start()
+
+    def load_and_wake(self, modules: list[str], before: threading.Thread | None, loaded: threading.Event) -> None:
+        if before is not None:
+            before.join()
+        load(modules)
+        loaded.set()
+        with contextlib.suppress(BlockingIOError):  # so full that it wakes us all the same
+            os.write(self.wake_write, b"\0")
+
+    def fork_waiting(self) -> None:
+        if not self.loaded.is_set():
+            return
+        if self.loading is not None and self.waiting:
+            self.loading.join()
+            self.loading = None
+        while self.waiting:
+            self.fork(self.waiting.pop(0))
 
     def fork(self, request: dict[str, Any]) -> None:
         count = int(request.pop("fds"))
@@ -297,16 +356,21 @@ class _Server:
     def reap(self) -> None:
         while True:
             try:
-                pid, status, used = os.wait4(-1, os.WNOHANG)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 break
+            pid, time_ns = ended.si_pid, time.monotonic_ns()
             if pid in self.children:
                 self.children.discard(pid)
-                _kill_group(pid, signal.SIGKILL)  # what the rank started: its data workers must not outlive it
+                # What the rank started: its data workers must not outlive it. Until it is waited for, the number is its own.
+                _kill_group(pid, signal.SIGKILL)
+                _, status, used = os.wait4(pid, 0)
                 peak = used.ru_maxrss * 1024  # Linux counts in KiB
-                self.send({"exited": pid, "status": status, "time_ns": time.monotonic_ns(), "peak": peak})
+                self.send({"exited": pid, "status": status, "time_ns": time_ns, "peak": peak})
+            else:
+                os.waitpid(pid, 0)
         if not self.children:
             self.kill_orphans()
 
@@ -336,6 +400,23 @@ class _Server:
 def _kill_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
+
+
+def _kill_left(groups: Iterable[int]) -> None:
+    """Kill what is left of the groups of ranks that somebody else has waited for, as after the death of their parent.
+
+    The number may be another's by now. While any process of a group is left, no other gets its leader's number, and none but
+    their descendants is in this session and such a group. Each is held before it is looked at again, and killed by that.
+    """
+    wanted, session = set(groups), os.getsid(0)
+    for name in os.listdir("/proc") if wanted and os.path.isdir("/proc/self") else ():
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            held = os.pidfd_open(int(name))
+            try:
+                if os.getpgid(int(name)) in wanted and os.getsid(int(name)) == session:
+                    signal.pidfd_send_signal(held, signal.SIGKILL)
+            finally:
+                os.close(held)
 
 
 def serve(sock: socket.socket) -> None:

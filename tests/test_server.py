@@ -1,0 +1,133 @@
+"""The process that forks ranks: what it hears while it imports, whom it ends, and how many files its owner may have open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from echelon.contracts.errors import EchelonError
+from echelon.launcher.local.processes import runs
+from echelon.launcher.local.server import ForkServer
+from echelon.launcher.local.worker import Start
+
+SLEEPS = "import time\ntime.sleep(600)\n"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = ForkServer.start(())
+    yield found
+    found.close()
+
+
+def rank_of(server: ForkServer, folder: Path, text: str) -> int:
+    (folder / "rank.py").write_text(text)
+    start = Start("script", str(folder / "rank.py"), [], dict(os.environ), str(folder), sys.path, log=str(folder / "log"))
+    return server.fork(asdict(start))
+
+
+def until(probe: Callable[[], bool], server: ForkServer | None = None, limit_s: float = 60.0) -> None:
+    end = time.monotonic() + limit_s
+    while not probe():
+        assert time.monotonic() < end
+        if server is not None:
+            server.poll(0.05)
+        else:
+            time.sleep(0.02)
+
+
+def test_while_the_server_imports_it_hears_of_ends_and_passes_signals_on(server: ForkServer, tmp_path: Path) -> None:
+    """An import lasts seconds: the rank that failed first is known by when the server heard of it."""
+    (tmp_path / "slow_one.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\n"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+    )
+    first, second = (rank_of(server, tmp_path, SLEEPS) for _ in range(2))
+    server.preload(["slow_one"])
+    server.preload(["json"])
+    until((tmp_path / "begun").exists)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: first in server.poll(), server)
+    server.signal(second, signal.SIGKILL)
+    until(lambda: second in server.poll(), server)
+    assert server.poll()[first][1] < server.poll()[second][1]
+    (tmp_path / "go").touch()
+    third = rank_of(server, tmp_path, "import sys\nassert 'slow_one' in sys.modules\n")
+    until(lambda: third in server.poll(), server)
+    assert server.poll()[third][0] == 0, (tmp_path / "log").read_text()
+
+
+def test_a_server_that_imports_for_ever_ends_with_its_owner(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(600)\n")
+    rank = rank_of(server, tmp_path, SLEEPS)
+    server.preload(["endless"])
+    until((tmp_path / "begun").exists)
+    server.close()
+    assert not runs(rank) and not runs(server.pid)
+
+
+def _starts_another(folder: Path) -> str:
+    return (
+        f"import subprocess, sys\np = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(folder / 'other')!r}, 'w').write(str(p.pid))\n"
+    )
+
+
+@pytest.mark.parametrize("dies", ["rank", "server"])
+def test_what_a_rank_started_ends_with_it(server: ForkServer, tmp_path: Path, dies: str) -> None:
+    rank = rank_of(server, tmp_path, _starts_another(tmp_path) + SLEEPS)
+    until(lambda: (tmp_path / "other").exists() and bool((tmp_path / "other").read_text()))
+    other = int((tmp_path / "other").read_text())
+    if dies == "rank":
+        server.signal(rank, signal.SIGTERM, group=False)
+        until(lambda: rank in server.poll(), server)
+    else:
+        server.kill()
+        with pytest.raises(EchelonError, match="is gone"):
+            until(lambda: False, server)
+    until(lambda: not runs(other))
+
+
+def test_a_server_that_has_gone_is_killed_no_more(tmp_path: Path) -> None:
+    """Its number may be another process's."""
+    server = ForkServer.start(())
+    server.close()
+    stranger = subprocess.Popen([sys.executable, "-S", "-c", SLEEPS])
+    try:
+        server.pid = stranger.pid
+        server.kill()
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@contextlib.contextmanager
+def many_open_files(count: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4 * count), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_with_thousands_of_open_files_starts_ranks(tmp_path: Path) -> None:
+    with many_open_files(1500), contextlib.closing(ForkServer.start(())) as server:
+        rank = rank_of(server, tmp_path, "")
+        until(lambda: rank in server.poll(), server)
+        assert server.poll()[rank][0] == 0, (tmp_path / "log").read_text()
