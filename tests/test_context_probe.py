@@ -376,3 +376,39 @@ def _noise() -> int:
 
 def test_a_loss_that_draws_for_each_token_is_taken(ranks: Ranks) -> None:
     assert ranks(2, _noise) == [2, 2]
+
+
+# --- loops of one's own, whose loss is not called again
+
+
+def _own_loop(name: str) -> str:
+    torch.manual_seed(0)
+    make, loss = {**LOSSES, **{name: (lm, loss) for name, (loss, _) in FINE.items()}}[name]
+    module = make()
+    model, optimizer, loader = ech.prepare(
+        module, torch.optim.SGD(module.parameters(), 0.1), [tokens(2, 32, seed) for seed in range(2)], strategy="cp=2"
+    )
+    try:
+        for batch in loader:
+            with ech.window(model) as window:
+                window.backward(loss(model, batch))
+                optimizer.step()
+    except UsageError as error:
+        return str(error)
+    far = largest_difference(whole(model), plain(make(), [[tokens(2, 32, seed)] for seed in range(2)], loss=loss)[0])
+    return f"far by {far}"
+
+
+SEEN_IN_A_LOOP = ["last token", "first token", "of the mean", "neighbours", "perplexity", "contrastive"]
+
+
+@pytest.mark.parametrize("name", SEEN_IN_A_LOOP)
+def test_in_a_loop_of_ones_own_derivatives_tell(ranks: Ranks, name: str) -> None:
+    for said in ranks(2, _own_loop, name):
+        assert "would change the loss: it must be a mean over tokens" in said, said
+
+
+@pytest.mark.parametrize("name", ["label smoothing", "z-loss"])
+def test_in_a_loop_of_ones_own_means_over_tokens_are_taken(ranks: Ranks, name: str) -> None:
+    for said in ranks(2, _own_loop, name):
+        assert said.startswith("far by "), said

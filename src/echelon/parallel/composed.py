@@ -163,6 +163,8 @@ class Parallel(Strategy):
         prepared = shard(module, world, recipe, how, ComposedPrepared)
         assert isinstance(prepared, ComposedPrepared)
         prepared.context = context
+        if context is not None and pipeline is None:
+            context.look_at_outputs(prepared.module)
         prepared.pipe(pipeline)
         prepared.lay_out(dims, world.rank)
         prepared.draws_apart |= self.sequence_parallel and dims.tp > 1

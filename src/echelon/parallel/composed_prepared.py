@@ -87,6 +87,10 @@ class ComposedPrepared(_LaidOut, ShardedStages):
         types = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         self.context.check_parts(batch, weight_of, compute, [*types, *(t for t in (dtype, self.computes_in) if t is not None)])
 
+    def check_loss(self, loss: torch.Tensor) -> None:
+        if self.context is not None:
+            self.context.check_loss(loss)
+
     def whole_of(self, outputs: Any) -> Any:
         return outputs if self.context is None else self.context.whole_of(outputs)
 

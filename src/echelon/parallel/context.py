@@ -24,7 +24,7 @@ from echelon.contracts.errors import EchelonError, UsageError
 from echelon.parallel.context_active import current, over
 from echelon.parallel.context_attention import SplitAttention, attend
 from echelon.parallel.context_batch import SequenceDim, check_sequence_dim, counted, cut_batch, named, sequence_dims, size_of
-from echelon.parallel.context_losses import Losses, check_losses
+from echelon.parallel.context_losses import Losses, check_losses, check_separate
 from echelon.parallel.context_probe import probe
 from echelon.parallel.context_split import SequenceParts
 from echelon.parallel.context_transformers import adapt, with_shifted_labels
@@ -89,6 +89,7 @@ class ContextParallel:
         self.parts = SequenceParts.over(mesh.get_group())
         self.share: float | torch.Tensor = 1.0
         self.doubts_parts = True
+        self._outputs: list[torch.Tensor] = []  # of the latest pass, until the loss was looked at
         self.is_trying = self._draws_apart = False
         self._module, self._device, self._said = module, device, check_sequence_dim(sequence_dim)
         self._cut, self._unchecked, self._compared = "", check, False
@@ -175,6 +176,38 @@ class ContextParallel:
             check_losses(self.parts, Losses(self._module, of_whole, of_part, dtypes), batch, dims, length)
         finally:
             self.is_trying = self._draws_apart = False
+
+    def look_at_outputs(self, module: nn.Module) -> None:
+        """Note what the module gives, for `check_loss`. After `fully_shard`, whose hooks a look at gradients must not call."""
+        if not self._checks:
+            return
+
+        def note(module: nn.Module, args: Any, outputs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self.doubts_parts or self.is_trying:
+                return None
+            if current() is None or not torch.is_grad_enabled():
+                return None
+            self._outputs.clear()
+            return map_tensors(outputs, self._noted)
+
+        module.register_forward_hook(note)
+
+    def _noted(self, output: Any) -> Any:
+        is_of_tokens = _has_sequence(output, self._length) and output.is_floating_point() and output.requires_grad
+        if not is_of_tokens or hasattr(output, "to_local"):
+            return output
+        self._outputs.append(output.view_as(output))
+        return self._outputs[-1]
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Of the first batch, where nothing can be computed again: is the loss a sum over tokens? Collective over all ranks.
+
+        Raises:
+            UsageError: on all ranks: it is not.
+        """
+        self.doubts_parts = False
+        outputs, self._outputs = self._outputs, []
+        check_separate(loss, outputs)
 
     def _check_weight(self, part: float, whole: float) -> None:
         told = agree.gather(part, self.parts.group)

@@ -7,6 +7,7 @@ which nearly everything is the mean.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from echelon.parallel.context_probe import undisturbed
 from echelon.parallel.context_split import SequenceParts
 from echelon.world import agree, rng
 
-__all__ = ["Losses", "check_losses"]
+__all__ = ["Losses", "check_losses", "check_separate"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,11 @@ _CHUNK = 4  # tokens
 _TOLERANCE = {8: 1e-5, 4: 1e-3}
 _COARSE = 2e-2
 _LEFT_OUT = 0.4  # of the labels
+_APART = 1e-4  # what tokens may have to do with one another, relative to what they have with themselves
+_REMEDY = (
+    "A loss of one token of each sequence, of pooled or neighbouring tokens, a sum, or a mean for each sequence is for 'fsdp' or "
+    "'ddp'. If only the comparison is wrong, switch it off: Parallel(check_context=False)."
+)
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,59 @@ def _check_group(told: list[_Told]) -> None:
         f"context parallelism over {len(told)} ranks would change the loss: compute_loss gives {loss:.6g} for whole sequences "
         f"of the first batch, and {mean:.6g} for their parts, {shares}, each by its share of the weight. It must be a mean over "
         "tokens, of each by itself, and weight() must count what it is over: by default rows, by the share of their labels that "
-        f"are not {IGNORED}. A loss of one token of each sequence, of pooled or neighbouring tokens, a sum, or a mean for each "
-        "sequence is for 'fsdp' or 'ddp'. If only the comparison is wrong, switch it off: Parallel(check_context=False)."
+        f"are not {IGNORED}. {_REMEDY}"
     )
+
+
+def check_separate(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+    """Whether a loss is a sum of what each token of the outputs (B, T, ...) gives by itself. Collective over all ranks.
+
+    As far as derivatives tell: a second one by two tokens is zero then, and not only one token of each sequence counts.
+
+    Raises:
+        UsageError: on all ranks.
+    """
+    tie, only = 0.0, None
+    with contextlib.suppress(RuntimeError):  # no second derivative
+        tie, only = _tie(loss, outputs), _only_token(loss, outputs)
+    told = agree.gather([tie, only])
+    what = None
+    if max(tie for tie, _ in told) > _APART:
+        what = "its gradient for a token depends on other tokens"
+    elif told[0][1] is not None and all(only == told[0][1] for _, only in told):
+        what = f"only token {told[0][1]} of each part has a gradient"
+    if what is not None:
+        raise UsageError(
+            f"context parallelism would change the loss: it must be a mean over tokens, of each by itself, and {what}. {_REMEDY}"
+        )
+
+
+def _tie(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> float:
+    """How much gradients of every second token change with the others, relative to how much they change with themselves."""
+    greatest = 0.0
+    for output in outputs:
+        (grad,) = torch.autograd.grad(loss, output, create_graph=True, allow_unused=True)
+        if grad is None or not grad.requires_grad:
+            continue
+        one = torch.zeros_like(output)
+        one[:, ::2] = output.detach()[:, ::2].sign() + 0.5  # no constant: of that a softmax has no derivative
+        (second,) = torch.autograd.grad(grad, output, one, retain_graph=True, allow_unused=True)
+        if second is None or not bool(norm := second.double().norm()):
+            continue
+        greatest = max(greatest, float(second[:, 1::2].double().norm() / norm))
+    return greatest if math.isfinite(greatest) else 0.0
+
+
+def _only_token(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> int | None:
+    """The place of the one token that has a gradient, if it is the same in each row."""
+    count = None
+    for output in outputs:
+        (grad,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)
+        if grad is None or output.shape[1] < 3:
+            continue
+        has = grad.flatten(2).ne(0).any(2) if grad.dim() > 2 else grad.ne(0)
+        places = has.any(0).nonzero().flatten().tolist()
+        if len(places) != 1 or not bool(has[:, places[0]].all()):
+            return None
+        count = places[0]
+    return count

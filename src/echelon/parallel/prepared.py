@@ -210,6 +210,9 @@ class Prepared(Generic[M]):
             dtype: in which the loss is computed, if not in that of the parameters.
         """
 
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """As `check_parts`, of code that cannot be called again: of its first loss, before the backward pass. Collective."""
+
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""
         return forward(batch)
