@@ -626,6 +626,40 @@ def test_of_a_tied_parameter_others_keep_one_name(ranks: Ranks, tmp_path: Path) 
         assert len(same) == 4 and all(same.values()), same
 
 
+class Untied(Tied):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.head.weight = nn.Parameter(self.embed.weight.detach() + 1)
+
+
+def _was_untied(path: Path, strategy: str, want: torch.Tensor) -> tuple[str, dict[str, bool], list[str]]:
+    unit = Regression(module=Tied(1).double(), strategy=strategy)
+    before = whole(unit.module)
+    with pytest.raises(CheckpointMismatchError) as refused:
+        Saver.restore(path, unit)
+    assert largest_difference(before, whole(unit.module)) == 0.0
+    report = Saver.restore(path, unit, restore_options=ech.RestoreOptions(strict=False, restore_optimizers=False))
+    return str(refused.value), {n: torch.equal(v, want) for n, v in whole(unit.module).items()}, report.unexpected
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ours", "another's"])
+def test_a_tied_parameter_that_was_saved_with_two_values_is_refused(
+    ranks: Ranks, tmp_path: Path, strategy: str, kind: str
+) -> None:
+    module = Untied(0).double()
+    if kind == "ours":
+        ech.train(Regression(module=module), [batch(4, 0)], max_epochs=1, callbacks=[Saver(tmp_path, save_every_n_train_steps=1)])
+        (path,) = tmp_path.glob("step-*")
+    else:
+        path = tmp_path / "model.safetensors"
+        save_file({n: p.detach().clone() for n, p in module.named_parameters()}, path)
+    for said, took_first, unexpected in ranks(2, _was_untied, path, strategy, module.embed.weight.detach()):
+        assert re.search(r"module\.head\.weight +other values +is module\.embed\.weight", said) and "strict=False" in said, said
+        assert took_first == {"embed.weight": True}
+        assert "module.head.weight" in unexpected
+
+
 def _imported(paths: list[Path]) -> dict[str, float]:
     found: dict[str, float] = {}
     want = {n: p.detach() for n, p in net(3).named_parameters()}

@@ -19,7 +19,7 @@ from echelon.checkpoint.location import Location, read_file
 from echelon.checkpoint.placed import Block, Computed, Held, Layout, Lays
 from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.renamed import Naming
-from echelon.checkpoint.store import Report, compare, on_each
+from echelon.checkpoint.store import Report, compare, on_each, untied
 from echelon.checkpoint.strict import Wrong, short
 from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.checkpoint.tensors import Tensors, local_files
@@ -259,9 +259,12 @@ def read_weights(
     wanted = {k: v for k, v in tensors_only.items() if k in saved.index or id(v) not in there}
     wanted = {k: v for k, v in wanted.items() if k in saved.index or k.removeprefix("module.") not in layout.kept}
     left = {k.removeprefix("module.") for k, v in tensors_only.items() if k not in saved.index and id(v) not in there}
-    report = compare(path, {"module": module}, {"module": {}}, wanted, saved, strict)
+    groups = [[f"module.{n}" for n in names] for names in getattr(module, "tied", list)()]
+    lost = on_each(path, lambda: untied(groups, wanted, saved))
+    report = compare(path, {"module": module}, {"module": {}}, wanted, saved, strict, lost=lost)
+    values |= {n.removeprefix("module."): wanted[first] for n, first in lost.items()}
     on_each(path, lambda: leaves(left, layout.kept))
-    tensors = {k: v for k, v in wanted.items() if k in saved.index}
+    tensors = {k: v for k, v in wanted.items() if k in saved.index and k not in lost}
     on_each(path, lambda: saved.read_into(tensors))
     on_each(path, lambda: module.load_state_dict(values))
     return report

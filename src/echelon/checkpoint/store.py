@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, Ch
 from echelon.contracts.terminal import columns, one_line
 from echelon.world import agree
 
-__all__ = ["Report", "compare", "fill", "on_each", "read_rank", "read_states", "table"]
+__all__ = ["Report", "compare", "fill", "on_each", "read_rank", "read_states", "table", "untied"]
 
 T = TypeVar("T")
 
@@ -35,7 +36,8 @@ class Report:
 
     Attributes:
         missing, unexpected: left alone by a load that is not strict: states and tensors that the checkpoint lacks, and those
-            that nobody asked for.
+            that nobody asked for. Of a tied parameter, of which several names were saved with different values, the first name's
+            are taken, and the others are unexpected.
         cast: tensors that were saved in another type than they have now: name -> (type saved, type now).
     """
 
@@ -95,8 +97,12 @@ def fill(
     named = {n: s for n, s in states.items() if isinstance(s, NamedState) and n in rest}
     values, lacking = on_each(folder, lambda: _targets(folder, named, saved, rest))
     wanted = {f"{n}.{k}": v for n, state in values.items() for k, v in state.items() if isinstance(v, torch.Tensor)}
-    report = compare(folder, states, rest, wanted, saved, strict, lacking, over)
-    tensors = {k: v for k, v in wanted.items() if k in saved.index}
+    groups = [[f"{n}.{k}" for k in names] for n, state in named.items() for names in getattr(state, "tied", list)()]
+    lost = on_each(folder, lambda: untied(groups, wanted, saved))
+    report = compare(folder, states, rest, wanted, saved, strict, lacking, over, lost)
+    for n, state in values.items():
+        state.update({k: wanted[lost[f"{n}.{k}"]] for k in state if f"{n}.{k}" in lost})
+    tensors = {k: v for k, v in wanted.items() if k in saved.index and k not in lost}
     on_each(folder, lambda: saved.read_into(tensors))
     on_each(folder, lambda: _load(named, values, rest))
     on_each(folder, lambda: _load({n: s for n, s in states.items() if n in rest and n not in named}, {}, rest))
@@ -170,6 +176,29 @@ def on_each(folder: Location, act: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
+def untied(groups: Sequence[Sequence[str]], wanted: Mapping[str, Any], saved: Tensors) -> dict[str, str]:
+    """Names of tied parameters under which other values were saved than under the first one: by name that first one.
+
+    Each rank compares what it holds. Nothing is changed.
+
+    Args:
+        groups: the names of each tied parameter.
+    """
+    lost = {}
+    for names in groups:
+        there = [k for k in names if k in saved.index and k in wanted and saved.shape(k) == list(wanted[k].size())]
+        if len(there) < 2:
+            continue
+        first, *others = there
+        values, more = torch.empty_like(wanted[first]), torch.empty_like(wanted[first])
+        saved.read_into({first: values})
+        for name in others:
+            saved.read_into({name: more})
+            if not torch.equal(*(each.to_local() if hasattr(each, "to_local") else each for each in (values, more))):
+                lost[name] = first
+    return lost
+
+
 def compare(
     folder: Location,
     states: dict[str, Stateful],
@@ -179,8 +208,13 @@ def compare(
     strict: bool,
     lacking: Sequence[str] = (),
     over: Sequence[str] = (),
+    lost: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
-    """What does not fit, before anything is changed. Collective: ranks of a divided optimizer each want a part."""
+    """What does not fit, before anything is changed. Collective: ranks of a divided optimizer each want a part.
+
+    Args:
+        lost: as `untied` gives them.
+    """
     both = {k: v for k, v in wanted.items() if k in saved.index}
     asked = [name for name in states if name in rest]
     of_asked = [k for k in saved.index if any(k.startswith(f"{name}.") for name in asked)]
@@ -191,6 +225,7 @@ def compare(
         list(over),
         [f"{n}.{each}" for n, state in states.items() if n in rest for each in _untrained(state, rest[n])],
         hashlib.sha256("\n".join(of_asked).encode()).hexdigest(),
+        dict(lost),
     ]
     told = agree.kinds(mine)
     if any(each[5] != told[0][5] for each in told):
@@ -202,11 +237,13 @@ def compare(
     by_anyone = agree.any_ranks([k in wanted for k in of_asked])
     unexpected = sorted(k for k, is_wanted in zip(of_asked, by_anyone, strict=True) if not is_wanted) + list(over)
     unexpected += untrained
+    tied = {k: first for each in told for k, first in each[6].items()}
     cast = {k: (a.removeprefix("torch."), b.removeprefix("torch.")) for each in told for k, a, b in each[2]}
     rows = [(k, str(tuple(a)), str(tuple(b))) for k, (a, b) in sorted(shapes.items())]
     if strict:
         rows += [(k, "-", _shape_of(wanted.get(k))) for k in missing]
         rows += [(k, str(tuple(saved.shape(k))) if k in saved.index else "saved", "-") for k in unexpected]
+        rows += [(k, "other values", f"is {first}") for k, first in sorted(tied.items())]
         # Weights are cast on purpose; an optimizer's averages that lose their last bits stand still.
         rows += [(k, a, b) for k, (a, b) in sorted(cast.items()) if ".state." in k and _loses(a, b)]
     rows.sort(key=lambda row: ".state." in row[0] or ".param_groups." in row[0])  # what an optimizer knows of them comes last
@@ -222,11 +259,16 @@ def compare(
         left += [f"{', '.join(new)} as the script made it"] if new else []
         if left:
             hint += f" allow_changes={(*over, *new)!r} leaves only {'; and '.join(left)}."
+        if tied:
+            hint += (
+                " Names that are one parameter now were saved with different values: build the module untied, or strict=False "
+                "takes the first name's."
+            )
         hint += renamed.hint(states, wanted, {k: saved.shape(k) for k in saved.index}, missing, unexpected)
         raise CheckpointMismatchError(
             f"{folder} does not fit this model:\n{table(('state', 'saved', 'now'), rows, most=16)}{hint}"
         )
-    return Report(missing, unexpected, cast)
+    return Report(missing, sorted({*unexpected, *tied}), cast)
 
 
 def _shape_of(value: Any) -> str:
