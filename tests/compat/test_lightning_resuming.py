@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from echelon.cli.main import main
 from echelon.compat.lightning.pytorch import Callback, LightningModule, Trainer
 from echelon.compat.lightning.pytorch.callbacks import ModelCheckpoint
 from echelon.compat.lightning.pytorch.loggers import CSVLogger
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import CheckpointInUseError, EchelonError, UsageError
 from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Classifier, loader_of, made
 from tests.conftest import clean_environment
@@ -412,3 +415,116 @@ def test_optimizers_that_are_stepped_directly_are_saved_at_the_ends_of_epochs(
     saver = ModelCheckpoint(dirpath=tmp_path / "b", every_n_train_steps=2)
     Trainer(max_epochs=2, callbacks=[saver], **SAVING).fit(made(Uncounted), loader_of(GAN, 1))
     assert sum("global_step is still 0" in record.getMessage() for record in caplog.records) == 1
+
+
+# --- checkpoints' folders
+
+
+class Waits(Small):
+    """Says that it trains, and waits for the test to have looked."""
+
+    folder: Path
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        (self.folder / "trains").touch()
+        while not (self.folder / "seen").exists():
+            time.sleep(0.05)
+
+
+TWO_RUNS = """
+import sys
+from pathlib import Path
+from tests.compat.test_lightning_resuming import ModelCheckpoint, SAVING, Trainer, Waits, two_batches
+module = Waits()
+module.folder = Path(sys.argv[1])
+saver = ModelCheckpoint(dirpath=sys.argv[1] + "/ckpt", save_last=True)
+Trainer(max_epochs=1, callbacks=[saver], **SAVING).fit(module, two_batches())
+"""
+
+
+def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TWO_RUNS)
+    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path)]
+    root = str(Path(__file__).parents[2])
+    environment = {**clean_environment(), "PYTHONPATH": root}
+    with subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE) as running:
+        while not (tmp_path / "trains").exists() and running.poll() is None:
+            time.sleep(0.05)
+        try:
+            saver = ModelCheckpoint(dirpath=tmp_path / "ckpt")
+            with pytest.raises(CheckpointInUseError, match=str(running.pid)):
+                Trainer(max_epochs=1, callbacks=[saver], **SAVING).fit(Small(), two_batches())
+        finally:
+            (tmp_path / "seen").touch()
+        _, said = running.communicate(timeout=240)
+        assert running.returncode == 0, said
+    both = [ModelCheckpoint(dirpath=tmp_path / "ckpt"), ModelCheckpoint(dirpath=tmp_path / "ckpt", monitor="val_loss")]
+    Trainer(max_epochs=1, callbacks=both, **SAVING).fit(Small(), two_batches(), two_batches())
+    assert not (tmp_path / "ckpt/.lease").exists()
+
+
+def test_what_a_trainer_saves_is_found_by_ckpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_top_k=-1, save_last=True)
+    Trainer(max_epochs=2, callbacks=[saver], **SAVING).fit(Small(), two_batches())
+    for path in (tmp_path, tmp_path / "checkpoints"):
+        assert main(["ckpt", "verify", str(path)]) == 0 and main(["ckpt", "ls", str(path)]) == 0
+        told = capsys.readouterr().out
+        assert told.count("epoch=0-step=2.ckpt") == told.count("epoch=1-step=4.ckpt") == 2 and "no checkpoint" not in told
+
+
+def test_the_newest_of_several_last_ones_is_taken(tmp_path: Path) -> None:
+    """Lightning leaves last.ckpt of an earlier run where it is, and writes last-v1.ckpt."""
+    for number, name in enumerate(("last-v1.ckpt", "last-v2.ckpt", "last.ckpt")):
+        module = Small()
+        nn.init.constant_(module.layer.weight, float(number))
+        torch.save({"state_dict": module.state_dict(), "epoch": 0, "global_step": 1}, tmp_path / name)
+        os.utime(tmp_path / name, (1e9 + (number + 1) % 3, 1e9 + (number + 1) % 3))
+    stale = (tmp_path / "last.ckpt").read_bytes()
+    module = Small()
+    Trainer(callbacks=[ModelCheckpoint(dirpath=tmp_path, save_last=True)], **SAVING).test(module, two_batches(), ckpt_path="last")
+    assert module.layer.weight.eq(1).all()  # that of last-v2.ckpt, which is the newest
+    module, saver = Small(), ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    Trainer(max_epochs=1, callbacks=[saver], **SAVING).fit(module, two_batches())
+    assert (tmp_path / "last.ckpt").read_bytes() == stale and Path(saver.last_model_path).name == "last-v3.ckpt"
+    again = Small()
+    saver = ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    Trainer(max_epochs=2, callbacks=[saver], **SAVING).fit(again, two_batches(), ckpt_path="last")
+    assert again.calls[1] == f"configure_optimizers {float(module.layer.weight.detach().sum()):.4f}"
+    assert Path(saver.last_model_path).name == "last-v3.ckpt"
+
+
+STOPPED = """
+import os, signal, sys
+from tests.compat.test_lightning_resuming import ModelCheckpoint, SAVING, Small, Trainer, two_batches
+class Stops(Small):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.global_step == 3 and not os.path.exists(sys.argv[1] + "/stopped"):
+            open(sys.argv[1] + "/stopped", "w").close()
+            os.kill(os.getpid(), signal.SIGTERM)
+    def on_train_start(self):
+        print("began at", self.trainer.global_step, flush=True)
+saver = ModelCheckpoint(dirpath=sys.argv[1] + "/ckpt", save_last=sys.argv[2] == "last")
+trainer = Trainer(max_epochs=3, callbacks=[saver], **SAVING)
+trainer.fit(Stops(), two_batches(), ckpt_path="last")
+print("ended at", trainer.global_step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("keeps", ["last", "best"])
+def test_a_run_that_is_asked_to_stop_says_what_it_saved(keeps: str, tmp_path: Path) -> None:
+    """Nothing was saved, it said, and went on from what was. With save_last it saves where it stands."""
+    (tmp_path / "train.py").write_text(STOPPED)
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-m", "echelon", "run", "--ranks", "1", "--runs", str(tmp_path / "runs"), "--name", "a"]
+    command += [str(tmp_path / "train.py"), str(tmp_path), keeps]
+    environment = {**clean_environment(), "PYTHONPATH": root}
+    first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert first.returncode == 75, first.stderr
+    assert "nothing was saved" not in first.stderr and "nothing saved" not in first.stderr
+    if keeps == "best":
+        assert "epoch=0-step=2.ckpt" in first.stderr
+        return
+    assert "go on with the same command" in first.stderr
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert second.returncode == 0, second.stderr
+    assert "began at 3" in second.stdout and "ended at 6" in second.stdout

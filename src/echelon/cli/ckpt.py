@@ -55,7 +55,27 @@ def _found(where: str) -> list[Any]:
         return [path]
     if not path.exists():
         raise CheckpointNotFoundError(f"{where} does not exist; give a checkpoint, or a folder of checkpoints.")
-    return manifest.named_folders(path) or manifest.named_folders(path / "checkpoints")
+    inside = (path, path / "checkpoints")
+    return next((found for each in inside if (found := manifest.named_folders(each) or _of_other_names(each))), [])
+
+
+def _of_other_names(folder: Any) -> list[Any]:
+    """Checkpoints as other libraries' callbacks call them, such as "epoch=1-step=20.ckpt", oldest first."""
+    from echelon.checkpoint import manifest
+
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / manifest.MANIFEST).exists()]
+    return sorted(found, key=lambda path: (_time_of(path), path.name))
+
+
+def _time_of(path: Any) -> float:
+    from echelon.checkpoint import manifest
+
+    try:
+        return float(manifest.read(path)["time"])
+    except CheckpointError:  # which whoever reads it will say
+        return 0.0
 
 
 def _newest(where: str) -> Any:
@@ -102,7 +122,7 @@ def _ls(arguments: argparse.Namespace) -> int:
         config = facts.get("config", {})
         rows.append(
             (
-                str(facts["step"]),
+                str(facts["step"]) if manifest.is_named(path) else f"{facts['step']} {path.name}",
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["time"])),
                 _size(sum(entry["size"] for entry in facts["files"].values())),
                 str(config.get("world_size", "")),

@@ -142,8 +142,10 @@ class Run:
             return False
         stop.leaving()
         step, saved = stage.progress.num_steps_completed, any(getattr(c, "saves", False) is True for c in self.callbacks)
-        self._reporting.event("stopped", step=step, signal=heard, saved=saved)
-        but = "" if saved else ", nothing saved: there is no DistributedCheckpointSaver"
+        # Of a callback that saves at times of its own.
+        older = None if saved else next((str(p) for c in self.callbacks if (p := getattr(c, "latest_saved", None))), None)
+        self._reporting.event("stopped", step=step, signal=heard, saved=saved, **({"latest": older} if older else {}))
+        but = "" if saved else f", last saved as {older}" if older else ", nothing saved: there is no DistributedCheckpointSaver"
         logger.warning("%s: stopped after step %s%s; exit code %s asks to be started again", heard, step, but, REQUEUE)
         return True
 

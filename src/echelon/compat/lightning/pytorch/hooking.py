@@ -35,10 +35,15 @@ class Hooking(Callback):
 
     def __init__(self, trainer: Any, max_updates: float | None, *, may_stop: bool) -> None:
         self.trainer, self._max_updates = trainer, max_updates
-        self.may_stop = may_stop
+        self.may_stop, self.saves = may_stop, False
         self.outputs: list[Any] = []
         self.evaluated: dict[str, torch.Tensor] = {}
         self._open = self._postponed = self._plateaus_due = self._is_told = False
+
+    @property
+    def latest_saved(self) -> str:
+        """Where this run's newest checkpoint is, if it has one."""
+        return next((c.latest_saved for c in self.trainer.checkpoint_callbacks if c.latest_saved), "")
 
     # --- training
 
@@ -47,6 +52,10 @@ class Hooking(Callback):
         trainer.loop_state, trainer.state.stage = state, "train"
         trainer.current_epoch = unit.train_progress.num_epochs_completed
         self._open = unit.train_progress.num_steps_completed_in_epoch > 0  # one that is resumed
+        if state.eval_state is not None and unit.train_progress.evaluation_due and not self._open:
+            # It was stopped between an epoch's last batch and its evaluation, after which the epoch is closed.
+            self._postponed = self._plateaus_due = True
+            trainer.current_epoch -= 1
         trainer.call("on_train_start")
 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
@@ -99,6 +108,8 @@ class Hooking(Callback):
         is_signal = state.should_stop and not state.stopped_by_script
         if not is_signal and (self._postponed or (self._open and unit.train_progress.num_steps_completed_in_epoch)):
             self._close_epoch(state, unit)
+        for saver in self.trainer.checkpoint_callbacks if is_signal and unit.at_boundary else ():
+            self.saves = saver.save_at_stop(self.trainer) or self.saves
         self.trainer.call("on_train_end")
 
     def _step_plateaus(self, unit: Any, *, last: bool) -> None:

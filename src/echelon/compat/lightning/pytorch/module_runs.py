@@ -240,10 +240,7 @@ class ModuleRuns(Running):
         if ckpt_path == "best":
             found = callback.best_model_path
         else:
-            found = callback.last_model_path
-            if not found and callback.dirpath is not None:
-                last = Path(callback.dirpath) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
-                found = str(last) if last.exists() else ""
+            found = callback.newest_last()
             if not found:
                 return None if callback.save_last else callback.best_model_path or None
         if not found:

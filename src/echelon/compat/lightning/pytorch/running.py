@@ -303,7 +303,8 @@ class Running(Asked):
         dump = _NotSaved(epoch=self.current_epoch, global_step=self.global_step, class_name=type(module).__name__)
         dump["log_step"] = self.log_step + self.has_stepped
         dump["hyper_parameters"] = {name: value for name, value in module.hparams.items() if _is_plain(value)}
-        if self.unit is not None and self.unit.train_progress.num_steps_completed_in_epoch:
+        progress = self.unit.train_progress if self.unit is not None else None
+        if progress is not None and (progress.num_steps_completed_in_epoch or progress.evaluation_due):
             dump["logged"] = self.results["train"].state()
         if (generator := getattr(self.train_dataloader, "generator", None)) is not None:
             dump["generator"] = generator.get_state()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class Session:
         """What the call returns: a list of dicts of numbers, or of predictions; None of `fit`."""
         trainer, work = self.trainer, self.work
         device = init_from_env("cpu" if trainer.accelerator == "cpu" else None)
+        self.work = work = replace(work, ckpt_path=agree.from_rank0(lambda: self.work.ckpt_path))
         trainer.begin_call(work, device)
         try:
             self._set_up(device)

@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 import torch
 
-from echelon.checkpoint import commit
-from echelon.checkpoint.location import remove_tree
+from echelon.checkpoint import commit, manifest
+from echelon.checkpoint.location import location, remove_tree
+from echelon.checkpoint.policy import Keep
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
+from echelon.loop.checkpointing.folder import RunFolder
 from echelon.world import agree
 
 __all__ = ["Checkpoint", "ModelCheckpoint"]
@@ -85,6 +87,8 @@ class ModelCheckpoint(Checkpoint):
         self._every_n_train_steps = every_n_train_steps or 0
         self._on_train_epoch_end = save_on_train_epoch_end
         self._saved_at, self._waits = (0, 0), False
+        self.latest_saved = ""  # by this object
+        self._folder: RunFolder | None = None  # while it trains
         self.best_k_models: dict[str, torch.Tensor] = {}
         self.kth_best_model_path = self.best_model_path = self.last_model_path = ""
         self.best_model_score: torch.Tensor | None = None
@@ -107,6 +111,29 @@ class ModelCheckpoint(Checkpoint):
     @property
     def counts_steps(self) -> bool:
         return bool(self._every_n_train_steps)
+
+    # --- who writes here
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Its folder is this run's until `fit` ends: another run that writes into it is refused."""
+        if not trainer.fast_dev_run and (self.save_top_k or self.save_last):
+            assert self.dirpath is not None
+            self._folder = RunFolder(location(self.dirpath), Keep(None), restart=False)
+            self._folder.take()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._release()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        if self._folder is not None:
+            self._folder.release()
+            self._folder = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_folder": None}
 
     # --- when
 
@@ -134,6 +161,19 @@ class ModelCheckpoint(Checkpoint):
         every = self._every_n_epochs
         if self._waits or (every and (trainer.current_epoch + 1) % every == 0):
             self._save(trainer)
+
+    def save_at_stop(self, trainer: Any) -> bool:
+        """A signal has asked the run to end: save where it stands as the last one, if there is to be such. Collective.
+
+        Returns:
+            whether the state is saved, now or by the latest save, so that `ckpt_path="last"` goes on from here.
+        """
+        if not self.save_last or trainer.fast_dev_run:
+            return False
+        if self._saved_at != trainer.trained or not self.latest_saved:
+            self._saved_at = trainer.trained
+            self._save_last(trainer)
+        return True
 
     # --- what
 
@@ -192,6 +232,7 @@ class ModelCheckpoint(Checkpoint):
     def _put(self, trainer: Any, path: str, doomed: str) -> None:
         """Save, and then remove `doomed`, whose name the new one may take."""
         trainer.save_checkpoint(path)
+        self.latest_saved = path
         if doomed and doomed != path:
             _remove(doomed)
 
@@ -201,22 +242,53 @@ class ModelCheckpoint(Checkpoint):
     def _save_last(self, trainer: Any) -> None:
         """A link to a folder of its own, so that at every moment it stands for a whole checkpoint."""
         assert self.dirpath is not None
-        last = Path(self.dirpath) / f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}"
+        last = self._own_last()
         name = f".last-step={trainer.global_step}"
         folder = Path(_free(lambda ver: str(last.with_name(f"{name}{'' if ver is None else f'-v{ver}'}{self.FILE_EXTENSION}"))))
         self.last_model_path = str(last)
         trainer.save_checkpoint(folder)
+        self.latest_saved = str(last)
 
         def link() -> None:
             older = os.readlink(last) if last.is_symlink() else None
             aside = last.with_name(f".{last.name}.new")
             aside.unlink(missing_ok=True)
             aside.symlink_to(folder.name)
+            if last.is_dir() and not last.is_symlink():
+                remove_tree(last)
             os.replace(aside, last)
             if older is not None and older != folder.name and older.startswith(".last-"):
                 remove_tree(last.with_name(older))
 
         commit.on_rank0(link)
+
+    def _own_last(self) -> Path:
+        """Where the link goes: "last.ckpt", or "last-v1.ckpt" where that is what somebody else has saved. Collective."""
+
+        def choose() -> str:
+            if self._is_inside(self.last_model_path) and _is_link_of_ours(Path(self.last_model_path)):
+                return self.last_model_path
+            path = self._last_path(None)
+            version = 0
+            while self.enable_version_counter and path.exists() and not _is_link_of_ours(path):
+                version += 1
+                path = self._last_path(version)
+            return str(path)
+
+        return Path(commit.on_rank0(choose))
+
+    def _last_path(self, version: int | None) -> Path:
+        assert self.dirpath is not None
+        return Path(self.dirpath) / f"{self.CHECKPOINT_NAME_LAST}{'' if version is None else f'-v{version}'}{self.FILE_EXTENSION}"
+
+    def newest_last(self) -> str:
+        """The newest of "last.ckpt", "last-v1.ckpt" and so on, whoever wrote them; "" if there is none."""
+        found = [Path(self.last_model_path)] if self.last_model_path else []
+        if self.dirpath is not None and os.path.isdir(self.dirpath):
+            pattern = re.compile(rf"{re.escape(self.CHECKPOINT_NAME_LAST)}(-v[0-9]+)?{re.escape(self.FILE_EXTENSION)}")
+            found += [path for path in Path(self.dirpath).iterdir() if pattern.fullmatch(path.name)]
+        there = {path for path in found if path.exists()}
+        return str(max(there, key=lambda path: (_written_at(path), path.name))) if there else ""
 
     # --- names
 
@@ -248,6 +320,16 @@ class ModelCheckpoint(Checkpoint):
             self.last_model_path = state_dict["last_model_path"]
             ordered = sorted(self.best_k_models, key=lambda p: float(self.best_k_models[p]), reverse=self.mode == "max")
             self.kth_best_model_path = ordered[-1] if ordered else ""
+
+
+def _is_link_of_ours(path: Path) -> bool:
+    return path.is_symlink() and os.readlink(path).startswith(".last-")
+
+
+def _written_at(path: Path) -> int:
+    """When a checkpoint was written, in ns: of a folder, its manifest, which comes last."""
+    inside = path / manifest.MANIFEST
+    return (inside if inside.exists() else path).stat().st_mtime_ns
 
 
 def _refuse(**options: Any) -> None:
