@@ -97,3 +97,66 @@ def a_copy_and_a_wait_are_noticed() -> None:
 
 def test_a_copy_and_a_wait_are_noticed(ranks: Any) -> None:
     ranks(1, a_copy_and_a_wait_are_noticed)
+
+
+class OverChosen(Unwatched):
+    """A mean over chosen rows, whose number is known on the device only; 0/0, with an infinite slope, where there are none."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y, chosen = data
+        errors = (self.module(x) - y).square().mean(1)
+        return (errors * chosen).sum() / chosen.sum(), errors
+
+    def weight(self, data: Any) -> torch.Tensor:
+        return data[2].sum()
+
+
+def a_micro_batch_that_weighs_nothing_on_the_device_poisons_nothing() -> None:
+    from tests.fake_gpu import FakeGPU
+
+    gpu = FakeGPU()
+    chosen = [[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+    made = [(torch.randn(ROWS, 4), torch.randn(ROWS, 1), torch.tensor(row)) for row in chosen]
+    want = net(dtype=torch.float32)
+    optimizer = torch.optim.SGD(want.parameters(), lr=0.1, momentum=0.9)
+    for x, y, row in (made[0], made[3]):
+        optimizer.zero_grad()
+        (((want(x) - y).square().mean(1) * row).sum() / row.sum()).backward()
+        optimizer.step()
+    unit = OverChosen(module=net(dtype=torch.float32).to(gpu.device), device=gpu.device, gradient_accumulation_steps=2)
+    ech.train(unit, made, max_epochs=1)
+    _same(unit.module, want)
+
+    model = net(dtype=torch.float32).to(gpu.device)
+    loader: Any = ech.Loader(
+        [tuple(each[0] for each in (x[None], y[None], row[None])) for x, y, row in made],
+        2,
+        accumulation=2,
+        shuffle=False,
+        collate_fn=lambda samples: samples[0],
+    )
+    model, optimizer, loader = ech.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader, device=gpu.device, strategy="noop"
+    )
+    for _ in ech.epochs(loader, 1):
+        for x, y, row in loader:
+            with ech.window(model, weight=row.sum()) as window:
+                optimizer.zero_grad()
+                window.backward(((model(x) - y).square().mean(1) * row).sum() / row.sum())
+                optimizer.step()
+    _same(model, want)
+
+    # None on any rank, and no momentum yet: a gradient of zeros, and a loss that ends nothing.
+    unit = OverChosen(module=net(dtype=torch.float32).to(gpu.device), device=gpu.device)
+    ech.train(unit, [(x, y, torch.zeros(ROWS)) for x, y, _ in made], max_epochs=1)
+    _same(unit.module, net(dtype=torch.float32))
+    assert float(unit.latest_update[0]) == 0
+
+
+def _same(ours: nn.Module, want: nn.Module) -> None:
+    for (name, parameter), value in zip(ours.named_parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(parameter.detach().cpu(), value.detach(), msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+def test_a_micro_batch_that_weighs_nothing_on_the_device_poisons_nothing(ranks: Any) -> None:
+    ranks(1, a_micro_batch_that_weighs_nothing_on_the_device_poisons_nothing)

@@ -330,6 +330,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         if not state.should_stop or state.stopped_by_script:  # the same on all ranks; else it resumes later
             if phase == "train":
                 self.prepared.end_training()
+            if phase == "train" and 0 < self.window.updates == self.window.empty:
+                raise self.window.weightless()
             self._finite.finish(self.window.updates, together=self._reduces)
             if self.swa_model is not None and agree.is_rank0():
                 self.swa_model.warn_if_unused()

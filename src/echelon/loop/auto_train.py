@@ -255,7 +255,9 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         if isinstance(scale, float) and scale == 1.0:
             loss.backward(retain_graph=self.retain_graph)
         else:
-            if not isinstance(scale, torch.Tensor) and scale == 0:
+            if isinstance(scale, torch.Tensor):
+                gradients.pass_zeros(loss, scale == 0)
+            elif scale == 0:
                 gradients.pass_zeros(loss)
             # As the first gradient of the chain rule: the weight costs no operation of its own. It is filled in on the device:
             # a copy from the host, as `new_tensor` makes it, would wait for all kernels before.

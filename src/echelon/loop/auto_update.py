@@ -5,11 +5,13 @@
     _apply          optimizer step, what the strategy and the averages do after it, the record for whoever watches
     _advance        scheduler step
 
-In fp16 an update with an inf is skipped on all ranks: parameters, schedule and averages stay as they are.
+In fp16 an update with an inf is skipped on all ranks: parameters, schedule and averages stay as they are. So is one whose global
+batch weighs nothing, as where all labels are left out.
 """
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -26,13 +28,15 @@ from echelon.parallel.experts.loads import Routers
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.precision import Shards
 from echelon.parallel.prepared import Prepared
-from echelon.world import clock
+from echelon.world import agree, clock
 from echelon.world.clock import Part
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
 __all__ = ["AutoUpdates"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -108,6 +112,9 @@ class AutoUpdates(TrainUnit[T]):
     def _update(self, state: State) -> torch.Tensor | None:
         """Returns the gradient norm, if it is clipped."""
         weight, loss = self._end_window(state)
+        if self.window.is_nothing:
+            self._leave_out(state)
+            return None
         norm = self._clip()
         updated = self._apply(state, weight, loss, norm)
         if not self.zero_grad_at_train_step_start:
@@ -134,17 +141,38 @@ class AutoUpdates(TrainUnit[T]):
         if stop:
             state.agree_to_stop()
         state.logged.end_window(window.told, None if self.device.type == "cpu" else self.device)
+        if window.is_nothing:
+            return weight, loss
         if scaler is not None:
             if self._shards is not None and self._shards.optimizer is not self.optimizer:  # another was assigned
                 self._shards = Shards(self.optimizer, prepared.module.parameters())
             scaler.unscale_(self._shards)
         assert window.reference is not None
         if isinstance(weight, torch.Tensor):  # on a device: nothing waits for it
-            prepared.scale_grads(window.reference / weight)
+            # Gradients of no weight are zeros, and stay so.
+            prepared.scale_grads(torch.where(weight == 0, torch.ones_like(weight), window.reference / weight))
         elif weight != window.reference:
             prepared.scale_grads(window.reference / weight)
             window.reference = window.reference if window.fixed else float(weight)
         return weight, loss
+
+    def _leave_out(self, state: State) -> None:
+        """An update of a global batch that weighs nothing, which all ranks know. It is counted, and trains nothing."""
+        loss, self.latest_update = self.latest_update[0], (0.0, None)
+        if loss is not None:  # for who averages the losses of updates: this one has none
+            self.latest_update = (loss, None)
+        if self._routers is not None:
+            self._routers.end_window(updated=False)
+        self.zero_grad(state)
+        number = self.window.empty
+        if agree.is_rank0() and number & (number - 1) == 0:  # each time that there are twice as many
+            logger.warning(
+                "update %s was left out, as its global batch weighs 0: all of its samples were filtered, or all of its labels left "
+                "out. Parameters and schedule stay as they are. So far that was so in %s of %s updates",
+                self.window.updates - 1,
+                number,
+                self.window.updates,
+            )
 
     def _apply(self, state: State, weight: Any, loss: Any, norm: torch.Tensor | None) -> bool:
         """The optimizer's step, and what follows from it. False if fp16's scaler left the update out."""

@@ -31,6 +31,10 @@ from echelon.world.agree import gather
 __all__ = ["Window"]
 
 
+# If so many updates of a run have no weight, and no other had one, nothing will be trained at all.
+_NONE_IN = 10
+
+
 class Window:
     """Counts and weighs the micro-batches of an update. Its state is saved: W0 decides how a sum is rounded.
 
@@ -48,15 +52,17 @@ class Window:
         called: likewise, of what they have done with the module; None also where no rank has done something new.
         draws: compares what ranks that share layers draw; None where there are none.
         drawn: the sum of what they said of it.
+        is_nothing: the latest update's global batch is known to weigh nothing, on all ranks; what a device knows takes waiting.
+        empty: how many updates of the run were so.
         own_loss: this rank's part of the latest update's loss: the mean of its one micro-batch, or the weighted sum of several.
     """
 
     def __init__(self, size: int, *, fixed: bool = False) -> None:
         self.size = self._saved_size = size
         self.fixed = fixed
-        self.may_be_empty = False
+        self.may_be_empty = self.is_nothing = False
         self.group: dist.ProcessGroup | None = None
-        self.count = self.updates = 0
+        self.count = self.updates = self.empty = 0
         self.reference: float | None = None
         self.latest_loss: Any = None
         self.own_loss: Any = None
@@ -127,7 +133,10 @@ class Window:
     def close(self) -> tuple[Any, Any, bool]:
         """End the window: (global weight, global mean loss, whether a rank wants to stop).
 
-        Weight and loss are floats where no device has to be waited for, else 0-dim tensors.
+        Weight and loss are floats where no device has to be waited for, else 0-dim tensors. Of a weight of 0 the loss is 0.
+
+        Raises:
+            UsageError: on all ranks: a weight below 0, or none in any update of the run so far, after several.
         """
         weight, loss, stop = self._weight, self._loss, False
         self.own_loss, self.told, self.called = loss, None, None
@@ -138,25 +147,35 @@ class Window:
         if self._is_sum:
             loss = loss / weight if isinstance(weight, torch.Tensor) or weight else loss
             self._is_sum = False
+        if isinstance(weight, torch.Tensor):
+            loss = torch.where(weight == 0, torch.zeros_like(loss), loss)
         if self.may_be_empty:  # gradients of zeros stay so, whatever they are divided by
             usual = self.reference or 1.0
             weight = torch.where(weight > 0, weight, usual) if isinstance(weight, torch.Tensor) else weight or usual
-        if isinstance(weight, (int, float)) and weight <= 0:
-            raise UsageError(
-                f"the weight of the global batch must be above 0, got {weight:g} in update {self.updates}. It counts samples "
-                "or tokens; "
-                "at least one rank must have some."
-            )
         self.count, self._loss = 0, None
         self.updates += 1
+        self.is_nothing = not isinstance(weight, torch.Tensor) and weight <= 0
+        if self.is_nothing:
+            self.empty, loss = self.empty + 1, 0.0
+            if weight < 0 or self.empty == self.updates == _NONE_IN:
+                raise self.weightless(weight)
         return weight, loss, stop
 
+    def weightless(self, weight: float = 0) -> UsageError:
+        """What is wrong with a global batch that weighs nothing, or less."""
+        every = f", as in all {self.updates} so far" if self.updates == self.empty > 1 else ""
+        return UsageError(
+            f"the weight of the global batch must be above 0, got {weight:g} in update {self.updates - 1}{every}. It counts "
+            "samples or tokens; at least one rank must have some. Look at what `weight` counts: labels that are all -100, or a "
+            "collate_fn that leaves all samples out."
+        )
+
     def state_dict(self) -> dict[str, Any]:
-        return {"reference": self.reference, "updates": self.updates, "size": self.size}
+        return {"reference": self.reference, "updates": self.updates, "size": self.size, "empty": self.empty}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.reference, self.updates = state_dict["reference"], state_dict["updates"]
-        self._saved_size = state_dict["size"]
+        self._saved_size, self.empty = state_dict["size"], state_dict.get("empty", 0)
 
 
 class _Reduction:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,18 +169,30 @@ def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
         torch._foreach_mul_(same, factor.to(device, own))
 
 
-def pass_zeros(loss: torch.Tensor) -> None:
+def pass_zeros(loss: torch.Tensor, where: torch.Tensor | None = None) -> None:
     """Make the coming backward pass give exact zeros: a mean over nothing divides by zero, and 0 times inf would be nan.
 
     The pass itself stays: its collectives, and the hooks of parameters, happen as on the other ranks. Where it brings gradients
     of other ranks' losses (nodes with `crosses_ranks`), what follows from these is left alone.
+
+    Args:
+        where: does so only where this 0-dim tensor on the device is true, and nothing waits for it. Then gradients become zeros
+            where they leave the graph, for parameters or for code in Python, as each costs an operation on the device.
     """
     nodes = _following([loss.grad_fn])
     crossing = [node for node in nodes if getattr(node, "crosses_ranks", False)]
     others = {*crossing, *_following([following for node in crossing for following, _ in node.next_functions])}
     for node in nodes:
-        if node not in others and not hasattr(node, "variable"):  # a parameter's own node stays for later passes
+        if node in others or hasattr(node, "variable"):  # a parameter's own node stays for later passes
+            continue
+        if where is None:
             node.register_hook(_zeros)
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            node.register_prehook(partial(_zeros_where, where, None))
+        ends = [n is not None and (hasattr(n, "variable") or n in others) for n, _ in node.next_functions]
+        if any(ends):
+            node.register_hook(partial(_zeros_of_outputs_where, where, ends))
 
 
 def _following(nodes: list[Any]) -> list[Any]:
@@ -196,3 +209,31 @@ def _following(nodes: list[Any]) -> list[Any]:
 
 def _zeros(to_inputs: tuple[Any, ...], from_outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in to_inputs)
+
+
+def _zeros_of_outputs_where(
+    where: torch.Tensor, ends: Sequence[bool], to_inputs: tuple[Any, ...], from_outputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    return _zeros_where(where, ends, to_inputs)
+
+
+def _zeros_where(where: torch.Tensor, which: Sequence[bool] | None, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    which = which or [True] * len(gradients)
+    return tuple(
+        _filled(gradient, where) if fills and gradient is not None else gradient
+        for gradient, fills in zip(gradients, which, strict=True)
+    )
+
+
+def _filled(gradient: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """With zeros where `where` is true."""
+    where = where if where.device == gradient.device else where.to(gradient.device)
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        values = gradient.values().masked_fill(where, 0)
+        return torch.sparse_coo_tensor(gradient.indices(), values, gradient.shape, is_coalesced=True)
+    if hasattr(gradient, "device_mesh"):
+        gradient = gradient.clone()
+        local(gradient).masked_fill_(where, 0)
+        return gradient
+    return gradient.masked_fill(where, 0)

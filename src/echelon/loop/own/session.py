@@ -339,7 +339,8 @@ class Session:
         plain = self.unit.plain
         if window is None:
             return self.unit.at_boundary if plain is None else plain.is_first
-        return window.is_last and (window.updated or not window.stepped)
+        trains = window.updated or not (window.stepped or (window.went_back and plain is None and self.unit.window.is_nothing))
+        return window.is_last and trains
 
     def take_over(self) -> None:
         """From now on `step` and `zero_grad` of these very objects know the window. Schedulers wrap `step` likewise."""

@@ -144,7 +144,10 @@ class LoopUnit(AutoUnit[Any]):
         return self._ended[1]
 
     def apply(self, state: State, norm: torch.Tensor | None) -> bool:
-        """The optimizer's step; False if fp16's scaler left it out."""
+        """The optimizer's step; False if fp16's scaler left it out, or the global batch weighs nothing."""
+        if self.window.is_nothing:
+            self._leave_out(state)
+            return False
         return self._apply(state, *self._ended, norm)
 
     def reduces(self, micro_batch: MicroBatch[Any]) -> bool:

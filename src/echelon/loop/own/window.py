@@ -43,7 +43,7 @@ class OwnWindow:
         is_last: whether the update follows: this batch is the last of its window. Before, the optimizer's `step` and `zero_grad`
             and the scheduler's `step` do nothing, so they may be called in every batch.
         loss: after `backward`, this rank's mean loss of the batch; with the window's last, that of the global batch over all
-            ranks. A float, or a 0-dim tensor.
+            ranks. A float, or a 0-dim tensor; 0 where the global batch weighs nothing, whose update is left out.
     """
 
     def __init__(self, session: _Session, weight: float | torch.Tensor | None) -> None:

@@ -93,7 +93,9 @@ class Window:
             assert start is not None
             if not isinstance(weight, torch.Tensor):
                 self._starts[weight] = start
-        if not isinstance(weight, torch.Tensor) and weight == 0:
+        if isinstance(weight, torch.Tensor):
+            pass_zeros(loss, weight == 0)
+        elif weight == 0:
             pass_zeros(loss)
         return loss * start
 
