@@ -1,4 +1,4 @@
-"""A global batch that weighs nothing trains nothing, and the run goes on: all its labels left out, or all its samples filtered."""
+"""A global batch that weighs nothing trains nothing, and the run goes on: all labels left out, or all samples filtered."""
 
 from __future__ import annotations
 

@@ -167,8 +167,8 @@ class AutoUpdates(TrainUnit[T]):
         number = self.window.empty
         if agree.is_rank0() and number & (number - 1) == 0:  # each time that there are twice as many
             logger.warning(
-                "update %s was left out, as its global batch weighs 0: all of its samples were filtered, or all of its labels left "
-                "out. Parameters and schedule stay as they are. So far that was so in %s of %s updates",
+                "update %s was left out, as its global batch weighs 0: all of its samples were filtered, or all of its labels "
+                "left out. Parameters and schedule stay as they are. So far that was so in %s of %s updates",
                 self.window.updates - 1,
                 number,
                 self.window.updates,
