@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, UsageError
+from echelon.contracts.run_dir import RunDir
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
 from echelon.data.prefetch import Feed
@@ -419,6 +421,95 @@ def test_ranks_do_what_one_of_them_asks_and_a_job_that_is_started_again_goes_on(
     for found, values in ranks(2, _asked_on_one_rank_and_started_again, str(tmp_path)):
         assert found == [(0, 4, 4, ["checkpoint-3"]), (0, 6, 6, ["checkpoint-3", "checkpoint-6"])]
         assert largest_difference(values, _plain()[0]) < 1e-5
+
+
+def _interrupted(folder: str, signal_at: int | None, **args: Any) -> Any:
+    """A script that says `train()`, whoever started it; exit codes are returned."""
+    from transformers import TrainerCallback
+
+    class Signals(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    given = {"save_strategy": "steps", "save_steps": 100, "per_device_train_batch_size": 2, **args}
+    trainer = _trainer(folder, args=given, callbacks=[Signals])
+    try:
+        done = trainer.train()
+    except SystemExit as error:
+        return error.code
+    return done.global_step, len(_losses(trainer)), _values(trainer.model)
+
+
+@pytest.mark.fresh_ranks
+def test_a_stopped_run_goes_on_with_the_same_command_also_on_fewer_ranks(ranks: Any, tmp_path: Path) -> None:
+    """Four samples a rank and update: one rank keeps the global batch of the two that were there, however often it starts."""
+    wanted = _plain()[0]
+    for number, sizes in enumerate(((2, 2), (2, 1, 1), (2, 1, 2))):
+        folder = str(tmp_path / str(number))
+        for size, stops_at in zip(sizes[:-1], (2, 4), strict=False):
+            assert set(ranks(size, _interrupted, folder, stops_at)) == {75}
+        for updates, losses, values in ranks(sizes[-1], _interrupted, folder, None):
+            assert (updates, losses) == (6, 6) and largest_difference(values, wanted) < 1e-5
+
+
+@pytest.mark.fresh_ranks
+def test_another_batch_of_the_script_counts_when_a_run_goes_on(ranks: Any, tmp_path: Path) -> None:
+    """Four updates of 8 samples, in an epoch of 22; then batches of 4."""
+    assert ranks(1, _interrupted, str(tmp_path), 4, per_device_train_batch_size=4) == [75]
+    ((updates, *_),) = ranks(1, _interrupted, str(tmp_path), None, per_device_train_batch_size=2)
+    assert updates == 4 + 4
+
+
+def _complete_or_another(folder: str) -> list[Any]:
+    found = [_interrupted(f"{folder}/one", None, max_steps=2)[:2]]
+    with pytest.raises(CheckpointError, match="ahead of this run"):
+        _interrupted(f"{folder}/one", None, max_steps=2)
+    return found
+
+
+@pytest.mark.fresh_ranks
+def test_a_complete_run_is_not_gone_on_with_by_itself(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(1, _complete_or_another, str(tmp_path)) == [[(2, 2)]]
+    other = str(tmp_path / "other")
+    assert ranks(1, _interrupted, other, 2) == [75]
+    again = ranks(1, _interrupted, other, None, max_steps=4, overwrite_output_dir=True)
+    assert again[0][:2] == (4, 4)  # from its beginning
+
+
+def test_a_run_that_was_killed_goes_on_with_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(Exception):
+        pass
+
+    def killed(*given: Any) -> None:
+        raise Killed
+
+    for name, words in (("first", ["t.py", "--lr", "1"]), ("second", ["t.py", "--lr", "1"]), ("third", ["t.py", "--lr", "2"])):
+        run = RunDir.create(tmp_path / "runs", name)
+        run.run_json.write_text(json.dumps({"command": words}))
+        for key, value in run.to_env().items():
+            monkeypatch.setenv(key, value)
+        trainer = _trainer(tmp_path / "out", args={"save_strategy": "steps", "save_steps": 2})
+        if name == "first":
+            monkeypatch.setattr(trainer.callback_handler, "on_epoch_end", killed)
+            with pytest.raises(Killed):
+                trainer.train()
+            monkeypatch.undo()
+        elif name == "second":
+            trainer.train()
+            assert largest_difference(_values(trainer.model), _plain()[0]) < 1e-5 and len(_losses(trainer)) == 6
+        else:
+            with pytest.raises(CheckpointError, match="ahead of this run"):
+                trainer.train()
+
+
+def test_what_scripts_call_after_training_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = _trainer(tmp_path, args={"max_steps": 1})
+    trainer.train()
+    trainer.create_model_card(finetuned_from="m", tasks="text-generation")
+    trainer.push_to_hub(commit_message="done")
+    assert not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled
+    assert "no model card was written" in caplog.text and "nothing was uploaded" in caplog.text
 
 
 # --- what programs write themselves

@@ -192,6 +192,14 @@ def note_metrics(folder: Location, metrics: dict[str, float]) -> None:
     replace_file(folder / MANIFEST, manifests.render(facts), durable=True)
 
 
+def note(folder: Location, name: str, value: str) -> None:
+    """Write a fact into the manifest of a checkpoint that was committed before it was known. As `note_metrics`."""
+    facts = manifests.read(folder)
+    facts.pop("format")
+    if facts.get(name) != value:
+        replace_file(folder / MANIFEST, manifests.render({**facts, name: value}), durable=True)
+
+
 def discard(staged: Location) -> None:
     """Give up a staged folder. Rank 0 alone; what cannot be removed now is swept later."""
     try:

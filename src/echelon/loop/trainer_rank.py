@@ -40,6 +40,7 @@ __all__ = [
     "Work",
     "in_order",
     "kept_global_batch",
+    "planned",
     "save",
     "shared",
     "updates_to_steps",
@@ -290,7 +291,7 @@ def shared(loader: Any, data_size: int, accumulation: int, *, trains: bool = Fal
     """
     if not isinstance(loader, DataLoader) or is_distributed(loader):
         return loader
-    ranks = max(data_size, _planned(data_size)) if trains else data_size
+    ranks = max(data_size, planned(data_size)) if trains else data_size
     if ranks == 1 and global_batch is None:
         return Replayed(loader) if trains and not hasattr(loader, "state_dict") else loader
     why = f"cannot be divided between {ranks} ranks: every one would see the same samples"
@@ -299,7 +300,7 @@ def shared(loader: Any, data_size: int, accumulation: int, *, trains: bool = Fal
     return made
 
 
-def _planned(data_size: int) -> int:
+def planned(data_size: int) -> int:
     """How many ranks would have other samples if as many ran as were planned."""
     return data_size * (overrides().planned_ranks or 1) // World.current(torch.device("cpu")).size
 
@@ -324,7 +325,7 @@ def kept_global_batch(path: Path, loader: Any, data_size: int, accumulation: int
             f"{path} was trained with global batches of {saved} samples, {own} on each of {ranks} ranks, which {data_size} ranks "
             f"cannot share. Use a number of ranks that divides {saved // accumulation}; or another batch_size, which then counts."
         )
-    if saved != own * max(data_size, _planned(data_size)) and agree.is_rank0():
+    if saved != own * max(data_size, planned(data_size)) and agree.is_rank0():
         logger.warning(
             "%s was trained with global batches of %s samples, %s on each of %s ranks. They stay so, %s on each of %s now. "
             "Another batch_size of the DataLoader would count from here on",

@@ -14,6 +14,7 @@ from transformers import trainer_utils
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
 from echelon.contracts.numbers import whole
 from echelon.data.loader import Loader
+from echelon.data.options import LoaderOptions
 from echelon.data.stream import StreamLoader
 from echelon.world import rng
 
@@ -68,7 +69,9 @@ def loader_of(
             f"steps, got {len(dataset)} samples. Give a smaller per_device_{phase}_batch_size."
         )
     seed = args.data_seed if args.data_seed is not None else args.seed
-    return Loader(dataset, size, seed=seed, shuffle=shuffles, **given)
+    # Ranks that are fewer keep the batch (`saving.ranks_that_share`); another one was chosen, and counts from here on.
+    options = LoaderOptions(accept_changes={"global_batch"})
+    return Loader(dataset, size, seed=seed, shuffle=shuffles, options=options, **given)
 
 
 def _with_columns(dataset: Any, collator: Callable[[list[Any]], Any], columns: list[str]) -> tuple[Any, Any]:

@@ -136,7 +136,7 @@ class Flow(Callback):
             self._call("on_epoch_end")
             self._act(state, unit)
         if self._saver is not None:
-            self._saver.end()
+            self._saver.end(unit, "stopped" if by_signal else "complete")
 
     def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
         if self._saver is not None:

@@ -18,15 +18,11 @@ _INSTEAD = {
     "get_batch_samples": "override weight(inputs), which says what a batch counts",
     "accelerator": "trainer.unit(), and echelon.world.agree for what ranks tell one another",
     "hyperparameter_search": "a script that is started with other arguments, by `echelon submit` or `echelon run`",
-    "push_to_hub": "trainer.save_model(folder), then upload the folder",
-    "create_model_card": "trainer.save_model(folder); a model card is a file of its own",
     "_get_train_sampler": "override get_train_dataloader",
     "_save": "override save_model",
     "_save_checkpoint": "a callback's on_save",
     "floating_point_ops": "metrics.jsonl of a run folder has mfu",
     "is_in_train": "a callback's hooks",
-    "is_fsdp_enabled": "trainer.args.strategy",
-    "is_deepspeed_enabled": "trainer.args.strategy",
 }
 
 

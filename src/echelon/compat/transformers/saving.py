@@ -10,16 +10,26 @@ from typing import Any
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
 from echelon.checkpoint.location import Location, absolute, location
+from echelon.checkpoint.snapshot import Snapshot
 from echelon.contracts.errors import CheckpointError, UsageError
 from echelon.loop.checkpointing import restoring
+from echelon.loop.checkpointing.changes import command_here
 from echelon.loop.checkpointing.folder import RunFolder, is_begun_anew, left_alone
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State
+from echelon.loop.trainer_rank import planned
+from echelon.world import agree
 
-__all__ = ["Saver", "is_begun", "resume"]
+__all__ = ["Saver", "newest", "ranks_that_share", "resume", "was_cut_short"]
 
 logger = logging.getLogger(__name__)
+
+# In a manifest, how the run ended that it is the last checkpoint of: "stopped" by a signal, or "complete".
+_ENDED = "ended"
+
+# In a manifest, a rank's samples of an update, as the arguments of the run that saved it had them.
+_EACH = "samples_of_a_rank"
 
 _NAME = re.compile(r"checkpoint-([0-9]{1,18})")
 
@@ -82,10 +92,12 @@ class Saver(DistributedCheckpointSaver):
     Args:
         folder: that has the checkpoints' folders.
         limit: how many stay, the newest and the best among them.
+        each: a rank's samples of an update.
         restart: set those of another run aside.
     """
 
-    def __init__(self, folder: str, limit: int | None, *, restart: bool) -> None:
+    def __init__(self, folder: str, limit: int | None, each: int, *, restart: bool) -> None:
+        self._each = each
         super().__init__(folder, options=SaveOptions(restart=restart))
         self.folder = _Folder(self.folder.path, self.folder.keep, restart=restart)
         self.folder.limit = limit
@@ -102,19 +114,82 @@ class Saver(DistributedCheckpointSaver):
     def _place(self, unit: Any) -> tuple[int, str]:
         return unit.train_progress.num_steps_completed, f"checkpoint-{unit.window.updates}"
 
+    def _take(self, state: State, unit: Any) -> tuple[Snapshot, dict[str, Any]]:
+        taken, facts = super()._take(state, unit)
+        return taken, {**facts, _EACH: self._each}
+
     def write(self, state: State, unit: Any) -> None:
         """In the middle of training; if the storage fails, training goes on, with an error in the log. Collective."""
         self._save(state, unit)
 
-    def end(self) -> None:
-        """The folder is free for others."""
+    def end(self, unit: Any, how: str) -> None:
+        """Write down how training ended, beside its last state if that is saved; the folder is free for others. Collective."""
+        path = self.dirpath / f"checkpoint-{unit.window.updates}"
+
+        def note() -> None:
+            try:
+                if manifest.is_whole(path):
+                    commit.note(path, _ENDED, how)
+            except (CheckpointError, OSError) as error:  # as in a folder that can only be read
+                logger.warning("%s: how the run ended could not be written down: %s", path, error)
+
+        commit.on_rank0(note, self.dirpath)
         self._release()
 
 
-def is_begun(output_dir: str) -> bool:
-    """Whether there is a checkpoint to go on from; not under `echelon run --restart`. Collective."""
+def newest(output_dir: str) -> Location | None:
+    """The newest checkpoint there, unless the run is to begin anew. Collective."""
     folder = location(output_dir)
-    return not is_begun_anew(absolute(folder)) and commit.on_rank0(lambda: bool(_inside(folder)), folder)
+    names = commit.on_rank0(lambda: [path.name for path in _inside(folder)][-1:], folder)
+    return folder / names[0] if names and not is_begun_anew(absolute(folder)) else None
+
+
+def was_cut_short(path: Location) -> bool:
+    """Whether a signal ended the run that saved it, or whether it was killed and had this very command. Collective."""
+
+    def look() -> bool:
+        saved = manifest.read(path)
+        ended, command = saved.get(_ENDED), saved.get("config", {}).get("command")
+        return ended == "stopped" or (ended is None and bool(command) and command == command_here())
+
+    try:
+        return commit.on_rank0(look, path)
+    except CheckpointError:  # what reads it says so
+        return False
+
+
+def ranks_that_share(path: Location, each: int, ranks: int, accumulation: int) -> int:
+    """For how many ranks a global batch is meant: for those that it had when it was saved, if there are fewer of them now.
+
+    Args:
+        each: a rank's samples of an update, now. If they were others then, the script has chosen another batch.
+        ranks: with different samples, now.
+    Raises:
+        UsageError: on all ranks: they cannot share that batch.
+    """
+    least = max(ranks, planned(ranks))
+    saved = commit.on_rank0(lambda: manifest.read(path) if manifest.is_whole(path) else {}, path)
+    whole = saved.get("config", {}).get("data", {}).get("global_batch")
+    if saved.get(_EACH) != each or not isinstance(whole, int) or whole <= each * ranks or whole % each:
+        return least
+    if whole % (ranks * accumulation):
+        raise UsageError(
+            f"{path} was trained with global batches of {whole} samples, {each} on each of {whole // each} ranks, which {ranks} "
+            f"ranks cannot share. Use a number of ranks that divides {whole // accumulation}; or another "
+            "per_device_train_batch_size, which then counts."
+        )
+    if whole // each != least and agree.is_rank0():
+        logger.warning(
+            "%s was trained with global batches of %s samples, %s on each of %s ranks. They stay so, %s on each of %s now. "
+            "Another per_device_train_batch_size would count from here on",
+            path,
+            whole,
+            each,
+            whole // each,
+            whole // ranks,
+            ranks,
+        )
+    return whole // each
 
 
 def resume(which: str | bool, output_dir: str, unit: Any, loader: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import trainer_callback, trainer_pt_utils, trainer_utils
 from transformers.integrations import get_reporting_integration_callbacks
 
+from echelon.checkpoint.location import location
 from echelon.compat.transformers import batches
 from echelon.compat.transformers.arguments import TrainingArguments
 from echelon.compat.transformers.evaluation import Evaluating
@@ -22,21 +24,23 @@ from echelon.compat.transformers.flow import Flow, History
 from echelon.compat.transformers.losses import Losses
 from echelon.compat.transformers.optimizing import Optimizing
 from echelon.compat.transformers.refused import check_overrides, not_here
-from echelon.compat.transformers.saving import Saver, is_begun, resume
+from echelon.compat.transformers.saving import Saver, newest, ranks_that_share, resume, was_cut_short
 from echelon.compat.transformers.unit import TrainerUnit
 from echelon.contracts.errors import UsageError, require
-from echelon.contracts.rank import RankInfo
+from echelon.contracts.run_dir import RunDir
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.pretrained import save_pretrained
 from echelon.loop.progress import Progress
 from echelon.loop.run import train
-from echelon.loop.trainer_rank import shared, updates_to_steps
+from echelon.loop.trainer_rank import planned, shared, updates_to_steps
 from echelon.loop.window import Window
 from echelon.world import agree
-from echelon.world.init import World
+from echelon.world.init import World, rank_info
 
 __all__ = ["Trainer"]
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer(Losses, Optimizing, Evaluating):
@@ -138,17 +142,18 @@ class Trainer(Losses, Optimizing, Evaluating):
         """Train, and log, evaluate and save as the arguments say. Every rank calls it.
 
         Args:
-            resume_from_checkpoint: a folder `checkpoint-N`, or True for the newest in `output_dir`. When the launcher has started
-                the job again after a failure, the newest is taken in any case.
+            resume_from_checkpoint: a folder `checkpoint-N`, or True for the newest in `output_dir`. That is taken in any case
+                when the launcher has started the job again, or a run of the same command was stopped or killed.
         Returns:
             transformers' TrainOutput: updates, mean loss, metrics.
         Raises:
             SystemExit: with code 75: a signal asked the run to stop; it is saved, if anything is.
         """
         self._begin_again()
+        which = resume_from_checkpoint or self._goes_on()
+        self._ranks_of_batch = self._ranks_that_saved(which)
         loader, unit = self._loader(), self.unit()
         steps, epochs = self._limits(loader)
-        which = resume_from_checkpoint or (_is_started_again() and is_begun(self.args.output_dir))
         if which:
             resume(which, self.args.output_dir, unit, loader)
         self.state.global_step, began = unit.window.updates, unit.window.updates
@@ -156,6 +161,31 @@ class Trainer(Losses, Optimizing, Evaluating):
         self._refer(unit, loader)
         train(unit, loader, max_steps=steps, max_epochs=epochs, callbacks=[*self._own_callbacks, flow])
         return self._finish(unit, began, start)
+
+    def _goes_on(self) -> bool:
+        """Whether this is a run that was interrupted, though the script does not say that it goes on. Collective."""
+        path = newest(self.args.output_dir)
+        if path is None:
+            return False
+        if _is_started_again():
+            return True
+        goes_on = not (self.args.overwrite_output_dir or self.__dict__.get("_has_trained")) and was_cut_short(path)
+        if goes_on and agree.is_rank0():
+            logger.warning(
+                "the run that saved %s was interrupted, and goes on from there. To begin anew, give another output_dir, "
+                "overwrite_output_dir=True or `echelon run --restart`",
+                path,
+            )
+        return goes_on
+
+    def _ranks_that_saved(self, which: str | bool) -> int:
+        """How many ranks with different samples share a global batch: with fewer of them it stays as it was. Collective."""
+        args, ranks = self.args, self.data_ranks()
+        path = (newest(args.output_dir) if which is True else location(str(which))) if which else None
+        accumulation = args.gradient_accumulation_steps
+        if path is None:
+            return max(ranks, planned(ranks))
+        return ranks_that_share(path, args.per_device_train_batch_size * accumulation, ranks, accumulation)
 
     def unit(self) -> TrainerUnit:
         """The unit that is trained, as the strategy made it. Collective at its first call."""
@@ -178,7 +208,10 @@ class Trainer(Losses, Optimizing, Evaluating):
 
     def _loader(self) -> Any:
         loader = self.get_train_dataloader()
-        found = shared(loader, self.data_ranks(), self.args.gradient_accumulation_steps)
+        ranks, accumulation, batch = self._ranks_of_batch, self.args.gradient_accumulation_steps, None
+        if isinstance(loader, DataLoader) and ranks > self.data_ranks():
+            batch = (loader.batch_size or 1) * ranks * accumulation
+        found = shared(loader, self.data_ranks(), accumulation, global_batch=batch)
         has_state = hasattr(found, "load_state_dict") or not isinstance(found, DataLoader)
         return found if has_state else batches.Counted(found)
 
@@ -205,7 +238,8 @@ class Trainer(Losses, Optimizing, Evaluating):
             return None
         again = self.__dict__.get("_has_trained", False)  # then what is there is this trainer's own
         self._has_trained = True
-        return Saver(args.output_dir, args.save_total_limit, restart=args.overwrite_output_dir or again)
+        each = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return Saver(args.output_dir, args.save_total_limit, each, restart=args.overwrite_output_dir or again)
 
     def _refer(self, unit: TrainerUnit, loader: Any) -> None:
         """For callbacks."""
@@ -220,7 +254,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         args, state, history = self.args, self.state, self.history
         updates = unit.window.updates
         loss = (history.total + float(history.loss)) / max(updates, 1)
-        samples = args.train_batch_size * self.data_ranks() * args.gradient_accumulation_steps * (updates - began)
+        samples = args.train_batch_size * self._ranks_of_batch * args.gradient_accumulation_steps * (updates - began)
         metrics = trainer_utils.speed_metrics("train", start, num_samples=samples, num_steps=updates - began)
         metrics["train_loss"] = loss
         self.log(metrics)
@@ -253,7 +287,8 @@ class Trainer(Losses, Optimizing, Evaluating):
 
     def _loader_of(self, dataset: Any, *, trains: bool) -> Any:
         columns = batches.columns_of(self.model, self.label_names) if self.args.remove_unused_columns else None
-        return batches.loader_of(dataset, self.data_collator, columns, self.args, self.data_ranks(), trains=trains)
+        ranks = self.__dict__.get("_ranks_of_batch", 0) if trains else 0
+        return batches.loader_of(dataset, self.data_collator, columns, self.args, ranks or self.data_ranks(), trains=trains)
 
     # --- the rest
 
@@ -279,6 +314,17 @@ class Trainer(Losses, Optimizing, Evaluating):
     )
     metrics_format = staticmethod(trainer_pt_utils.metrics_format)
 
+    def create_model_card(self, *args: Any, **options: Any) -> None:
+        """Nothing: the model card is a file of the script's own. Scripts call it at their end, when training is done."""
+        _warn_once("create_model_card", "no model card was written: it is a file of your own beside the model")
+
+    def push_to_hub(self, *args: Any, **options: Any) -> None:
+        """Nothing, for the same reason."""
+        _warn_once("push_to_hub", "nothing was uploaded. Call save_model(folder), and upload that folder")
+
+    # What scripts ask before they save: here `save_model` writes whole weights under every strategy.
+    is_fsdp_enabled = is_deepspeed_enabled = False
+
     def is_world_process_zero(self) -> bool:
         return bool(self.args.process_index == 0)
 
@@ -298,9 +344,19 @@ class Trainer(Losses, Optimizing, Evaluating):
         self.callback_handler.remove_callback(callback)
 
 
+def _warn_once(name: str, what: str) -> None:
+    if agree.is_rank0():
+        logger.warning("Trainer.%s has no effect: %s", name, what)
+
+
 def _is_started_again() -> bool:
-    """Whether the launcher has started this job before, and it failed or was preempted."""
-    return RankInfo.from_env().restart_count > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+    """Whether the launcher has started this run before, and it failed, was preempted, or was stopped."""
+    run = RunDir.current()
+    return (
+        rank_info().restart_count > 0
+        or (run is not None and run.attempt > 0)
+        or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+    )
 
 
 def _length(loader: Any) -> int | None:

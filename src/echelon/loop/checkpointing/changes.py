@@ -32,7 +32,7 @@ from echelon.parallel.state_keys import HOW
 from echelon.world import agree
 from echelon.world.init import World
 
-__all__ = ["check", "facts", "renamed"]
+__all__ = ["check", "command_here", "facts", "renamed"]
 
 _HARMLESS = ("world_size", "dp_size", "mesh", "strategy", "torch", "echelon", "python", "command")
 # Options that a schedule moves.
@@ -63,7 +63,7 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
         "data": _of_loader(loader),
         "states": forgotten.kinds(unit),
         "user": _users(unit),
-        "command": _command(),
+        "command": command_here(),
     }
 
 
@@ -153,7 +153,8 @@ def _is_plain(value: Any) -> bool:
     return len(text) <= _MOST_BYTES
 
 
-def _command() -> list[str]:
+def command_here() -> list[str]:
+    """That started this run, [] where no launcher wrote it down."""
     run = RunDir.current()
     about = read_json(run.run_json) if run is not None else None
     return [str(word) for word in (about or {}).get("command", [])]
