@@ -102,9 +102,11 @@ def _batch(kind: str, seed: int) -> dict[str, Any]:
         made |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     if kind == "prompts":  # the first rank's early chunk counts nothing, or all of one rank's part
         made["labels"][:, : LENGTH // 4 if seed % 2 else LENGTH - 4] = -100
-    if kind == "packed":
+    if kind.startswith("packed"):
         begin, where = 5 + seed % 3, torch.arange(LENGTH)
         made |= {"position_ids": torch.where(where < begin, where, where - begin).expand(2, -1).clone(), "use_cache": False}
+    if kind == "packed, all attended to":  # so says a mask, and then transformers does not look at positions
+        made["attention_mask"] = torch.ones_like(ids)
     if kind == "rows":
         made["labels"] = torch.randint(3, (2,), generator=generator)
     return made
@@ -149,6 +151,7 @@ CASES = [
     ("llama", "padded", {"activation_checkpoint_params": "blocks"}),
     ("llama", "prompts", {}),
     ("llama", "packed", {}),
+    ("llama", "packed, all attended to", {}),
     ("qwen2", "padded", {}),
     ("windows", "padded", {}),
     ("gpt2", "prompts", {}),

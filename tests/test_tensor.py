@@ -465,3 +465,45 @@ def _scaled() -> str:
 def test_a_gradient_on_one_of_the_ranks_that_share_layers_is_told_on_all(ranks: Ranks) -> None:
     first, second = ranks(2, _scaled)
     assert first == second and "Scaled.scale differs between the 2 ranks" in first
+
+
+class HeadScale(nn.Module):
+    """One scale for all heads, of which each rank has some: its gradient is the sum of the ranks'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(256))
+        self.of_rank: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        weight.register_hook(lambda gradient: setattr(self, "of_rank", gradient))
+        return x * weight
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.down = nn.Linear(8, 4 * 256), HeadScale(), nn.Linear(4 * 256, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.scale(self.up(x).unflatten(-1, (-1, 256))).flatten(-2))
+
+
+def _rounded_once() -> tuple[bool, bool]:
+    torch.manual_seed(0)
+    plan = {"up": "colwise", "scale": "summed", "down": "rowwise"}
+    module = ech.prepare_module(Heads().bfloat16(), CPU, strategy=ech.TPStrategy(plan=plan))
+    module(torch.randn(16, 8, dtype=torch.bfloat16)).pow(2).mean().backward()
+    scale: Any = module.scale
+    parts = [torch.empty_like(scale.of_rank) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, scale.of_rank)
+    gradient = scale.weight.grad
+    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    want = sum(part.float() for part in parts)
+    return torch.equal(gradient, want.bfloat16()), torch.equal(gradient.float(), want)
+
+
+def test_gradients_of_what_ranks_share_are_rounded_once(ranks: Ranks) -> None:
+    """In 16 bits, a sum over the ranks would round at each of them."""
+    assert ranks(4, _rounded_once) == [(True, False)] * 4

@@ -124,12 +124,14 @@ def _check_alike(parts: SequenceParts, kind: str, given: dict[str, Any], length:
         and _dim_of(value, length) is None
     }
     told = agree.kinds(sums, parts.group)
-    if apart := [name for name in sums if len({each.get(name) for each in told}) > 1]:
-        what = f"argument {apart[0]}" if apart[0].isdigit() else apart[0]
+    apart = next((name for name in sums if len({each.get(name) for each in told}) > 1), None)
+    # All ranks stop, of other sequences, too.
+    if (found := agree.first_told(None if apart is None else [apart, list(given[apart].shape)])) is not None:
+        name, shape = found
         raise UsageError(
-            f"context parallelism: {kind} must get the same {what} on the {parts.size} ranks of a sequence, got values that "
-            f"differ. It has no sequence, of shape {tuple(given[apart[0]].shape)}. If compute_loss draws it, or computes it from "
-            "its part, let the dataset or its collate_fn do so: each rank gets what these give."
+            f"context parallelism: {kind} must get the same {f'argument {name}' if name.isdigit() else name} on the {parts.size} "
+            f"ranks of a sequence, got values that differ. It has no sequence, of shape {tuple(shape)}. If compute_loss draws "
+            "it, or computes it from its part, let the dataset or its collate_fn do so: each rank gets what these give."
         )
 
 

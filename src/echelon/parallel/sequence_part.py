@@ -65,7 +65,7 @@ class PartOfSequence:
 
     def same(self, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter that works on this rank's part: its gradient is the sum over the ranks."""
-        return traffic.same(tensor, self._axis)
+        return traffic.whole(tensor, self._axis)
 
     def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
         missing = self._part * self._axis.size - tensor.shape[_DIM]

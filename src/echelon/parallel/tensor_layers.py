@@ -186,7 +186,7 @@ class _Rowwise(_Split):
         bias: Any = getattr(self.layer, "bias", None)
         if self._sequence is not None and self._sequence.is_split:
             out = self._sequence.spread(out)
-            bias = None if bias is None else traffic.same(bias, self.axis)  # of this rank's part of the sequence
+            bias = None if bias is None else traffic.whole(bias, self.axis)  # of this rank's part of the sequence
         else:
             out = traffic.summed(out, self.axis)
         return out if bias is None else out + bias.to(out.dtype)
@@ -221,7 +221,7 @@ class _Summed(_Split):
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         own = self.layer.named_parameters(recurse=False)
-        with exchanged(self.layer, {name: traffic.same(p, self.axis) for name, p in own}):
+        with exchanged(self.layer, {name: traffic.whole(p, self.axis) for name, p in own}):
             return self._forward(*args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 Each has its opposite, which its backward pass calls: so second derivatives are right, too.
 
     same  / summed     nothing forward, the sum of all gradients backward / the sum forward, nothing backward
+    whole / total      as these, of parameters: gradients of 16 bits are added in float32 and rounded once
     gathered / part    all ranks' parts of a dimension put together / this rank's part of it
     collected / spread all parts put together, backward the sum of all gradients, of which this rank takes its part / the reverse
 """
@@ -17,12 +18,17 @@ import torch.distributed as dist
 from echelon.parallel.axes import Axis
 from echelon.parallel.older_torch import all_gather_single, reduce_scatter_single
 
-__all__ = ["collected", "gathered", "part", "same", "spread", "summed"]
+__all__ = ["collected", "gathered", "part", "same", "spread", "summed", "whole"]
 
 
 def same(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The tensor, which all ranks have, for work that each does a part of: its gradient is the sum of theirs."""
     return _sent(tensor, "same", axis)
+
+
+def whole(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`same` of a parameter: its gradient is small, and what the ranks' sum loses is lost in every update."""
+    return _sent(parameter, "whole", axis)
 
 
 def summed(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -79,6 +85,10 @@ def _sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return total
 
 
+def _sum_in_float32(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    return _sum(tensor.float(), axis, dim).to(tensor.dtype) if tensor.dtype.itemsize < 4 else _sum(tensor, axis, dim)
+
+
 def _own(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return tensor.chunk(axis.size, dim)[axis.rank].contiguous()
 
@@ -98,5 +108,6 @@ def _own_of_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 _SENDS = {"same": _nothing, "summed": _sum, "gathered": _all, "part": _own, "collected": _all, "spread": _own_of_sum}
-_OPPOSITE = {"same": "summed", "gathered": "part", "collected": "spread"}
+_SENDS |= {"whole": _nothing, "total": _sum_in_float32}
+_OPPOSITE = {"same": "summed", "whole": "total", "gathered": "part", "collected": "spread"}
 _OPPOSITE |= {opposite: way for way, opposite in _OPPOSITE.items()}
