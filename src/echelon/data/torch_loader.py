@@ -34,7 +34,7 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         UsageError: it has one: a sampler that is no torch's, or an iterable dataset; or its sampler draws a part of the data.
     """
     sampler: Any = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
-    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    plain = _is(sampler, SequentialSampler) or (_is(sampler, RandomSampler) and not sampler.replacement)
     if not (plain or is_distributed(loader)) or loader.batch_size is None or _has_own_batches(loader):
         what = type(sampler if sampler is not None else loader.dataset).__name__
         first = "Give it Subset(dataset, indices), of torch.utils.data, and shuffle=True. Or use" if _chooses(sampler) else "Use"
@@ -58,7 +58,7 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         loader.dataset,
         global_batch,
         seed=sampler.seed if divided else 0,
-        shuffle=sampler.shuffle if divided else isinstance(sampler, RandomSampler),
+        shuffle=sampler.shuffle if divided else _is(sampler, RandomSampler),
         accumulation=accumulation,
         tail="drop" if loader.drop_last else "keep",
         num_workers=loader.num_workers,
@@ -75,4 +75,10 @@ def _chooses(sampler: Any) -> bool:
 
 
 def _has_own_batches(loader: DataLoader[Any]) -> bool:
-    return type(loader.batch_sampler) is not torch.utils.data.BatchSampler
+    return not _is(loader.batch_sampler, torch.utils.data.BatchSampler)
+
+
+def _is(sampler: Any, kind: type) -> bool:
+    """Whether it is torch's, or what StatefulDataLoader has in its place."""
+    found = type(sampler)
+    return found is kind or (found.__module__ == "torchdata.stateful_dataloader.sampler" and found.__name__ == kind.__name__)

@@ -248,8 +248,8 @@ class Run:
             self._begin(stage)
             with self._inner.evaluating():
                 whole = self._evaluation_epoch(stage)
-            if drawn is not None and not whole:
-                rng.put_back(drawn)  # it is made again, and draws the same
+            if drawn is not None:  # training draws on as if there was no evaluation; one that was cut short draws the same again
+                rng.put_back(drawn)
             stage.call(stage.hooks.end)
             whole = whole and phase == "eval" and getattr(self.unit, "has_eval_loss", True)
             loss = getattr(self.unit, "eval_loss", None) if whole else None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
+from echelon.data.generators import state_between_epochs
 from echelon.data.prefetch import NO_STEP, Feed, Step, restored_state
 from echelon.loop.logged import Logged
 from echelon.loop.progress import Progress
@@ -164,14 +165,14 @@ class PhaseState:
         return self.feed.length is None and (self.max_steps is None or progress.num_steps_completed < self.max_steps)
 
     def loader_state(self, progress: Progress) -> dict[str, Any] | None:
-        """The loader's state after the steps that were taken; None at an epoch's beginning, and for a loader without one.
-
-        Every rank calls it.
+        """The loader's state after the steps that were taken; None for a loader without one. At an epoch's beginning what the
+        order of this epoch will be drawn from, if that is the loader's own. Every rank calls it.
         """
         if self.feed is not None:
             return self.feed.loader_state()
-        # Restored in mid-epoch, and nothing read since.
-        return restored_state(self.dataloader) if progress.num_steps_completed_in_epoch else None
+        if progress.num_steps_completed_in_epoch:  # restored in mid-epoch, and nothing read since
+            return restored_state(self.dataloader)
+        return state_between_epochs(self.dataloader)
 
     def total_steps(self) -> int | None:
         """Steps when the run is complete, as far as lengths tell."""

@@ -69,8 +69,9 @@ def take(
     if unit.train_progress.num_steps_completed_in_epoch:
         _warn_if_inexact(state, loader, position)
     if not isinstance(loader, BaseLoader) and restoring.differs_by_rank(position):
-        own["train_dataloader"], position = position, restoring.BY_RANK
-    # Empty after an epoch's end, and for a loader without a state.
+        in_epoch = unit.train_progress.num_steps_completed_in_epoch > 0
+        own["train_dataloader"], position = position, restoring.BY_RANK if in_epoch else restoring.BETWEEN_BY_RANK
+    # Empty for a loader without a state; after an epoch's end, for one without generators of its own.
     states["train_dataloader"] = _Fixed(position or {})
     left: dict[str, Any] = {}
     if frozen is not None:
@@ -78,7 +79,9 @@ def take(
     taken = snapshot(states, own, planned)
     metrics_now = monitored(best.monitored_metric, state, unit) if best is not None else {}
     config = changes.facts(unit, loader)
-    if position and not isinstance(loader, BaseLoader):  # where progress alone does not tell it
+    if (
+        position and unit.train_progress.num_steps_completed_in_epoch and not isinstance(loader, BaseLoader)
+    ):  # where progress alone does not tell it
         config["position"] = loader.__class__.__name__
     facts = {"config": config, "host": socket.gethostname(), "metrics": metrics_now}
     if left:

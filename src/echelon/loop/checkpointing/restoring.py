@@ -13,7 +13,9 @@ from echelon.checkpoint.location import Location, absolute
 from echelon.checkpoint.store import Report
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UsageError, require
 from echelon.contracts.terminal import printable
+from echelon.data.base import BaseLoader
 from echelon.data.fingerprint import checksum
+from echelon.data.generators import is_between_epochs, load_state_between_epochs, state_between_epochs
 from echelon.data.loader import Loader
 from echelon.data.replayed import Replayed
 from echelon.loop.checkpointing import changes, forgotten, unfrozen
@@ -125,7 +127,7 @@ def _restore(
 ) -> Report:
     chosen = chosen_of(unit, options)
     allowed = options.allow_changes
-    seeks = loader is not None and hasattr(loader, "load_state_dict")
+    seeks = loader is not None and (hasattr(loader, "load_state_dict") or state_between_epochs(loader) is not None)
     config = changes.renamed(manifest.get("config", {}), options.rename)
     restored = [
         k for k, is_ in (("optimizers", options.restore_optimizers), ("schedulers", options.restore_lr_schedulers)) if is_
@@ -142,7 +144,9 @@ def _restore(
     frozen, note = manifest.get("frozen", {}), not options.takes_weights_only  # which a script does at every start
     states = without_frozen(states, frozen, unit, path, strict=options.strict, note=note)
     if seeks:
-        states["train_dataloader"] = _IfSaved(loader, meant, lambda: store.read_rank(path, manifest))
+        states["train_dataloader"] = _IfSaved(
+            loader, meant, lambda: store.read_rank(path, manifest), in_epoch=bool(config.get("position"))
+        )
     elif config.get("position") and isinstance(unit, TrainUnit) and options.restore_train_progress and agree.is_rank0():
         logger.warning(
             "%s holds where a %s stood in the middle of an epoch; give it, too: train_dataloader=. Training on without reads the "
@@ -257,6 +261,7 @@ def _log(report: Report, path: Location) -> None:
 
 # Stands for the state of a loader that has another on every rank, each in that rank's own file.
 BY_RANK = {"by_rank": True}
+BETWEEN_BY_RANK = {"by_rank": True, "between": True}  # likewise, of generators between two epochs
 
 
 def differs_by_rank(state: Any) -> bool:
@@ -266,25 +271,39 @@ def differs_by_rank(state: Any) -> bool:
 
 
 class _IfSaved:
-    """The loader's state; a checkpoint from the end of an epoch holds none, and the next epoch begins at its start.
+    """The loader's state; from the end of an epoch that of its generators alone, and the next epoch begins at its start.
 
     Args:
         meant: what may differ, beside what the loader itself accepts: it resumes where the saved one stood.
         own: reads what this rank wrote for itself; None if another number of ranks did.
+        in_epoch: the checkpoint is from the middle of an epoch, as far as loaders of other libraries are concerned. Else theirs
+            are not asked for their state, for which they may begin an iteration.
     """
 
-    def __init__(self, loader: Any, meant: set[str], own: Callable[[], dict[str, Any] | None]) -> None:
+    def __init__(self, loader: Any, meant: set[str], own: Callable[[], dict[str, Any] | None], *, in_epoch: bool) -> None:
         self._loader, self._meant, self._own = loader, meant, own
+        self._in_epoch = hasattr(loader, "load_state_dict") and (in_epoch or isinstance(loader, BaseLoader))
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._loader.state_dict()
+        state: dict[str, Any] = self._loader.state_dict() if self._in_epoch else {}
         return state
+
+    def _begins_anew(self, why: str) -> None:
+        if agree.is_rank0():
+            logger.warning(
+                "the order of the %s is drawn anew, as in a run's first epochs: %s. echelon.Loader goes on with its order",
+                self._loader.__class__.__name__,
+                why,
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
             return
-        if state_dict == BY_RANK:
+        if state_dict in (BY_RANK, BETWEEN_BY_RANK):
             own = self._own()
+            if own is None and state_dict == BETWEEN_BY_RANK:
+                self._begins_anew("another number of ranks saved it")
+                return
             if own is None:
                 raise CheckpointMismatchError(
                     f"each rank saved the state of its own {self._loader.__class__.__name__}, so their number must be the same. "
@@ -293,6 +312,12 @@ class _IfSaved:
             if not isinstance(own.get("train_dataloader"), dict):
                 raise CheckpointCorruptError("the checkpoint should hold the state of this rank's loader, and does not.")
             state_dict = own["train_dataloader"]
+        if is_between_epochs(state_dict):
+            if not load_state_between_epochs(self._loader, state_dict) and not isinstance(self._loader, BaseLoader):
+                self._begins_anew("a loader with other generators was saved")
+            return
+        if not hasattr(self._loader, "load_state_dict"):
+            return
         if not isinstance(self._loader, Loader):
             self._loader.load_state_dict(state_dict)
             return
