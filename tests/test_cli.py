@@ -23,8 +23,9 @@ from typing import Any
 import pytest
 
 import echelon
-from echelon.cli.main import VERBS
+from echelon.cli.main import VERBS, main
 from echelon.contracts.errors import UsageError
+from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.traces import shortened
 from echelon.launcher.explain import Evidence, explain
 from tests import forked
@@ -631,7 +632,8 @@ OK = "print('ran')"
         (["submit", "--node=2", "ok.py"], ["unrecognized arguments: --node=2", "Did you mean --nodes?"]),
         (["run"], ["script"]),
         (["rum", "ok.py"], ["'rum'", "known: run, submit, jobs"]),
-        (["report", "nowhere"], ["nowhere", "is not a run folder"]),
+        (["report", "nowhere"], ["nowhere", "was not found"]),
+        (["explain", "nowhere"], ["nowhere", "was not found"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -696,6 +698,15 @@ def test_a_script_from_a_substitution_of_the_shell_is_refused(tmp_path: Path, fo
 def test_a_script_without_a_statement_is_mentioned(started: Started) -> None:
     _, err = started.run("--ranks", "1", started.script("# not yet\n")).communicate(timeout=50)
     assert b"is empty, so nothing runs" in err
+
+
+@pytest.mark.parametrize("verb", ["explain", "report", "top"])
+def test_a_run_is_named_alike_by_all_commands(started: Started, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.create(started.folder / "mine", "a")
+    write_json(run.exit_json, {"exit_code": 0})
+    for words in (["a", "--runs", str(run.path.parent)], [str(run.path)]):
+        assert main([verb, *words]) == 0, capsys.readouterr().err
+        assert capsys.readouterr().out
 
 
 def test_an_option_of_ours_behind_the_script_is_the_scripts_and_is_mentioned_once(

@@ -215,3 +215,25 @@ def test_a_plain_scripts_workers_start_where_python_forks_no_more(tmp_path: Path
         [sys.executable, "script.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, "[[0.0, 1.0, 4.0, 9.0], [16.0, 25.0, 36.0, 49.0]] 8\n"), done.stderr
+
+
+LONG = """
+import torch, echelon as ech
+if __name__ == "__main__":
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    for method in (None, "spawn"):
+        if method:
+            torch.multiprocessing.set_start_method(method, force=True)
+        for batch in ech.Loader(data, global_batch=4, num_workers=1, shuffle=False):
+            print(batch[0].sum().item(), flush=True)
+    import tempfile
+    print(len(tempfile.gettempdir()) > 100)
+"""
+
+
+def test_workers_hand_over_tensors_whatever_the_length_of_tmpdir(started: Any) -> None:
+    folder = started.folder / ("x" * 100)
+    folder.mkdir()
+    program = started.python(started.script(LONG), fresh=True, env={"TMPDIR": str(folder)})
+    out, err = program.communicate(timeout=100)
+    assert sorted(out.decode().split()) == sorted(["6.0", "22.0"] * 2 + ["True"]), err.decode()

@@ -949,7 +949,7 @@ def test_the_command_ends_with_1_if_nothing_tells_and_with_2_if_there_is_no_run(
     assert done.returncode == 1 and "No rank ended before it that would explain this" in done.stdout
     for words, says in (
         (["runs"], "has no attempts"),
-        (["none"], "is not a run folder"),
+        (["none"], "was not found"),
         (["runs/x", "--attempt", "5"], "0 to 0"),
     ):
         refused = echelon_command("explain", *words)

@@ -282,6 +282,8 @@ CAUGHT = (
         (nccl("invalid usage", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device f000"), GROUPS,
          "device shared", "local"),
         (nccl(INTERNAL, "Bootstrap : no socket interface found"), GROUPS, "network interface", "NCCL_SOCKET_IFNAME"),
+        ("RuntimeError: [enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. "
+         "Unable to find address for: eth99", GROUPS, "network interface", "eth99.*no such network.*GLOO_SOCKET_IFNAME"),
         (nccl(UNHANDLED, "Cuda failure 999 'unknown error'"), GROUPS, "NCCL", "Cuda failure 999.*NCCL_DEBUG=INFO"),
         ("RuntimeError: DDP expects same model across all ranks, but Rank 1 has 128 params, while rank 0 has "
          "inconsistent 0 params.",

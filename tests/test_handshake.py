@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.contracts.errors import EchelonError, RanksDisagreeError, UsageError
-from echelon.contracts.rank import RankInfo
+from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo, said_by
 from echelon.launcher.functions.run import launch
 from echelon.launcher.local.nodes import free_port
 from echelon.loop.auto import AutoUnit
@@ -154,6 +154,36 @@ def test_what_is_wrong_with_rank_0s_address_is_named(started: Any, address: str,
         program = started.python(started.script(NO_STORE), env=env)
         _, err = program.communicate(timeout=60)
     assert program.returncode == 1 and says.format(port=port) in err.decode()
+
+
+LEFT_OVER = """
+import sys
+from datetime import timedelta
+import echelon
+try:
+    echelon.init_from_env(timeout=timedelta(seconds=3))
+except echelon.world.init.LauncherEnvironmentError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_shell_that_holds_another_programs_ranks_is_said_and_not_by_warnings_of_torchs(started: Any) -> None:
+    env = {
+        f"OMPI_COMM_WORLD_{name}": value
+        for name, value in (("RANK", "0"), ("SIZE", "4"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "4"))
+    }
+    program = started.python(started.script(LEFT_OVER), env={**env, "PMIX_NAMESPACE": "words"})
+    err = program.communicate(timeout=100)[1].decode()
+    assert program.returncode == 1 and "ranks 1-3 of 4 did not come within 3 s" in err
+    assert "is said by OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE=4: unset these" in err
+    assert "waitForInput" not in err, err
+
+
+def test_a_rank_that_echelon_started_is_not_told_to_unset_its_variables() -> None:
+    info, env = RankInfo(rank=1, world_size=2), {"RANK": "1", "WORLD_SIZE": "2"}
+    assert said_by(info, env) == "RANK=1 and WORLD_SIZE=2"
+    assert said_by(info, {**env, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == "SLURM_PROCID=1 and SLURM_NTASKS=2"
+    assert said_by(info, {**env, STORE_PREFIX_VARIABLE: "x"}) == said_by(info, {**env, "TORCHELASTIC_MAX_RESTARTS": "0"}) == ""
 
 
 def test_another_world_size_of_an_earlier_attempt_misleads_nobody() -> None:

@@ -23,7 +23,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
-from echelon.contracts.errors import LauncherEnvironmentError, UsageError
+from echelon.contracts.errors import EchelonError, LauncherEnvironmentError, UsageError
+from echelon.contracts.machine import missing_interface
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
 from echelon.world.device import copy_data_to_device, device_of, set_threads, use
@@ -462,3 +463,40 @@ def test_data_keeps_its_structure_on_its_way_to_the_device() -> None:
     moved = copy_data_to_device(data, torch.device("meta"))
     assert moved["a"][0].device.type == moved["a"][1][0].device.type == "meta"
     assert moved["a"][1][1] == "text" and moved["b"] == {"c": 3} and isinstance(moved["a"][1], tuple)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "backend", "is_wrong"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth99", "gloo", True),
+        ("GLOO_SOCKET_IFNAME", "lo", "gloo", False),
+        ("GLOO_SOCKET_IFNAME", "lo,eth99", "gloo", True),
+        ("GLOO_SOCKET_IFNAME", "", "gloo", False),
+        ("GLOO_SOCKET_IFNAME", "eth99", "cuda:nccl", False),
+        ("NCCL_SOCKET_IFNAME", "eth99", "cpu:gloo,cuda:nccl", True),
+        ("NCCL_SOCKET_IFNAME", "=l", "nccl", True),
+        ("NCCL_SOCKET_IFNAME", "l", "nccl", False),
+        ("NCCL_SOCKET_IFNAME", "eth99,lo", "nccl", False),
+        ("NCCL_SOCKET_IFNAME", "=lo:1234", "nccl", False),
+        ("NCCL_SOCKET_IFNAME", "^docker,lo", "nccl", False),
+    ],
+)
+def test_an_interface_that_this_host_does_not_have_is_named_with_those_that_it_has(
+    variable: str, value: str, backend: str, is_wrong: bool
+) -> None:
+    said = missing_interface({variable: value}, backend)
+    assert bool(said) == is_wrong
+    if is_wrong:
+        assert said.startswith(f"{variable} must name a network interface of ") and f"got {value!r}" in said and " lo" in said
+
+
+def test_a_rank_whose_interface_is_not_there_tells_the_others() -> None:
+    assert launch(_joins_by_eth99, ranks=2) == [True, True]
+
+
+def _joins_by_eth99() -> bool:
+    if os.environ["RANK"] == "1":
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth99"
+    with pytest.raises(EchelonError) as caught:
+        init_from_env(timeout=timedelta(seconds=60))
+    return "GLOO_SOCKET_IFNAME must name a network interface of" in str(caught.value) and "eth99" in str(caught.value)

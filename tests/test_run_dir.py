@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from echelon.contracts import errors
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import EventLog, LineReader, encode, read_lines
-from echelon.contracts.run_dir import RunDir, read_json, write_json
+from echelon.contracts.run_dir import RunDir, find_run, read_json, write_json
 
 # ---- the folder -------------------------------------------------------------------------------------------------------------
 
@@ -260,6 +260,40 @@ def test_an_attempt_that_is_no_number_is_named_with_its_remedy(value: str, monke
     monkeypatch.setenv("ECHELON_ATTEMPT", "")
     run = RunDir.current()
     assert run is not None and run.attempt == 0
+
+
+@pytest.mark.parametrize("named", ["here", "./here", "runs/there", "there", "~/runs/there", "runs/there/", "{root}/runs/there"])
+def test_a_run_is_found_by_its_name_or_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    RunDir.create("runs", "there")
+    RunDir.create(".", "here")
+    found = find_run(named.format(root=tmp_path))
+    assert (found / "attempts").is_dir() and found.name == named.rstrip("/").rpartition("/")[2]
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ("thera", "Did you mean there"),
+        ("", "There: "),
+        ("nobody", "There: there."),
+        ("plain", "plain is not a run folder"),
+        ("file", "file is not a run folder"),
+        ("gone", "gone is not a run folder"),
+        ("x" * 5000, "was not found"),
+    ],
+)
+def test_a_run_that_is_not_there_is_named_with_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunDir.create("runs", "there")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "gone").symlink_to("nowhere")
+    with pytest.raises(UsageError, match=says):
+        find_run(named)
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------------------

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from echelon.contracts.errors import EchelonError
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import RunDir, find_run
 from echelon.contracts.terminal import printable
 from echelon.launcher.protocol import FolderJob
 
@@ -19,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from echelon.launcher.cluster.jobs import find_run, job_of, tasks_of
+    from echelon.launcher.cluster.jobs import job_of, tasks_of
 
-    path = find_run(arguments.run, Path(arguments.runs))
+    path = find_run(arguments.run, arguments.runs)
     bad = 0
     for each in tasks_of(path) or [path]:
         try:

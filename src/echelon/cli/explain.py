@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import RunDir, find_run
 
 __all__ = ["add_arguments", "execute"]
 
@@ -17,20 +16,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Say why a run stopped: which rank is to blame, and for what. Exit code 1 means that nothing tells, 0 that the cause is "
         "known or the run is well."
     )
-    parser.add_argument("run", help="a run's folder, such as runs/NAME")
+    parser.add_argument("run", metavar="RUN", help="a run's name or its folder")
     parser.add_argument("--attempt", type=int, metavar="N", help="of this start only (default: all, the last in full)")
     parser.add_argument("--json", action="store_true", help="as JSON, for programs")
+    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     from echelon.launcher.explain import Evidence, explain, show
 
-    folder = Path(arguments.run)
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a run folder. Give one such as runs/NAME.")
+    folder = find_run(arguments.run, arguments.runs)
     numbers = [int(path.name) for path in RunDir(folder).attempts()]
     if not numbers:
-        raise UsageError(f"{folder} has no attempts: nothing was started in it, or it is not a run folder.")
+        raise UsageError(f"{folder} has no attempts: nothing was started in it.")
     if arguments.attempt is not None:
         if arguments.attempt not in numbers:
             raise UsageError(f"--attempt must be one of {_ranges(numbers)}, got {arguments.attempt}.")

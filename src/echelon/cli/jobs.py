@@ -9,7 +9,7 @@ from pathlib import Path
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.files import parse_object, read_end
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import RunDir, find_run
 from echelon.contracts.terminal import columns, one_line, printable
 from echelon.launcher.protocol import FolderJob
 
@@ -24,13 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from echelon.launcher.cluster.jobs import find_run, folders_below, tasks_of
+    from echelon.launcher.cluster.jobs import folders_below, tasks_of
 
     root = Path(arguments.runs)
     if arguments.run is None:
         paths = list(folders_below(root))
     else:
-        path = find_run(arguments.run, root)
+        path = find_run(arguments.run, arguments.runs)
         paths = tasks_of(path) or [path]
     if not paths:
         print(printable(f"no job was submitted into {root}"), file=sys.stderr)

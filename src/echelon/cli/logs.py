@@ -11,7 +11,7 @@ from pathlib import Path
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.files import open_file
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import RunDir, find_run
 from echelon.contracts.terminal import OutputFilter, printable
 from echelon.launcher.protocol import FolderJob
 
@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from echelon.launcher.cluster.jobs import find_run, job_of, tasks_of
+    from echelon.launcher.cluster.jobs import job_of, tasks_of
 
-    path = find_run(arguments.run, Path(arguments.runs))
+    path = find_run(arguments.run, arguments.runs)
     tasks = tasks_of(path)
     if tasks:
         raise UsageError(f"run {path.name} is a sweep. Give one of its runs, such as {tasks[0]}.")

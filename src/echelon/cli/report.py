@@ -6,14 +6,15 @@ import argparse
 from pathlib import Path
 
 from echelon.contracts.errors import EchelonError, UsageError
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import RunDir, find_run
 from echelon.contracts.terminal import printable
 
 __all__ = ["add_arguments", "execute"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="+", metavar="RUN", help="a run's folder, such as runs/NAME; several are compared")
+    parser.add_argument("run", nargs="+", metavar="RUN", help="a run's name or its folder; several are compared")
+    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -24,10 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from echelon.observe import report
 
-    folders = [Path(name) for name in arguments.run]
-    for folder in folders:
-        if not folder.is_dir():
-            raise UsageError(f"{folder} is not a run folder.")
+    folders = [find_run(name, arguments.runs) for name in arguments.run]
     runs = [RunDir(folder) for folder in folders]
     page = runs[0].report if len(runs) == 1 else folders[0] / "comparison.html"
     if arguments.output is not None:

@@ -20,12 +20,12 @@ from echelon.cli.script import check_module, check_script
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.files import working_folder
-from echelon.contracts.machine import DEVICE_VARIABLE, package_version
+from echelon.contracts.machine import DEVICE_VARIABLE, missing_interface, package_version
 from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import one_line, printable
+from echelon.contracts.terminal import one_line, printable, say
 from echelon.contracts.version import __version__
 from echelon.launcher.job import JobSpec, Outcome, parse_duration, parse_hang_timeout, parse_rank_range
 from echelon.launcher.records import exit_record
@@ -146,6 +146,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if over_its_head != Overrides():
         os.environ.update(over_its_head.to_env())
     listening = _listening(arguments)
+    if wrong := missing_interface(os.environ):
+        say(wrong)  # no refusal: a script that opens no connection needs none
     run = RunDir.create(arguments.runs, arguments.name, stem=stem_of(arguments), begin=False)
     run.hold()
     run = run.next_attempt()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from echelon.contracts.errors import EchelonError, UsageError
-from echelon.contracts.run_dir import RunDir, read_json
+from echelon.contracts.run_dir import RunDir, find_run, read_json
 from echelon.contracts.terminal import one_line
 
 __all__ = ["add_arguments", "execute"]
@@ -34,14 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from echelon.launcher.cluster.jobs import find_run
     from echelon.observe.top import Watch, lines
 
     if not 0.1 <= arguments.every < math.inf:
         raise UsageError(f"--every must be a number of seconds of at least 0.1, got {arguments.every:g}.")
     if arguments.rank is not None and arguments.rank < 0:
         raise UsageError(f"--rank must be at least 0, got {arguments.rank}.")
-    path = find_run(arguments.run, Path(arguments.runs))
+    path = find_run(arguments.run, arguments.runs)
     watch, job = Watch(RunDir(path), arguments.rank), _Job(path)
     if arguments.once or not sys.stdout.isatty():
         wide = shutil.get_terminal_size((100, 40))

@@ -14,7 +14,7 @@ from echelon.contracts.errors import LauncherEnvironmentError
 from echelon.contracts.hostlist import expand_hostlist, tasks_on_node
 from echelon.contracts.terminal import shortly
 
-__all__ = ["LAUNCHERS", "LOOPBACK", "values_of"]
+__all__ = ["LAUNCHERS", "LOOPBACK", "SAY_RANK", "values_of"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -264,6 +264,17 @@ LAUNCHERS = {
     "MPI": (_mpi, "(OMPI_COMM_WORLD|PMI|MPI)_.*|MASTER_.*"),
     "Slurm": (_slurm, "SLURM_(PROCID|LOCALID|NODEID|NTASKS|RESTART_COUNT|STEP_NUM_TASKS|(STEP_)?TASKS_PER_NODE)|MASTER_.*"),
 }
+
+
+# The rank and the world size, torchrun's last.
+SAY_RANK = (
+    ("_DRAGON_CG_RANK", "_DRAGON_CG_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("RANK", "WORLD_SIZE"),
+)
 
 
 def _port_of(job: str) -> int:

@@ -5,15 +5,27 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from echelon.contracts.numbers import digits
+from echelon.contracts.terminal import shortly
 
-__all__ = ["DEVICE_VARIABLE", "boot_id", "package_version", "process_stat", "started_at", "usable_cores", "visible_devices"]
+__all__ = [
+    "DEVICE_VARIABLE",
+    "boot_id",
+    "missing_interface",
+    "package_version",
+    "process_stat",
+    "started_at",
+    "usable_cores",
+    "visible_devices",
+]
 
 # "cpu" or "cuda": on what ranks compute, whatever the script says. Set by `--device`, or by hand.
 DEVICE_VARIABLE = "ECHELON_DEVICE"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def boot_id() -> str:
@@ -93,6 +105,31 @@ def visible_devices(env: Mapping[str, str] = os.environ, dev: Path = Path("/dev"
     # CUDA reads up to the first that it does not know. Other names than numbers are UUIDs, also of parts of a GPU.
     bad = (i for i, n in enumerate(names) if n in ("", "-1", "NoDevFiles") or (n.isdecimal() and not _is_below(n, count)))
     return names[: next(bad, len(names))]
+
+
+def missing_interface(env: Mapping[str, str], backend: str = "gloo nccl") -> str:
+    """A sentence on a variable that names a network interface which this host does not have; empty if none does.
+
+    Args:
+        backend: only the variables of these: "gloo", "nccl", or both in one text.
+    """
+    chosen = [(name, env.get(name, "").strip()) for name in _INTERFACES if name.partition("_")[0].lower() in backend]
+    if not any(value for _, value in chosen):
+        return ""
+    there = [name for _, name in socket.if_nameindex()]
+    for variable, value in chosen:
+        exact = variable.startswith("GLOO") or value.startswith("=")
+        if not value or value.startswith("^"):  # NCCL: any but these
+            continue
+        # gloo uses all of a list; NCCL whatever of it is there, by the beginnings of names.
+        names = [name.partition(":")[0] for name in value.removeprefix("=").split(",")]
+        known = [any(each == name if exact else each.startswith(name) for each in there) for name in names]
+        if not (all(known) if variable.startswith("GLOO") else any(known)):
+            return (
+                f"{variable} must name a network interface of {socket.gethostname()}, got {shortly(value)}. "
+                f"There {'is' if len(there) == 1 else 'are'} {', '.join(there)}. Name one of these, or unset {variable}."
+            )
+    return ""
 
 
 def _is_below(text: str, count: int) -> bool:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from echelon.contracts.errors import LauncherEnvironmentError
-from echelon.contracts.launchers import LAUNCHERS, LOOPBACK, values_of
+from echelon.contracts.launchers import LAUNCHERS, LOOPBACK, SAY_RANK, values_of
 from echelon.contracts.terminal import one_line
 
-__all__ = ["STORE_PREFIX_VARIABLE", "RankInfo"]
+__all__ = ["STORE_PREFIX_VARIABLE", "RankInfo", "said_by"]
 
 logger = logging.getLogger(__name__)
 
@@ -170,3 +170,17 @@ def _read(env: Mapping[str, str]) -> dict[str, Any]:
         )
     logger.debug("no launcher's environment found: a world of one")
     return values_of(0, 1)
+
+
+def said_by(info: RankInfo, env: Mapping[str, str] | None = None) -> str:
+    """The variables that say which of how many ranks this is, for a process that waits for others in vain: a shell may still hold
+    what a launcher told another program. Empty where echelon's launcher, or torchrun, has started it.
+
+    A launcher's own go before torchrun's, under whose names echelon repeats them.
+    """
+    env = os.environ if env is None else env
+    if env.get(STORE_PREFIX_VARIABLE) or "TORCHELASTIC_MAX_RESTARTS" in env:
+        return ""
+    wanted = str(info.rank), str(info.world_size)
+    found = (pair for pair in SAY_RANK if tuple(env.get(name, "").strip() for name in pair) == wanted)
+    return next((f"{rank}={wanted[0]} and {size}={wanted[1]}" for rank, size in found), "")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import errno
 import json
 import os
@@ -42,6 +43,7 @@ __all__ = [
     "RUN_DIR_VARIABLE",
     "TRACK_VARIABLE",
     "RunDir",
+    "find_run",
     "read_json",
     "write_json",
 ]
@@ -55,6 +57,8 @@ _LOCK, _SUBMITTING = ".lock", ".submitting"
 
 # Names become folder names, job names and shell words: nothing that could be an option, a path or an escape.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+# By any of these a folder is known for a run's.
+_PARTS = ("attempts", "job", "run.json", "metrics.jsonl")
 _NUMBER = re.compile(r"[0-9]{3,9}")
 
 
@@ -294,6 +298,42 @@ class RunDir:
         runs = [RunDir(p) for p in self.path.parent.glob(f"{stem}*") if p != self.path]
         runs = [r for r in runs if any(r.checkpoints.glob("step-*"))]
         return max(runs, key=lambda r: r.checkpoints.stat().st_mtime, default=None)
+
+
+def find_run(name: str, root: str | os.PathLike[str] = "runs") -> Path:
+    """The folder of a run, given as a path or as a name below `root`.
+
+    Raises:
+        UsageError: there is no such run; names those that are like it.
+    """
+    below = Path(os.path.expanduser(root))
+    places = [Path(os.path.expanduser(name)), below / name]
+    for path in places:
+        if name and _is_run(path):
+            return path
+    there = next((path for path in places if name and os.path.lexists(path)), None)
+    if there is not None:
+        raise UsageError(f"{there} is not a run folder: it has no attempts. Give a run's name or its folder, such as runs/NAME.")
+    runs = _runs_in(below)
+    near = difflib.get_close_matches(name, runs, n=3)
+    listed = ", ".join(runs[-5:]) + (f" and {len(runs) - 5} older ones" if len(runs) > 5 else "")
+    hint = f" Did you mean {' or '.join(near)}?" if near else f" There: {listed}." if runs else ""
+    raise UsageError(f"run {name!r} was not found, neither here nor in {root}.{hint}")
+
+
+def _is_run(path: Path) -> bool:
+    return any(os.path.lexists(path / part) for part in _PARTS)
+
+
+def _runs_in(root: Path) -> list[str]:
+    """Their names, the newest last."""
+    try:
+        found = [
+            (entry.stat().st_mtime, entry.name) for entry in os.scandir(root) if entry.is_dir() and _is_run(Path(entry.path))
+        ]
+    except OSError:
+        return []
+    return [name for _, name in sorted(found)]
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

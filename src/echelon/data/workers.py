@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import traceback
 import weakref
 import zlib
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from echelon.contracts.errors import DataError
+from echelon.contracts.errors import DataError, UsageError
 from echelon.contracts.machine import process_stat
 from echelon.contracts.stopping import SIGNALS, signal_name
 
@@ -52,6 +53,31 @@ def method_for(chosen: str | None, version: tuple[int, ...]) -> str | None:
     return "fork" if version >= (3, 14) and chosen in (None, "forkserver") else None
 
 
+# Of the name of a socket, less what `multiprocessing` adds to the temporary folder's: "/pymp-xxxxxxxx/listener-xxxxxxxx".
+_MOST_BYTES = 107 - 32
+
+
+def _shorten_temporary_folder() -> None:
+    """Give `multiprocessing` a folder for its sockets whose name is short enough, where TMPDIR is longer: workers hand tensors
+    over there, and before Python 3.14 the rank would wait without an end for what they cannot hand over.
+
+    Raises:
+        UsageError: there is none.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) <= _MOST_BYTES:
+        return
+    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
+        if os.access(folder, os.W_OK | os.X_OK):
+            tempfile.tempdir = folder
+            try:
+                multiprocessing.util.get_temp_dir()  # which it remembers
+            finally:
+                tempfile.tempdir = usual
+            return
+    raise UsageError(f"TMPDIR must have at most {_MOST_BYTES} bytes where data workers are used, got {len(usual)}: {usual}.")
+
+
 class Board:
     """Which worker is which process, and what it reads.
 
@@ -77,6 +103,7 @@ class Board:
     def started(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Start the workers of a loader, and remember them."""
         before = {process.pid for process in multiprocessing.active_children()}
+        _shorten_temporary_folder()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)  # which workers inherit, until `begin`
         try:
             batches = iter(loader)
@@ -90,6 +117,7 @@ class Board:
 
     def begin(self, worker: int) -> None:
         """A worker's first call."""
+        _shorten_temporary_folder()  # again, where it was not forked
         for number in _FOR_THE_RANK:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_RANK)

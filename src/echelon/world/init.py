@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from echelon.contracts.asked import Asked
 from echelon.contracts.errors import LauncherEnvironmentError, UsageError, require
-from echelon.contracts.machine import DEVICE_VARIABLE
+from echelon.contracts.machine import DEVICE_VARIABLE, missing_interface
 from echelon.contracts.numbers import digits
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.world import stop
@@ -112,7 +112,8 @@ def init_from_env(
     Raises:
         LauncherEnvironmentError: variables are missing or contradict each other, or the port is taken; a launch command started
             another number of ranks than the job asked of it; or, on all ranks, some cannot compute together (`meeting`).
-        UsageError: the device type does not exist here; ECHELON_HANDSHAKE has a value that there is not.
+        UsageError: the device type, or a network interface that a variable names, does not exist here; ECHELON_HANDSHAKE has a
+            value that there is not.
     """
     wait = pg_timeout if pg_timeout is not None else timeout
     require(isinstance(wait, timedelta) and wait > timedelta(), "timeout", "a timedelta above 0", wait)
@@ -167,6 +168,11 @@ def _backend_of(device: torch.device) -> str:
 def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device, *, named: bool) -> None:
     _end_calmly()
     device_id = device if device.type == "cuda" else None
+    if wrong := missing_interface(os.environ, backend):
+        error = UsageError(wrong)
+        if info.world_size > 1:
+            _refuse(info, error, timeout)
+        raise error
     if info.world_size == 1:  # nobody to meet: no port that another process could have taken
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from echelon.contracts.errors import LauncherEnvironmentError, RanksDisagreeError, UsageError
 from echelon.contracts.files import parse_object
-from echelon.contracts.rank import RankInfo
+from echelon.contracts.rank import RankInfo, said_by
 from echelon.world.handshake import Said, named, refusal_of, tellers_of, warn_of
 
 __all__ = ["Facts", "meet", "refusal"]
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Between two looks at who has come: a rank of another world size is seen then. Each look is longer than the one before.
 _LOOK_S, _LONGEST_LOOK_S = 2.0, 30.0
+_FIRST_WORD_S = 10.0  # after which it is said who has not come
 _BLOCK = 256  # ranks whose coming is asked for at once
 _MOST_TOLD = 8  # digests
 _DIGITS = 10  # that no world size has
@@ -189,13 +190,10 @@ def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: 
     ranks, at = info.world_size, f"MASTER_ADDR={info.master_addr} MASTER_PORT={info.master_port}"
     keys = [f"facts/{rank}" for rank in range(ranks)]
     until, look_s, told = time.monotonic() + timeout.total_seconds(), _LOOK_S, 0.0
+    patience_s = min(_FIRST_WORD_S, _LONGEST_LOOK_S)
     while True:
         left = until - time.monotonic()
-        try:
-            store.wait(keys, timedelta(seconds=max(0.01, min(look_s, left))))
-            found = dict(enumerate(keys))
-        except dist.DistStoreError:
-            found = _came(store, keys)
+        found = dict(enumerate(keys)) if _are_there(store, keys, min(look_s, left)) else _came(store, keys)
         facts = {rank: Facts.read(text) for rank, text in zip(found, store.multi_get(list(found.values())), strict=True)}
         # Of a store that is not fresh, these may be words of a larger or smaller group before.
         problem = _sizes({rank: each.world_size for rank, each in facts.items() if each.world_size}) if fresh else ""
@@ -206,18 +204,36 @@ def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: 
             problem = (
                 f"{named(missing)} of {ranks} did not come within {timeout.total_seconds():g} s. Look at their output "
                 f"for how they ended; start as many ranks as WORLD_SIZE={ranks} says; and see that their hosts reach {at}."
+                f"{_why_so_many(info)}"
             )
         if problem:
             store.set("answer", f"no {problem}")
             _see_off(store, RankInfo(rank=0, world_size=ranks), sorted(facts))
             raise LauncherEnvironmentError(problem)
-        look_s, told = min(2 * look_s, _LONGEST_LOOK_S), told + look_s
-        if told >= _LONGEST_LOOK_S:
-            told = 0.0
+        look_s, told = min(2 * look_s, patience_s), told + look_s
+        if told >= patience_s:
+            told, patience_s = 0.0, _LONGEST_LOOK_S
             logger.warning(
-                "rank 0 waits for %s of %s, and gives up in %.0f s. Do they run, and can their hosts reach %s?",
-                named(missing), ranks, max(0.0, until - time.monotonic()), at,
+                "rank 0 waits for %s of %s, and gives up in %.0f s. Do they run, and can their hosts reach %s?%s",
+                named(missing), ranks, max(0.0, until - time.monotonic()), at, _why_so_many(info),
             )  # fmt: skip
+
+
+def _why_so_many(info: RankInfo) -> str:
+    """A sentence; a shell may still hold what a launcher has told another program."""
+    said = said_by(info)
+    return f" That there are {info.world_size} ranks is said by {said}: unset these, if it is to run alone." if said else ""
+
+
+def _are_there(store: dist.Store, keys: list[str], patience_s: float) -> bool:
+    """As the store's own wait, which prints two warnings in C++ each time that it is in vain."""
+    until, pause_s = time.monotonic() + patience_s, 0.002
+    while not store.check(keys):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.05)
+    return True
 
 
 def _came(store: dist.Store, keys: Sequence[str]) -> dict[int, str]:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from echelon.contracts.errors import LauncherEnvironmentError
-from echelon.contracts.rank import RankInfo
+from echelon.contracts.rank import RankInfo, said_by
 from echelon.world.device import in_thread
 
 __all__ = ["store_of"]
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 # Who is not connected after so long is looked after: rank 0 may not be there yet, or another program has its port. That one is
 # given half a minute from when it was first seen: rank 0 may be busy with thousands of others.
 _LOOK_S, _SILENT_S = 5.0, 30.0
+_FIRST_WORD_S = 10.0
 
 
 def store_of(info: RankInfo, timeout: timedelta) -> dist.Store:
@@ -64,7 +65,8 @@ def _watch(thread: threading.Thread, info: RankInfo, timeout: timedelta) -> None
         state = _look(info)
         if state != before:
             before, since = state, time.monotonic()
-        long = time.monotonic() - since > min(_SILENT_S, timeout.total_seconds())
+        silent_s = time.monotonic() - since
+        long = silent_s > min(_SILENT_S, timeout.total_seconds())
         if long and state == "listens":
             raise LauncherEnvironmentError(
                 f"rank {info.rank} of {info.world_size}: what listens at {at} does not answer as rank 0 would. Another program "
@@ -76,9 +78,12 @@ def _watch(thread: threading.Thread, info: RankInfo, timeout: timedelta) -> None
                 f"rank {info.rank} of {info.world_size}: {socket.gethostname()} knows no address for {at.split()[0]}. Set it to "
                 "rank 0's host as this host calls it, or to its address."
             )
-        if long and not warned:
-            warned = True
-            logger.warning("rank %s waits for rank 0 at %s, where nothing listens yet. Does it run?", info.rank, at)
+        if silent_s > min(_FIRST_WORD_S, _SILENT_S) and state == "nothing" and not warned:
+            warned, said = True, said_by(info)
+            logger.warning(
+                "rank %s waits for rank 0 at %s, where nothing listens yet. Does it run?%s",
+                info.rank, at, f" {said} say that there is one: unset these, if this process is to run alone." if said else "",
+            )  # fmt: skip
         thread.join(_LOOK_S)
 
 

@@ -15,7 +15,7 @@ from echelon.launcher.cluster.kubernetes import KubernetesJob
 from echelon.launcher.cluster.slurm.job import SlurmJob
 from echelon.launcher.protocol import FolderJob, read_spec
 
-__all__ = ["find_run", "folders_below", "job_of", "tasks_of"]
+__all__ = ["folders_below", "job_of", "tasks_of"]
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -54,15 +54,3 @@ def folders_below(root: Path) -> Iterator[Path]:
                 found.append((folder.stat().st_mtime, folder))
     for _, folder in sorted(found):
         yield from tasks_of(folder.parent) or ([folder.parent] if os.path.lexists(folder / "job.json") else [])
-
-
-def find_run(name: str, root: Path) -> Path:
-    """The folder of a run, given as a path or as a name below `root`.
-
-    Raises:
-        UsageError: there is no such run.
-    """
-    for path in (Path(name), root / name):
-        if (path / "job").is_dir() or (path / "attempts").is_dir():
-            return path
-    raise UsageError(f"run {name!r} was not found, neither here nor in {root}.")

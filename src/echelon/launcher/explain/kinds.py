@@ -138,7 +138,8 @@ _KINDS = (
     Kind(
         r"no socket interface found|is neither AF_INET\(2\) nor AF_INET6|Unable to find (address|interface) for",
         "network interface",
-        "`ip addr` lists the interfaces. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME must name one of this host, or be unset.",
+        "The host has no such network interface, or it has no address: `ip addr` lists them. GLOO_SOCKET_IFNAME, "
+        "NCCL_SOCKET_IFNAME and TP_SOCKET_IFNAME must name one, or be unset.",
     ),
     Kind(
         r"\bNCCL error\b|\bnccl(Unhandled|System|Internal|Invalid)\w*",

@@ -39,7 +39,10 @@ _NO_COLLECTIVES = frozenset(
 # torch's checks under TORCH_DISTRIBUTED_DEBUG=DETAIL, which come before the call that they are about.
 _BEFORE_CALL = re.compile("monitoredBarrier|Detected mismatch between collectives")
 # A collective's own check of what ranks gave: not a rank's fault by itself.
-_OF_COLLECTIVES = re.compile(r"op\.preamble\.length|enforce fail at [^\n]{0,300}\bgloo\b|Detected mismatch between collectives")
+_OF_COLLECTIVES = re.compile(
+    r"op\.preamble\.length|Detected mismatch between collectives|"
+    r"enforce fail at (?![^\n]{0,300}gloo/transport/\w+/(device|address|listener|socket)\.)[^\n]{0,300}\bgloo\b"
+)
 # What a launcher concluded itself, in place of how the rank failed.
 _VERDICTS = ("stopped", "behind", "hang")
 _SAID = re.compile(r"^([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
