@@ -399,6 +399,42 @@ def test_ranks_that_save_when_they_are_terminated_make_it_75(started: Started) -
     assert _exit_json(started)["exit_code"] == REQUEUE
 
 
+TRAINS_ON = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})
+from pathlib import Path
+import torch
+import echelon as ech
+from tests.models import batch
+from tests.units import Regression
+
+class Unit(Regression):
+    def on_train_step_end(self, *args, **kwargs):
+        Path("ready" + os.environ["RANK"]).touch()
+        time.sleep(0.02)
+
+ech.init_from_env()
+ech.seed(0)
+loader = ech.Loader(torch.utils.data.TensorDataset(*batch(48, 0)), 8, seed=1)
+unit = Unit(lr=1e-6, strategy="ddp" if os.environ["WORLD_SIZE"] != "1" else "noop")
+ech.train(unit, loader, max_epochs=10**6, callbacks=[ech.DistributedCheckpointSaver("c")])
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_terminal_that_closes_asks_ranks_to_save_as_sigterm_does(started: Started, count: int, number: int) -> None:
+    launcher = started.run("--ranks", str(count), "--grace", "100", "--name", "x", started.script(TRAINS_ON))
+    ready = [started.folder / f"ready{rank}" for rank in range(count)]
+    wait_until(lambda: launcher.poll() is not None or all(path.exists() for path in ready), "the ranks run")
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=90)
+    assert launcher.returncode == REQUEUE, err.decode()
+    assert _exit_json(started)["exit_code"] == REQUEUE and "go on with the same command" in err.decode()
+    assert list((started.folder / "c").glob("step-*"))
+    started.all_gone()
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("deaf", [False, True])
 def test_a_time_limit_ends_the_run_with_75(started: Started, count: int, deaf: bool) -> None:

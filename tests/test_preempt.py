@@ -127,6 +127,7 @@ def _went_on(folder: Path, strategy: str) -> tuple[dict[str, torch.Tensor], list
 MOMENTS = [
     ("ddp", "forward", signal.SIGTERM, None),
     pytest.param("ddp", "backward", signal.SIGUSR1, 1, marks=pytest.mark.full),
+    ("fsdp", "backward", signal.SIGHUP, 0),
     ("ddp", "evaluation", signal.SIGTERM, 1),
     pytest.param("fsdp", "evaluation", signal.SIGUSR1, 0, marks=pytest.mark.full),
     ("fsdp", "save", signal.SIGTERM, None),

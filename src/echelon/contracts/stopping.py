@@ -12,8 +12,8 @@ __all__ = ["REQUEUE", "SIGNALS", "heard", "is_ours", "leave", "note", "signal_na
 # EX_TEMPFAIL of sysexits.h: "try again later". The run has saved what it had and is not complete.
 REQUEUE = 75
 
-# Slurm's and Kubernetes' request to end, and the usual warning some time before it.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Slurm's and Kubernetes' request to end, the usual warning some time before it, and a terminal or connection that has gone.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 _heard: tuple[int, str] | None = None  # by which process, and what
@@ -33,7 +33,7 @@ def heard() -> str:
 def leave(number: int, frame: FrameType | None) -> None:
     """What SIGUSR1 does to a rank from its first line on: it ends, with nothing to save. Installed by the launcher.
 
-    From `init_from_env` on, `echelon.world.stop` has a handler in its place, for SIGTERM as well.
+    From `init_from_env` on, `echelon.world.stop` has a handler in its place, for the others as well.
     """
     note(number)
     raise SystemExit(REQUEUE)

@@ -98,8 +98,8 @@ def init_from_env(
     """Pick this rank's device and join the process group that the launcher's environment describes.
 
     Every rank calls it, once, before anything that uses the device or the group; a second call returns the device again.
-    Without a launcher this is a world of one and no group is started. From here on SIGTERM and SIGUSR1 end this process with
-    exit code 75, where the program has no handlers of its own; while a loop trains, it saves first (docs/checkpoints.md).
+    Without a launcher this is a world of one and no group is started. From here on SIGTERM, SIGUSR1 and SIGHUP end this process
+    with exit code 75, where the program has no handlers of its own; while a loop trains, it saves first (docs/checkpoints.md).
 
     Args:
         device_type: "cpu" or "cuda"; by default cuda if there is a device, else cpu. `--device` and $ECHELON_DEVICE go before it.

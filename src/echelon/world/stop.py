@@ -1,4 +1,4 @@
-"""A request to stop that comes as a signal: SIGTERM or SIGUSR1.
+"""A request to stop that comes as a signal: SIGTERM, SIGUSR1 or SIGHUP.
 
     while a loop trains        a flag is set: the loop agrees on a step, saves, and ends the rank with exit code 75
     before, between and after  the rank ends at once with exit code 75: there is nothing to save
@@ -65,7 +65,7 @@ _hear.ends_with_75 = True  # type: ignore[attr-defined]  # see contracts/stoppin
 
 
 def hear_from_now_on() -> dict[signal.Signals, Any]:
-    """From here to the end of this process SIGTERM and SIGUSR1 mean what this module says. Returns the handlers replaced.
+    """From here to the end of this process SIGTERM, SIGUSR1 and SIGHUP mean what this module says. Returns the handlers replaced.
 
     A handler of the user's own stays, and so does an ignored signal. Outside the main thread nothing can be installed.
     """
@@ -87,7 +87,7 @@ def leave_if_asked() -> None:
 
 @contextlib.contextmanager
 def listening(tell: Callable[[], None] | None = None) -> Iterator[None]:
-    """Context in which SIGTERM and SIGUSR1 are heard, if nobody else hears them.
+    """Context in which SIGTERM, SIGUSR1 and SIGHUP are heard, if nobody else hears them.
 
     Args:
         tell: called at a signal; it may only set flags. None ends the rank at once, unless this is within another's context.

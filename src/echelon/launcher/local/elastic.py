@@ -303,7 +303,8 @@ class ForkAgent(SimpleElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if self.attempt is not None and self.attempt.running and not self.seen:
             self._gather(self.attempt)  # who ends a run that seems to hang wants to know where it stood
-        self._end(death_sig, self._job.grace_s)  # torch's is in whole seconds
+        # A terminal that has gone asks for what SIGTERM asks for, which programs of any kind know.
+        self._end(signal.SIGTERM if death_sig == signal.SIGHUP else death_sig, self._job.grace_s)  # torch's is in whole seconds
         self._worker_group.spec.rdzv_handler.shutdown()
 
     def _end(self, number: int, grace_s: float) -> None:

@@ -225,7 +225,7 @@ def _has_no_group() -> bool:
 
 @contextlib.contextmanager
 def _leaving_when_asked() -> Iterator[None]:
-    """SIGUSR1 ends the program with exit code 75 at any moment of it, SIGTERM from `init_from_env` on; and neither does
+    """SIGUSR1 ends the program with exit code 75 at any moment of it, SIGTERM and SIGHUP from `init_from_env` on; and none does
     anything once it has ended.
 
     The parent blocks `SIGNALS` before it starts a rank: what came while it had no handler yet is delivered here instead of lost.
