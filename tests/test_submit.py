@@ -462,6 +462,51 @@ def test_starts_that_come_no_further_are_not_repeated_for_ever(tmp_path: Path, c
     assert "3 starts in a row began at step 4 and left no newer checkpoint than step-00000004" in capsys.readouterr().err
 
 
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands of Slurm's that write down what they were asked; the folder of what they wrote."""
+    wrote = tmp_path / "asked"
+    wrote.mkdir()
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sbatch", "scontrol"):
+        said = "sbatch: Job 1 to start" if name == "sbatch" else ""
+        (folder / name).write_text(
+            f"#!/bin/bash\nenv | grep ^SBATCH_ | sort > {wrote}/{name}.$$\n"
+            f'[ "$1" = --parsable ] && echo 7 || echo "{said}" >&2\n'
+            f'[ {name} = scontrol ] && echo "JobId=$4 JobState=PENDING Reason=Resources" || true\n'
+        )
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return wrote
+
+
+@pytest.mark.parametrize("options", [[], ["--partition", "small"]])
+def test_a_dry_run_asks_slurm_for_what_submit_asks_for(
+    fake_slurm: Path, tmp_path: Path, echelon_command: Any, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    for name in ("ACCOUNT", "PARTITION", "OUTPUT"):  # the last is the script's to say
+        monkeypatch.setenv(f"SBATCH_{name}", "mine")
+    for more in (["--dry-run"], []):
+        said = echelon_command("submit", *options, *more, "train.py")
+        assert said.returncode == 0, said.stderr
+    asked = [path.read_text().split() for path in fake_slurm.glob("sbatch.*")]
+    assert asked == [["SBATCH_ACCOUNT=mine"] if options else ["SBATCH_ACCOUNT=mine", "SBATCH_PARTITION=mine"]] * 2
+
+
+def test_for_each_row_of_jobs_slurm_is_asked_once(fake_slurm: Path, tmp_path: Path, echelon_command: Any) -> None:
+    for number in range(3):
+        run = RunDir.create(tmp_path / "runs", f"r{number}", begin=False)
+        write_spec(run, JobSpec("train.py"), launcher="slurm", id=f"{number}")
+    said = echelon_command("jobs")
+    rows = [line.split() for line in said.stdout.splitlines()[1:]]
+    assert sorted((row[0], row[1], row[2], row[-1]) for row in rows) == [
+        (f"r{n}", f"{n}", "pending", "Resources") for n in range(3)
+    ]
+    assert len(list(fake_slurm.glob("scontrol.*"))) == 3
+
+
 def test_the_state_of_a_job_that_slurm_has_forgotten_is_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _ends(tmp_path, "r", {}, {})
     monkeypatch.setattr(commands, "ask", lambda job: (None, ""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from echelon.contracts.errors import EchelonError, UsageError
@@ -16,6 +17,7 @@ from echelon.launcher.protocol import FolderJob
 __all__ = ["add_arguments", "execute"]
 
 _WIDEST = 300
+_AT_ONCE = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +42,8 @@ def execute(arguments: argparse.Namespace) -> int:
         raise UsageError(jobs[0])
     keys = list(dict.fromkeys(key for job in jobs if not isinstance(job, str) for key, _ in job.said.get("sweep", ())))
     shown = [["run", "job", "state", "ranks", "starts", *keys, "step", "loss", ""]]
-    shown += [_row(path, job, keys) for path, job in zip(paths, jobs, strict=True)]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:  # a controller may take its time, and all users ask it
+        shown += pool.map(lambda path, job: _row(path, job, keys), paths, jobs)
     print("\n".join(columns([[_cell(text) for text in row] for row in shown])))
     return 0
 
@@ -61,7 +64,8 @@ def _row(path: Path, job: FolderJob | str, keys: Sequence[str]) -> list[str]:
         return [name, "", "?", "", "", *("" for _ in keys), "", "", job]
     values = dict(job.said.get("sweep", ()))
     try:
-        state, why = job.state().value, job.why()
+        found, why = job.look()
+        state = found.value
     except (EchelonError, OSError) as error:  # a controller that does not answer: the folder still tells the rest
         state, why = "?", str(error)
     last = _last_record(job.run)

@@ -281,7 +281,7 @@ def _dry_run(launcher: SlurmLauncher, spec: JobSpec, sweep: Sequence[object], ar
     print(script, end="")
     sys.stdout.flush()
     if commands.available():
-        say(f"Slurm: {commands.would_start(script)}")
+        say(f"Slurm: {commands.would_start(script, launcher.options.export)}")
     else:
         say("there is no sbatch here to ask; the script is as it would be submitted")
     return 0

@@ -81,7 +81,8 @@ class _Job:
 
             try:
                 job = job_of(RunDir(self._path))
-                self._said = one_line(f"job {job.id} {job.state().value} {job.why()}".strip())
+                state, why = job.look()
+                self._said = one_line(f"job {job.id} {state.value} {why}".strip())
             except (EchelonError, OSError):  # one that does not answer: the folder still tells the rest
                 self._said = ""
             self._ask_at = time.monotonic() + _ASK_EVERY_S

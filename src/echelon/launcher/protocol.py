@@ -172,16 +172,20 @@ class FolderJob(ABC):
         return self.run.attempts()
 
     def state(self) -> JobState:
-        state, _ = self._ask()
-        if state is None:
-            state = self._state_of_folder()
-        if state.has_ended and (self.run.path / "job" / "cancelled").exists() and state is not JobState.DONE:
-            return JobState.CANCELLED
-        return state
+        return self.look()[0]
 
     def why(self) -> str:
         """The system's own reason for the state; empty if it gives none."""
-        return self._ask()[1]
+        return self.look()[1]
+
+    def look(self) -> tuple[JobState, str]:
+        """`state` and `why`, for which the system is asked once."""
+        state, why = self._ask()
+        if state is None:
+            state = self._state_of_folder()
+        if state.has_ended and (self.run.path / "job" / "cancelled").exists() and state is not JobState.DONE:
+            state = JobState.CANCELLED
+        return state, why
 
     def _state_of_folder(self) -> JobState:
         ended = exit_record(self.attempts[-1] / "exit.json") if self.attempts else None

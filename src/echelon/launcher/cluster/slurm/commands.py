@@ -38,10 +38,7 @@ def submit(script: str, export: Sequence[str]) -> str:
     Raises:
         UsageError: Slurm refuses it; its own reason in one line.
     """
-    # sbatch is given these variables alone, and passes on all: told their names, Slurm would have the node build the user's login
-    # environment first, which costs every other job a second.
-    env = {k: v for k, v in os.environ.items() if k in export or k == "SLURM_CONF"}
-    said = _run([shutil.which("sbatch") or "sbatch", "--parsable", "--export=ALL"], script, env)
+    said = _sbatch(["--parsable"], script, export)
     if said.returncode:
         raise UsageError(f"Slurm refuses the job: {_reason(said.stderr)}")
     number = said.stdout.strip().split(";")[0]
@@ -50,16 +47,28 @@ def submit(script: str, export: Sequence[str]) -> str:
     return number
 
 
-def would_start(script: str) -> str:
-    """When and where Slurm would start the script, in its words; the job is not submitted.
+def would_start(script: str, export: Sequence[str]) -> str:
+    """When and where Slurm would start the script if it were submitted, in its words.
 
     Raises:
         UsageError: Slurm would refuse it; its own reason in one line.
     """
-    said = _run(["sbatch", "--test-only"], script)
+    said = _sbatch(["--test-only"], script, export)
     if said.returncode:
         raise UsageError(f"Slurm, as it is now, would not start the job: {_reason(said.stderr)}")
     return said.stderr.strip().removeprefix("sbatch: ")
+
+
+# What users of a cluster set once for all their jobs, in the environment. sbatch would prefer it to the script's own lines.
+_FOR_ALL_JOBS = ("account", "partition", "qos", "constraint", "reservation", "wckey")
+
+
+def _sbatch(options: Sequence[str], script: str, export: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    # sbatch is given these variables alone, and passes on all: told their names, Slurm would have the node build the user's login
+    # environment first, which costs every other job a second.
+    usual = {f"SBATCH_{option.upper()}" for option in _FOR_ALL_JOBS if f"\n#SBATCH --{option}=" not in script}
+    env = {k: v for k, v in os.environ.items() if k in export or k in usual or k == "SLURM_CONF"}
+    return _run([shutil.which("sbatch") or "sbatch", *options, "--export=ALL"], script, env)
 
 
 def ask(job: str) -> tuple[JobState | None, str]:
