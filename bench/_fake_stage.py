@@ -109,7 +109,7 @@ def _told(pipeline: Pipeline, kinds: dict[str, Form]) -> Iterator[None]:
     last = {unit.stage: f"{unit.name}:1" for unit in units}
     loss: Leaf = kinds["loss"].tensors[0]
     sent = [[last[stage]] for stage in range(pipeline.cut.count - 1)]
-    learned = Learned(forms, {f"{unit.name}:1": unit.stage for unit in units}, sent, loss)
+    learned = Learned(forms, sent, loss)
 
     def learn(signature: Any, *others: Any) -> None:
         pipeline._learned[signature] = learned

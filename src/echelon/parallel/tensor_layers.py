@@ -85,9 +85,9 @@ def install(layer: nn.Module, style: str, mesh: DeviceMesh, axis: Axis, sequence
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    own = dict(layer.named_parameters(recurse=False))  # not what another stage of a pipeline has, as a tied layer's bias
     for name, dim in split_dims(layer, style).items():
-        parameter = getattr(layer, name, None)
-        if parameter is not None:
+        if (parameter := own.get(name)) is not None:
             parts = distribute_tensor(parameter, mesh, [Shard(dim)], src_data_rank=None)
             layer.register_parameter(name, nn.Parameter(parts, requires_grad=parameter.requires_grad))
     replace: Any

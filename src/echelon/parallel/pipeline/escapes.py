@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from echelon.parallel.pipeline.stages import Unit
 from echelon.parallel.pipeline.trial import same
 
-__all__ = ["Escapes"]
+__all__ = ["Escapes", "KeptByUnits"]
 
 _MARK = "echelon"
 
@@ -80,6 +80,31 @@ class Escapes:
     def found(self) -> list[str]:
         """The names of the units of which something is kept. When nobody holds the pass's own outputs any more."""
         return list(dict.fromkeys([*self._caught, *_kept(self._marked)]))
+
+
+class KeptByUnits:
+    """Tensors that units keep as attributes, without gradients: nobody may read them in another stage."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._units = list(units)
+        self._before = self._now()
+
+    def _now(self) -> dict[tuple[str, str, str], torch.Tensor]:
+        return {
+            (unit.name, path, name): value
+            for unit in self._units
+            for path, part in unit.module.named_modules()
+            for name, value in vars(part).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def found(self) -> list[list[Any]]:
+        """New ones: unit, module within it, name, shape and type."""
+        return [
+            [*at, list(value.shape), str(value.dtype).removeprefix("torch.")]
+            for at, value in self._now().items()
+            if self._before.get(at) is not value
+        ]
 
 
 class _Shown:

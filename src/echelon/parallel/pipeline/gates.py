@@ -4,11 +4,11 @@ Every rank has the whole module, but keeps the parameters of its own stages only
 own class, whose call looks at the stage that is being computed.
 
     unit of this stage       is computed
-    unit of an earlier one   gives what was received of it; if nothing that leaves the stage depends on it, nan without memory
+    unit of an earlier one   gives what was received of it; what was not received is absent (`absent.py`)
     unit of a later one      ends the pass: an exception leaves the author's forward and the user's loss
 
 So what an author does between the units (positions, masks, residual sums) happens in each stage, and needs no rewriting. What is
-drawn there is alike in all stages: see `draws.py`.
+drawn there is alike in all stages: see `draws.py`. What is written in place: see `passes.py`.
 """
 
 from __future__ import annotations
@@ -16,66 +16,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.names import plain_name
+from echelon.parallel.pipeline.absent import Absent, Needed, Sources
 from echelon.parallel.pipeline.draws import Draws
+from echelon.parallel.pipeline.passes import Left, Run, Shapes, write_again
 from echelon.parallel.pipeline.stages import Unit
-from echelon.parallel.pipeline.values import Form, placeholder
 
-__all__ = ["Cut", "Left", "Run", "cut", "kept_by", "reached"]
-
-
-class Left(BaseException):
-    """A stage's part of the forward pass has ended. No Exception: an author's `except Exception` must not stop it."""
-
-
-@dataclass
-class Run:
-    """One forward pass of one stage.
-
-    Args:
-        received: by call ("blocks.3:1" is the first call of blocks.3), what earlier stages gave.
-        forms: of all calls of units of earlier stages.
-        fills: what stands in the place of what was not received: nan, or by call another number.
-        solid: placeholders have memory of their own, and what is received is copied: the author's code writes into them.
-        tracked: placeholders are leaves of autograd's graph.
-    Attributes:
-        gave: by call, what this stage's units have returned.
-        stood_in: the placeholders that were asked for.
-        has_left: whether a unit of a later stage was called.
-        learns: whether gradients are wanted.
-        is_whole: whether the module itself was called.
-    """
-
-    stage: int
-    received: Mapping[str, Any] = field(default_factory=dict)
-    forms: Mapping[str, Form] = field(default_factory=dict)
-    fills: Mapping[str, float] = field(default_factory=dict)
-    solid: bool = False
-    tracked: bool = False
-    gave: dict[str, Any] = field(default_factory=dict)
-    stood_in: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    has_left: bool = False
-    learns: bool = field(default_factory=torch.is_grad_enabled)
-    is_whole: bool = False
-    leaving: Callable[[], None] = lambda: None
-    outgoing: Callable[[Run], Any] = lambda run: None
-    sent: Any = None
-    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    latest: str = "it began"
-
-    def call_of(self, name: str) -> str:
-        self.calls[name] = number = self.calls[name] + 1
-        return f"{name}:{number}"
+__all__ = ["Cut", "cut", "kept_by"]
 
 
 @dataclass(frozen=True)
@@ -101,18 +57,14 @@ class Cut:
         self.kind, self.units, self.own, self.device = type(module).__name__, units, sorted(own), device
         self.count = units[-1].stage + 1
         self.stage_of = {unit.name: unit.stage for unit in units}
-        self.run: Run | None = None
+        self.run: Run | Shapes | None = None
         self.draws = Draws(device)
-        self._weights: list[torch.Tensor] = []  # one number each, which stands for all of a parameter
+        self.kept: dict[str, dict[tuple[str, str], tuple[Any, ...]]] = {}  # by unit, tensors that it keeps as attributes
         self._taken: list[tuple[nn.Module, str]] = []  # parameters that other ranks have
+        self._hidden: list[tuple[nn.Module, str, Any]] = []  # attributes that are absent in the pass under way
 
     def __deepcopy__(self, memo: Any) -> Cut:  # a copy of the module is cut alike
         return self
-
-    def fill_weights(self, value: float) -> None:
-        """What the author's code reads of parameters that other ranks have."""
-        for weight in self._weights:
-            weight.fill_(value)
 
     @contextlib.contextmanager
     def listed(self) -> Iterator[None]:
@@ -132,28 +84,78 @@ class Cut:
         delattr(part, name)
         vars(part)[name] = stand_in
 
-    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What takes the place of a parameter or buffer that another rank has: its shape and type, in one number's memory."""
-        can = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        base = torch.full((), float("nan") if can else 0, dtype=tensor.dtype, device=self.device)
-        if can:
-            self._weights.append(base)
-        return base.expand(tensor.shape)
+    def stand_in(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """What takes the place of a parameter or buffer that another rank has."""
+        return Absent.of(tensor.shape, tensor.dtype, self.device, Sources(weights={name}, is_weight=True), self)
+
+    # --- asked by what is absent
+
+    @property
+    def within(self) -> bool:
+        """Whether a unit of the stage is being computed: all that it takes is needed."""
+        return self.run is not None and self.run.within > 0
+
+    def may_write(self, tensor: torch.Tensor) -> bool:
+        return isinstance(self.run, Shapes) and id(tensor) in self.run.buffers
+
+    def needs(self, sources: Sources, writes: bool = False) -> None:
+        """What is made of these is asked for its values. Returns if zeros will do, as the pass will not count.
+
+        Args:
+            writes: no values, but somebody writes into it.
+
+        Raises:
+            Needed: the pass begins anew, with these.
+            UsageError: it cannot.
+        """
+        run = self.run
+        if writes and isinstance(run, Run):
+            run.fails(
+                UsageError(
+                    f"{self.kind} writes into a parameter of another stage than stage {run.stage}, where it is not: "
+                    f"{sorted(sources.weights)[0]}. Let each module write into its own, within its forward."
+                )
+            )
+        elif run is None:
+            what = ", ".join(sorted(sources.weights or {call.rpartition(":")[0] for call in sources.calls})[:4])
+            raise UsageError(
+                f"something that is made of {what} of {self.kind}, which another stage has, is read outside of a pass through "
+                "the stages: this rank has no values of it. Read it on the rank that has it, or export the weights."
+            )
+        elif sources.weights and isinstance(run, Run):
+            name = min(sources.weights)
+            run.fails(
+                UsageError(
+                    f"stage {run.stage} of {self.kind} uses a parameter of another stage outside of its module, or what a module "
+                    f"keeps there: {name}. Cut so that both are in one stage, tie it to a parameter of a module that is called "
+                    "there, or return it with the module's outputs. A penalty on all parameters is the optimizer's: weight_decay."
+                )
+            )
+        else:
+            run.needs(sources)
 
     def meet(self, gate: Gate, run: Run) -> Any:
         """What a unit of another stage gives."""
         if gate.stage > run.stage:
-            run.leaving()
+            run.leaves()
             raise Left
         call = run.call_of(gate.name)
+        if gate.name in self.kept:
+            self._hide_kept(gate.name)
         if call in run.received:
-            value = run.received[call]
-            return pytree.tree_map_only(torch.Tensor, torch.clone, value) if run.solid else value
+            return run.hand_out(call)
         form = run.forms.get(call)
         if form is None and run.calls[""] > 1:
             raise UsageError(
                 f"compute_loss must call {self.kind} once, got another call: its stages pass one batch on after the other. Put "
                 "the inputs together, as by torch.cat, or let forward take them all."
+            )
+        if form is None and run.knows_all:
+            raise UsageError(
+                f"{self.kind}.{gate.name} was not called in the first passes with a batch like this, but is in this one, and "
+                f"stage {run.stage} is not sent what it gives. A pipeline sends the same in every pass: let forward call the "
+                "same modules whatever it draws and counts, or change an attribute of the module that is a bool, for which a "
+                "pipeline looks."
             )
         if form is None:
             raise UsageError(
@@ -161,12 +163,22 @@ class Cut:
                 "it gives then depends on a later stage than its own. Put it into that stage: stages= as a list of names for "
                 "each stage."
             )
-        fill = run.fills.get(call, float("nan"))
-        tensors = [placeholder(leaf, self.device, fill, solid=run.solid, tracked=run.tracked) for leaf in form.tensors]
-        run.stood_in[call] = tensors
-        if run.solid and run.tracked:  # no leaves, which cannot be written into
-            tensors = [t.clone() if t.requires_grad else t for t in tensors]
-        return form.filled(tensors)
+        leaves = [Absent.of(leaf.shape, leaf.dtype, self.device, Sources({call}), self) for leaf in form.tensors]
+        return form.filled(leaves)
+
+    def _hide_kept(self, name: str) -> None:
+        """What a unit of an earlier stage keeps as attributes has another micro-batch's values here, or none."""
+        unit = next(unit.module for unit in self.units if unit.name == name)
+        for (path, attribute), (shape, dtype) in self.kept[name].items():
+            part, whole = unit.get_submodule(path), f"{name}.{path}.{attribute}".replace("..", ".")
+            self._hidden.append((part, attribute, vars(part).get(attribute)))
+            vars(part)[attribute] = Absent.of(shape, getattr(torch, dtype), self.device, Sources(weights={whole}), self)
+
+    def show_kept(self) -> None:
+        """At the end of a pass."""
+        while self._hidden:
+            part, name, value = self._hidden.pop()
+            vars(part)[name] = value
 
 
 class _Gated(nn.Module):
@@ -175,20 +187,24 @@ class _Gated(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gate: Gate = vars(self)["_pipeline_gate"]
         run = gate.cut.run
+        if isinstance(run, Shapes):
+            return run.computes(gate.name, super().__call__, args, kwargs)
         if run is not None and run.learns and not torch.is_grad_enabled() and _is_reentrant():
             raise UsageError(
                 f"torch.utils.checkpoint must have use_reentrant=False around {gate.cut.kind}.{gate.name} in a pipeline: its "
                 "backward pass computes again what lies in other stages. Or take activation_checkpoint_params='blocks'."
             )
         if run is not None and run.stage != gate.stage:
-            return gate.cut.meet(gate, run)
+            return write_again(gate.cut.meet(gate, run), args, kwargs)
         if run is None and gate.stage not in gate.cut.own:
             raise _outside(gate.cut, gate.name)
+        if run is None:
+            with gate.cut.draws.of_unit(gate.number):
+                return super().__call__(*args, **kwargs)
+        args, kwargs = run.enters(args, kwargs)
         with gate.cut.draws.of_unit(gate.number):
-            value = super().__call__(*args, **kwargs)
-        if run is not None:
-            run.gave[run.call_of(gate.name)] = value
-            run.latest = gate.name
+            value = run.computes(run.call_of(gate.name), super().__call__, args, kwargs)
+        run.latest = gate.name
         return value
 
 
@@ -203,6 +219,9 @@ class _GatedRoot(nn.Module):
         run.is_whole = True
         run.calls[""] += 1
         value = super().__call__(*args, **kwargs)  # its hooks, such as fully_shard's, see what leaves the stage
+        if isinstance(run, Shapes):
+            run.takes("", value)
+            raise Left
         if run.has_left:
             run.sent = value
             raise Left
@@ -214,11 +233,13 @@ class _GatedRoot(nn.Module):
         try:
             return forward(*args, **kwargs)
         except Left:
-            pass  # the frames that it holds end here, and with them the contexts of torch.utils.checkpoint in them
+            needed = None  # the frames that it holds end here, and with them the contexts of torch.utils.checkpoint in them
+        except Needed as error:
+            needed = error.sources
         run = cut.run
-        assert run is not None
-        run.has_left = True
-        return run.outgoing(run)
+        assert isinstance(run, Run)
+        run.has_left, run.needed = True, needed
+        return run.outgoing(run) if needed is None else []
 
 
 def _is_reentrant() -> bool:
@@ -263,12 +284,12 @@ def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.
     mine = kept_by(module, units, own)
     emptied: dict[int, torch.Tensor] = {}
     for unit in foreign:
-        for part in unit.module.modules():
+        for path, part in unit.module.named_modules():
             held = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
             for name, tensor in held:
                 if id(tensor) not in mine:
                     if id(tensor) not in emptied:
-                        emptied[id(tensor)] = made.stand_in(tensor)
+                        emptied[id(tensor)] = made.stand_in(tensor, plain_name(f"{unit.name}.{path}.{name}".replace("..", ".")))
                     made.take(part, name, emptied[id(tensor)])
     for number, unit in enumerate(units):
         vars(unit.module)["_pipeline_gate"] = Gate(made, unit.name, unit.stage, number)
@@ -290,24 +311,3 @@ def kept_by(module: nn.Module, units: list[Unit], own: Collection[int]) -> set[i
         if part in ours or part not in inside
         for t in (*part.parameters(recurse=False), *part.buffers(recurse=False))
     }
-
-
-def reached(outputs: Iterable[torch.Tensor], leaves: Mapping[str, list[torch.Tensor]]) -> set[str]:
-    """The calls on whose placeholders some output depends, as autograd sees it."""
-    ids = {id(leaf): call for call, tensors in leaves.items() for leaf in tensors if leaf.requires_grad}
-    found, seen = set(), set()
-    waiting = []
-    for output in outputs:
-        if id(output) in ids:
-            found.add(ids[id(output)])
-        waiting.append(output.grad_fn)
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in ids:
-            found.add(ids[id(variable)])
-        waiting += [following for following, _ in node.next_functions]
-    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,12 +21,13 @@ from torch.utils import _pytree as pytree
 
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.pipeline.gates import Cut, Run
+from echelon.parallel.pipeline.gates import Cut
+from echelon.parallel.pipeline.passes import Run, Shapes, writes_anew
 from echelon.parallel.pipeline.schedules import Kind, StageModule, parts, torch_schedule
 from echelon.parallel.pipeline.shared import Shared
 from echelon.parallel.pipeline.trial import compute
 from echelon.parallel.pipeline.values import Form, Leaf, form_of, shape_of_batch
-from echelon.parallel.pipeline.walk import Needs, Walk, Walked
+from echelon.parallel.pipeline.walk import Needs, Walk, Walked, error_of
 from echelon.parallel.pipeline.window import Learned, Made, Window
 from echelon.parallel.split_errors import explained
 from echelon.world import agree
@@ -35,6 +37,7 @@ __all__ = ["Pipeline"]
 logger = logging.getLogger(__name__)
 
 _MOST_SCHEDULES = 16  # each keeps room for what it receives
+_MOST_KINDS = 256  # of micro-batches that are remembered; each takes some kilobytes
 
 
 class Pipeline:
@@ -52,8 +55,8 @@ class Pipeline:
         self.module, self.cut, self.kind, self.ranks, self.group, self.shared = module, cut, kind, ranks, group, shared
         self.has_last = cut.count - 1 in cut.own
         self._walk = Walk(module, cut, group, ranks, cut.device)
-        self._needs: dict[Any, Needs] = {}
-        self._learned: dict[Any, Learned] = {}
+        self._needs: OrderedDict[Any, Needs] = OrderedDict()  # by structure
+        self._learned: OrderedDict[Any, Learned] = OrderedDict()  # by kind, the latest last
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._under_way: Window | None = None
         self._trained: tuple[bool, ...] | None = None  # which parameters were, in the latest window
@@ -91,13 +94,37 @@ class Pipeline:
                         first += size
         finally:
             self._under_way = None
+        self._refuse_wrong(under_way)
+        while len(self._learned) > max(_MOST_KINDS, len(micro_batches)):
+            self._learned.popitem(last=False)
         self.shared.sum_gradients()
         return self._told(under_way, self._learned[signatures[0]].loss, share)
+
+    def _refuse_wrong(self, window: Window) -> None:
+        """What the passes of any rank found, on all. Before anything is made of the gradients."""
+        if not agree.any_rank(window.wrong is not None):
+            return
+        own = window.wrong
+        told = agree.first_told(None if own is None else [type(own).__name__, str(own)])
+        error = error_of(f"a stage of {self.cut.kind}", told)
+        if own is not None and not isinstance(own, EchelonError) and told == [type(own).__name__, str(own)]:
+            raise own
+        raise error from own
 
     @functools.cached_property
     def _parameters(self) -> list[nn.Parameter]:
         """In the first window the module has its final form."""
         return list(self.module.parameters())
+
+    @functools.cached_property
+    def _roots(self) -> list[nn.Module]:
+        """The modules whose code runs between the units, and the units."""
+        inside = {part for unit in self.cut.units for part in unit.module.modules() if part is not unit.module}
+        return [part for part in self.module.modules() if part not in inside]
+
+    def _flags(self) -> tuple[bool, ...]:
+        """By which the author's code may take another path, as hooks and schedules switch them."""
+        return tuple([value for part in self._roots for value in vars(part).values() if isinstance(value, bool)])
 
     @property
     def _pp(self) -> int:
@@ -109,9 +136,9 @@ class Pipeline:
         every stage: that is a part of a kind.
         """
         trained = tuple([p.requires_grad for p in self._parameters])
-        changed, number = trained != self._trained, self.cut.draws.number()
+        changed, number, flags = trained != self._trained, self.cut.draws.number(), self._flags()
         while True:
-            signatures = [(self.module.training, self._trained_by_all, shape_of_batch(each)) for each in batches]
+            signatures = [(flags, self._trained_by_all, *shape_of_batch(each)) for each in batches]
             new = [i == 0 or s != signatures[i - 1] for i, s in enumerate(signatures)]
             first_seen = {s: i for i, s in reversed(list(enumerate(signatures)))}
             unseen = [s not in self._learned and first_seen[s] == i for i, s in enumerate(signatures)]
@@ -124,29 +151,73 @@ class Pipeline:
             changed = False
 
     def _learn(self, signature: Any, micro_batch: MicroBatch[Any], forward: Callable[[MicroBatch[Any]], Made]) -> None:
-        walked = self._studied(("train", signature[0], signature[2][0]), lambda: forward(micro_batch))
+        flags, _, structure, *_ = signature
+
+        def act() -> Made:
+            return forward(micro_batch)
+
+        shapes = self._shapes(act)
+        like = next((value for key, value in reversed(self._learned.items()) if key[:3] == signature[:3]), None)
+        learned = self._of_other_shapes(like, shapes)
+        if learned is None:
+            learned = self._made_of(self._studied(("train", flags, structure), act), shapes)
+        self._learned[signature] = learned
+        if len(self._learned) == 1 and agree.is_rank0():
+            self._say(learned)
+
+    def _shapes(self, act: Callable[[], Made]) -> Shapes | None:
+        """Of a pipeline alone: elsewhere units have messages of their own."""
+        if not self._is_alone:
+            return None
+        self.is_trying = True
+        try:
+            return self._walk.shapes(act)
+        finally:
+            self.is_trying = False
+
+    def _made_of(self, walked: Walked, shapes: Shapes | None) -> Learned:
         stages, sent = {call: self.cut.stage_of[call.rpartition(":")[0]] for call in walked.forms}, list[list[str]]()
         for stage in range(self.cut.count - 1):
-            later = set().union(*walked.needs[stage + 1 :])
             held = [call for call, at in stages.items() if at <= stage]
-            sent.append(sorted(later & set(held)))
+            sent.append(sorted(walked.needs.after(stage) & set(held)))
             if not sent[-1]:
                 raise UsageError(
                     f"no stage after stage {stage} of {self.cut.kind} uses anything that it computes. Cut elsewhere."
                 )
-        self._learned[signature] = Learned(walked.forms, stages, sent, walked.result.tensors[0])
-        if len(self._learned) == 1 and agree.is_rank0():
-            self._say(self._learned[signature])
+        path = None if shapes is None else shapes.path
+        return Learned(walked.forms, sent, walked.result.tensors[0], frozenset(walked.needs.written), path)
+
+    def _of_other_shapes(self, like: Learned | None, shapes: Shapes | None) -> Learned | None:
+        """From a kind that differs in its shapes alone and takes the same path: without a pass through the stages, if all ranks
+        find out the same.
+        """
+        if not self._is_alone:
+            return None
+        made, told = None, ""
+        if like is not None and shapes is not None and shapes.path == like.path and shapes.forms.keys() == like.forms.keys():
+            forms = {call: form.with_grads_of(like.forms[call]) for call, form in shapes.forms.items()}
+            known = {call: form for call, form in forms.items() if form is not None}
+            if len(known) == len(forms):
+                made = Learned(known, like.sent, like.loss, like.written, like.path)
+                told = hashlib.sha256(json.dumps({call: form.to_json() for call, form in known.items()}).encode()).hexdigest()
+        every = set(agree.gather(told, self.group))
+        return made if len(every) == 1 else None
+
+    @functools.cached_property
+    def _is_alone(self) -> bool:
+        """Whether the ranks of the pipeline are all there are."""
+        return self._pp == (dist.get_world_size() if dist.is_initialized() else 1)
 
     def _studied(self, structure: Any, act: Callable[[], Any]) -> Walked:
-        needs = self._needs.get(structure)
         act = explained(self.module)(act)
         self.is_trying = True
         try:
-            walked = self._walk.again(act, needs) if needs is not None else self._walk.study(act)
+            walked = self._walk.study(act, self._needs.get(structure))
         finally:
             self.is_trying = False
         self._needs[structure] = walked.needs
+        while len(self._needs) > _MOST_KINDS:
+            self._needs.popitem(last=False)
         return walked
 
     def _say(self, learned: Learned) -> None:
@@ -164,6 +235,7 @@ class Pipeline:
         """One call of a schedule, for `size` equal micro-batches."""
         assert self._under_way is not None
         learned, self._under_way.first = self._learned[signature], first
+        self._learned.move_to_end(signature)
         self._under_way.learned = learned
         key = (size, signature)
         if key not in self._schedules:
@@ -197,20 +269,45 @@ class Pipeline:
 
     def _guarded(self, stage: int, number: int, received: tuple[torch.Tensor, ...]) -> Any:
         assert self._under_way is not None
+        window = self._under_way
         try:
-            return self._compute(self._under_way, stage, self._under_way.first + number, received)
+            return self._compute(window, stage, window.first + number, received)
         except Exception as error:  # torch would tell of it in words of its own
-            self._under_way.failed = error
-            raise
+            if "leaf Variable that requires grad is being used in an in-place operation" in str(error):
+                error = writes_anew(self.cut.kind, "a unit of an earlier stage")
+            if self._is_alone and not self.kind.splits_backward:
+                window.fails(error)  # the other ranks wait for what this one sends, and are told when all passes have ended
+                return self._nothing(window, stage, window.first + number)
+            window.failed = error
+            raise error
+
+    def _nothing(self, window: Window, stage: int, number: int) -> Any:
+        """What a pass sends that has failed."""
+        last = stage == self.cut.count - 1
+        kinds = [window.learned.loss] if last else window.learned.kinds(stage)
+        made = [torch.zeros(kind.shape, dtype=kind.dtype, device=self.cut.device, requires_grad=kind.grad) for kind in kinds]
+        if last:
+            window.made[number] = made[0].detach(), None
+            return made[0]
+        return tuple(made)
 
     def _compute(self, window: Window, stage: int, number: int, received: tuple[torch.Tensor, ...]) -> Any:
         learned, micro_batch = window.learned, window.micro_batches[number]
-        run = Run(stage, learned.given(stage, received, self.cut.device), learned.forms, solid=self._walk.solid)
-        if stage < self.cut.count - 1:
+        last = stage == self.cut.count - 1
+        run = Run(
+            stage,
+            learned.given(stage, received),
+            learned.forms,
+            watched=() if last else learned.sent[stage],
+            written=learned.written,
+            knows_all=True,
+            fail=window.fails,
+        )
+        if not last:
             run.outgoing = lambda run: self._outgoing(run, learned)
         self.cut.draws.begin(number)
         made = compute(self.cut, run, lambda: window.forward(micro_batch))
-        if stage == self.cut.count - 1:
+        if last:
             window.made[number] = made[0].detach(), made[1]
             output = window.weighted(made[0], micro_batch)
             outputs: list[torch.Tensor] = [output]
@@ -218,25 +315,26 @@ class Pipeline:
             outputs = self._sendable(run.sent, learned.kinds(stage))
         if window.before_backward is not None:
             window.watch(stage, outputs)
-        return tuple(outputs) if len(outputs) > 1 or stage < self.cut.count - 1 else outputs[0]
+        return tuple(outputs) if not last else outputs[0]
 
     def _outgoing(self, run: Run, learned: Learned) -> list[torch.Tensor]:
+        for call, value in run.gave.items():
+            if call not in learned.forms:
+                continue  # where a later stage calls it, it says so
+            if (how := learned.differs(call, value)) is not None:
+                run.fails(
+                    EchelonError(
+                        f"{self.cut.kind}.{call.rpartition(':')[0]} {how}: in a pipeline shapes must follow from the batch's, "
+                        "and what is no tensor must stay. Return numbers that change as tensors."
+                    )
+                )
         tensors: list[torch.Tensor] = []
         for call in learned.sent[run.stage]:
-            value = run.gave[call] if call in run.gave else run.received.get(call)
-            if value is None:
-                raise EchelonError(
-                    f"{self.cut.kind}.{call.rpartition(':')[0]} was called in the first step, but not in this one. A "
-                    "pipeline sends the same in every step: let forward call the same modules, whatever it draws."
-                )
-            flat = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
-            found = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-            shapes = [leaf.shape for leaf in learned.forms[call].tensors]
-            if [tuple(t.shape) for t in found] != shapes:
-                raise EchelonError(
-                    f"{self.cut.kind}.{call.rpartition(':')[0]} gave tensors of {[tuple(t.shape) for t in found]}, and of "
-                    f"{shapes} before, for a batch of the same shape: in a pipeline shapes must follow from the batch's."
-                )
+            # A unit that is left out in this pass is left out in the later stages, too, which else say so.
+            value, kinds = run.to_send(call), learned.forms[call].tensors
+            found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            if [tuple(t.shape) for t in found] != [kind.shape for kind in kinds]:
+                found = [torch.zeros(kind.shape, dtype=kind.dtype, device=self.cut.device) for kind in kinds]
             tensors += found
         return tensors
 
@@ -290,14 +388,11 @@ class Pipeline:
 
     def evaluate(self, batch: Any, forward: Callable[[Any], Any]) -> Any:
         """`forward(batch)` through the stages, on all ranks of the pipeline. Collective over all ranks of the job."""
-        structure = (
-            "evaluate",
-            self.module.training,
-            shape_of_batch(batch)[0],
-            getattr(forward, "__qualname__", type(forward).__name__),
-        )
-        if structure not in self._needs:
+        name = getattr(forward, "__qualname__", type(forward).__name__)
+        structure = ("evaluate", name, self._flags(), shape_of_batch(batch)[0])
+        (is_new,), number = agree.any_ranks_and_number([structure not in self._needs], self.cut.draws.number())
+        if is_new:
             self._studied(structure, lambda: forward(batch))
-        number = agree.gather(self.cut.draws.number(), self.group)[self.ranks[0]]
+        self._needs.move_to_end(structure)
         with self.cut.draws.passes(number):
             return self._walk.evaluate(lambda: forward(batch), self._needs[structure])

@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.names import plain_buffers
-from echelon.parallel.pipeline.gates import Cut, Left, Run
+from echelon.parallel.names import plain_buffers, plain_name
+from echelon.parallel.pipeline.absent import Needed
+from echelon.parallel.pipeline.gates import Cut
+from echelon.parallel.pipeline.passes import Left, Run
 from echelon.world import rng
 
 __all__ = ["Trials", "compute", "leaves", "same"]
@@ -24,16 +26,20 @@ def compute(cut: Cut, run: Run, act: Callable[[], Any]) -> Any:
     """The user's code for one stage: what `act` returns on the last one, else None.
 
     Raises:
+        Needed: it needs what it was not given, and can begin anew.
         UsageError: it does not call the module itself, or a stage not the next one.
     """
-    cut.run = run
+    cut.run, run.kind = run, cut.kind
     left = False
     try:
-        value = act()
+        value = run.ends(act())
     except Left:
         left, value = True, None
     finally:
         cut.run = None
+        cut.show_kept()
+    if run.needed is not None:
+        raise Needed(run.needed)
     if not run.is_whole:
         raise UsageError(
             f"compute_loss calls a submodule of {cut.kind} directly, and {cut.kind} is split over {cut.count} stages: it must "
@@ -61,6 +67,7 @@ class Trials:
         """Nothing stays of the passes within."""
         states = rng.states()
         self._buffers = {name: b.detach().clone() for name, b in plain_buffers(self._module)}
+        counts = [(part, name, value) for part in self._module.modules() for name, value in _plain_values(part)]
         self._parts = [
             (part, held, {name: value for name, value in vars(part).items() if isinstance(value, _PLAIN)})
             for part in self._module.modules()
@@ -71,6 +78,9 @@ class Trials:
         finally:
             rng.put_back(states)
             self._put_back()
+            for part, name, value in counts:
+                if name in vars(part) and vars(part)[name] is not value:
+                    vars(part)[name] = value
             self._buffers, self._parts = {}, []
 
     @contextlib.contextmanager
@@ -94,6 +104,18 @@ class Trials:
             for name, buffer in plain_buffers(self._module):
                 if name in self._buffers:
                     buffer.copy_(self._buffers[name])
+
+    def counts(self) -> dict[str, Any]:
+        """The numbers that are attributes of modules outside of the units."""
+        inside = tuple(f"{unit.name}." for unit in self._cut.units)
+        names = {unit.name for unit in self._cut.units}
+        return {
+            f"{path}.{name}".lstrip("."): value
+            for path, part in self._module.named_modules()
+            if plain_name(path) not in names and not plain_name(path).startswith(inside)
+            for name, value in _plain_values(part)
+            if not isinstance(value, bool) and isinstance(value, (int, float))
+        }
 
     def changed(self) -> dict[str, str]:
         """Buffers that lie in no unit and were changed by this stage, with what they are now."""
@@ -119,6 +141,10 @@ class Trials:
                 )
 
 
+def _plain_values(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in vars(part).items() if value is None or isinstance(value, (bool, int, float, str)))
+
+
 def leaves(run: Run, value: Any) -> list[Any]:
     flat = pytree.tree_leaves([list(run.gave.values()), value])
     return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
@@ -130,7 +156,7 @@ def same(a: list[Any], b: list[Any]) -> bool:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Kernels of a GPU may round otherwise in each run; what depends on a stand-in differs by more."""
+    """Kernels of a GPU may round otherwise in each run."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.device.type == "cpu" or not a.dtype.is_floating_point:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from echelon.world.device import map_tensors
 
-__all__ = ["Form", "Unsendable", "form_of", "placeholder", "shape_of_batch"]
+__all__ = ["Form", "Unsendable", "form_of", "shape_of_batch"]
 
 # What a nesting may hold besides tensors: it is sent as text.
 _PLAIN = (bool, int, float, str, type(None))
@@ -71,6 +71,17 @@ class Form:
         """One tensor, in no nesting: the usual case, for which nothing is to be put together."""
         return len(self.tensors) == len(self.leaves) == 1 and bool(_structure(self.tree).is_leaf())
 
+    def with_grads_of(self, other: Form) -> Form | None:
+        """Of the same nesting: whether gradients belong to its tensors is as in that one."""
+        if self.tree != other.tree or len(self.leaves) != len(other.leaves):
+            return None
+        made = []
+        for mine, its in zip(self.leaves, other.leaves, strict=True):
+            if isinstance(mine, Leaf) != isinstance(its, Leaf):
+                return None
+            made.append(replace(mine, grad=its.grad) if isinstance(mine, Leaf) else mine)
+        return Form(self.tree, tuple(made))
+
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         if self.is_tensor:
             return tensors[0]
@@ -116,28 +127,21 @@ def form_of(value: Any, *, lossy: bool = False) -> tuple[Form, list[torch.Tensor
     return Form(pytree.treespec_dumps(spec), tuple(kinds)), tensors
 
 
-def placeholder(leaf: Leaf, device: torch.device, fill: float, *, solid: bool, tracked: bool) -> torch.Tensor:
-    """A tensor of this kind that takes the memory of one number.
-
-    Args:
-        solid: take all of it: the author's code writes into it.
-        tracked: a leaf of autograd's graph, if its type can be one.
-    """
-    can = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-    made = torch.full((), fill if can else 0, dtype=leaf.dtype, device=device).expand(leaf.shape)
-    made = made.clone() if solid else made
-    return made.detach().requires_grad_() if tracked and can else made
-
-
 def shape_of_batch(value: Any) -> tuple[Any, ...]:
-    """What of a batch decides the shapes in a pipeline: its structure, the shapes and types of its tensors."""
+    """What of a batch decides what its passes do: first its structure, with the bools in it, which say what is to be done; then
+    the shapes of its tensors.
+    """
     flat, spec = pytree.tree_flatten(value)
-    kinds: list[tuple[Any, ...]] = []
+    kinds: list[tuple[int, str]] = []
+    shapes: list[tuple[int, ...]] = []
 
     def see(tensor: Any) -> Any:
         if isinstance(tensor, torch.Tensor):
-            kinds.append((tuple(tensor.shape), str(tensor.dtype)))
+            kinds.append((tensor.dim(), str(tensor.dtype)))
+            shapes.append(tuple(tensor.shape))
         return tensor
 
     map_tensors(value, see)  # also those in what torch takes for one leaf, such as a dataclass
-    return (str(spec), *kinds, *(type(leaf).__name__ for leaf in flat if not isinstance(leaf, torch.Tensor)))
+    rest = (leaf for leaf in flat if not isinstance(leaf, torch.Tensor))
+    plain = tuple([str(leaf) if isinstance(leaf, bool) else type(leaf).__name__ for leaf in rest])
+    return (str(spec), tuple(kinds), plain), *shapes

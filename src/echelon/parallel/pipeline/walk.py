@@ -1,13 +1,10 @@
 """One batch through all stages, one after the other: to learn what passes between them, to evaluate and to predict.
 
-What a stage needs of earlier ones is found by experiment, in the first passes with a batch of a new structure:
+What a stage needs of earlier ones follows from what it does. What it has not received is absent; when its units, its loss or an
+`if` ask for it, the pass ends, and begins anew when that has come.
 
-    1. With stand-ins for everything earlier, leaves of autograd's graph: what does that which leaves the stage depend on?
-    2. With that received, and nan for the rest; then with 0 for the rest. If the two do not give the same, something is used
-       behind autograd's back, such as a mask: it is found one by one, and is needed, too.
-
-Nothing stays of these passes: RNG state and buffers are put back. Communication: two agreements and the needed tensors in each
-stage; later walks one agreement in each stage.
+Nothing stays of the passes that learn: RNG state and buffers are put back. Communication: in each stage an agreement and the
+needed tensors, as often as it turns out to need more.
 """
 
 from __future__ import annotations
@@ -20,21 +17,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from echelon.contracts import errors
 from echelon.contracts.errors import EchelonError, UsageError
+from echelon.parallel.names import plain_buffers
+from echelon.parallel.pipeline.absent import Absent, Needed, Sources
 from echelon.parallel.pipeline.collectives import RefuseCollectives
-from echelon.parallel.pipeline.escapes import Escapes
-from echelon.parallel.pipeline.gates import Cut, Run, reached
+from echelon.parallel.pipeline.escapes import Escapes, KeptByUnits
+from echelon.parallel.pipeline.gates import Cut
+from echelon.parallel.pipeline.passes import Left, Run, Shapes
 from echelon.parallel.pipeline.trial import Trials, compute, leaves, same
 from echelon.parallel.pipeline.values import Form, Unsendable, form_of
 from echelon.world import agree
 
-__all__ = ["Needs", "Walk", "Walked"]
+__all__ = ["Needs", "Walk", "Walked", "error_of"]
 
-# By stage, the calls of earlier stages' units that it needs.
-Needs = list[set[str]]
+
+@dataclass(frozen=True)
+class Needs:
+    """What passes between stages for batches of one structure.
+
+    Args:
+        calls: by stage, the calls of earlier stages' units that it needs.
+        written: the calls into whose outputs something is written.
+    """
+
+    calls: list[set[str]]
+    written: set[str]
+
+    def after(self, stage: int) -> set[str]:
+        return set().union(*self.calls[stage + 1 :])
 
 
 @dataclass
@@ -59,7 +71,6 @@ class Walk:
 
     Args:
         group: the ranks of the pipeline; `ranks` has the one of each stage, by its place in the group.
-        solid: whether placeholders need memory of their own: set when the author's code turns out to write into them.
     """
 
     module: nn.Module
@@ -67,147 +78,140 @@ class Walk:
     group: dist.ProcessGroup | None
     ranks: list[int]
     device: torch.device
-    solid: bool = False
     _held: dict[str, tuple[Form, list[torch.Tensor]]] = field(default_factory=dict)
     _value: Any = None  # of the last stage
 
     def __post_init__(self) -> None:
         self._trials = Trials(self.module, self.cut)
 
-    def study(self, act: Callable[[], Any]) -> Walked:
-        """Find out what each stage needs. Collective over all ranks of the job, which have batches of the same structure."""
+    def study(self, act: Callable[[], Any], known: Needs | None = None) -> Walked:
+        """Find out what each stage needs, at least what is known. Collective over all ranks of the job, which have batches of the
+        same structure.
+        """
         watched = partial(self._alone, RefuseCollectives(self.cut.kind, self.group), act)
         with self._trials.undone(), torch.enable_grad():
-            return self._through(watched, None)
+            return self._through(watched, known, learns=True)
 
     @staticmethod
     def _alone(watch: RefuseCollectives, act: Callable[[], Any]) -> Any:
         with watch:
             return act()
 
-    def again(self, act: Callable[[], Any], needs: Needs) -> Walked:
-        """Shapes of a batch of known structure. Collective over the pipeline."""
-        with self._trials.undone(), torch.enable_grad():
-            return self._through(act, needs)
-
     def evaluate(self, act: Callable[[], Any], needs: Needs) -> Any:
         """What `act` gives on the last stage, on all ranks. What cannot be sent, such as an object, is None elsewhere."""
-        walked = self._through(act, needs, share=True)
-        return walked.value
+        return self._through(act, needs, share=True).value
+
+    def shapes(self, act: Callable[[], Any]) -> Shapes | None:
+        """The forms of all calls for a batch, if they follow from its shapes; None if something asks for a value. Not collective:
+        this rank goes through all units, and computes none.
+        """
+        buffers = {id(buffer) for _, buffer in plain_buffers(self.module)}
+        run = Shapes(buffers, lambda t, call: Absent.of(t.shape, t.dtype, self.device, Sources({call}), self.cut))
+        with self._trials.undone():
+            self.cut.run = run
+            try:
+                act()
+            except Left:
+                return run
+            except (Needed, Exception):  # a trial pass finds out, and says what is wrong
+                return None
+            finally:
+                self.cut.run = None
+        return None
 
     def owner(self, call: str) -> int:
         return self.ranks[self.cut.stage_of[call.rpartition(":")[0]]]
 
-    def _through(self, act: Callable[[], Any], known: Needs | None, *, share: bool = False) -> Walked:
+    def _through(self, act: Callable[[], Any], known: Needs | None, *, learns: bool = False, share: bool = False) -> Walked:
         forms: dict[str, Form] = {}
-        needs: Needs = [set(each) for each in known] if known is not None else [set() for _ in range(self.cut.count)]
-        received: dict[str, Any]
+        needs = Needs([set() for _ in range(self.cut.count)], set())
+        if known is not None:
+            needs = Needs([set(each) for each in known.calls], set(known.written))
         value: Any = None
         told: dict[str, Any] = {}
         changed: dict[str, list[str]] = {}
+        aliases: list[list[str]] = []
         for stage in range(self.cut.count):
-            mine, received = stage in self.cut.own, {}
-            if known is None and stage:
-                found = self._on_all(stage, mine, partial(self._needed, stage, forms, act), True)
-                needs[stage] |= {call for each in found for call in each.get("needs", ())}
+            received: dict[str, Any] = {}
             have: set[str] = set()
             while True:
-                self._move(sorted(needs[stage] - have), stage, forms, received)
-                have |= needs[stage]
-                if known is None:
-                    report = partial(self._compared, stage, forms, received, set(have), act)
-                else:
-                    report = partial(self._computed, stage, forms, received, act, share)
-                found = self._on_all(stage, mine, report, known is None)
-                more = {call for each in found for call in each.get("more", ())}
-                if not more - have:
+                self._move(sorted(needs.calls[stage] - have), stage, forms, received)
+                have |= needs.calls[stage]
+                pass_of = self._studied if learns else partial(self._computed, share)
+                report = partial(pass_of, stage, received, forms, act)
+                found = self._on_all(stage, stage in self.cut.own, report, learns)
+                needs.calls[stage].update(call for each in found for call in each.get("more", ()))
+                if needs.calls[stage] <= have:
                     break
-                needs[stage] |= more
             told = next(each for each in found if each.get("here"))
+            for unit, *attribute in told["kept"]:
+                self.cut.kept.setdefault(unit, {}).setdefault(tuple(attribute[:2]), tuple(attribute[2:]))
             forms |= {call: Form.from_json(form) for call, form in told["forms"].items()}
+            needs.written.update(call for each in found for call in each.get("wrote", ()))
+            aliases += told["aliases"]
             for name, sum_of in told["changed"].items():
                 changed.setdefault(name, []).append(sum_of)
         self._trials.refuse_lost(changed)
+        self._refuse_written(needs, aliases)
         result = Form.from_json(told["result"])
         if share:
             value = self._shared(result)
         self._held.clear()
         return Walked(forms, needs, value, result)
 
+    def _refuse_written(self, needs: Needs, aliases: list[list[str]]) -> None:
+        """What cannot be written again in a later stage as it was in an earlier one."""
+        for calls in aliases:
+            written = [call for call in calls if call in needs.written]
+            if len(written) > 1 and not needs.after(0).isdisjoint(calls):
+                names = " and ".join(dict.fromkeys(call.rpartition(":")[0] for call in written))
+                raise UsageError(
+                    f"{self.cut.kind} writes in place into what {names} have returned, which is the same memory: later stages of "
+                    "a pipeline, which receive both, cannot do so again. Let it make a tensor of its own: x = x + y."
+                )
+
     # --- this rank's part
 
-    def _pass(self, run: Run, act: Callable[[], Any]) -> Any:
-        run.solid = self.solid
-        try:
-            return compute(self.cut, run, act)
-        except RuntimeError as error:
-            if self.solid and "single memory location" in str(error):
-                raise UsageError(
-                    f"{self.cut.kind} writes into a parameter of another stage than stage {run.stage}, where it is not, or into "
-                    f"what it has expanded itself. Let each module write into its own, within its forward. torch says: {error}"
-                ) from error
-            if self.solid or not any(word in str(error) for word in ("in-place", "single memory location")):
-                raise
-        self.solid = True
-        fresh = Run(run.stage, run.received, run.forms, run.fills, True, run.tracked, leaving=run.leaving)
-        value = self._pass(fresh, act)
-        run.gave, run.stood_in = fresh.gave, fresh.stood_in
-        return value
-
-    def _needed(self, stage: int, forms: dict[str, Form], act: Callable[[], Any]) -> dict[str, Any]:
-        with self._trials.repeated():
-            run = Run(stage, forms=forms, tracked=True)
-            value = self._pass(run, act)
-        outputs = [t for t in pytree.tree_leaves([list(run.gave.values()), value]) if isinstance(t, torch.Tensor)]
-        exact = {call for call, ts in run.stood_in.items() if any(not t.requires_grad for t in ts)}  # a stand-in is no mask
-        return {"needs": sorted(reached(outputs, run.stood_in) | exact)}
-
-    def _compared(
-        self, stage: int, forms: dict[str, Form], received: dict[str, Any], have: set[str], act: Callable[[], Any]
-    ) -> dict[str, Any]:
-        """Whether what is not received matters; what of it does. What it does not find, it reports of the pass."""
-        nan, zero = float("nan"), 0.0
-        rest = [call for call in forms if call not in have]
-
-        def once(fills: dict[str, float], leaving: Callable[[], None] = lambda: None) -> tuple[Run, Any]:
-            run = Run(stage, received, forms, fills, leaving=leaving)
-            with self._trials.repeated(), self.cut.listed():
-                return run, self._pass(run, act)
-
+    def _studied(self, stage: int, received: dict[str, Any], forms: dict[str, Form], act: Callable[[], Any]) -> dict[str, Any]:
+        """A pass, and once more, to see that it is the same."""
         escapes = Escapes(unit for unit in self.cut.units if unit.stage == stage < self.cut.count - 1)
-        with escapes.watched():
-            first, value = once(dict.fromkeys(rest, nan), escapes.stage_ends)
-        # Copies: what is detached has its origin, and the graph with it.
-        seen = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves(first, value)]
-        del first, value
-        self._refuse_kept(stage, escapes)
-        self.cut.fill_weights(zero)
+        kept, counts = KeptByUnits(unit for unit in self.cut.units if unit.stage == stage), [self._trials.counts()]
         try:
-            other, value = once(dict.fromkeys(rest, zero))
-        finally:
-            self.cut.fill_weights(nan)
-        if not same(seen, leaves(other, value)):
-            base = leaves(*once(dict.fromkeys(rest, zero)))
-            if not same(base, leaves(*once(dict.fromkeys(rest, zero)))):
-                raise self._changing(stage)
-            if not same(base, leaves(other, value)):
-                raise UsageError(
-                    f"stage {stage} of {self.cut.kind} uses a parameter of another stage outside of its module. Cut so that both "
-                    "are in one stage, or tie it to a parameter of a module that is called there: stages=. A penalty on all "
-                    "parameters is the optimizer's: weight_decay."
-                )
-            more = [call for call in rest if not same(base, leaves(*once({**dict.fromkeys(rest, zero), call: nan})))]
-            if not more and not rest:
-                raise self._changing(stage)
-            return {"more": more or rest}
-        return self._report(stage, other, value)
-
-    def _changing(self, stage: int) -> UsageError:
-        return UsageError(
-            f"stage {stage} of {self.cut.kind} must give the same for the same batch, but what it gives changes from call to "
-            "call: a pipeline learns by repeated calls what its stages need of one another. Does a module keep a value between "
-            "calls, or draw from a generator of its own? Let it be a buffer, and torch's own RNG."
-        )
+            run = Run(stage, received, forms, leaving=escapes.stage_ends)
+            with self._trials.repeated(), self.cut.listed(), escapes.watched():
+                value = compute(self.cut, run, act)
+            # Copies: what is detached has its origin, and the graph with it.
+            seen = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves(run, value)]
+            unseen = run.unseen_writes()
+            del run, value
+            counts.append(self._trials.counts())
+            self._refuse_kept(stage, escapes)
+            run = Run(stage, received, forms)
+            with self._trials.repeated(), self.cut.listed():
+                value = compute(self.cut, run, act)
+            report = self._report(run, value) | {"kept": kept.found()}
+            counts.append(self._trials.counts())
+        except Needed as needed:
+            return {"more": sorted(needed.sources.calls)}
+        counted = [name for name, value in counts[2].items() if len({each.get(name) for each in counts} | {value}) > 2]
+        if counted and len(self.cut.own) > 1:
+            raise UsageError(
+                f"{self.cut.kind} counts its passes in {counted[0]}, outside of its units, and a rank with {len(self.cut.own)} "
+                "stages makes as many passes with each batch. Take a schedule with one stage for each rank, such as '1f1b', or "
+                "count in on_train_step_end."
+            )
+        if unseen:
+            raise UsageError(
+                f"{self.cut.kind} writes into what {unseen[0].rpartition(':')[0]} has returned, past torch, by .data or numpy. "
+                "In a pipeline nothing would notice: write into the tensor itself, under torch.no_grad() if need be."
+            )
+        if not same(seen, leaves(run, value)):
+            raise UsageError(
+                f"stage {stage} of {self.cut.kind} must give the same for the same batch, but what it gives changes from call "
+                "to call: a pipeline learns by repeated calls what its stages need. Does a module keep a value between calls, or "
+                "draw from a generator of its own? Let it be a buffer, and torch's own RNG."
+            )
+        return report
 
     def _refuse_kept(self, stage: int, escapes: Escapes) -> None:
         if names := escapes.found():
@@ -219,19 +223,23 @@ class Walk:
             )
 
     def _computed(
-        self, stage: int, forms: dict[str, Form], received: dict[str, Any], act: Callable[[], Any], share: bool
+        self, share: bool, stage: int, received: dict[str, Any], forms: dict[str, Form], act: Callable[[], Any]
     ) -> dict[str, Any]:
         self.cut.draws.begin(0)
         run = Run(stage, received, forms)
-        return self._report(stage, run, self._pass(run, act), share=share)
+        try:
+            return self._report(run, compute(self.cut, run, act), share=share)
+        except Needed as needed:
+            return {"more": sorted(needed.sources.calls)}
 
-    def _report(self, stage: int, run: Run, value: Any, *, share: bool = False) -> dict[str, Any]:
+    def _report(self, run: Run, value: Any, *, share: bool = False) -> dict[str, Any]:
         told: dict[str, Any] = {"here": True, "forms": {}, "result": None, "changed": self._trials.changed()}
-        for call, given in run.gave.items():
+        told |= {"kept": [], "aliases": run.aliases(), "wrote": sorted(run.wrote)}
+        for call in run.gave:
             try:
-                form, tensors = form_of(given)
+                form, tensors = form_of(run.to_send(call))
             except Unsendable as error:
-                if stage == self.cut.count - 1:
+                if run.stage == self.cut.count - 1:
                     continue
                 raise UsageError(
                     f"{self.cut.kind}.{call.rpartition(':')[0]} returns a {error} among its outputs, and only tensors and plain "
@@ -239,7 +247,7 @@ class Walk:
                 ) from None
             told["forms"][call] = form.to_json()
             self._held[call] = form, [t.detach() for t in tensors]
-        if stage == self.cut.count - 1:
+        if run.stage == self.cut.count - 1:
             form, tensors = form_of(value, lossy=True)
             told["result"] = form.to_json()
             if share:
@@ -266,14 +274,11 @@ class Walk:
         if own is not None:
             raise own
         if failed := next((each["error"] for each in every if "error" in each), None):
-            kind = getattr(errors, failed[0], None)
-            if isinstance(kind, type) and issubclass(kind, EchelonError):
-                raise kind(failed[1])
-            raise EchelonError(f"stage {stage} of {self.cut.kind} failed: {failed[0]}: {failed[1]}")
+            raise error_of(f"stage {stage} of {self.cut.kind}", failed)
         if everywhere:
             members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
             here = every[members[self.ranks[stage]]]
-            every = [here, *({key: each[key] for key in ("needs", "more") if key in each} for each in every)]
+            every = [here, *({key: each[key] for key in ("wrote", "more") if key in each} for each in every)]
         return every
 
     def _move(self, calls: list[str], stage: int, forms: dict[str, Form], received: dict[str, Any]) -> None:
@@ -307,3 +312,11 @@ class Walk:
             value, self._value = self._value, None
             return value
         return result.filled(tensors)
+
+
+def error_of(where: str, told: list[str]) -> EchelonError:
+    """Another rank's error, of which this one knows the class's name and the words."""
+    kind = getattr(errors, told[0], None)
+    if isinstance(kind, type) and issubclass(kind, EchelonError):
+        return kind(told[1])
+    return EchelonError(f"{where} failed: {told[0]}: {told[1]}")

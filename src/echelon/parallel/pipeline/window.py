@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from echelon.parallel.gradients import pass_zeros
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.pipeline.values import Form, Leaf, placeholder
+from echelon.parallel.pipeline.values import Form, Leaf, Unsendable, form_of
 
 __all__ = ["Learned", "Made", "Window"]
 
@@ -25,39 +24,50 @@ class Learned:
 
     Args:
         forms: of all calls of units.
-        stages: by call, the stage of its unit.
         sent: by stage, the calls whose values it sends on, in this order.
         loss: the kind of the loss.
+        written: the calls into whose outputs something is written.
+        path: through the units, in a pass that computes no values; None if there is none.
     """
 
     forms: dict[str, Form]
-    stages: dict[str, int]
     sent: list[list[str]]
     loss: Leaf
-    _stand_ins: dict[int, dict[str, Any]] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
+    path: Any = None
 
     def kinds(self, stage: int) -> list[Leaf]:
         return [leaf for call in self.sent[stage] for leaf in self.forms[call].tensors]
 
-    def given(self, stage: int, received: Sequence[torch.Tensor], device: torch.device) -> dict[str, Any]:
-        """By call of earlier stages, what a stage is given: what it has received, and where that is one tensor of which
-        nothing depends what stands in its place, which is made once.
-        """
-        if not stage:
-            return {}
-        if stage not in self._stand_ins:
-            idle = [call for call, at in self.stages.items() if at < stage and call not in self.sent[stage - 1]]
-            self._stand_ins[stage] = {
-                call: placeholder(self.forms[call].tensors[0], device, math.nan, solid=False, tracked=False)
-                for call in idle
-                if self.forms[call].is_tensor
-            }
-        values, at = dict(self._stand_ins[stage]), 0
-        for call in self.sent[stage - 1]:
+    def given(self, stage: int, received: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """By call of earlier stages, what a stage has received."""
+        values, at = {}, 0
+        for call in self.sent[stage - 1] if stage else ():
             form = self.forms[call]
             values[call] = form.filled(received[at : at + len(form.tensors)])
             at += len(form.tensors)
         return values
+
+    def differs(self, call: str, value: Any) -> str | None:
+        """How what a unit has returned differs from what it returned when this was learned; None if it does not."""
+        form = self.forms[call]
+        if form.is_tensor and isinstance(value, torch.Tensor):
+            given: list[Any] = [tuple(value.shape)]
+        else:
+            try:
+                now, _ = form_of(value)
+            except Unsendable as error:
+                return f"returned a {error}, and did not before"
+            if now.tree != form.tree:
+                return "returned another nesting than before"
+            given = [leaf.shape if isinstance(leaf, Leaf) else leaf for leaf in now.leaves]
+        before = [leaf.shape if isinstance(leaf, Leaf) else leaf for leaf in form.leaves]
+        if given == before:
+            return None
+        at = next(i for i, pair in enumerate(zip(given, before, strict=True)) if pair[0] != pair[1])
+        if isinstance(given[at], tuple) and isinstance(before[at], tuple):
+            return f"gave tensors of {given[at]}, and of {before[at]} before, for a batch of the same shape"
+        return f"returned {given[at]!r} beside its tensors, and {before[at]!r} before"
 
 
 class Window:
@@ -76,8 +86,13 @@ class Window:
         self.learned: Learned
         self.made: dict[int, Made] = {}
         self.failed: Exception | None = None
+        self.wrong: Exception | None = None  # found in a pass that went on, as other ranks wait for what it sends
         self._begun: Counter[int] = Counter()
         self._starts: dict[float, torch.Tensor] = {}  # by weight, the gradient with which a backward pass begins
+
+    def fails(self, error: Exception) -> None:
+        """The window does not count. All ranks hear of it when its passes have ended."""
+        self.wrong = self.wrong or error
 
     def weighted(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
         """The loss with its weight, of which torch's schedule takes the backward pass with the gradient 1.

@@ -1,0 +1,296 @@
+"""One forward pass of one stage: what it is given, what its units have returned, and what becomes of that in place.
+
+A later stage runs the author's code between the units again. So what that code writes into the output of a unit is written again
+there, and the output is sent as the unit returned it. What a unit writes into its arguments is a part of what it returns: a later
+stage, which passes it over, writes that into them. Versions of tensors show what is written into.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from echelon.contracts.errors import EchelonError
+from echelon.parallel.pipeline.absent import Absent, Needed, Sources, absent_in, in_place_of_absent
+from echelon.parallel.pipeline.values import Form, form_of
+
+__all__ = ["Left", "Run", "Shapes", "write_again", "writes_anew"]
+
+_WRITTEN = "written into its arguments"  # the key of what a unit that does so returns besides its value
+
+
+class Left(BaseException):
+    """A stage's part of the forward pass has ended. No Exception: an author's `except Exception` must not stop it."""
+
+
+@dataclass
+class _Held:
+    """An output of a unit: what the author's code has of it, the versions of its tensors, and what it was."""
+
+    value: Any
+    tensors: list[torch.Tensor]
+    versions: list[int | None]
+    before: Any
+
+
+@dataclass
+class Run:
+    """One forward pass of one stage.
+
+    Args:
+        received: by call ("blocks.3:1" is the first call of blocks.3), what earlier stages gave.
+        forms: of all calls of units of earlier stages.
+        watched: the calls whose outputs leave the stage; None for all.
+        written: the calls into whose outputs something is written, as far as they are known.
+        knows_all: the pass is to be as others were: what differs fails. Else it finds out what it needs.
+        fail: called with what is wrong with the pass, which then goes on, with zeros; None raises it.
+    Attributes:
+        gave: by call, what this stage's units have returned.
+        wrote: the calls into whose outputs this pass has written.
+        has_left: whether a unit of a later stage was called.
+        needed: what ended the pass, as it was not received.
+        learns: whether gradients are wanted.
+        is_whole: whether the module itself was called.
+        within: more than 0 while a unit is computed.
+    """
+
+    stage: int
+    received: Mapping[str, Any] = field(default_factory=dict)
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    watched: Collection[str] | None = None
+    written: Collection[str] = ()
+    knows_all: bool = False
+    fail: Callable[[EchelonError], None] | None = None
+    gave: dict[str, Any] = field(default_factory=dict)
+    has_left: bool = False
+    needed: Sources | None = None
+    learns: bool = field(default_factory=torch.is_grad_enabled)
+    is_whole: bool = False
+    leaving: Callable[[], None] = lambda: None
+    outgoing: Callable[[Run], Any] = lambda run: None
+    sent: Any = None
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    latest: str = "it began"
+    within: int = 0
+    kind: str = ""
+    wrote: set[str] = field(default_factory=set)
+    _held: dict[str, _Held] = field(default_factory=dict)
+
+    def call_of(self, name: str) -> str:
+        self.calls[name] = number = self.calls[name] + 1
+        return f"{name}:{number}"
+
+    # --- what it was not given
+
+    def needs(self, sources: Sources) -> None:
+        """
+        Raises:
+            Needed: the pass can begin anew.
+        """
+        if not self.knows_all:
+            raise Needed(sources)
+        names = sorted({call.rpartition(":")[0] for call in sources.calls})
+        self.fails(
+            EchelonError(
+                f"stage {self.stage} of {self.kind} uses what {', '.join(names[:4])} gave, and did not in the first passes "
+                "with a batch like this, so that it was not sent. A pipeline sends the same in every pass: let forward and "
+                "compute_loss take the same path in each, whatever they draw, count or read off values; or change an attribute "
+                "of the module that is a bool, for which a pipeline looks; or train without pp."
+            )
+        )
+
+    def fails(self, error: EchelonError) -> None:
+        if self.fail is None:
+            raise error
+        self.fail(error)
+
+    # --- what goes through it
+
+    def enters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A unit of this stage is called with these, which it may have."""
+        if not self.knows_all or any(isinstance(each, Absent) for each in (*args, *kwargs.values())):
+            found = absent_in((args, kwargs))
+            if found:
+                self._needs_all(found)
+                args, kwargs = in_place_of_absent((args, kwargs))
+        return args, kwargs
+
+    def computes(self, call: str, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a unit of this stage gives."""
+        versions = {at: _version(t) for at, t in self._tensors(args, kwargs)}
+        self.within += 1
+        try:
+            value = unit(*args, **kwargs)
+        finally:
+            self.within -= 1
+        written = {at: t for at, t in self._tensors(args, kwargs) if at in versions and _version(t) != versions[at]}
+        given = value
+        if written:
+            # Where a unit returns what it has written into, as ReLU(inplace=True) does, later code may write into both.
+            again = {str(at): torch.clone(t) for at, t in written.items()}
+            given = {"value": value, _WRITTEN: again}
+        self.gave[call] = given
+        self._hold(call, given, None)
+        return value
+
+    def _tensors(self, args: Any, kwargs: Any) -> list[tuple[int, torch.Tensor]]:
+        """Of a unit's arguments, by their number; only those that are no nesting, once it is known what a pass does."""
+        if self.knows_all and not any(isinstance(each, (list, tuple, dict)) for each in (*args, *kwargs.values())):
+            flat: Any = (*args, *kwargs.values())
+        else:
+            flat = pytree.tree_leaves((args, kwargs))
+        return [(at, t) for at, t in enumerate(flat) if isinstance(t, torch.Tensor)]
+
+    def hand_out(self, call: str) -> Any:
+        """What was received of it. What will be written into is a copy: no leaf of autograd's graph."""
+        value = handed = self.received[call]
+        if not self.knows_all or call in self.written:
+            handed = pytree.tree_map_only(torch.Tensor, torch.clone, value)
+        self._hold(call, handed, value)
+        return handed
+
+    def leaves(self) -> None:
+        """The part of this stage has ended."""
+        self._look()
+        self.leaving()
+
+    def ends(self, value: Any) -> Any:
+        """What the last stage returns must be there."""
+        self._look()
+        if found := absent_in(value):
+            self._needs_all(found)
+            return in_place_of_absent(value)
+        return value
+
+    def to_send(self, call: str) -> Any:
+        """What leaves the stage of this call; None if there was no such call."""
+        held = self._held.get(call)
+        if held is None:
+            value = self.gave[call] if call in self.gave else self.received.get(call)
+        else:
+            value = held.before if held.before is not None else held.value
+        if found := absent_in(value):
+            self._needs_all(found)
+            return in_place_of_absent(value)
+        return value
+
+    def aliases(self) -> list[list[str]]:
+        """Calls whose outputs share memory."""
+        found: dict[int, list[str]] = defaultdict(list)
+        for call, held in self._held.items():
+            for address in {t.untyped_storage().data_ptr() for t in held.tensors if t.numel()}:
+                found[address].append(call)
+        return [calls for calls in found.values() if len(calls) > 1]
+
+    def unseen_writes(self) -> list[str]:
+        """Calls into whose outputs something was written past torch, as by `.data` and numpy."""
+        return [
+            call for call, held in self._held.items() if call not in self.wrote and held.before is not None and _differs(held)
+        ]
+
+    def _needs_all(self, found: list[Absent]) -> None:
+        found[0].place.needs(Sources().add([each.sources for each in found]))
+
+    def _hold(self, call: str, value: Any, before: Any) -> None:
+        if self.watched is not None and call not in self.watched:
+            return
+        flat = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Absent)]
+        if before is None and (not self.knows_all or call in self.written):
+            before = pytree.tree_map_only(torch.Tensor, torch.clone, value) if not absent_in(value) else value
+        self._held[call] = _Held(value, tensors, [_version(t) for t in tensors], before)
+
+    def _look(self) -> None:
+        """What was written into."""
+        for call, held in self._held.items():
+            if None in held.versions:  # inference tensors have none
+                is_written = _differs(held)
+            else:
+                is_written = [_version(t) for t in held.tensors] != held.versions
+            if is_written:
+                self.wrote.add(call)
+                if self.knows_all and call not in self.written:
+                    self.fails(writes_anew(self.kind, call.rpartition(":")[0]))
+
+
+def writes_anew(kind: str, name: str) -> EchelonError:
+    return EchelonError(
+        f"{kind} writes into what {name} has returned, in place, and did not in the first passes with a batch like this. In a "
+        "pipeline it must do so in every pass or in none: x = x + y makes a tensor of its own."
+    )
+
+
+def write_again(value: Any, args: Any, kwargs: Any) -> Any:
+    """What a unit of another stage gives, after what it has written into its arguments there is written into these."""
+    if not isinstance(value, dict) or _WRITTEN not in value:
+        return value
+    flat = pytree.tree_leaves((args, kwargs))
+    for at, tensor in value[_WRITTEN].items():
+        flat[int(at)].copy_(tensor)
+    return value["value"]
+
+
+class Shapes:
+    """A pass through all units that computes no values: which shapes there are for a batch.
+
+    Args:
+        buffers: the ids of the module's, whose values do not matter here.
+        wrap: what takes the place of a tensor that a call gave.
+    Attributes:
+        forms: by call.
+        path: what went into each call, and into what was written: batches with the same path need the same of each other.
+    """
+
+    within = 0
+    has_left = False
+
+    def __init__(self, buffers: set[int], wrap: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+        self.buffers, self._wrap = buffers, wrap
+        self.calls: dict[str, int] = defaultdict(int)
+        self.forms: dict[str, Form] = {}
+        self.is_whole = False
+        self._took: list[Any] = []
+        self._gave: dict[str, list[torch.Tensor]] = {}
+
+    def needs(self, sources: Sources) -> None:
+        raise Needed(sources)
+
+    def computes(self, name: str, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.takes(name, (args, kwargs))
+        before = [_version(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        value = unit(*args, **kwargs)
+        if before != [_version(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]:
+            raise Needed(Sources())  # what it has written into them is a part of what it gives
+        self.calls[name] = number = self.calls[name] + 1
+        call = f"{name}:{number}"
+        self.forms[call], tensors = form_of(value)
+        self._gave[call] = [self._wrap(t, call) for t in tensors]
+        return self.forms[call].filled(self._gave[call])
+
+    def takes(self, name: str, value: Any) -> None:
+        sources = Sources().add([each.sources for each in absent_in(value)])
+        self._took.append([name, sorted(sources.calls)])
+
+    @property
+    def path(self) -> Any:
+        versions = [[call, [_version(t) for t in tensors]] for call, tensors in self._gave.items()]
+        return [self._took, versions]
+
+
+def _version(t: torch.Tensor) -> int | None:
+    return None if t.is_inference() else t._version
+
+
+def _differs(held: _Held) -> bool:
+    if held.before is None:
+        return False
+    before = [t for t in pytree.tree_leaves(held.before) if isinstance(t, torch.Tensor) and not isinstance(t, Absent)]
+    return any(
+        a.shape != b.shape or not bool(((a == b) | ((a != a) & (b != b))).all())
+        for a, b in zip(before, held.tensors, strict=True)
+    )
