@@ -275,11 +275,13 @@ class Predicts(Regression):
         self.rank_that_evaluated = ech.RankInfo().rank
 
 
-def test_what_ranks_remember_comes_back() -> None:
+def test_what_ranks_remember_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
     unit, callback = Predicts(clip_grad_norm=1.0), Remembers()
     trainer = Trainer(devices=2, max_epochs=2, callbacks=[callback])
     trainer.fit(unit, loader(), loader())
     assert callback.epochs == [1, 2] and not hasattr(callback, "file")
+    told = capfd.readouterr().err
+    assert "Remembers.file is after the call what it was before" in told and "Predicts." not in told
     assert unit.steps == list(range(8)) and unit.rank_that_evaluated == 0
     assert unit.norms == pytest.approx(plain_training(windows(8, 8), clip=1.0)[2])
     assert trainer.callback_metrics == {"eval_loss": unit.eval_loss}

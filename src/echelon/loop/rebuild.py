@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import cloudpickle
 import torch
 
 from echelon.contracts.errors import UsageError
@@ -93,18 +94,27 @@ def own_attributes(unit: AutoUnit[Any], *, progress: bool) -> dict[str, Any]:
     return {**own, **unit.tracked_progress()} if progress else own
 
 
-def remembered(attributes: Mapping[str, Any]) -> dict[str, bytes]:
-    """Attributes on their way to another process, one by one; those that cannot be pickled stay behind."""
+def remembered(owner: object, attributes: Mapping[str, Any]) -> dict[str, bytes]:
+    """Attributes of `owner` on their way to another process, one by one; a warning names those that cannot be sent."""
     said = {}
     for name, value in attributes.items():
-        file = io.BytesIO()
         try:
-            torch.save(value, file)
-        except Exception:  # any type can raise anything when it is pickled
-            logger.debug("%s stays in its process: it cannot be pickled", name, exc_info=True)
-        else:
-            said[name] = file.getvalue()
+            said[name] = _pickled(value)
+        except Exception as error:  # any type can raise anything when it is pickled
+            _warn_of_stale(owner, name, error)
     return said
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception:
+        if isinstance(value, io.IOBase):  # an open file would arrive as one in memory
+            raise
+        file = io.BytesIO()
+        torch.save(value, file, pickle_module=cloudpickle)  # functions of a script, as they came here
+    return file.getvalue()
 
 
 def recall(thing: object, said: Mapping[str, bytes]) -> None:
@@ -112,8 +122,18 @@ def recall(thing: object, said: Mapping[str, bytes]) -> None:
     for name, data in said.items():
         try:
             vars(thing)[name] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        except Exception:  # and when it is loaded
-            logger.debug("%s stays as it was: its value cannot be loaded", name, exc_info=True)
+        except Exception as error:  # and when it is loaded
+            _warn_of_stale(thing, name, error)
+
+
+def _warn_of_stale(owner: object, name: str, error: Exception) -> None:
+    logger.warning(
+        "%s.%s is after the call what it was before, not what the ranks made of it, since it cannot be sent between processes "
+        "(%s). Keep what you need of it in attributes that pickle, or call the Trainer on ranks that run already (echelon run)",
+        type(owner).__name__,
+        name,
+        error,
+    )
 
 
 def _plain(unit: AutoUnit[Any]) -> torch.nn.Module:

@@ -150,9 +150,9 @@ def work_in_rank(plan: Plan, work: Work) -> Done:
         return Done(metrics, data_rank, outputs if divided else [])
     attributes = {**metrics, **own_attributes(unit, progress=work.phase != "fit")} if isinstance(unit, AutoUnit) else {}
     savers = DistributedCheckpointSaver  # whose folder and lease are the rank's, also if it is within a callback
-    own = [{} if isinstance(c, savers) else vars(c) for c in plan.callbacks]
-    callbacks = [remembered({k: v for k, v in each.items() if not isinstance(v, savers)}) for each in own]
-    return Done(metrics, data_rank, outputs, remembered(attributes), callbacks)
+    own = [(c, {} if isinstance(c, savers) else vars(c)) for c in plan.callbacks]
+    callbacks = [remembered(c, {k: v for k, v in each.items() if not isinstance(v, savers)}) for c, each in own]
+    return Done(metrics, data_rank, outputs, remembered(unit, attributes), callbacks)
 
 
 def work_here(plan: Plan, work: Work) -> tuple[dict[str, float], list[Any]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -102,7 +102,9 @@ class ComposedPrepared(_LaidOut, ShardedStages):
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         around = super().accumulate(last)
-        return around if self.context is None else self.context.active()
+        if self.context is None:
+            return around
+        return self.context.active() if around is NO_CONTEXT else _both(around, self.context.active())
 
     def fix_order(self) -> None:
         if self.context is not None:
@@ -112,6 +114,12 @@ class ComposedPrepared(_LaidOut, ShardedStages):
     def forward_backward_window(self, *window: Any) -> list[tuple[torch.Tensor, Any]]:
         with NO_CONTEXT if self.context is None else self.context.active():
             return super().forward_backward_window(*window)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class ComposedStages(_LaidOut, StagesPrepared):

@@ -2,11 +2,12 @@
 
 torch's optimizers treat a parameter group as one list (`foreach`, which is the default on a GPU, and `fused`), and no operator
 takes a list of several kinds. So for the time of a step a mixed group is several, with the same options; between steps it is
-the one that schedulers and checkpoints know.
+the one that schedulers and checkpoints know, also after a step that ended in an error.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -40,21 +41,35 @@ class _Split:
         self._sizes: list[int] | None = None
         self._kinds: dict[int, list[list[torch.Tensor]]] = {}  # by the group's number, where there are several
         self._whole: dict[int, list[torch.Tensor]] = {}  # while it is split
+        self._is_guarded = False
+        self._look(optimizer)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._after(optimizer, args, kwargs)  # the last step may have ended in an error
+        self._after(optimizer, args, kwargs)  # an error before there was a guard
+        self._look(optimizer)
         groups = optimizer.param_groups
-        sizes = [len(group["params"]) for group in groups]
-        if sizes != self._sizes:  # the first step, or a group was added
-            self._sizes = sizes
-            found = {i: _kinds(group["params"]) for i, group in enumerate(groups)}
-            self._kinds = {i: kinds for i, kinds in found.items() if len(kinds) > 1}
         for i, (first, *others) in self._kinds.items():
             self._whole[i] = groups[i]["params"]
             groups[i]["params"] = first
             groups += [{**groups[i], "params": kind} for kind in others]
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes  # at first, or a group was added
+        found = {i: _kinds(group["params"]) for i, group in enumerate(groups)}
+        self._kinds = {i: kinds for i, kinds in found.items() if len(kinds) > 1}
+        if self._kinds and not self._is_guarded:
+            self._is_guarded = True
+            optimizer.step = _Guarded(optimizer, self)  # type: ignore[method-assign]
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """The groups that schedulers and checkpoints know."""
+        self._after(optimizer, (), {})
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._whole:
@@ -63,6 +78,33 @@ class _Split:
             for i, parameters in self._whole.items():
                 optimizer.param_groups[i]["params"] = parameters
             self._whole = {}
+
+
+class _Guarded:
+    """The step of an optimizer; torch calls no hook where it ends in an error.
+
+    A schedule wraps the function of an optimizer's step, and finds it here, too.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, split: _Split) -> None:
+        step = optimizer.step
+        functools.update_wrapper(self, step)
+        method = getattr(step, "__func__", None)
+        self._optimizer = weakref.ref(optimizer)
+
+        def guarded(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs) if method is None else method(optimizer, *args, **kwargs)
+            except BaseException:
+                split.restore(optimizer)
+                raise
+
+        if method is not None:
+            del step  # it would keep the optimizer
+        self.__func__ = guarded
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._optimizer(), *args, **kwargs)
 
 
 def _kinds(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:

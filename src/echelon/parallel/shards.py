@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.parallel.registry import imported
 
-__all__ = ["is_fully_sharded", "is_split", "local", "reshard", "reshard_after_looking", "whole"]
+__all__ = ["authors_class", "is_fully_sharded", "is_split", "local", "reshard", "reshard_after_looking", "whole"]
 
 
 def is_split(tensor: Any) -> bool:
@@ -38,6 +38,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was called with this very module."""
     return isinstance(module, imported("torch.distributed.fsdp", "FSDPModule"))
+
+
+def authors_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of which `fully_shard` made this one, by putting its own and perhaps more in front of it."""
+    line = kind.__mro__
+    found: type[nn.Module] = line[line.index(imported("torch.distributed.fsdp", "FSDPModule")) + 1]
+    return found
 
 
 def reshard(module: nn.Module) -> None:

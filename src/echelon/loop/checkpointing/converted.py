@@ -21,7 +21,7 @@ from echelon.checkpoint.placed import Block, Computed, Held, Layout, Lays, chunk
 from echelon.checkpoint.plain import dtype_of
 from echelon.contracts.errors import UsageError
 from echelon.parallel.names import plain_name
-from echelon.parallel.shards import is_fully_sharded
+from echelon.parallel.shards import authors_class, is_fully_sharded
 
 __all__ = ["authors_classes", "lays_for"]
 
@@ -58,7 +58,7 @@ def authors_classes(module: nn.Module) -> Iterator[None]:
     classes = [type(part) for part in parts]
     try:
         for part, kind in zip(parts, classes, strict=True):
-            part.__class__ = kind.__mro__[2]  # fully_shard's is made of its own and the author's
+            part.__class__ = authors_class(kind)
         yield
     finally:
         for part, kind in zip(parts, classes, strict=True):

@@ -386,12 +386,12 @@ def _in_rank(trainer: ModuleRuns, work: Work, folder: str) -> ModuleDone:
         {},
         data_rank,
         outputs,
-        remembered(own),
-        [remembered(_state_of(each)) for each in trainer.lightning_callbacks],
+        remembered(work.module, own),
+        [remembered(each, _state_of(each)) for each in trainer.lightning_callbacks],
         numbers=made if work.call != "predict" else None,
         kinds=tuple(_kind(each) for each in trainer.lightning_callbacks),
-        trainer=remembered(known),
-        loggers=tuple(remembered(_state_of(each)) for each in trainer.loggers),
+        trainer=remembered(trainer, known),
+        loggers=tuple(remembered(each, _state_of(each)) for each in trainer.loggers),
     )
 
 
