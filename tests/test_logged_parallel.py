@@ -16,7 +16,7 @@ from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
 from tests.language import WORDS, Language
 from tests.language import Unit as LanguageUnit
-from tests.models import batch
+from tests.models import batch, net
 from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -252,3 +252,33 @@ def test_parts_of_sequences_log_what_whole_ones_do(ranks: Ranks, tmp_path: Path)
     assert sum(map(bool, ours)) == 3 and len(ours) == len(theirs)
     for one, two in zip(ours, theirs, strict=True):
         assert two == pytest.approx(one, rel=1e-11)
+
+
+class LogsWeights(Regression):
+    """Logs numbers of a parameter, of which each rank has a part."""
+
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        loss, out = super().compute_loss(state, data)
+        weight = self.module.blocks[0][0].weight
+        state.log("norm", weight.norm())
+        state.log("greatest", weight.max(), reduce="max")
+        state.log("least", weight.min(), reduce="min")
+        state.log("mean", weight.mean(), reduce="max")
+        return loss, out
+
+
+def _weights(strategy: str, folder: str) -> list[dict[str, Any]]:
+    with recorded(f"{folder}/{strategy}"):
+        unit = LogsWeights(strategy=strategy)
+        ech.train(unit, [batch(4, unit.prepared.dp_rank)], max_epochs=1)
+    if torch.distributed.get_rank():
+        return []
+    return [each for each in read_lines(Path(folder, strategy, "metrics.jsonl")) if "norm" in each]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
+def test_numbers_of_a_split_parameter_are_those_of_the_whole(ranks: Ranks, strategy: str, tmp_path: Path) -> None:
+    weight = net().blocks[0][0].weight.detach()
+    (record,), _ = ranks(2, _weights, strategy, str(tmp_path))
+    want = {"norm": weight.norm(), "greatest": weight.max(), "least": weight.min(), "mean": weight.mean()}
+    assert {name: record[name] for name in want} == pytest.approx({name: float(each) for name, each in want.items()})

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import echelon as ech
+from echelon.contracts.errors import UsageError
 from echelon.loop.checkpointing.converted import authors_classes
 from tests.conftest import Ranks
-from tests.models import Net, batch
+from tests.models import Net, batch, largest_difference, net, whole
 from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -124,3 +125,89 @@ def _classes() -> tuple[set[str], set[str]]:
 def test_sharded_modules_have_their_authors_classes_for_other_libraries(ranks: Ranks) -> None:
     for before, inside in ranks(2, _classes):
         assert "FSDPEmbedding" in before and inside == {"Words", "Embedding", "ModuleList", "Sequential", "Linear", "Tanh"}
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales each parameter's step by the ratio of two norms, which it reads in the way that `read` says."""
+
+    def __init__(self, parameters: Any, read: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.read = read
+
+    def _of(self, tensor: torch.Tensor) -> Any:
+        if self.read == "float":
+            return float(tensor.pow(2).sum()) ** 0.5
+        return tensor.norm().item() if self.read == "item" else tensor.norm()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                size, change = self._of(p), self._of(p.grad)
+                p.sub_(p.grad * (group["lr"] * size / change if change > 0 else group["lr"]))
+
+
+class Plain(torch.optim.Optimizer):
+    """Makes its state by the shape of the parameter alone."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            momentum = self.state[p].setdefault("momentum", torch.zeros(p.shape, dtype=p.dtype))
+            p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+class ReadsNorms(Regression):
+    def __init__(self, read: str, **options: Any) -> None:
+        self.read = read
+        super().__init__(**options)
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        return (Plain(module.parameters()) if self.read == "plain" else Lamb(module.parameters(), self.read)), None
+
+
+def _by_norms(read: str, strategy: str) -> dict[str, torch.Tensor]:
+    unit = ReadsNorms(read, module=net(), strategy=strategy)
+    rank = torch.distributed.get_rank() if strategy == "fsdp" else 0
+    ech.train(unit, [batch(4, 2 * i + rank) for i in range(3)], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("read", ["item", "float", "tensor"])
+@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
+def test_an_optimizer_that_reads_norms_reads_those_of_whole_parameters(ranks: Ranks, read: str, strategy: str) -> None:
+    module = net()
+    optimizer, width = Lamb(module.parameters(), read), 2 if strategy == "fsdp" else 1
+    for i in range(3):
+        x, y = (torch.cat(parts) for parts in zip(*(batch(4, 2 * i + r) for r in range(width)), strict=True))
+        nn.functional.mse_loss(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for got in ranks(2, _by_norms, read, strategy):
+        assert largest_difference(got, whole(module)) < 1e-12
+
+
+def test_an_optimizer_that_cannot_step_parts_is_named_with_a_remedy(ranks: Ranks) -> None:
+    for said in ranks(2, _refused):
+        assert all("Plain cannot step parameters that are split" in each and "torch.zeros_like(p)" in each for each in said)
+
+
+def _refused() -> list[str]:
+    said = []
+    with pytest.raises(UsageError) as caught:
+        _by_norms("plain", "fsdp")
+    said.append(str(caught.value))
+    model: Any = net()
+    optimizer: Any = Plain(model.parameters())
+    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(24, 0)), 8, shuffle=True)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy="fsdp")
+    with pytest.raises(UsageError) as caught:
+        for _ in ech.epochs(loader, 1):
+            for x, y in loader:
+                with ech.window(model) as window:
+                    window.backward(nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+    return [*said, str(caught.value)]

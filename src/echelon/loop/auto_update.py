@@ -23,7 +23,7 @@ from echelon.loop.bitwise import BitEqual
 from echelon.loop.finite import FiniteWatch
 from echelon.loop.unit import TrainUnit
 from echelon.loop.window import Window
-from echelon.parallel import gradients, split_errors
+from echelon.parallel import gradients
 from echelon.parallel.experts.loads import Routers
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.precision import Shards
@@ -207,11 +207,7 @@ class AutoUpdates(TrainUnit[T]):
         """False if fp16's scaler left the update out."""
         scaler = self.grad_scaler
         if scaler is None:
-            try:
-                self.optimizer.step()
-            except RuntimeError as error:
-                split_errors.explain_step(self.optimizer, error)
-                raise
+            self.optimizer.step()
             return True
         assert self._shards is not None
         updated = self._shards.update_with(scaler)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import RanksDisagreeError, UsageError, require
+from echelon.parallel.shards import whole
 from echelon.world import agree
 
 __all__ = ["NOBODY", "Logged"]
@@ -255,7 +256,7 @@ def _one_number(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise UsageError(f"state.log({name!r}) must be given one number, got {value.numel()} of them. Log their mean or sum.")
-        value = value.detach().reshape(())
+        value = whole(value.detach()).reshape(())  # of a split parameter's norm each rank has a part
         if value.device.type == "cpu":
             return float(value)
         return value.float() if value.device.type == "mps" else value.double()

@@ -3,6 +3,8 @@
 torch's optimizers treat a parameter group as one list (`foreach`, which is the default on a GPU, and `fused`), and no operator
 takes a list of several kinds. So for the time of a step a mixed group is several, with the same options; between steps it is
 the one that schedulers and checkpoints know, also after a step that ended in an error.
+
+Numbers that an optimizer of the user's own reads, as LAMB does of norms, are of the whole parameter, not of a rank's shard.
 """
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ import weakref
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.shards import is_split, whole
+from echelon.parallel.split_errors import explain_step
 
 __all__ = ["step_by_kind"]
 
@@ -21,18 +27,18 @@ _handled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Split] = weakref.Wea
 
 
 def step_by_kind(optimizer: torch.optim.Optimizer) -> None:
-    """From now on. Nothing changes, and hardly anything is done, where every group is of one kind.
+    """From now on. Hardly anything is done where every group is of one kind.
 
     Raises:
-        UsageError: LBFGS over several kinds.
+        UsageError: LBFGS over several kinds. In a step: what torch cannot do with split parameters.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        if any(len(_kinds(group["params"])) > 1 for group in optimizer.param_groups):
-            raise UsageError(
-                "LBFGS makes one vector of all parameters, of which some are split over other ranks than the rest, or whole. "
-                "Train under 'ddp', or under 'fsdp' without scalar parameters."
-            )
-    elif optimizer not in _handled:
+    mixed = any(len(_kinds(group["params"])) > 1 for group in optimizer.param_groups)
+    if isinstance(optimizer, torch.optim.LBFGS) and mixed:
+        raise UsageError(
+            "LBFGS makes one vector of all parameters, of which some are split over other ranks than the rest, or whole. "
+            "Train under 'ddp', or under 'fsdp' without scalar parameters."
+        )
+    if optimizer not in _handled:
         _handled[optimizer] = _Split(optimizer)
 
 
@@ -41,13 +47,12 @@ class _Split:
         self._sizes: list[int] | None = None
         self._kinds: dict[int, list[list[torch.Tensor]]] = {}  # by the group's number, where there are several
         self._whole: dict[int, list[torch.Tensor]] = {}  # while it is split
-        self._is_guarded = False
         self._look(optimizer)
+        optimizer.step = _Guarded(optimizer, self)  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        optimizer.register_step_post_hook(lambda optimizer, *_: self.restore(optimizer))
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._after(optimizer, args, kwargs)  # an error before there was a guard
         self._look(optimizer)
         groups = optimizer.param_groups
         for i, (first, *others) in self._kinds.items():
@@ -63,15 +68,9 @@ class _Split:
         self._sizes = sizes  # at first, or a group was added
         found = {i: _kinds(group["params"]) for i, group in enumerate(groups)}
         self._kinds = {i: kinds for i, kinds in found.items() if len(kinds) > 1}
-        if self._kinds and not self._is_guarded:
-            self._is_guarded = True
-            optimizer.step = _Guarded(optimizer, self)  # type: ignore[method-assign]
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """The groups that schedulers and checkpoints know."""
-        self._after(optimizer, (), {})
-
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._whole:
             assert self._sizes is not None
             del optimizer.param_groups[len(self._sizes) :]
@@ -81,22 +80,26 @@ class _Split:
 
 
 class _Guarded:
-    """The step of an optimizer; torch calls no hook where it ends in an error.
+    """The step of an optimizer over split parameters; torch calls no hook where it ends in an error.
 
     A schedule wraps the function of an optimizer's step, and finds it here, too.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, split: _Split) -> None:
         step = optimizer.step
-        functools.update_wrapper(self, step)
         method = getattr(step, "__func__", None)
+        functools.update_wrapper(self, step if method is None else method)
         self._optimizer = weakref.ref(optimizer)
+        reads_whole = not type(optimizer).__module__.startswith("torch.") or isinstance(optimizer, torch.optim.LBFGS)
 
         def guarded(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             try:
-                return step(*args, **kwargs) if method is None else method(optimizer, *args, **kwargs)
-            except BaseException:
+                with _Whole() if reads_whole else NO_CONTEXT:
+                    return step(*args, **kwargs) if method is None else method(optimizer, *args, **kwargs)
+            except BaseException as error:
                 split.restore(optimizer)
+                if isinstance(error, RuntimeError):
+                    explain_step(optimizer, error)
                 raise
 
         if method is not None:
@@ -104,7 +107,22 @@ class _Guarded:
         self.__func__ = guarded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self._optimizer(), *args, **kwargs)
+        return self.__func__(self._optimizer(), *args, **kwargs)  # type: ignore[arg-type]
+
+
+class _Whole(TorchFunctionMode):
+    """Numbers that are read of split tensors are of the whole: `p.norm().item()` gives that of the shard (torch 2.13)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READ and args and is_split(args[0]):
+            args = (whole(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+_READ = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__complex__")
+)
 
 
 def _kinds(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -54,6 +54,7 @@ _OF_STEPS = (
     "cross mesh",
     "must have the same mesh",
     "no sharding strategy",
+    "mixed torch.Tensor and DTensor",
 )
 
 
@@ -65,7 +66,8 @@ def explain_step(optimizer: torch.optim.Optimizer, error: RuntimeError) -> None:
     if any(each in str(error) for each in _OF_STEPS):
         raise UsageError(
             f"{type(optimizer).__name__} cannot step parameters that are split over the ranks (torch {torch.__version__}). Train "
-            f"under 'ddp' or 'zero1', whose parameters are whole, or take another optimizer. torch says: {error}"
+            "under 'ddp' or 'zero1', whose parameters are whole, or take another optimizer; one of your own makes its state like "
+            f"the parameter, by torch.zeros_like(p). torch says: {error}"
         ) from error
 
 
