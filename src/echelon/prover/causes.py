@@ -169,6 +169,16 @@ def from_verdict(verdict: Verdict, records: list[dict[str, Any]], facts: Mapping
     return []
 
 
+def of_split(has_better_weights: bool, error: float, batch_norms: list[str]) -> tuple[str, str]:
+    """Why a batch, taken apart in one process, is not the weighted mean of its parts."""
+    seen = f"one batch, taken apart in one process, differs from the weighted mean of its parts by {error:.1e}"
+    if batch_norms:
+        return "batch norm over the local batch", f"{seen}; {batch_norms[0]} normalises each micro-batch by itself"
+    if has_better_weights:
+        return "loss weighted per rank", f"{seen}; other weights give its gradient (an AutoUnit's: its method weight)"
+    return "an operation over the whole batch", f"{seen}, whatever these weigh"
+
+
 def _rates(rates: list[float]) -> str:
     return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
 

@@ -57,6 +57,13 @@ class Sources:
             elif name in held:
                 _restore(held[name], state)
 
+    def pin(self) -> None:
+        """Put all streams but torch's own into one state, which is the same on every rank and before every pass."""
+        np.random.seed(0)
+        random.seed(0)
+        for generator in _held(self._unit, self._name).values():
+            _pin(generator)
+
 
 def drawn_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Of `before`, the streams that have another state in `after`."""
@@ -91,6 +98,15 @@ def _restore(generator: Any, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.set_state(state)
+
+
+def _pin(generator: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(0)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(0).state
+    else:
+        generator.seed(0)
 
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

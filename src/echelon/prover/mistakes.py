@@ -10,7 +10,7 @@ import torch
 from echelon.prover.micro import NotJoinable, join
 from echelon.prover.reference import AutoReference, OwnReference, Reference, Values, by_index
 
-__all__ = ["mistakes_of"]
+__all__ = ["best_shares", "mistakes_of"]
 
 
 @dataclass
@@ -37,7 +37,7 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
     for rank in ranks if len(ranks) > 1 else ():
         own = sum(p.weight for p in parts if p.rank == rank)
         ways[f"rank {rank} alone"] = [p.weight / own if p.rank == rank else 0.0 for p in parts]
-    best = _best_shares(parts, right)
+    best = best_shares([p.gradients for p in parts], right)
     if best is not None:
         ways["best weights"] = best
     limit = getattr(reference.unit, "clip_grad_norm", None)
@@ -91,11 +91,11 @@ def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | N
     return {"over ranks": _combined(parts, [p.weight / total for p in parts], limit)} if len(parts) > 1 else {}
 
 
-def _best_shares(parts: list[_Part], right: Values) -> list[float] | None:
+def best_shares(parts: list[Values], right: Values) -> list[float] | None:
     """By least squares, the shares with which the parts come nearest to the right gradient; None if they are no numbers."""
-    if any(p.gradients.keys() != right.keys() for p in parts) or not right:
+    if any(p.keys() != right.keys() for p in parts) or not right:
         return None
-    each = torch.stack([torch.cat([p.gradients[n].double().flatten() for n in right]) for p in parts])
+    each = torch.stack([torch.cat([p[n].double().flatten() for n in right]) for p in parts])
     goal = torch.cat([right[n].double().flatten() for n in right])
     if not bool(each.isfinite().all() and goal.isfinite().all()):
         return None

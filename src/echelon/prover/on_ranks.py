@@ -39,10 +39,10 @@ class OnRanks:
     timeout_s: float | None
     logs: Path | None
 
-    def row(self, row: Row, here: Path, dtype: torch.dtype) -> Ran:
+    def row(self, row: Row, here: Path, dtype: torch.dtype, updates: int | None = None) -> Ran:
         """Run the target as `row` says; what its ranks leave goes to `here`."""
         here.mkdir()
-        self.launch(run_row, row.ranks, self.target, row, str(here), self.updates, dtype, self.seed)
+        self.launch(run_row, row.ranks, self.target, row, str(here), updates or self.updates, dtype, self.seed)
         return Ran(row, here, load_records([here / f"rank{r}.pt" for r in range(row.ranks)]), dtype)
 
     def replay(self, ran: Ran, folder: Path) -> Replay:

@@ -8,8 +8,9 @@ from typing import Any
 
 from echelon.prover.verdict import Difference
 
-__all__ = ["IN_FLOAT64", "Proof", "Result", "by_float64"]
+__all__ = ["IN_FLOAT64", "IN_PART", "Proof", "Result", "by_float64"]
 
+IN_PART = "in part"
 _DECIDED = "agrees (float64), "
 
 
@@ -26,8 +27,9 @@ class Result:
     """One row of the table.
 
     Args:
-        verdict: "agrees", "bit-equal", `by_float64()`, "DIFFERS", "undecided" (rounding alone may change all that could be
-            compared), "failed", or "not possible": the strategy refuses this model or world.
+        verdict: "agrees", "bit-equal", `by_float64()`, "DIFFERS", "in part" (what was compared agrees; the message says what
+            could not be tested), "undecided" (rounding alone may change all that could be compared), "failed", or "not
+            possible": the strategy refuses this model or world.
         loss, gradient, parameter: largest relative differences from one process over all updates.
         step_s: median seconds per micro-batch step on rank 0, without the first. peak_bytes: largest of all ranks.
         of_tolerance: the largest share of its tolerance that a value used.
@@ -59,6 +61,11 @@ class Result:
         return self.is_equal or self.verdict == "not possible"
 
     @property
+    def is_partly_equal(self) -> bool:
+        """What was compared agrees, and something could not be tested."""
+        return self.verdict == IN_PART
+
+    @property
     def is_equal(self) -> bool:
         """It was compared, and trains as one process does."""
         return self.verdict in ("agrees", "bit-equal") or self.verdict.startswith(_DECIDED)
@@ -83,6 +90,12 @@ class Proof:
         compared = [r.ranks for r in self.results if r.is_equal]
         several = any(r.ranks > 1 for r in self.results)
         return all(r.agrees for r in self.results) and max(compared, default=0) > (1 if several else 0)
+
+    @property
+    def holds_in_part(self) -> bool:
+        """No row speaks against it, and some could be compared in part alone."""
+        rows = self.results
+        return not self.holds and any(r.is_partly_equal for r in rows) and all(r.agrees or r.is_partly_equal for r in rows)
 
     def to_json(self) -> dict[str, Any]:
         """For JSON, which has no word for nan and infinity: they are null."""

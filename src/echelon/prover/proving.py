@@ -11,6 +11,7 @@ import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,9 +25,9 @@ from echelon.prover import causes
 from echelon.prover.judge import compare, mean_loss
 from echelon.prover.matrix import AS_WRITTEN, Row
 from echelon.prover.on_ranks import OnRanks
-from echelon.prover.proof import Proof, Result, by_float64
-from echelon.prover.ran import Computed, Judged, Ran, blindness, data_of, fill, in_float64, in_words
-from echelon.prover.rank import run_epoch, run_mistakes, run_probe, run_reference
+from echelon.prover.proof import IN_PART, Proof, Result, by_float64
+from echelon.prover.ran import Computed, Judged, Ran, blindness, data_of, fill, in_float64, in_words, with_constant_draws
+from echelon.prover.rank import run_epoch, run_mistakes, run_probe, run_reference, run_split
 from echelon.prover.reference import Shake, micros_in_order
 from echelon.prover.samples import note_on
 from echelon.prover.values import load_values
@@ -35,6 +36,7 @@ from echelon.prover.verdict import SMALL_SHARE, Verdict
 __all__ = ["Proving"]
 
 _SHAKES = 3
+_CONSTANT_UPDATES = 2  # the second, since an optimizer's first may hide a scale
 _NEVER_ROUNDING = 1e3  # times its tolerance: no further sample of rounding would change that
 _MOST_EXCUSED = 0.5  # of all elements, in float64, where an excuse means a gradient of nothing
 
@@ -62,6 +64,7 @@ class Proving:
         self._batches: dict[Any, Any] = {}
         self._bitwise: dict[str, dict[str, torch.Tensor]] = {}
         self._epochs: dict[str, Counter[int] | None] = {}
+        self._splits: dict[bool, dict[str, Any]] = {}  # by whether draws are constant
         self._count = 0
 
     def fitting(self, rows: list[Row]) -> Iterator[Row]:
@@ -100,7 +103,7 @@ class Proving:
         except RankFailedError as error:
             result.verdict, why = self._on_ranks.failure(error, f"row-{self._count}")
             result.message = f"the reference in plain PyTorch could not be computed: {why}"
-        for folder in (here, in_float64(here)):
+        for folder in here.parent.glob(f"{here.name}*"):
             shutil.rmtree(folder, ignore_errors=True)
         return result
 
@@ -202,17 +205,110 @@ class Proving:
         times = records[0]["step_s"][1:] or records[0]["step_s"]
         result.step_s = median(times) if times else None
         result.peak_bytes = max((r["peak_bytes"] for r in records if r["peak_bytes"] is not None), default=None)
-        reference = self._reference(ran)
-        seen = Judged(ran, reference, compare(ran.folder, reference.folder, records, ran.dtype, half=row.precision is not None))
+        seen = self._judge(result, ran)
+        if result.verdict == "failed":
+            return
+        if row.parts and result.is_equal:
+            result.verdict = "bit-equal" if self._same_bits(ran, seen.verdict) else "DIFFERS"
+        self._over_samples(result, seen)
+        self._note_on_samples(result, ran)
+
+    def _judge(self, result: Result, ran: Ran) -> Judged:
+        """A row against its reference, whose passes over micro-batches are as the ranks' were."""
+        reference, half = self._reference(ran), ran.row.precision is not None
+        seen = Judged(ran, reference, compare(ran.folder, reference.folder, ran.records, ran.dtype, half=half))
         if seen.verdict.meaningless is not None:
             fill(result, seen.verdict)
             result.verdict, result.message = "failed", seen.verdict.meaningless
-            return
-        result.causes = causes.from_records(records, lambda: self._probed(ran, reference)["per_sample"])
+            return seen
+        result.causes = causes.from_records(ran.records, lambda: self._probed(ran, reference)["per_sample"])
+        seen.is_recorded = bool(result.causes)
         self._decide(result, seen)
-        if row.parts and result.is_equal:
-            result.verdict = "bit-equal" if self._same_bits(ran, seen.verdict) else "DIFFERS"
-        self._note_on_samples(result, ran)
+        return seen
+
+    # --- over samples
+
+    def _over_samples(self, result: Result, seen: Judged) -> None:
+        """Whether weights and whatever reaches over samples are right, where the reference trained on each micro-batch alone.
+
+        Such a reference adds up as the unit says, and so repeats a mistake in that. Passes that drew random numbers run again
+        with the same ones for every sample, so that they can be joined; batches that cannot be joined are taken apart in one
+        process.
+        """
+        ran, records = seen.ran, seen.ran.records
+        drew = any(m.streams for r in records for u in r["updates"] for m in u)
+        if (not drew and seen.reference.facts["joined"]) or ran.row.workers:
+            return
+        speaks = any(r["communicates"] for r in records)
+        unsure = result.verdict == "not possible" or (result.verdict == "DIFFERS" and drew and speaks)
+        if seen.is_recorded or not (result.is_equal or unsure):
+            return
+        why = "batches cannot be joined into one"
+        if drew:
+            other, why = self._with_constant_draws(seen)
+            if other is not None:
+                if not other.is_equal or unsure:
+                    self._take_over(result, other)
+                if other.verdict == "DIFFERS" or not why:
+                    return
+            elif unsure:
+                result.verdict, result.message, result.first = "undecided", f"it draws random numbers, and {why}", None
+                return
+        self._split(result, seen, drew, speaks, why)
+
+    def _with_constant_draws(self, seen: Judged) -> tuple[Result | None, str]:
+        """The row with the same draws for every sample, as it was judged; and why that does not show all, if so."""
+        row = replace(seen.ran.row, constant_draws=True)
+        result = Result(row.label, row.ranks)
+        try:
+            ran = self._on_ranks.row(row, with_constant_draws(seen.ran.folder), self.dtype, min(self.updates, _CONSTANT_UPDATES))
+            if not ran.records[0]["updates"]:
+                return None, "it did not train again"
+            judged = self._judge(result, ran)
+        except RankFailedError as error:
+            text = str(error.__cause__ or error).strip().splitlines()
+            return None, f"it fails with the same draws for every sample ({text[0] if text else type(error).__name__})"
+        unknown = next((r["unknown_draw"] for r in ran.records if r["unknown_draw"]), None)
+        if not result.is_equal and unknown is not None:
+            return None, f"{unknown} draws other numbers for every sample"
+        if not result.is_equal and any(m.streams for r in ran.records for u in r["updates"] for m in u):
+            drawn = self._probed(ran, judged.reference)["per_sample"]
+            if drawn is None or drawn:
+                return None, f"every sample draws its own numbers from {', '.join(sorted(drawn or ())) or 'a generator'}"
+        if not judged.reference.facts["joined"]:
+            return result, "batches cannot be joined into one"
+        return result, ""
+
+    def _take_over(self, result: Result, other: Result) -> None:
+        result.verdict, result.first, result.causes, result.updates = other.verdict, other.first, other.causes, other.updates
+        result.loss, result.gradient, result.parameter = other.loss, other.gradient, other.parameter
+        result.message = "; ".join(filter(None, ("compared with the same random numbers for every sample", other.message)))
+
+    def _split(self, result: Result, seen: Judged, drew: bool, speaks: bool, why: str) -> None:
+        """Take a batch apart in one process, which says nothing of what the ranks put together by speaking to each other."""
+        if speaks:
+            found: dict[str, Any] = {"why_not": "its steps speak to other ranks"}
+        else:
+            if drew not in self._splits:
+                self._splits[drew] = self._splitting(seen, drew)
+            found = self._splits[drew]
+        if found["why_not"] is not None:
+            result.verdict = IN_PART
+            untested = (
+                f"not tested: weights, and whatever reaches over samples. {why[0].upper()}{why[1:]}, and {found['why_not']}"
+            )
+            result.message = "; ".join(filter(None, (result.message, untested)))
+        elif found["error"] > found["allowed"]:
+            result.verdict = "DIFFERS"
+            result.causes = [causes.of_split(found["best"], found["error"], seen.ran.records[0]["batch_norms"])]
+
+    def _splitting(self, seen: Judged, drew: bool) -> dict[str, Any]:
+        row = replace(seen.ran.row, constant_draws=drew)
+        replay = self._on_ranks.replay(replace(seen.ran, row=row), self.folder)
+        for how in ("wide", "right"):
+            with contextlib.suppress(RankFailedError):
+                return self._on_ranks.launch(run_split, 1, replay, how)
+        return {"why_not": "one process cannot train on a part of a batch"}
 
     def _decide(self, result: Result, seen: Judged) -> None:
         """The verdict, with causes if it is a bad one."""

@@ -14,7 +14,7 @@ from echelon.prover.proof import Result
 from echelon.prover.reference import by_index, micros_in_order
 from echelon.prover.verdict import SMALL_SHARE, Verdict, larger
 
-__all__ = ["Computed", "Judged", "Ran", "blindness", "data_of", "fill", "in_float64", "in_words"]
+__all__ = ["Computed", "Judged", "Ran", "blindness", "data_of", "fill", "in_float64", "in_words", "with_constant_draws"]
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,20 @@ class Computed:
 
 @dataclass
 class Judged:
-    """A row against its reference, in one precision."""
+    """A row against its reference, in one precision. `is_recorded`: what the ranks wrote down shows a mistake by itself."""
 
     ran: Ran
     reference: Computed
     verdict: Verdict
+    is_recorded: bool = False
 
 
 def in_float64(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-float64")
+
+
+def with_constant_draws(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-constant")
 
 
 def fill(result: Result, verdict: Verdict) -> None:
@@ -91,12 +96,12 @@ def data_of(row: Row, records: list[dict[str, Any]]) -> tuple[Any, ...]:
     As a rule the samples of each update alone. Dropped units depend on the micro-batches and on the RNGs in front of
     them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
     """
-    updates, how = range(len(micros_in_order(records))), (row.optimizer, row.precision, row.workers)
+    updates, how = range(len(micros_in_order(records))), (row.optimizer, row.precision, row.workers, row.constant_draws)
     epochs = tuple(records[0]["updates"][k][0].epoch for k in updates)
     if records[0]["kind"] == "TrainUnit":
         return how, epochs, tuple(tuple(map(_digest_of_samples, by_index(records, k))) for k in updates)
     merged = micros_in_order(records)
-    if any(m.streams for u in merged for m in u):
+    if not row.constant_draws and any(m.streams for u in merged for m in u):
         return how, epochs, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
     return how, epochs, tuple(map(_digest_of_samples, merged))
 

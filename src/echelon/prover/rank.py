@@ -18,6 +18,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.observer import observing
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.target import Target
+from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import GLOBAL
 from echelon.prover.matrix import Row
 from echelon.prover.micro import on_host, plain, widened
@@ -29,12 +30,13 @@ from echelon.prover.reference import How, Reference, Shake
 from echelon.prover.references import reference_of
 from echelon.prover.row_strategy import RowStrategy
 from echelon.prover.samples import checksums
+from echelon.prover.splits import split
 from echelon.prover.turns import Enough, Turns
 from echelon.prover.wide import without_narrow_casts
-from echelon.prover.workarounds import noting_seeds, without_autocast
+from echelon.prover.workarounds import noting_collectives, noting_seeds, without_autocast
 from echelon.world import rng
 
-__all__ = ["Replay", "run_epoch", "run_mistakes", "run_probe", "run_reference", "run_row"]
+__all__ = ["Replay", "run_epoch", "run_mistakes", "run_probe", "run_reference", "run_row", "run_split"]
 
 _EPOCH_S = 10.0  # for counting what one process sees in an epoch
 
@@ -43,16 +45,19 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
     """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
     chosen = RowStrategy(row) if row.strategy is not None else None
     decided = Overrides(chosen, row.precision or "fp32", row.accumulation, False, row.parts, observes=True)
-    recorder = StepRecorder(Path(folder), updates, dtype, every)
+    draws = ConstantDraws() if row.constant_draws else None
+    recorder = StepRecorder(Path(folder), updates, dtype, every, draws)
 
     def watch(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         _adapt(unit, row)
         recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
         recorder.record.overridable = chosen is not None and chosen.used
+        if draws is not None:
+            draws.active = True
         # A few updates: there is nothing to keep.
         return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 
-    with _deciding(decided, dtype, seed) as seeded, observing(watch):
+    with _deciding(decided, dtype, seed, draws) as seeded, noting_collectives(recorder.communicated), observing(watch):
         try:
             target.run()
         except Enough:
@@ -87,7 +92,9 @@ class Replay:
 
         def with_unit(unit: Any, dataloader: Any) -> dict[str, Any]:
             records = load_records(self.data)
-            return work(reference_of(unit, records, Path(self.folder), self.dtype, how, shake or Shake()))
+            reference = reference_of(unit, records, Path(self.folder), self.dtype, how, shake or Shake())
+            reference.constant_draws = self.row.constant_draws
+            return work(reference)
 
         return self.instead_of_training(with_unit, torch.float64 if how == "wide" else self.dtype)
 
@@ -95,10 +102,13 @@ class Replay:
         """Run the target up to where it would train, and return what `work(unit, dataloader)` does there."""
         found: dict[str, Any] = {}
         turns: Turns | None = None
+        draws = ConstantDraws() if self.row.constant_draws else None
 
         def work_and_end(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
             nonlocal turns
             _adapt(unit, self.row)
+            if draws is not None:
+                draws.active = True
             if not isinstance(unit, LoopUnit):
                 found.update(work(unit, dataloader))
                 raise Enough
@@ -108,7 +118,7 @@ class Replay:
             return []
 
         decided = Overrides("noop", self.row.precision or "fp32", 1, False, None, observes=True)
-        with _deciding(decided, dtype, self.seed), observing(work_and_end):
+        with _deciding(decided, dtype, self.seed, draws), observing(work_and_end):
             try:
                 self.target.run()
             except Enough:
@@ -142,6 +152,11 @@ def run_probe(replay: Replay) -> dict[str, Any]:
     return replay.with_reference(probe)
 
 
+def run_split(replay: Replay, how: How) -> dict[str, Any]:
+    """See `prover/splits.py`."""
+    return replay.with_reference(split, how)
+
+
 def run_epoch(replay: Replay) -> dict[str, Any]:
     """`rows`: how often one process sees each row in an epoch, by checksum; not there if it has no end in sight."""
 
@@ -158,7 +173,7 @@ def run_epoch(replay: Replay) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _deciding(decided: Overrides, dtype: torch.dtype, seed: int) -> Iterator[set[str]]:
+def _deciding(decided: Overrides, dtype: torch.dtype, seed: int, draws: ConstantDraws | None = None) -> Iterator[set[str]]:
     """Impose what prove decides over a script's head: besides `decided`, the type of its numbers and its random numbers.
 
     Yields the global RNGs that the script has seeded itself so far.
@@ -172,6 +187,8 @@ def _deciding(decided: Overrides, dtype: torch.dtype, seed: int) -> Iterator[set
     try:
         with contextlib.ExitStack() as head:
             head.enter_context(noting_seeds(seeded))
+            if draws is not None:
+                head.enter_context(draws)
             if decided.precision == "fp32":
                 head.enter_context(without_autocast())
             if dtype is torch.float64:

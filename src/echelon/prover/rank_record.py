@@ -44,3 +44,5 @@ class RankRecord:
     rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
     step_s: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
+    communicates: bool = False  # its steps speak to other ranks: SyncBatchNorm, or collectives that the script calls itself
+    unknown_draw: str | None = None  # with constant draws: an operator that still gave every sample other numbers

@@ -26,6 +26,8 @@ from echelon.loop.loss import rows
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import ActivePhase, State
 from echelon.parallel.names import plain_name
+from echelon.parallel.sync_batchnorm import HostSyncBatchNorm
+from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.gradients import GradientWatch
 from echelon.prover.micro import Micro, digest, widened
@@ -59,13 +61,16 @@ class StepRecorder(Callback):
         folder: where the values go: rank 0 writes those that are whole, each rank its own micro-batches.
         dtype: of the comparison; batches are widened to it.
         every: gradients and parameters are gathered at updates 0, `every`, 2 x `every`, ... and the last.
+        draws: while it is active, what a micro-batch draws is the same for every sample.
     """
 
     may_stop = False
 
-    def __init__(self, folder: Path, updates: int, dtype: torch.dtype, every: int = 1) -> None:
+    def __init__(
+        self, folder: Path, updates: int, dtype: torch.dtype, every: int = 1, draws: ConstantDraws | None = None
+    ) -> None:
         self.folder, self.updates, self.dtype, self.every = folder, updates, dtype, every
-        self.rank = rank_info().rank
+        self.rank, self._draws = rank_info().rank, draws
         self.record = RankRecord(rank=self.rank)
         self.memory = PeakMemory()
         self._unit: Any = None
@@ -76,6 +81,7 @@ class StepRecorder(Callback):
         self._sources: Sources | None = None
         self._loader: Any = None
         self._reading = Reading()
+        self._in_pass = False
 
     # --- before training
 
@@ -136,7 +142,8 @@ class StepRecorder(Callback):
         for prefix, module in modules_of(unit):
             for name, inner in module.named_modules():
                 if isinstance(inner, _BATCH_NORMS):
-                    record.batch_norms.append(prefix + plain_name(name))
+                    record.batch_norms.append(f"{prefix}{plain_name(name)} ({type(inner).__name__})")
+                    record.communicates |= isinstance(inner, (nn.SyncBatchNorm, HostSyncBatchNorm))
 
     def _watch_auto(self, unit: AutoUnit[Any]) -> None:
         compute_loss = unit.compute_loss
@@ -145,7 +152,7 @@ class StepRecorder(Callback):
             if state.active_phase is not ActivePhase.TRAIN or unit.prepared.is_trying:
                 return compute_loss(state, data)
             given, data = data, widened(data, self.dtype, unit.device)
-            before = self._states()
+            before = self._begin_pass()
             made = compute_loss(state, data)
             silent = record_is_replica or (state.train_state is not None and state.train_state.step.is_padding)
             weight = 0.0 if silent else float(unit.weight(data))
@@ -183,7 +190,7 @@ class StepRecorder(Callback):
         def given(data: Any) -> Any:
             nonlocal before
             data = widened(data, self.dtype, unit.device)
-            before = self._states()
+            before = self._begin_pass()
             return data
 
         def taken(state: State, data: Any, weight: Any, loss: Any) -> None:
@@ -214,12 +221,23 @@ class StepRecorder(Callback):
         @functools.wraps(step)
         def watched_step(state: State, data: Any) -> Any:
             data = widened(data, self.dtype)
-            before = self._states()
+            before = self._begin_pass()
             result = step(state, data)
             self._take(data, 0.0 if self.record.is_replica else float(rows(data)), loss_in(result), before, unit.train_progress)
             return result
 
         unit.train_step = watched_step
+
+    def communicated(self) -> None:
+        """The script has called a collective itself."""
+        self.record.communicates |= self._in_pass
+
+    def _begin_pass(self) -> dict[str, Any]:
+        self._in_pass = True
+        if self._draws is not None:
+            assert self._sources is not None
+            self._sources.pin()
+        return self._states()
 
     def _states(self) -> dict[str, Any]:
         """The states of all RNGs, before and after each micro-batch."""
@@ -237,11 +255,13 @@ class StepRecorder(Callback):
             return self._sources.states()
 
     def _take(self, data: Any, weight: float, loss: Any, before: dict[str, Any], progress: Any) -> None:
+        self._in_pass = False
         after = self._states()
         drawn = drawn_between(before, after)
-        known = self.record.streams
-        for name in drawn if not self.record.dropouts else {*drawn, "torch"}:
-            known.setdefault(name, (digest(before[name]), digest(after[name])))
+        if self._draws is None:
+            known = self.record.streams
+            for name in drawn if not self.record.dropouts else {*drawn, "torch"}:
+                known.setdefault(name, (digest(before[name]), digest(after[name])))
         self._micros.append(Micro.of(data, weight, number_in(loss), drawn, progress.num_epochs_completed))
 
     # --- during training
@@ -310,6 +330,7 @@ class StepRecorder(Callback):
             self.record.held, self.record.strangers = self._gradients.held, self._gradients.strangers
             self.record.rates = self._gradients.rates
         self.record.peak_bytes = self.memory.peak()
+        self.record.unknown_draw = None if self._draws is None else self._draws.unknown
         torch.save(vars(self.record), self.folder / f"rank{self.rank}.pt")
         return {"updates": len(self.record.updates), "kind": self.record.kind}
 

@@ -104,6 +104,7 @@ class Reference(ABC):
         self.draws: list[int] = []  # checksums of the RNG states after every forward pass that drew
         self.state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=[]))
         self._epoch: int | None = None
+        self.constant_draws = False  # so that passes that drew can be joined
 
     @property
     def drew(self) -> bool:
@@ -248,9 +249,9 @@ class AutoReference(Reference):
     def backward_of_all(self, k: int) -> float:
         """The gradient of the whole global batch, in one pass if that can be; returns its mean loss."""
         micros = self.updates[k]
-        if not self.drew and self.joined:
+        if self.joined and (self.constant_draws or not self.drew):
             try:
-                return self.backward([(join([m.data for m in micros]), 1.0, {})])
+                return self.backward([(join([m.data for m in micros]), 1.0, micros[0].streams)])
             except NotJoinable:
                 self.joined = False
             except Exception:  # such as lists of images, or too much for the memory of one process
@@ -278,8 +279,12 @@ class AutoReference(Reference):
     def try_loss(self, data: Any) -> float:
         return float(self.loss_of(data).detach())
 
+    def as_given(self, data: Any) -> Any:
+        """A batch as the unit gets it."""
+        return widened(data, self.dtype, self.device)
+
     def loss_of(self, data: Any) -> torch.Tensor:
-        return self.unit.compute_loss(self.state, widened(data, self.dtype, self.device))[0]
+        return self.unit.compute_loss(self.state, self.as_given(data))[0]
 
     def _clip(self) -> float | None:
         norm, unit = None, self.unit

@@ -12,7 +12,7 @@ from echelon.contracts.errors import UsageError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.own.unit import LoopUnit, Plain
 from echelon.prover.gradients import GradientWatch
-from echelon.prover.micro import digest, widened
+from echelon.prover.micro import digest
 from echelon.prover.reference import AutoReference, How, OwnReference, Reference, Shake
 from echelon.prover.turns import Turns
 from echelon.prover.values import balance, forget_loads, parameters_of, switch_off_dropout
@@ -69,7 +69,7 @@ class LoopReference(AutoReference):
         for i, (data, share, streams) in enumerate(pieces, 1):
             self.sources.restore(streams)
             self.unit.plain = plain = Plain(share, self._trains and i == len(pieces), self._trains and i == 1)
-            batch = widened(data, self.dtype, self.device)
+            batch = self.as_given(data)
             self.turns.give(batch)
             for _ in range(_LOOKS):
                 if self._has_begun or plain.loss is not None:

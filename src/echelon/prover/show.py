@@ -90,11 +90,19 @@ def summary(proof: Proof) -> list[str]:
             f"far as {proof.dtype} can tell: rounding noise moves them in every implementation, and they are not compared. "
             "--float64 shows that nothing else does."
         )
-    bad = [r for r in proof.results if not r.agrees]
+    bad = [r for r in proof.results if not (r.agrees or r.is_partly_equal)]
+    partly = sum(r.is_partly_equal for r in proof.results)
     refused = sum(r.verdict == "not possible" for r in proof.results)
     compared = sum(r.is_equal for r in proof.results)
     if bad:
         lines.append(f"{len(bad)} of {len(proof.results)} rows do not train as one process does.")
+    elif partly:
+        agree = (
+            f"{compared} {'row agrees' if compared == 1 else 'rows agree'} with one process in plain PyTorch, "
+            if compared
+            else ""
+        )
+        lines.append(f"{agree}{partly} {'was' if partly == 1 else 'were'} compared in part: what was not tested stands there.")
     elif not proof.holds:
         lines.append(f"Nothing is proved: {refused} of {len(proof.results)} rows are not possible here.")
     else:
@@ -109,7 +117,7 @@ def page(proof: Proof, title: str) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name, _ in _COLUMNS)
     body = []
     for result in proof.results:
-        kind = "good" if result.agrees else "bad"
+        kind = "good" if result.agrees else "part" if result.is_partly_equal else "bad"
         body.append(f"<tr class={kind}>" + "".join(f"<td>{escape(c)}</td>" for c in _cells(result)) + "</tr>")
         text = details(result)
         if text:
@@ -130,6 +138,7 @@ th, td {{ text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #888
 th:first-child, td:first-child {{ text-align: left }}
 tr.good td:last-child {{ color: light-dark(#17692f, #7ddb98) }}
 tr.bad td:last-child {{ color: light-dark(#b3261e, #ff9a90); font-weight: 600 }}
+tr.part td:last-child {{ color: light-dark(#7a5200, #f0c060); font-weight: 600 }}
 tr.detail td {{ text-align: left }}
 pre {{ margin: 0; white-space: pre-wrap }}
 </style>

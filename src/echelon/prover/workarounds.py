@@ -10,13 +10,14 @@ import contextlib
 import functools
 import inspect
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["noting_seeds", "without_autocast"]
+__all__ = ["noting_collectives", "noting_seeds", "without_autocast"]
 
 
 @contextlib.contextmanager
@@ -43,6 +44,45 @@ def noting_seeds(seeded: set[str]) -> Iterator[None]:
     finally:
         for stream, place in places.items():
             setattr(*place, originals[stream])
+
+
+_COLLECTIVES = {
+    "torch.distributed": (
+        *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+        *("broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
+    ),
+    "torch.distributed.nn.functional": (
+        *("all_gather", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "gather", "reduce", "reduce_scatter"),
+    ),
+}
+
+
+@contextlib.contextmanager
+def noting_collectives(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` when the script itself calls a collective; those of torch and of echelon are the strategy's business."""
+    import torch.distributed.nn.functional
+
+    places = [(sys.modules[module], name) for module, names in _COLLECTIVES.items() for name in names]
+    places += [(torch.distributed.nn, name) for _, name in places if hasattr(torch.distributed.nn, name)]
+    originals = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def collective(*args: Any, **options: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.partition(".")[0] not in ("torch", "echelon"):
+                note()
+            return original(*args, **options)
+
+        return collective
+
+    for module, name, original in originals:
+        setattr(module, name, noting(original))
+    try:
+        yield
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)
 
 
 @contextlib.contextmanager

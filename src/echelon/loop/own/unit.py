@@ -35,6 +35,7 @@ class Plain:
     is_first: bool
     loss: torch.Tensor | None = None
     norm: float | None = None
+    weight: Any = None  # what the loop says that the batch counts
 
 
 class LoopUnit(AutoUnit[Any]):

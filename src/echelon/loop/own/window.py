@@ -65,6 +65,7 @@ class OwnWindow:
         self._open = True
         if unit.plain is not None:
             self.is_last = unit.plain.is_last
+            unit.plain.weight = unit.weight(session.batch) if self._weight is None else self._weight
             return self
         weight = unit.samples_of_batch(session.state, session.batch) if self._weight is None else self._weight
         self._micro_batch = unit.open(session.state, session.batch, weight)

@@ -1,0 +1,194 @@
+"""Whether the mean over a batch is the weighted mean over its parts, in one process, where batches cannot be put together.
+
+Batches that are padded to the longest sample, or are lists of samples, cannot be joined over the ranks; but one of them can be
+taken apart. With the unit's own weights w, losses l and gradients must satisfy
+
+    l(whole) = sum_i w_i l(part_i) / sum_i w_i
+
+for any parts. A mean over tokens without weights does not, nor does a batch norm, a contrast between samples, or a choice of the
+hardest ones: under a strategy such a program trains another model than one process does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from echelon.loop.own.unit import LoopUnit
+from echelon.prover.micro import Micro
+from echelon.prover.mistakes import best_shares
+from echelon.prover.reference import AutoReference, Reference, Values
+
+__all__ = ["NotDivisible", "Samples", "split"]
+
+_TOLERANCE = {"wide": 1e-9, "right": 1e-4}
+_MOST_BATCHES = 4
+
+
+class NotDivisible(Exception):
+    """A batch whose samples cannot be told."""
+
+
+def split(reference: Reference) -> dict[str, Any]:
+    """Take the first batches of the recorded ones apart.
+
+    Returns:
+        `why_not`: why nothing could be tested, else None; `error`: how far the loss or the gradient of the whole is from that of
+        its parts, relative; `allowed`: what rounding may do; `best`: whether other weights of the parts give the gradient.
+    """
+    if not isinstance(reference, AutoReference):
+        return {"why_not": "its train_step takes its own steps"}
+    reference.begin(write=False)
+    reference.enter_epoch(reference.updates[0][0].epoch)
+    found: dict[str, Any] = {"why_not": "no batch has two samples", "error": 0.0, "best": False, "allowed": 0.0}
+    for micro in _largest(reference.updates):
+        try:
+            samples = Samples(micro.data)
+        except NotDivisible as why:
+            found["why_not"] = str(why)
+            continue
+        if samples.count < 2:
+            continue
+        whole = _pass(reference, micro.data, micro)
+        for cut in sorted({1, samples.count // 2}):
+            parts = [_pass(reference, samples.part(*ends), micro) for ends in ((0, cut), (cut, samples.count))]
+            error = _error(whole, parts)
+            if error > found["error"]:
+                found["error"], found["best"] = error, _has_better_weights(whole, parts)
+        found["why_not"], found["allowed"] = None, _TOLERANCE["wide" if reference.how == "wide" else "right"]
+    return found
+
+
+def _largest(updates: list[list[Micro]]) -> list[Micro]:
+    """A few of the batches, those first that weigh most."""
+    return sorted((m for u in updates for m in u), key=lambda m: -m.weight)[:_MOST_BATCHES]
+
+
+_Pass = tuple[float, Values, float]  # loss, gradients, weight
+
+
+def _pass(reference: AutoReference, data: Any, micro: Micro) -> _Pass:
+    loss = reference.backward([(data, 1.0, micro.streams)])
+    gradients = {n: g.double() for n, g in reference.gradients().items()}
+    reference.module.zero_grad()
+    unit = reference.unit
+    if isinstance(unit, LoopUnit):
+        assert unit.plain is not None
+        weight = unit.plain.weight
+    else:
+        weight = unit.weight(reference.as_given(data))
+    return loss, gradients, float(weight)
+
+
+def _error(whole: _Pass, parts: list[_Pass]) -> float:
+    """Of the loss or the gradient, the larger one, relative to the whole's."""
+    known = [part for part in parts if part[2] > 0]
+    total = sum(weight for _, _, weight in known)
+    if not total:
+        return 0.0
+    loss = sum(value * weight for value, _, weight in known) / total
+    names = set(whole[1]).union(*(part[1] for part in known))
+    squares, size = 0.0, 0.0
+    for name in names:
+        of_parts = sum(part[1][name] * (part[2] / total) for part in known if name in part[1])
+        of_whole = whole[1].get(name, torch.zeros(()))
+        squares += float((of_whole - of_parts).square().sum())
+        size += float(of_whole.square().sum())
+    of_loss = abs(whole[0] - loss) / (abs(whole[0]) or 1.0)
+    of_gradient = (squares / size) ** 0.5 if size else 0.0 if not squares else float("inf")
+    return max(of_loss, of_gradient)
+
+
+def _has_better_weights(whole: _Pass, parts: list[_Pass]) -> bool:
+    shares = best_shares([part[1] for part in parts], whole[1])
+    if shares is None:
+        return False
+    total = sum(shares)
+    weighed = [(loss, gradients, share) for (loss, gradients, _), share in zip(parts, shares, strict=True)]
+    return abs(total - 1) < 0.1 and min(shares) > 0 and _error(whole, weighed) * 10 < _error(whole, parts)
+
+
+# --- the samples of a batch
+
+
+class Samples:
+    """The samples of a batch: rows of its tensors, or items of its lists where the tensors have no number of rows in common.
+
+    A list of tuples or of mappings has a sample in each; a tuple, a mapping or a list of lists has columns.
+
+    Raises:
+        NotDivisible: its parts have other lengths.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._in_rows = True
+        lengths = {each.shape[0] for each in _tensors(data)}
+        if len(lengths) != 1:
+            self._in_rows = False
+            lengths = {len(each) for each in _lists(data)}
+        if len(lengths) > 1:
+            raise NotDivisible(f"a batch has parts of {', '.join(map(str, sorted(lengths)))} samples")
+        if not lengths:
+            raise NotDivisible("the samples of a batch cannot be told")
+        self.count: int = lengths.pop()
+
+    def part(self, begin: int, end: int) -> Any:
+        """From one sample to before another one, in the same containers."""
+
+        def cut(data: Any) -> Any:
+            if isinstance(data, (torch.Tensor, np.ndarray)):
+                return data[begin:end] if self._in_rows and data.ndim else data
+            if not self._in_rows and any(data is each for each in lists):
+                return type(data)(data[begin:end])
+            if self._in_rows and _is_list_of_values(data) and len(data) == self.count:
+                return type(data)(data[begin:end])
+            return _mapped(data, cut)
+
+        lists = [] if self._in_rows else _lists(self._data)
+        return cut(self._data)
+
+
+def _mapped(data: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(data, Mapping):
+        changed = {k: change(v) for k, v in data.items()}
+        return changed if type(data) is dict else type(data)(changed)  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*map(change, data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(map(change, data))
+    if is_dataclass(data) and not isinstance(data, type):
+        return type(data)(**{f.name: change(getattr(data, f.name)) for f in fields(data)})
+    return data
+
+
+def _is_list_of_values(data: Any) -> bool:
+    """Such as the texts of the samples."""
+    return type(data) in (list, tuple) and not any(isinstance(v, (torch.Tensor, np.ndarray)) or _inside(v) for v in data)
+
+
+def _tensors(data: Any) -> list[Any]:
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        return [data] if data.ndim else []
+    return [t for each in _inside(data) for t in _tensors(each)]
+
+
+def _lists(data: Any) -> list[Any]:
+    """The sequences with an item for each sample."""
+    if type(data) is list and not all(type(each) is list for each in data):
+        return [data]
+    return [each for each in _inside(data) if type(each) in (list, tuple)]
+
+
+def _inside(data: Any) -> list[Any]:
+    if isinstance(data, Mapping):
+        return list(data.values())
+    if isinstance(data, (list, tuple)):
+        return list(data)
+    if is_dataclass(data) and not isinstance(data, type):
+        return [getattr(data, f.name) for f in fields(data)]
+    return []
