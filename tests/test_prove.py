@@ -58,6 +58,9 @@ MISTAKES = {
     "batch_norm_with_dropout": ("batch norm over the local batch", "forward"),
     "contrast_with_noise": ("an operation over the whole batch", "forward"),
     "tokens_of_padded_batches": ("loss weighted per rank", None),
+    "samples_by_rank": ("samples that depend on the rank", None),
+    "own_order": ("samples that ranks share", None),
+    "same_worker_seeds": ("identical augmentation", None),
 }
 
 
@@ -121,7 +124,7 @@ def test_a_planted_mistake_is_named(script: str) -> None:
 # The unusual ones are right or wrong in what they do, however many ranks there are.
 UNUSUAL = (
     *("right_objects", "right_lists", "right_two_optimizers", "right_sharded_ddp", "right_generators"),
-    *("right_sync_batch_norm", "right_gathered_views", "right_class_weights"),
+    *("right_sync_batch_norm", "right_gathered_views", "right_class_weights", "right_augmentation"),
 )
 
 
@@ -157,10 +160,11 @@ def test_float64_has_the_last_word_where_rounding_flips_gates() -> None:
     assert wrong.first.relative == pytest.approx(0.02, rel=1e-3)
 
 
-def test_ranks_that_shuffle_for_themselves_are_noted() -> None:
+def test_of_ranks_that_shuffle_for_themselves_the_shared_samples_are_counted() -> None:
     (row,) = _prove("own_order", ["ddp"], [2], updates=1).results
-    (note,) = row.notes
-    assert "samples overlap: 23 of 96 rows were seen by two ranks" in note and "23 of 96 rows were seen by no rank" in note
+    ((cause, seen),) = row.causes
+    assert cause == "samples that ranks share" and "23 of 96 rows were seen by two ranks" in seen, row
+    assert "23 of 96 rows were seen by no rank" in seen
 
 
 def test_repeated_rows_and_filled_tails_are_no_overlap(tmp_path: Path) -> None:

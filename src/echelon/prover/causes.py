@@ -23,6 +23,8 @@ CAUSES = {
     "loss weighted per rank": "the means of ranks or micro-batches are averaged as if they were equally large",
     "identical data on two ranks": "two ranks train on the same samples",
     "a sampler that ignores the rank": "the loader gives every rank all samples: use echelon.Loader or a DistributedSampler",
+    "samples that depend on the rank": "ranks must read the same data in the same order: sort files, seed shuffles",
+    "samples that ranks share": "each rank goes through all of the data by itself: give echelon.Loader, or a DistributedSampler",
     "identical dropout": "data-parallel ranks draw the same random numbers: when the model is built, seed each by its rank",
     "identical augmentation": "ranks change their samples by the same random numbers: seed each by its rank",
     "random numbers that nobody can repeat": "the forward pass draws from a source that prove cannot find, or keeps state",
@@ -102,6 +104,10 @@ def _same_streams(records: list[dict[str, Any]], per_sample: Callable[[], set[st
 
 
 def _same_reading(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    draws = [bool(r["reading"]) for r in records]
+    if any(draws) and not all(draws):
+        seen = f"reading samples draws random numbers on rank {records[draws.index(True)]['rank']}, and on rank"
+        return [("samples that depend on the rank", f"{seen} {records[draws.index(False)]['rank']} it does not")]
     for a, b in combinations(records, 2):
         for name in a["reading"].keys() & b["reading"].keys():
             if a["reading"][name] == b["reading"][name]:

@@ -27,9 +27,18 @@ from echelon.prover.matrix import AS_WRITTEN, Row
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import IN_PART, Proof, Result, by_float64
 from echelon.prover.ran import Computed, Judged, Ran, blindness, data_of, fill, in_float64, in_words, with_constant_draws
-from echelon.prover.rank import run_epoch, run_mistakes, run_probe, run_reference, run_split
+from echelon.prover.rank import (
+    Replay,
+    run_epoch,
+    run_mistakes,
+    run_probe,
+    run_reference,
+    run_samples,
+    run_split,
+    run_worker_draws,
+)
 from echelon.prover.reference import Shake, micros_in_order
-from echelon.prover.samples import note_on
+from echelon.prover.samples import note_on, of_updates, unlike_one_process
 from echelon.prover.values import load_values
 from echelon.prover.verdict import SMALL_SHARE, Verdict
 
@@ -64,6 +73,7 @@ class Proving:
         self._batches: dict[Any, Any] = {}
         self._bitwise: dict[str, dict[str, torch.Tensor]] = {}
         self._epochs: dict[str, Counter[int] | None] = {}
+        self._rows_of_one: list[int] | None = None
         self._splits: dict[bool, dict[str, Any]] = {}  # by whether draws are constant
         self._count = 0
 
@@ -211,7 +221,6 @@ class Proving:
         if row.parts and result.is_equal:
             result.verdict = "bit-equal" if self._same_bits(ran, seen.verdict) else "DIFFERS"
         self._over_samples(result, seen)
-        self._note_on_samples(result, ran)
 
     def _judge(self, result: Result, ran: Ran) -> Judged:
         """A row against its reference, whose passes over micro-batches are as the ranks' were."""
@@ -222,6 +231,8 @@ class Proving:
             result.verdict, result.message = "failed", seen.verdict.meaningless
             return seen
         result.causes = causes.from_records(ran.records, lambda: self._probed(ran, reference)["per_sample"])
+        if not (result.causes or ran.row.constant_draws):
+            result.causes = self._of_samples(result, ran, seen)
         seen.is_recorded = bool(result.causes)
         self._decide(result, seen)
         return seen
@@ -418,23 +429,46 @@ class Proving:
         mine["loss"], mine["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0]["norms"][k]
         return causes.from_mistakes(verdict, mine, right, mistakes, ran.records[0]["batch_norms"])
 
-    def _note_on_samples(self, result: Result, ran: Ran) -> None:
+    def _of_samples(self, result: Result, ran: Ran, seen: Judged) -> list[tuple[str, str]]:
+        """Causes that the samples show by themselves: whose they are, and what reading them draws."""
         ranks = [r for r in ran.records if not r["is_replica"]]
-        if len(ranks) < 2 or {"identical data on two ranks", "a sampler that ignores the rank"} & {n for n, _ in result.causes}:
-            return
+        if len(ranks) < 2:
+            return []
+        replay = self._on_ranks.replay(ran, self.folder)
+        seeds = {r["workers_seed"] for r in ranks}
+        if seeds != {None} and len(seeds) < len(ranks):
+            with contextlib.suppress(RankFailedError):
+                drawn = self._on_ranks.launch(run_worker_draws, 1, replay)["draws"]
+                if drawn:
+                    said = f"data workers of several ranks have the same seed, and reading a sample draws from {', '.join(drawn)}"
+                    return [("identical augmentation", said)]
+        if ranks[0]["loader"] == "Loader" and seen.reference.facts["joined"]:
+            updates = of_updates(ranks)
+            others = unlike_one_process(updates, self._rows(replay, sum(rows.total() for rows in updates)))
+            if others is not None:
+                return [("samples that depend on the rank", others)]
 
         def of_one_process() -> Counter[int] | None:
             if "rows" not in self._epochs:
                 self._epochs["rows"] = None
                 with contextlib.suppress(RankFailedError):
-                    self._epochs["rows"] = self._on_ranks.launch(run_epoch, 1, self._on_ranks.replay(ran, self.folder)).get(
-                        "rows"
-                    )
+                    self._epochs["rows"] = self._on_ranks.launch(run_epoch, 1, replay).get("rows")
             return self._epochs["rows"]
 
         note = note_on(ranks, of_one_process)
+        if note is not None and note.startswith("samples overlap"):
+            return [("samples that ranks share", note)]
         if note is not None:
             result.notes.append(note)
+        return []
+
+    def _rows(self, replay: Replay, count: int) -> list[int]:
+        """The first rows of one process."""
+        if self._rows_of_one is None or 0 < len(self._rows_of_one) < count:
+            self._rows_of_one = []
+            with contextlib.suppress(RankFailedError):
+                self._rows_of_one = self._on_ranks.launch(run_samples, 1, replay, count)["rows"]
+        return self._rows_of_one
 
     def _same_bits(self, ran: Ran, verdict: Verdict) -> bool:
         """Whether this row's last parameters have the very bits of the first row of the bit-equal mode."""

@@ -19,7 +19,7 @@ from echelon.loop.observer import observing
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.target import Target
 from echelon.prover.constant_draws import ConstantDraws
-from echelon.prover.generators import GLOBAL
+from echelon.prover.generators import GLOBAL, Sources, drawn_between
 from echelon.prover.matrix import Row
 from echelon.prover.micro import on_host, plain, widened
 from echelon.prover.mistakes import mistakes_of
@@ -29,15 +29,26 @@ from echelon.prover.record import StepRecorder
 from echelon.prover.reference import How, Reference, Shake
 from echelon.prover.references import reference_of
 from echelon.prover.row_strategy import RowStrategy
-from echelon.prover.samples import checksums
+from echelon.prover.samples import checksums, reads_alike
 from echelon.prover.splits import split
 from echelon.prover.turns import Enough, Turns
 from echelon.prover.wide import without_narrow_casts
 from echelon.prover.workarounds import noting_collectives, noting_seeds, without_autocast
 from echelon.world import rng
 
-__all__ = ["Replay", "run_epoch", "run_mistakes", "run_probe", "run_reference", "run_row", "run_split"]
+__all__ = [
+    "Replay",
+    "run_epoch",
+    "run_mistakes",
+    "run_probe",
+    "run_reference",
+    "run_row",
+    "run_samples",
+    "run_split",
+    "run_worker_draws",
+]
 
+_FIRST_SAMPLES = 16  # reading draws in the first few or not at all
 _EPOCH_S = 10.0  # for counting what one process sees in an epoch
 
 
@@ -155,6 +166,35 @@ def run_probe(replay: Replay) -> dict[str, Any]:
 def run_split(replay: Replay, how: How) -> dict[str, Any]:
     """See `prover/splits.py`."""
     return replay.with_reference(split, how)
+
+
+def run_samples(replay: Replay, count: int) -> dict[str, Any]:
+    """`rows`: the first so many that one process sees, by checksum; none if samples are drawn anew whenever they are read."""
+
+    def read(unit: Any, dataloader: Any) -> dict[str, Any]:
+        rows: list[int] = []
+        if not reads_alike(getattr(dataloader, "dataset", None)):
+            return {"rows": rows}
+        for batch in dataloader:
+            rows += checksums(plain(widened(on_host(batch), replay.dtype)))
+            if len(rows) >= count:
+                break
+        return {"rows": rows}
+
+    return replay.instead_of_training(read, replay.dtype)
+
+
+def run_worker_draws(replay: Replay) -> dict[str, Any]:
+    """`draws`: whether reading a sample draws random numbers, of the streams that a DataLoader seeds in its workers."""
+
+    def read(unit: Any, dataloader: Any) -> dict[str, Any]:
+        sources = Sources(None, "dataset")
+        before = sources.states()
+        for index in range(min(len(dataloader.dataset), _FIRST_SAMPLES)):
+            dataloader.dataset[index]
+        return {"draws": sorted(drawn_between(before, sources.states()).keys() & set(GLOBAL))}
+
+    return replay.instead_of_training(read, replay.dtype)
 
 
 def run_epoch(replay: Replay) -> dict[str, Any]:

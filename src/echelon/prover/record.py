@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from echelon.contracts.errors import UsageError
 from echelon.loop import unit as units
@@ -269,6 +270,9 @@ class StepRecorder(Callback):
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
         if self.record.plan is None and not self.record.updates:
             self.record.plan = plan_of(self._loader)
+            if isinstance(self._loader, DataLoader) and self._loader.num_workers:
+                own = self._loader.generator
+                self.record.workers_seed = digest(torch.get_rng_state() if own is None else own.get_state())
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         self._began = time.perf_counter()
@@ -355,8 +359,6 @@ def _place(record: RankRecord, unit: Any) -> None:
 
 
 def _samples_by_rank(dataloader: Any) -> bool | None:
-    from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-
     if not isinstance(dataloader, DataLoader):
         return None
     if isinstance(dataloader.dataset, IterableDataset):

@@ -1,8 +1,9 @@
-"""Which samples the ranks see in an epoch, and what random numbers reading them draws.
+"""Which samples the ranks see, and what random numbers reading them draws.
 
 Two things can be known. Of a DataLoader over a dataset with indices, the order of a whole epoch: a copy of its sampler tells it,
 before anything is read. Of any other loader, the rows of the micro-batches that were recorded. Either way ranks are held against
 one process, which may see rows several times as well: because the data has them twice, or because it draws with replacement.
+Where the global batch is known, an update's samples are those that one process has for it, sample by sample.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from echelon.prover.generators import Sources, drawn_between
-from echelon.prover.micro import Micro, digest
+from echelon.prover.micro import Micro, digest, plain
 
-__all__ = ["Plan", "Reading", "checksums", "note_on", "plan_of", "rows_of"]
+__all__ = ["Plan", "Reading", "checksums", "note_on", "of_updates", "plan_of", "reads_alike", "rows_of", "unlike_one_process"]
 
 _MOST_INDICES = 2_000_000
 _MOST_ROWS = 100_000
@@ -189,6 +190,45 @@ def _on_plans(plans: list[Plan]) -> str | None:
     if missing > max(0, size - drawn):  # a tail that is dropped, or a split that is not trained on, is missing in one process too
         said.append(f"samples are left out: {missing} of {size} rows were seen by no rank in epoch 0")
     return "; ".join(said) or None
+
+
+def of_updates(records: list[dict[str, Any]]) -> list[Counter[int]]:
+    """The rows of each update of the first epoch, over all ranks that have samples of their own."""
+    found: list[Counter[int]] = []
+    for of_ranks in zip(*(r["updates"] for r in records), strict=False):
+        micros = [m for update in of_ranks for m in update if m.weight > 0]
+        if any(m.epoch for m in micros):
+            break
+        found.append(rows_of(micros))
+    return found
+
+
+def unlike_one_process(updates: list[Counter[int]], one: list[int]) -> str | None:
+    """Which samples of the ranks are not those of one process; None where all are.
+
+    Args:
+        updates: the rows of each, over all ranks.
+        one: the rows that one process has, in their order.
+    """
+    begin = 0
+    for k, rows in enumerate(updates):
+        end = begin + rows.total()
+        own = Counter(one[begin:end])
+        lacking = (rows - own).total()
+        if end <= len(one) and lacking:
+            return f"update {k}: {lacking} of {rows.total()} samples are others than one process has for it"
+        begin = end
+    return None
+
+
+def reads_alike(dataset: Any) -> bool:
+    """Whether its first samples are the same when they are read again: no random numbers are drawn for them."""
+    try:
+        first = range(min(len(dataset), _FIRST_SAMPLES))
+        one, again = ([digest(plain(dataset[i])) for i in first] for _ in range(2))
+    except Exception:  # a dataset of the user's own can be anything
+        return False
+    return one == again
 
 
 def _overlap(count: int, total: int, what: str) -> str:
