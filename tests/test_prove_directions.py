@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,8 +13,12 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
+from echelon.loop.target import Target
 from echelon.prover.matrix import matrix
+from echelon.prover.prove import prove_target
 from tests.language import LENGTH, WORDS, Language, Unit
+
+PLANTED = Path(__file__).parent / "planted"
 
 
 def _unit() -> Unit:
@@ -113,3 +118,27 @@ def _numbers() -> ech.Loader:
 def test_ranks_that_share_a_layer_may_train_on_the_same_samples_in_a_step_of_ones_own() -> None:
     proof = ech.prove(_OwnStep, _numbers, strategies=["tp"], ranks=[2], accumulation=[1], updates=2, sgd=False, float64=True)
     assert [(r.label, r.verdict) for r in proof.results] == [("tp", "agrees")], proof.results
+
+
+ATTENTION = """
+class Sequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.begin = nn.Linear(1, 8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8, dropout=0.2, batch_first=True) for _ in range(2))
+        self.end = nn.Linear(8, 1)
+    def forward(self, x):
+        x = self.begin(x.unsqueeze(2))
+        for block in self.blocks:
+            x = block(x)
+        return self.end(nn.functional.dropout(x, 0.1, self.training).mean(1))
+torch.manual_seed(1)
+ech.train(Auto(module=Sequence(), strategy="ddp"), loader(), max_epochs=3)
+"""
+
+
+def test_dropout_within_attention_and_in_functions_does_not_part_a_pipeline_from_one_process(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"import sys\nsys.path.insert(0, {str(PLANTED)!r})\nfrom common import *\n{ATTENTION}")
+    rows = matrix(["pp=2"], [2], [1], sgd=False)
+    (row,) = prove_target(Target(script=str(tmp_path / "train.py")), rows, 2, False).results
+    assert row.is_equal, row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ class OnRanks:
         """Run the target as `row` says; what its ranks leave goes to `here`."""
         here.mkdir()
         self.launch(run_row, row.ranks, self.target, row, str(here), updates or self.updates, dtype, self.seed)
-        return Ran(row, here, load_records([here / f"rank{r}.pt" for r in range(row.ranks)]), dtype)
+        records = load_records([here / f"rank{r}.pt" for r in range(row.ranks)])
+        return Ran(replace(row, constant_draws=any(r["constant_draws"] for r in records)), here, records, dtype)
 
     def replay(self, ran: Ran, folder: Path) -> Replay:
         """What a reference on the micro-batches of `ran` needs; what it leaves goes to `folder`."""

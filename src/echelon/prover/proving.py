@@ -26,7 +26,18 @@ from echelon.prover.judge import compare, mean_loss
 from echelon.prover.matrix import AS_WRITTEN, Row
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import IN_PART, Proof, Result, by_float64
-from echelon.prover.ran import Computed, Judged, Ran, blindness, data_of, fill, in_float64, in_words, with_constant_draws
+from echelon.prover.ran import (
+    CONSTANT,
+    Computed,
+    Judged,
+    Ran,
+    blindness,
+    data_of,
+    fill,
+    in_float64,
+    in_words,
+    with_constant_draws,
+)
 from echelon.prover.rank import (
     Replay,
     run_epoch,
@@ -231,7 +242,7 @@ class Proving:
             result.verdict, result.message = "failed", seen.verdict.meaningless
             return seen
         result.causes = causes.from_records(ran.records, lambda: self._probed(ran, reference)["per_sample"])
-        if not (result.causes or ran.row.constant_draws):
+        if not result.causes and not ran.folder.name.endswith(CONSTANT):
             result.causes = self._of_samples(result, ran, seen)
         seen.is_recorded = bool(result.causes)
         self._decide(result, seen)
@@ -247,7 +258,7 @@ class Proving:
         process.
         """
         ran, records = seen.ran, seen.ran.records
-        drew = any(m.streams for r in records for u in r["updates"] for m in u)
+        drew = not ran.row.constant_draws and any(m.streams for r in records for u in r["updates"] for m in u)
         if (not drew and seen.reference.facts["joined"]) or ran.row.workers:
             return
         speaks = any(r["communicates"] for r in records)
@@ -300,9 +311,10 @@ class Proving:
         if speaks:
             found: dict[str, Any] = {"why_not": "its steps speak to other ranks"}
         else:
-            if drew not in self._splits:
-                self._splits[drew] = self._splitting(seen, drew)
-            found = self._splits[drew]
+            constant = drew or seen.ran.row.constant_draws
+            if constant not in self._splits:
+                self._splits[constant] = self._splitting(seen, constant)
+            found = self._splits[constant]
         if found["why_not"] is not None:
             result.verdict = IN_PART
             untested = (
@@ -313,8 +325,8 @@ class Proving:
             result.verdict = "DIFFERS"
             result.causes = [causes.of_split(found["best"], found["error"], seen.ran.records[0]["batch_norms"])]
 
-    def _splitting(self, seen: Judged, drew: bool) -> dict[str, Any]:
-        row = replace(seen.ran.row, constant_draws=drew)
+    def _splitting(self, seen: Judged, constant_draws: bool) -> dict[str, Any]:
+        row = replace(seen.ran.row, constant_draws=constant_draws)
         replay = self._on_ranks.replay(replace(seen.ran, row=row), self.folder)
         for how in ("wide", "right"):
             with contextlib.suppress(RankFailedError):

@@ -14,7 +14,20 @@ from echelon.prover.proof import Result
 from echelon.prover.reference import by_index, micros_in_order
 from echelon.prover.verdict import SMALL_SHARE, Verdict, larger
 
-__all__ = ["Computed", "Judged", "Ran", "blindness", "data_of", "fill", "in_float64", "in_words", "with_constant_draws"]
+__all__ = [
+    "CONSTANT",
+    "Computed",
+    "Judged",
+    "Ran",
+    "blindness",
+    "data_of",
+    "fill",
+    "in_float64",
+    "in_words",
+    "with_constant_draws",
+]
+
+CONSTANT = "-constant"  # how folders of rows end that were run again with constant draws
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ def in_float64(folder: Path) -> Path:
 
 
 def with_constant_draws(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}-constant")
+    return folder.with_name(f"{folder.name}{CONSTANT}")
 
 
 def fill(result: Result, verdict: Verdict) -> None:

@@ -56,15 +56,14 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
     """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
     chosen = RowStrategy(row) if row.strategy is not None else None
     decided = Overrides(chosen, row.precision or "fp32", row.accumulation, False, row.parts, observes=True)
-    draws = ConstantDraws() if row.constant_draws else None
-    recorder = StepRecorder(Path(folder), updates, dtype, every, draws)
+    draws = ConstantDraws()
+    recorder = StepRecorder(Path(folder), updates, dtype, draws, every)
 
     def watch(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         _adapt(unit, row)
+        recorder.record.constant_draws = row.constant_draws
         recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
         recorder.record.overridable = chosen is not None and chosen.used
-        if draws is not None:
-            draws.active = True
         # A few updates: there is nothing to keep.
         return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 

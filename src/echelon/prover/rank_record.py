@@ -46,4 +46,5 @@ class RankRecord:
     step_s: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
     communicates: bool = False  # its steps speak to other ranks: SyncBatchNorm, or collectives that the script calls itself
+    constant_draws: bool = False  # random operators gave every sample the same numbers
     unknown_draw: str | None = None  # with constant draws: an operator that still gave every sample other numbers

@@ -62,14 +62,13 @@ class StepRecorder(Callback):
         folder: where the values go: rank 0 writes those that are whole, each rank its own micro-batches.
         dtype: of the comparison; batches are widened to it.
         every: gradients and parameters are gathered at updates 0, `every`, 2 x `every`, ... and the last.
-        draws: while it is active, what a micro-batch draws is the same for every sample.
+        draws: while it is active, as it is made where the ranks' draws could not be repeated, what a micro-batch draws is the
+            same for every sample.
     """
 
     may_stop = False
 
-    def __init__(
-        self, folder: Path, updates: int, dtype: torch.dtype, every: int = 1, draws: ConstantDraws | None = None
-    ) -> None:
+    def __init__(self, folder: Path, updates: int, dtype: torch.dtype, draws: ConstantDraws, every: int = 1) -> None:
         self.folder, self.updates, self.dtype, self.every = folder, updates, dtype, every
         self.rank, self._draws = rank_info().rank, draws
         self.record = RankRecord(rank=self.rank)
@@ -107,6 +106,8 @@ class StepRecorder(Callback):
         else:
             self.record.dropouts = switch_off_dropout(unit)
             self._watch_own(unit)
+        self._draws.active |= self.record.constant_draws
+        self.record.constant_draws = self._draws.active
         for _, module in modules_of(unit):
             module.register_forward_pre_hook(self._before_forward)
         parameters = whole_parameters(unit)
@@ -235,7 +236,7 @@ class StepRecorder(Callback):
 
     def _begin_pass(self) -> dict[str, Any]:
         self._in_pass = True
-        if self._draws is not None:
+        if self._draws.active:
             assert self._sources is not None
             self._sources.pin()
         return self._states()
@@ -259,7 +260,7 @@ class StepRecorder(Callback):
         self._in_pass = False
         after = self._states()
         drawn = drawn_between(before, after)
-        if self._draws is None:
+        if not self._draws.active:
             known = self.record.streams
             for name in drawn if not self.record.dropouts else {*drawn, "torch"}:
                 known.setdefault(name, (digest(before[name]), digest(after[name])))
@@ -334,7 +335,7 @@ class StepRecorder(Callback):
             self.record.held, self.record.strangers = self._gradients.held, self._gradients.strangers
             self.record.rates = self._gradients.rates
         self.record.peak_bytes = self.memory.peak()
-        self.record.unknown_draw = None if self._draws is None else self._draws.unknown
+        self.record.unknown_draw = self._draws.unknown
         torch.save(vars(self.record), self.folder / f"rank{self.rank}.pt")
         return {"updates": len(self.record.updates), "kind": self.record.kind}
 
@@ -354,8 +355,8 @@ def _place(record: RankRecord, unit: Any) -> None:
         dims = getattr(prepared, "dims", None)
         if dims is not None:
             record.place = dims.place(record.rank)
-        if prepared.draws_apart:
-            record.dropouts = switch_off_dropout(unit)
+        if prepared.draws_apart:  # ranks that share samples: one process cannot repeat the draws of each
+            record.constant_draws = True
 
 
 def _samples_by_rank(dataloader: Any) -> bool | None:
