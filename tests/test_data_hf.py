@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
+import torch.distributed as dist
+from datasets.distributed import split_dataset_by_node
 from tqdm import tqdm
 
 import echelon as ech
-from echelon.contracts.errors import DataError
+from echelon.contracts.errors import DataError, UsageError
+from echelon.data.parts import Padding
+from tests.conftest import Ranks
 
 tqdm.monitor_interval = 0  # no thread that watches progress bars, and stays
 
@@ -100,3 +105,65 @@ def test_the_samples_that_a_shuffle_buffer_would_lose_are_told_at_the_save_and_a
         told = "misses up to 10 samples of each stream"
         lost = sorted(set(range(40)) - {*first, *rest})
         assert (told in at_save) == (told in caplog.text) == bool(lost) == (buffer > 1)
+
+
+# --- what was divided between the ranks before
+
+
+def _rows(first: int, shards: list[int]) -> Any:
+    for shard in shards:
+        for row in range(4):
+            yield {"x": float(first + 10 * shard + row)}
+
+
+def _streamed(first: int) -> Any:
+    return datasets.IterableDataset.from_generator(_rows, gen_kwargs={"first": first, "shards": [0, 1]})
+
+
+def _mixed(workers: int) -> Any:
+    """Split by node, and only then interleaved."""
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    parts = [split_dataset_by_node(_streamed(first), **place) for first in (0, 100)]
+    mixed = datasets.interleave_datasets(parts, stopping_strategy="all_exhausted_without_replacement")
+    loader = ech.StreamLoader(mixed, 4, num_workers=workers, tail="keep", options=ech.StreamOptions())
+    seen = [float(x) for batch in loader if not isinstance(batch, Padding) for x in batch["x"]]
+    with pytest.raises(UsageError, match=r"must be 'itself'.*got 'stride'"):
+        ech.StreamLoader(mixed, 4, shards="stride")
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_that_were_split_by_node_and_interleaved_give_each_sample_once(ranks: Ranks, workers: int) -> None:
+    a, b = ranks(2, _mixed, workers)
+    every = sorted(float(first + 10 * shard + row) for first in (0, 100) for shard in (0, 1) for row in range(4))
+    assert sorted(a + b) == every
+
+
+def _tables_of_ranks(kind: str) -> list[str]:
+    whole = datasets.Dataset.from_dict({"x": [[float(i)] for i in range(16)]}).with_format("torch")
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    mine: Any = whole
+    if kind == "split":
+        mine = datasets.interleave_datasets([split_dataset_by_node(whole, **place)] * 2)
+    elif kind == "subset":
+        mine = torch.utils.data.Subset(whole, range(place["rank"], 16, 2))  # type: ignore[arg-type]
+    elif kind == "tensors":
+        mine = torch.utils.data.TensorDataset(torch.arange(8.0)[:, None] + place["rank"])
+    model = torch.nn.Linear(1, 1)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("echelon").addHandler(handler)
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), ech.Loader(mine, 4, seed=1)
+    model, optimizer, loader = ech.prepare(*parts)
+    for batch in loader:
+        with ech.window(model) as window:
+            window.backward(model(batch["x"] if isinstance(batch, dict) else batch[0]).mean())
+            optimizer.step()
+    return [text for text in told if "divided twice" in text]
+
+
+@pytest.mark.parametrize("kind", ["split", "subset", "tensors", "whole"])
+def test_tables_that_were_divided_before_are_said_to_be_divided_twice(ranks: Ranks, kind: str) -> None:
+    first, second = ranks(2, _tables_of_ranks, kind)
+    assert len(first) == (kind != "whole") and not second

@@ -29,9 +29,14 @@ from echelon.data.streaming import Share, Stand, Streams
 from echelon.data.workers import Board, named, start_method
 from echelon.world import agree
 
-__all__ = ["StreamLoader", "of_all_ranks"]
+__all__ = ["StreamLoader", "is_divided", "of_all_ranks"]
 
 logger = logging.getLogger(__name__)
+
+
+def is_divided(dataset: Any) -> bool:
+    """Whether it is an iterable dataset of the library datasets that gives each rank its share already."""
+    return getattr(dataset, "_distributed", None) is not None
 
 
 class StreamLoader(BaseLoader):
@@ -46,7 +51,8 @@ class StreamLoader(BaseLoader):
             `set_epoch(epoch)` is called if it has one.
         shards: how the streams come to have different samples: "set_place", the dataset's `set_place(index, count)` is told
             which of how many it is; "stride", each reads all and keeps every count-th; "itself", the dataset sees to it. By
-            default the first if the dataset has that method; needed as soon as there are two streams.
+            default the first if the dataset has that method, the last for what `split_dataset_by_node` of the library datasets
+            has divided; needed as soon as there are two streams.
         tail: "drop" or "keep" the samples that do not fill a stream's last micro-batch.
         global_batch, accumulation, num_workers, collate_fn, pin_memory: as in `Loader`.
         options: what else: a StreamOptions. A LoaderOptions is taken, too, without what only a Loader can do.
@@ -84,7 +90,14 @@ class StreamLoader(BaseLoader):
                 f"shards='set_place' needs a dataset with set_place(index, count), which {type(dataset).__name__} lacks. "
                 "Use shards='stride' or 'itself'."
             )
-        self.dataset, self.shards = dataset, shards or ("set_place" if hasattr(dataset, "set_place") else None)
+        divided = is_divided(dataset)
+        if divided and shards == "stride":
+            raise UsageError(
+                "shards must be 'itself' for a dataset that split_dataset_by_node has divided between the ranks, got 'stride': "
+                "each rank would leave out most of its share."
+            )
+        default = "itself" if divided else "set_place" if hasattr(dataset, "set_place") else None
+        self.dataset, self.shards = dataset, shards or default
         self._loaded: dict[str, Any] | None = None
         self._begin = self._fresh
         # A reader may be one micro-batch ahead of what was used.

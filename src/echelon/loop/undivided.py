@@ -6,10 +6,11 @@ import contextlib
 import logging
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, TensorDataset
 
 from echelon.contracts.errors import UsageError
-from echelon.data.fingerprint import read_twice
+from echelon.data.fingerprint import checksum, read_twice
+from echelon.data.loader import Loader
 from echelon.loop.unit import Unit
 from echelon.world import agree, rng
 
@@ -21,6 +22,14 @@ logger = logging.getLogger(__name__)
 def warn_of_same_samples(loader: Any, unit: Unit) -> None:
     """Where ranks train one model on other data, as far as a look at the dataset tells. Collective."""
     told = agree.kinds(_seen(loader))
+    if isinstance(loader, Loader):
+        if len(told) > 1 and None not in told and agree.is_rank0():
+            logger.warning(
+                "ranks give the Loader datasets with other samples, of which each reads its share only: what was divided before, "
+                "as by split_dataset_by_node, Subset or Dataset.shard, is divided twice, and the rest is never trained on. Give "
+                "every rank the whole dataset"
+            )
+        return
     if len(told) > 1 or told[0] is None or not agree.is_rank0():
         return
     size = 1
@@ -38,6 +47,8 @@ def warn_of_same_samples(loader: Any, unit: Unit) -> None:
 
 def _seen(loader: Any) -> list[int] | None:
     """[length, checksum of a sample] of a dataset that torch reads to its end; None if nothing is known."""
+    if isinstance(loader, Loader):
+        return _part(loader.dataset) if loader.options.dp is None else None
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     if type(loader.sampler) not in (SequentialSampler, RandomSampler) or loader.batch_size is None:
@@ -48,7 +59,24 @@ def _seen(loader: Any) -> list[int] | None:
     length = len(loader.dataset)  # type: ignore[arg-type]
     if len(loader.sampler) != length or getattr(loader.sampler, "replacement", False):  # type: ignore[arg-type]  # ranks may draw others
         return None
-    before = rng.states()
-    sample = read_twice(loader.dataset, 0) if length else None
-    rng.put_back(before)
+    sample = _first(loader.dataset) if length else None
     return None if sample is None else [length, sample]
+
+
+def _first(dataset: Any) -> int | None:
+    before = rng.states()
+    try:
+        return read_twice(dataset, 0)
+    finally:
+        rng.put_back(before)
+
+
+def _part(dataset: Any) -> list[int] | None:
+    """[length, checksum] of a dataset whose samples are at hand; None of any other, which is not read before its turn."""
+    if type(dataset) is Subset:
+        found = checksum(list(dataset.indices))
+    elif type(dataset) is TensorDataset or hasattr(dataset, "_fingerprint"):  # or a table of the library datasets
+        found = _first(dataset) if len(dataset) else 0
+    else:
+        return None
+    return None if found is None else [len(dataset), found]

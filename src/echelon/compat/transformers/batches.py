@@ -15,7 +15,7 @@ from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchE
 from echelon.contracts.numbers import whole
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
-from echelon.data.stream import StreamLoader
+from echelon.data.stream import StreamLoader, is_divided
 from echelon.world import rng
 
 __all__ = ["Counted", "columns_of", "default_collator", "loader_of"]
@@ -60,7 +60,9 @@ def loader_of(
     }
     size = each * data_ranks * accumulation
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        return StreamLoader(dataset, size, shards=None if hasattr(dataset, "set_place") else "stride", **given)
+        return StreamLoader(
+            dataset, size, shards=None if hasattr(dataset, "set_place") or is_divided(dataset) else "stride", **given
+        )
     shuffles = trains and args.train_sampling_strategy != "sequential"
     if len(dataset) < size and (shuffles or given["tail"] == "drop"):
         phase = "train" if trains else "eval"
