@@ -507,6 +507,44 @@ def test_for_each_row_of_jobs_slurm_is_asked_once(fake_slurm: Path, tmp_path: Pa
     assert len(list(fake_slurm.glob("scontrol.*"))) == 3
 
 
+EXPIRED = "srun: error: Task launch for StepId=7.0 failed on node n2: Job credential expired\n"
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_start_that_never_ran_is_queued_again_once_with_what_srun_said(tmp_path: Path, meets: bool) -> None:
+    """Of all nodes, or of one, for which the first waited."""
+    run = RunDir.create(tmp_path, "r", begin=False)
+    write_spec(run, JobSpec("train.py", ranks=2, nodes=2), launcher="slurm", id="7")
+    codes = []
+    for start in range(3):
+        if meets:
+            listener = nodes.meet(run, f"7.{start}", 0, ["localhost"] * 2).listener
+            assert listener is not None
+            listener.close()
+        with open(run.path / "job" / "output.log", "a") as output:
+            output.write(EXPIRED.replace("n2", f"n{start}"))
+        codes.append(conclude(run, 1, f"7.{start}", requeues=True))
+        stopped = str((read_json(RunDir(run.path, start).exit_json) or {})["stopped"])
+        assert f"failed on node n{start}: Job credential expired" in stopped and "out of memory" not in stopped
+        with open(run.path / "job" / "output.log", "a") as output:
+            output.write(f"echelon: {stopped}\n")
+    assert codes == [75, 1, 75]  # the third is somebody's who has submitted it again
+
+
+@pytest.mark.parametrize("how", ["ran", "refused", "fine", "cancelled"])
+def test_a_start_that_ran_or_was_refused_is_not_queued_again(tmp_path: Path, how: str) -> None:
+    run = _ends(tmp_path, "r", {"exit_code": 0} if how == "fine" else None, None)
+    (run.path / "job" / "output.log").write_text("srun: error: n2: task 1: Killed\n")
+    if how == "ran":
+        RunDir(run.path).log(2).touch()
+    elif how == "refused":
+        refuse(run, "7.0", 1, "n2 does not find train.py")
+    elif how == "cancelled":
+        (run.path / "job" / "cancelled").touch()
+    assert conclude(run, 137, "7.0", requeues=True) == (143 if how == "cancelled" else 137)
+    assert how == "refused" or "n2: task 1: Killed" in str((read_json(RunDir(run.path).exit_json) or {})["stopped"])
+
+
 def test_the_state_of_a_job_that_slurm_has_forgotten_is_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _ends(tmp_path, "r", {}, {})
     monkeypatch.setattr(commands, "ask", lambda job: (None, ""))

@@ -6,6 +6,7 @@ It also decides whether the job is to be started again: the exit code is 75 then
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ from typing import Any
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.events import read_lines
+from echelon.contracts.files import read_end
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import printable, say
+from echelon.contracts.terminal import one_line, printable, say
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import write_exit
@@ -30,6 +32,9 @@ __all__ = ["conclude", "refuse"]
 
 # So many starts in a row that end where the first began are enough: a limit shorter than one update, say.
 _STARTS_IN_VAIN = 3
+_NEVER_RAN = "no rank was started"
+_OF_SRUN = re.compile(r"^srun: error: (.{1,300})", re.MULTILINE)
+_MOST_WORDS, _LAST_BYTES = 3, 1 << 12
 
 
 def refuse(run: RunDir, start: str, node: int, why: str) -> None:
@@ -37,7 +42,15 @@ def refuse(run: RunDir, start: str, node: int, why: str) -> None:
     write_json(_refusals(run, start) / f"refused-{start}.node{node}.json", {"host": socket.gethostname(), "why": why})
 
 
-def conclude(run: RunDir, code: int, start: str, sha256: str | None = None, given: JobSpec | None = None) -> int:
+def conclude(
+    run: RunDir,
+    code: int,
+    start: str,
+    sha256: str | None = None,
+    given: JobSpec | None = None,
+    *,
+    requeues: bool = False,
+) -> int:
     """Write exit.json for all nodes and name the first failure. Returns the job's exit code; 75 asks for one more start.
 
     Args:
@@ -45,6 +58,7 @@ def conclude(run: RunDir, code: int, start: str, sha256: str | None = None, give
         start: names this start of the job, as `launcher.cluster.node.start_of` does.
         sha256: of the folder's job.json.
         given: what was run, where that did not come through the folder.
+        requeues: a start in which no rank was started, for no reason that our own launchers know, is worth one more.
     """
     spec = given or read_spec(run, sha256)[0]
     said = meeting_record(meeting_path(run, start))
@@ -52,11 +66,14 @@ def conclude(run: RunDir, code: int, start: str, sha256: str | None = None, give
         f"{r['host']}: {r['why']}" for p in sorted(_refusals(run, start).glob(f"refused-{start}.*")) if (r := refusal_record(p))
     ]
     if said is None:
-        why = "; ".join(dict.fromkeys(whys)) or f"no node came so far as to begin (exit code {code}); see the lines above"
+        why = "; ".join(dict.fromkeys(whys)) or f"{_NEVER_RAN} (exit code {code}): {_words_of_srun(run) or 'see the lines above'}"
         say(why)
         # Whoever has the folder meanwhile, its attempts are not ours to number.
         with contextlib.suppress(UsageError), run.submitting():
-            write_exit(run.next_attempt().exit_json, code or 1, stopped=why)
+            here = run.next_attempt()
+            write_exit(here.exit_json, code or 1, stopped=why)
+            if requeues and not whys:
+                return _once_more(here, code or 1, why)
         return code or 1
     began = said["attempt"]
     newest = max((int(p.name) for p in run.attempts()), default=began)  # the group was started again by itself
@@ -67,7 +84,38 @@ def conclude(run: RunDir, code: int, start: str, sha256: str | None = None, give
             ended = _merge(here, spec.nodes, spec.ranks * spec.nodes, said["nodes"], code, whys, quiet=attempt < newest)
         else:
             ended = _of_one_node(here, code, whys)
+    here = RunDir(run.path, newest)
+    if requeues and not whys and ended not in (0, REQUEUE) and newest == began and _never_ran(here, spec.nodes):
+        return _once_more(here, ended, (exit_record(here.exit_json) or {}).get("stopped") or "")
     return _again(RunDir(run.path, newest), ended)
+
+
+def _never_ran(here: RunDir, nodes: int) -> bool:
+    """Whether no rank began: each makes its log first. A node that says that all is well did run what there was to run."""
+    ends = [exit_record(path) for path in (here.exit_json, *map(here.node_exit, range(nodes)))]
+    return not any(here.attempt_path.glob("rank*.log")) and not any(end and end["exit_code"] == 0 for end in ends)
+
+
+def _once_more(here: RunDir, code: int, why: str) -> int:
+    """The exit code of a start without ranks: 75, unless the one before had none either."""
+    before = exit_record(RunDir(here.path, here.attempt - 1).exit_json) if here.attempt else None
+    if before and before["exit_code"] == REQUEUE and str(before.get("stopped")).startswith(_NEVER_RAN):
+        say("the start before came no further: not started again")
+        return code
+    if not why.startswith(_NEVER_RAN):
+        why = f"{_NEVER_RAN}: {why}"
+    write_exit(here.exit_json, REQUEUE, stopped=why)
+    return _again(here, REQUEUE)
+
+
+def _words_of_srun(run: RunDir) -> str:
+    """What it said last, in the job's output; empty if it said nothing."""
+    try:
+        text = read_end(run.path / "job" / "output.log", _LAST_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    since = text.rpartition(_NEVER_RAN)[2]  # of a start before
+    return one_line("; ".join(list(dict.fromkeys(_OF_SRUN.findall(since)))[-_MOST_WORDS:]))
 
 
 def _again(here: RunDir, code: int) -> int:
@@ -103,7 +151,8 @@ def _of_one_node(here: RunDir, code: int, whys: Sequence[str]) -> int:
     ended = exit_record(here.exit_json)
     if ended is not None:
         return int(ended["exit_code"])
-    why = "; ".join(whys) or f"the launcher ended without a word (exit code {code}): was it killed, or out of memory?"
+    said = _words_of_srun(here)
+    why = "; ".join(whys) or f"the launcher ended without a word (exit code {code}): {said or 'was it killed, or out of memory?'}"
     say(why)
     write_exit(here.exit_json, code or 1, stopped=why)
     return code or 1
@@ -118,9 +167,8 @@ def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, wh
     stopped = next((str(end["stopped"]) for end in ends.values() if end and end.get("stopped")), None)
     hangs = [hang["after_s"] for end in ends.values() if end and (hang := end.get("hang"))]
     if not failures and silent:
-        stopped = "; ".join(whys) or (
-            f"the launcher on {', '.join(silent)} ended without a word (exit code {code}): was the node lost, or out of memory?"
-        )
+        said = _words_of_srun(here) or "was the node lost, or out of memory?"
+        stopped = "; ".join(whys) or f"the launcher on {', '.join(silent)} ended without a word (exit code {code}): {said}"
         code = code or 1
     elif not failures:
         codes = [int(end["exit_code"]) for end in ends.values() if end]

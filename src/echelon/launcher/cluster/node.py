@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     run, start = RunDir(arguments.run), start_of(os.environ, arguments.spec_sha256)
     try:
         if arguments.conclude is not None:
-            return conclude(run, arguments.conclude, start, arguments.spec_sha256)
+            return conclude(run, arguments.conclude, start, arguments.spec_sha256, requeues=True)
         task, spec = arguments.task, arguments.spec_sha256
         return run_node(run, os.environ, arguments.call_sha256, task, start=start, spec_sha256=spec)
     except EchelonError as error:
