@@ -10,8 +10,10 @@ import torch
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.metrics import MeanOfAPhase
 from echelon.loop.parts_check import check_parts
+from echelon.loop.standing_in import standing_in
 from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, TestUnit
+from echelon.parallel.prepared import NO_CONTEXT
 
 if TYPE_CHECKING:
     from echelon.loop.state import PhaseState, State
@@ -56,7 +58,7 @@ class AutoEvalUnit(AutoPredictUnit[T], EvalUnit[T], TestUnit[T]):
         compute = partial(self._compute, state, weight)
         if self.prepared.takes_windows:
             compute = partial(self.through_stages, state, compute)
-        with self.autocast():
+        with self.autocast(), NO_CONTEXT if counts else standing_in(self):
             loss, outputs = self.prepared.forward(data, compute)
         if counts:
             self._evaluation.mean.update(loss, weight)

@@ -26,6 +26,7 @@ from echelon.loop.loss import problem_with
 from echelon.loop.parts_check import check_parts
 from echelon.loop.pieces import in_order, of_all, together
 from echelon.loop.samples import samples_of, tell_of_doubts
+from echelon.loop.standing_in import explain_one_sample, standing_in, uncounted
 from echelon.loop.state import step_under_way
 from echelon.parallel import gradients
 from echelon.parallel.micro_batch import MicroBatch
@@ -137,10 +138,15 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
             for micro_batch in micro_batches:
                 if clock.running is not None:
                     clock.running.enter(FORWARD)
-                made.append(self._forward_backward(state, micro_batch))
+                if micro_batch.is_padding:
+                    with standing_in(self):
+                        made.append(self._forward_backward(state, micro_batch))
+                else:
+                    made.append(self._forward_backward(state, micro_batch))
                 losses.append(window.latest_loss)
-        except BaseException:
+        except BaseException as error:
             self._exit_window()
+            explain_one_sample(error)
             raise
         loss = losses[0] if len(losses) == 1 else together(losses, micro_batches)
         outputs = made[0] if len(made) == 1 else of_all(made, micro_batches)
@@ -169,7 +175,7 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         steps, self._held = self._held, []
         every = [micro_batch for step in steps for micro_batch in step]
         with self.prepared.window():
-            forward = partial(self.through_stages, state, partial(self._forward, state))
+            forward = partial(self.through_stages, state, partial(self._forward_in_stages, state))
             clock.enter(Part.STEP)  # in any order
             made = iter(self.prepared.forward_backward_window(every, forward, partial(self._backward, state)))
         if self._reduces:
@@ -205,7 +211,7 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         if isinstance(weight, torch.Tensor):
             # Whole numbers in float32 end at 16 million; waiting for a CPU costs nothing.
             weight = float(weight) if weight.device.type == "cpu" else weight.double()
-        return MicroBatch(piece, weight, is_last)
+        return MicroBatch(piece, weight, is_last, is_padding)
 
     def _forward_backward(self, state: State, micro_batch: MicroBatch[T]) -> Any:
         """With the window's last, gradients are summed up over the ranks. Returns the outputs."""
@@ -222,6 +228,12 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         if bitwise is not None:
             bitwise.add(last=last)
         return outputs
+
+    def _forward_in_stages(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
+        if not micro_batch.is_padding:
+            return self._forward(state, micro_batch)
+        with uncounted(self):
+            return self._forward(state, micro_batch)
 
     def _forward(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
         if self._routers is not None:

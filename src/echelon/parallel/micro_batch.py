@@ -19,8 +19,10 @@ class MicroBatch(Generic[T]):
         data: a batch as the loader gave it, on the device; or a piece of one.
         weight: what it counts in the mean over the global batch: a number, or a 0-dim tensor on the device.
         is_last: of its window; the update follows.
+        is_padding: it stands in for a batch without samples.
     """
 
     data: T
     weight: Any
     is_last: bool
+    is_padding: bool = False

@@ -8,6 +8,8 @@ Communication: two all-reduces of one number per channel in the forward, two in 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 
 from echelon.world.agree import is_joined
 
-__all__ = ["HostSyncBatchNorm", "LocalBatchNorm", "on_host", "revert_sync_batchnorm", "sync_batchnorm"]
+__all__ = ["HostSyncBatchNorm", "LocalBatchNorm", "on_host", "revert_sync_batchnorm", "sync_batchnorm", "without_rows"]
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -89,6 +91,55 @@ def sync_batchnorm(module: nn.Module, device: torch.device, group: dist.ProcessG
             if group is not None:
                 layer.process_group = group  # type: ignore[assignment]
     return module
+
+
+class _StandIn(nn.Module):
+    """Of a synchronised batch norm while its rank has no samples: it meets the other ranks with no rows, and takes the running
+    statistics for its own.
+    """
+
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not (self.training or self.running_mean is None):
+            usual: torch.Tensor = super().forward(input)
+            return usual
+        mean, var = self.running_mean, self.running_var
+        if mean is None or var is None:
+            mean, var = input.new_zeros(input.shape[1]), input.new_ones(input.shape[1])
+        before = mean.clone(), var.clone()  # autograd keeps them, and the ranks' meeting moves them
+        meets = is_joined() and dist.get_world_size(getattr(self, "process_group", None)) > 1
+        nothing = super().forward(input[:0]) if meets else input[:0]
+        own: torch.Tensor = nn.functional.batch_norm(input, *before, self.weight, self.bias, training=False, eps=self.eps)
+        nothing_of_it: torch.Tensor = nothing.sum()
+        return own + nothing_of_it  # so that the ranks meet in the backward pass, too
+
+
+@contextlib.contextmanager
+def without_rows(module: nn.Module) -> Iterator[None]:
+    """Around a forward and backward pass of a rank without samples, which computes any: batch norm does not take them in.
+
+    Synchronised layers meet all the same. Others work as in an evaluation, of which one row is enough.
+    """
+    synchronised: list[Any] = [m for m in module.modules() if isinstance(m, (nn.SyncBatchNorm, HostSyncBatchNorm))]
+    kinds = [type(m) for m in synchronised]
+    every = (m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)))
+    own = [m for m in every if m.training and not isinstance(m, HostSyncBatchNorm)]
+    try:
+        for layer, kind in zip(synchronised, kinds, strict=True):
+            layer.__class__ = type(kind.__name__, (_StandIn, kind), {})
+        for layer in own:
+            layer.training = False
+        yield
+    finally:
+        for layer, kind in zip(synchronised, kinds, strict=True):
+            layer.__class__ = kind
+        for layer in own:
+            layer.training = True
 
 
 def on_host(module: nn.Module) -> None:

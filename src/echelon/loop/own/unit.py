@@ -117,7 +117,7 @@ class LoopUnit(AutoUnit[Any]):
             weight = float(weight) if weight.device.type == "cpu" else weight.double()
         if window.reference is None:
             window.estimate(0 if prepared.is_replica else weight, over_ranks=self._reduces)
-        micro_batch = MicroBatch(data, weight, ends_window)
+        micro_batch = MicroBatch(data, weight, ends_window, step.is_padding)
         if state.recorder is not None and state.recorder.counts_flops:
             state.recorder.count_flops(self, [micro_batch])
         if window.count == 1 and (around := prepared.window()) is not NO_CONTEXT:

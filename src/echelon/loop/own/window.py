@@ -12,6 +12,7 @@ from echelon.contracts.errors import LossError, UsageError
 from echelon.contracts.numbers import number
 from echelon.loop.loss import problem_with
 from echelon.loop.own.unit import LoopUnit
+from echelon.loop.standing_in import explain_one_sample, standing_in
 from echelon.loop.state import State
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
@@ -74,6 +75,8 @@ class OwnWindow:
         accumulates = unit.prepared.accumulate(unit.reduces(self._micro_batch))
         explains = unit.prepared.explaining()
         self._contexts = (explains, accumulates) if unit.computes.dtype is None else (explains, unit.autocast(), accumulates)
+        if self._micro_batch.is_padding:
+            self._contexts = (standing_in(unit), *self._contexts)
         for context in self._contexts:
             context.__enter__()
         enter(Part.FORWARD)
@@ -85,6 +88,8 @@ class OwnWindow:
         try:
             for context in reversed(self._contexts):
                 context.__exit__(kind, error, trace)
+            if error is not None:
+                explain_one_sample(error)
         finally:
             if error is not None:
                 self._session.failed(error)
