@@ -477,10 +477,32 @@ class Forgets(Regression):
 
 def test_an_auxiliary_loss_that_nobody_added_is_named() -> None:
     unit = Forgets(module=Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double())
-    with pytest.raises(UsageError, match=r"blocks\.0\.1: balance='auxiliary' must be in the loss.*auxiliary_loss"):
+    with pytest.raises(UsageError, match=r"blocks\.0\.1: balance='auxiliary' must be in the loss .*auxiliary_loss"):
         ech.train(unit, [batch(4, 0)], max_epochs=1)
     with pytest.raises(UsageError, match=r"must have an echelon\.MoE with balance='auxiliary', got none"):
         ech.auxiliary_loss(nn.Linear(1, 1))
+
+
+class ForgetsOnOne(Regression):
+    """With the auxiliary loss on rank 0."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        loss, out = super().compute_loss(state, data)
+        return (loss + ech.auxiliary_loss(self.module) if self.prepared.dp_rank == 0 else loss), out
+
+
+def _forgotten_on_one(strategy: str) -> str:
+    torch.manual_seed(0)
+    module = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double()
+    with pytest.raises(UsageError) as caught:
+        ech.train(ForgetsOnOne(module=module, strategy=strategy), [batch(4, seed) for seed in range(3)], max_epochs=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ep=2"])
+def test_an_auxiliary_loss_that_one_rank_forgets_is_told_on_all(ranks: Ranks, strategy: str) -> None:
+    first, second = ranks(2, _forgotten_on_one, strategy)
+    assert first == second and "must be in the loss of every rank" in first
 
 
 def test_router_statistics_are_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

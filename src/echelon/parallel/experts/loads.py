@@ -3,7 +3,7 @@
 A layer counts in its backward pass, once for each micro-batch, so that nothing counts twice when activations are computed
 again, and evaluations do not count. A micro-batch of weight 0 (padding, where other ranks have more batches) does not, either.
 
-Communication: one all-reduce after each update of (experts + 2) float64 numbers a layer, for all layers together.
+Communication: one all-reduce after each update of (experts + 3) float64 numbers a layer, for all layers together.
 """
 
 from __future__ import annotations
@@ -119,30 +119,35 @@ class Routers:
             device = router.gate.weight.device
             size = router.num_experts + 2
             counted = router.seen.counted if router.seen.counted is not None else torch.zeros(size, dtype=torch.float64)
-            rows.append(counted.to(device))
+            rows.append(torch.cat([counted, counted.new_full((1,), _lacks_loss(router))]).to(device))
         flat = torch.cat(rows)
         for group in self._groups:
             dist.all_reduce(flat, group=group)
         parts = flat.split([len(row) for row in rows])
         for (name, router), total in zip(self._routers.items(), parts, strict=True):
-            _check_added(name, router)
+            if router.balance == "auxiliary" and total[-1]:
+                raise _not_added(name)
             router.seen.forget()
-            router.seen.latest = total
-            _balance(router, total[:-2])
-        self._measures = _measures(parts)
+            router.seen.latest = total[:-1]
+            _balance(router, total[:-3])
+        self._measures = _measures([part[:-1] for part in parts])
 
     def measures(self) -> dict[str, Any]:
         """Of the latest update: 0-dim tensors, by the names of metrics.jsonl."""
         return self._measures
 
 
-def _check_added(name: str, router: Router) -> None:
+def _lacks_loss(router: Router) -> bool:
+    """Whether this rank's losses of the update do not have the router's. Others' may: all are told."""
     trained = router.gate.weight.requires_grad and router.seen.counted is not None
-    if router.balance == "auxiliary" and trained and not router.seen.was_added:
-        raise UsageError(
-            f"{name or 'MoE'}: balance='auxiliary' must be in the loss, and no backward pass has reached it. Return "
-            "loss + echelon.auxiliary_loss(self.module) from compute_loss, or take balance='loss_free'."
-        )
+    return router.balance == "auxiliary" and trained and not router.seen.was_added
+
+
+def _not_added(name: str) -> UsageError:
+    return UsageError(
+        f"{name or 'MoE'}: balance='auxiliary' must be in the loss of every rank, and no backward pass of one has reached it. "
+        "Return loss + echelon.auxiliary_loss(self.module) from compute_loss, or take balance='loss_free'."
+    )
 
 
 def _balance(router: Router, choices: torch.Tensor) -> None:
