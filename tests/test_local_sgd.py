@@ -186,6 +186,30 @@ def _resume(folder: Path, step: int, strategy: Any, steps: int) -> dict[str, tor
     return _parameters(unit.module)
 
 
+class Uneven(Unit):
+    """Weighs its batches unlike the other worker, and each unlike the one before."""
+
+    def weight(self, data: Any) -> float:
+        return float(data[0].abs().sum())
+
+
+def _uneven(folder: Path, step: int, strategy: Any) -> dict[str, torch.Tensor]:
+    unit, loader = Uneven(module=net(0), strategy=strategy, optimizer="AdamW"), ech.Loader(DATA, 8, seed=1)
+    if step:
+        ech.DistributedCheckpointSaver.restore(str(folder / f"step-{step:08d}"), unit, train_dataloader=loader)
+    saver = [] if step else [ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=1)]
+    ech.train(unit, loader, max_steps=8, callbacks=saver)
+    return _parameters(unit.module)
+
+
+@pytest.mark.parametrize("strategy", [ech.LocalSGDStrategy(every=3), ech.DiLoCoStrategy(every=3)], ids=["average", "diloco"])
+def test_workers_that_weigh_differently_resume_bit_equal(ranks: Ranks, tmp_path: Path, strategy: Any) -> None:
+    want = ranks(2, _uneven, tmp_path, 0, strategy)[0]
+    for step in (2, 4, 7):
+        for got in ranks(2, _uneven, tmp_path, step, strategy):
+            assert all(torch.equal(got[n], want[n]) for n in got), step
+
+
 @pytest.mark.parametrize("strategy", [ech.LocalSGDStrategy(every=3), ech.DiLoCoStrategy(every=3)], ids=["average", "diloco"])
 def test_a_resumed_run_is_bit_equal_at_any_step(ranks: Ranks, tmp_path: Path, strategy: Any) -> None:
     """Between two meetings, at one, and with the meeting at the end; saving changes nothing."""

@@ -99,6 +99,11 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
                 del vars(inner)["module"]
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        if not last and self.module.static_graph:
+            raise UsageError(
+                "static_graph must be False where gradients are accumulated, got True: torch counts the first backward pass for "
+                "all that follow, and reduces none that comes later. Leave static_graph out, or take every batch for an update."
+            )
         trained = [p.requires_grad for p in self._in_buckets]
         self._of_window = list(map(or_, self._of_window, trained)) if self._of_window else trained
         self._alone = []

@@ -88,6 +88,7 @@ def parallelize(
         if device.type == "cpu":
             on_host(module)
         chosen = chosen or NOOPStrategy()
+        _refuse_lazy(module, chosen)
         convert(module, float8, chosen.name)
         prepared = _prepared(module, chosen, world, recipe)
         scales_after_step(prepared, float8)
@@ -104,6 +105,17 @@ def parallelize(
     given.adopt()
     given.find_replicas()
     return given
+
+
+def _refuse_lazy(module: nn.Module, chosen: Strategy) -> None:
+    if isinstance(chosen, NOOPStrategy):
+        return
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(
+                f"{type(module).__name__}.{name} has no shape before a first batch (a lazy module), so strategy {chosen.name!r} "
+                "cannot make it parallel. Call the module on one batch first, on all ranks, or give its layers their sizes."
+            )
 
 
 def _prepared(module: nn.Module, strategy: Strategy, world: World, recipe: Recipe) -> Prepared[Any]:

@@ -30,6 +30,7 @@ __all__ = ["SAME", "SameCalls"]
 
 SAME = (0.0, 0.0)  # of a module whose ranks need not do the same
 _BITS = 18  # the squares of 2 ** 14 ranks are whole numbers of float64 then
+_REMEMBERED = 10_000  # calls by their blocks; a text that a model writes token by token makes millions
 _REMEDY = (
     "Let all ranks draw what they leave out from generators with one seed, and use a layer that counts on some of them on all, "
     "its output times 0 elsewhere; or train under 'ddp'."
@@ -54,7 +55,8 @@ class SameCalls:
         named = [(n, p) for n, p in plain_names(module) if is_split(p) and p not in experts]
         self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
         self._now: list[int] = []
-        self._ungraded: list[int] = []  # calls without gradients since the latest window or evaluation
+        self._ungraded: list[int] = []  # the first calls without gradients since the latest window or evaluation
+        self._beyond = 0  # a checksum of those that followed
         self._calls: list[int] | None = None
         self._without: list[bool] = []  # by parameter, whether it had no gradient after the latest window
         self._looked_after = 0  # which update, from 0
@@ -63,7 +65,12 @@ class SameCalls:
 
     def _noting(self, number: int) -> Any:
         def note(part: nn.Module, args: Any) -> None:
-            (self._now if torch.is_grad_enabled() else self._ungraded).append(number)
+            if torch.is_grad_enabled():
+                self._now.append(number)
+            elif len(self._ungraded) < _REMEMBERED:
+                self._ungraded.append(number)
+            else:
+                self._beyond = zlib.crc32(number.to_bytes(4, "little"), self._beyond)
 
         return note
 
@@ -71,6 +78,7 @@ class SameCalls:
         """Of the window under way, before its last backward pass: a number for what this rank has done, and its square."""
         calls, self._now = self._now, []
         self._ungraded.clear()
+        self._beyond = 0
         if calls != self._calls or self.has_news:
             self._calls, self.has_news = calls, True
             self._said = self._number()
@@ -96,8 +104,9 @@ class SameCalls:
         Raises:
             RanksDisagreeError: on every rank: they have called other blocks.
         """
-        calls, self._ungraded = self._ungraded, []
-        if not agree.is_same(calls):
+        calls, beyond = self._ungraded, self._beyond
+        self._ungraded, self._beyond = [], 0
+        if not agree.is_same([calls, beyond]):
             self._compare_calls(agree.gather([self._blocks[at] for at in calls]), "the evaluation", "Its numbers are wrong.")
 
     def check(self, told: Sequence[float], update: int) -> None:

@@ -79,6 +79,11 @@ def meaning(module: nn.Module, text: str) -> str | None:
             f"compute_loss asks for a gradient of what {name} gives, by what goes into it: in a pipeline another stage has that. "
             "Train without pp."
         )
+    if "RegisterPostBackward" in text and "inplace" in text:
+        return (
+            f"{name} or a block of it changes in place what it is given (x += ..., nn.ReLU(inplace=True) at its beginning), "
+            "which cannot be where blocks are sharded one by one. Let it make a new tensor (x = x + ...); or train under 'ddp'."
+        )
     if "mixed torch.Tensor and DTensor" in text or "on inputs with different meshes" in text:
         said = (
             f"the loss must come from a call of {name} itself: its parameters are split over the ranks, and are put together in "

@@ -62,6 +62,8 @@ def take(
         "metrics": {name: share_of(metric) for name, metric in metrics.items()},
         **(more or {}),
     }
+    if (reference := restoring.own_reference(unit)) is not None:
+        own["reference"] = {"window": reference}
     for name, prepared in unit.prepared_modules().items():
         for key, value in prepared.extras().items():
             own.setdefault(key, {})[name] = value

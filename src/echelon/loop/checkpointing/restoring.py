@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -33,7 +34,7 @@ __all__ = ["BY_RANK", "chosen_of", "differs_by_rank", "restore", "restore_first"
 logger = logging.getLogger(__name__)
 
 # Of what a rank writes for itself: what is not a strategy's.
-_OWN = ("streams", "metrics", "train_dataloader", "eval_dataloader", "predict_dataloader")
+_OWN = ("streams", "metrics", "reference", "train_dataloader", "eval_dataloader", "predict_dataloader")
 
 
 def restore_first(
@@ -192,6 +193,21 @@ def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
     return own
 
 
+def own_reference(unit: Unit) -> float | None:
+    """What the updates of a worker that trains by itself are started with: its own latest weight; None of other units."""
+    alone = getattr(getattr(unit, "prepared", None), "works_alone", False)
+    found: float | None = unit.window.reference if alone else None  # type: ignore[attr-defined]
+    return found
+
+
+def _take_reference(path: Location, saved: Any, unit: Unit) -> None:
+    value = saved.get("window") if isinstance(saved, dict) else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise CheckpointCorruptError(f"{path} holds a weight of a worker's latest update that is no number above 0.")
+    if getattr(getattr(unit, "prepared", None), "works_alone", False):
+        unit.window.reference = float(value)  # type: ignore[attr-defined]
+
+
 def _is_extra(key: str, value: Any) -> bool:
     """A list of text; what a worker has of its own is checked where it is loaded."""
     if key == "worker":
@@ -211,6 +227,8 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
         for name, metric in unit.tracked_metrics().items():
             if metrics and name in own["metrics"]:
                 load_share(metric, own["metrics"][name])
+        if "reference" in own:
+            _take_reference(path, own["reference"], unit)
         for name, prepared in unit.prepared_modules().items():
             prepared.load_extras({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
     elif isinstance(unit, TrainUnit):

@@ -182,7 +182,7 @@ def evaluating(prepared: Any) -> Iterator[None]:
     session = Session.of(prepared, "echelon.evaluating(...)")
     unit = session.unit
     unit.prepared.before_evaluation()
-    with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast():
+    with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast(), unit.prepared.explaining():
         yield
     unit.prepared.reshard()
     if unit.prepared.calls is not None:
