@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.saved_parts import tell_when_optimizer_is_pickled
 from echelon.parallel.shards import is_split, whole
 from echelon.parallel.split_errors import explain_step
 
@@ -40,6 +41,7 @@ def step_by_kind(optimizer: torch.optim.Optimizer) -> None:
         )
     if optimizer not in _handled:
         _handled[optimizer] = _Split(optimizer)
+        tell_when_optimizer_is_pickled(optimizer)
 
 
 class _Split:

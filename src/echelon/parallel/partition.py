@@ -24,6 +24,7 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.registry import imported
+from echelon.parallel.saved_parts import tell_when_optimizer_is_pickled
 from echelon.world import agree
 
 __all__ = ["Partition", "assign", "is_zero_redundancy", "parameter_groups", "parameters_of"]
@@ -116,6 +117,8 @@ class Partition:
         # The optimizer's own would leave the gradients of what others own.
         optimizer.zero_grad = partial(_zero_grad, self)  # type: ignore[method-assign]
         Partition._all[optimizer] = self
+        if self._size > 1 and what.startswith("strategy"):  # others consolidate what they give
+            tell_when_optimizer_is_pickled(optimizer)
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> Partition | None:

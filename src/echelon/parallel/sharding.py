@@ -38,6 +38,7 @@ from echelon.parallel.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.same_calls import SameCalls
 from echelon.parallel.same_gradients import SameGradients
+from echelon.parallel.saved_parts import tell_when_module_is_pickled
 from echelon.parallel.second_derivatives import refuse_second_derivatives
 from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
 from echelon.parallel.split_errors import explained, gathers_in
@@ -267,6 +268,7 @@ def shard(
     Buffers.keep_equal(module, groups)
     refuse_second_derivatives(module)
     take_whole_states(module)
+    tell_when_module_is_pickled(module)
     prepared = made(module, world, axes_of(how.mesh))
     if precision is not None and decides(precision, how.root_policy or how.policy):
         always_under_autocast(module, precision, world.device)

@@ -1,0 +1,95 @@
+"""State dicts that hold a rank's part of a model say so when they are pickled, as `torch.save` does.
+
+The file would have a part of the weights, or of the optimizer's state, under the names of the whole. torch's own checkpoints,
+which understand parts, pickle none; nor does `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.parallel.names import class_name
+
+__all__ = ["tell_when_module_is_pickled", "tell_when_optimizer_is_pickled"]
+
+logger = logging.getLogger(__name__)
+
+_OF_MODULE = (
+    "%s.state_dict() holds this rank's shards, and is being pickled, as by torch.save. On all ranks call "
+    "get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
+    "torch.distributed.checkpoint.state_dict, and save on rank 0 what it gives; or let checkpoints= or a "
+    "DistributedCheckpointSaver save the run (echelon ckpt export takes weights from there)"
+)
+_OF_OPTIMIZER = (
+    "%s.state_dict() holds the state of this rank's part of the parameters, and is being pickled, as by torch.save. Let "
+    "checkpoints= or a DistributedCheckpointSaver save the run, which keeps the whole"
+)
+
+
+def tell_when_module_is_pickled(module: nn.Module) -> None:
+    """Of a module that is split over the ranks: one warning for what its `state_dict()` gives."""
+    tell = _once(_OF_MODULE, class_name(module))
+
+    def mark(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        if not prefix and type(state) is OrderedDict:
+            vars(state)["__reduce_ex__"] = _Reduced(state, tell)
+
+    module.register_state_dict_post_hook(mark)
+
+
+def tell_when_optimizer_is_pickled(optimizer: torch.optim.Optimizer) -> None:
+    """Likewise, of an optimizer whose state is divided."""
+    tell = _once(_OF_OPTIMIZER, type(optimizer).__name__)
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: _Part(state, tell))
+
+
+def _once(text: str, name: str) -> Callable[[], None]:
+    told = False
+
+    def tell() -> None:
+        nonlocal told
+        if not told:
+            told = True
+            logger.warning(text, name)
+
+    return tell
+
+
+class _Reduced:
+    """Pickles an ordered dict as torch's own does, and tells. Pickling asks an object for this by its attributes."""
+
+    def __init__(self, state: OrderedDict[str, Any], tell: Callable[[], None]) -> None:
+        self._state, self._tell = weakref.ref(state), tell
+
+    def __call__(self, protocol: int) -> Any:
+        self._tell()
+        state = self._state()
+        assert state is not None
+        more = {name: value for name, value in vars(state).items() if name != "__reduce_ex__"}
+        return OrderedDict, (), more or None, None, iter(state.items())
+
+    def __deepcopy__(self, memo: Any) -> _Reduced:
+        return self
+
+
+class _Part(dict[str, Any]):
+    """An optimizer's."""
+
+    def __init__(self, state: dict[str, Any], tell: Callable[[], None]) -> None:
+        super().__init__(state)
+        self._tell = tell
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._tell()
+        return dict, (), None, None, iter(self.items())
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
