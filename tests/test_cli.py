@@ -618,6 +618,10 @@ OK = "print('ran')"
         (["run", "--ranks", "-2", "ok.py"], ["ranks must be at least 1", "got -2"]),
         (["run", "--ranks", "two", "ok.py"], ["'two'", "auto"]),
         (["run", "--ranks", "2.5", "ok.py"], ["'2.5'", "auto"]),
+        (["run", "--ranks", "1_0", "ok.py"], ["'1_0'", "auto"]),
+        (["run", "--ranks", "٣", "ok.py"], ["'٣'", "auto"]),
+        (["run", "--ranks", "1000000", "ok.py"], ["ranks must be at most", "got 1000000"]),
+        (["run", "--runs", "", "ok.py"], ["--runs", "got ''"]),
         (["run", "--name", "../up", "ok.py"], ["../up", "characters"]),
         (["run", "--name", "-x y", "ok.py"], ["-x y", "characters"]),
         (["run", "--name", "a\nb", "ok.py"], ["a\\nb"]),
@@ -698,6 +702,52 @@ def test_a_script_from_a_substitution_of_the_shell_is_refused(tmp_path: Path, fo
 def test_a_script_without_a_statement_is_mentioned(started: Started) -> None:
     _, err = started.run("--ranks", "1", started.script("# not yet\n")).communicate(timeout=50)
     assert b"is empty, so nothing runs" in err
+
+
+def test_a_report_takes_the_place_of_no_device_and_no_stream(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.create(started.folder, "a")
+    os.mkfifo(started.folder / "fifo")
+    for place in ("/dev/stdout", "/proc/self/fd/1", str(started.folder / "fifo"), str(started.folder)):
+        assert main(["report", str(run.path), "--output", place]) == 2
+        assert "--output must be a file" in capsys.readouterr().err
+    assert not os.path.isfile(started.folder / "fifo")
+
+
+def test_a_tilde_that_the_shell_left_is_the_home_folder(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = started.run("--ranks", "1", "--runs=~/kept", "--name", "a", started.script(OK), env={"HOME": str(started.folder)})
+    done.communicate(timeout=50)
+    assert (started.folder / "kept/a/attempts/000").is_dir() and not (started.folder / "~").exists()
+
+
+def test_logs_of_a_run_that_was_not_submitted_are_shown(started: Started, capfd: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.create(started.folder, "a")
+    run.log(0).write_text("of rank 0\n")
+    assert main(["logs", str(run.path)]) == 0
+    assert capfd.readouterr().out == "of rank 0\n"
+    assert main(["logs", str(run.path), "--rank", "1"]) == 2 and "rank 1 of" in capfd.readouterr().err
+    assert main(["logs", str(run.path), "--follow"]) == 2 and "tail -F" in capfd.readouterr().err
+
+
+def test_a_folder_that_may_not_be_written_is_named_without_a_traceback(
+    started: Started, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (started.folder / "runs").write_text("")
+    monkeypatch.chdir(started.folder)
+    run = RunDir.create(started.folder / "other", "a")
+    run.report.mkdir()
+    for words in (["report", str(run.path)], ["prove", started.script(OK)]):
+        assert main(words) in (1, 2)
+        said = capsys.readouterr().err
+        assert "echelon: " in said and "Traceback" not in said and len(said.splitlines()) == 1, said
+
+
+def test_checkpoints_are_found_by_the_name_of_their_run(
+    started: Started, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(started.folder)
+    RunDir.create("runs", "a")
+    assert main(["ckpt", "ls", "a"]) == 0 and "a holds no checkpoint" in capsys.readouterr().out
+    assert main(["ckpt", "ls", "b"]) == 1 and "or a run's name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["explain", "report", "top"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from echelon.cli.parser import runs_folder
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.run_dir import RunDir, find_run
 from echelon.contracts.terminal import printable
@@ -14,7 +15,7 @@ __all__ = ["add_arguments", "execute"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the name or the folder of a run or of a sweep")
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
+    parser.add_argument("--runs", type=runs_folder, default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
 
 
 def execute(arguments: argparse.Namespace) -> int:

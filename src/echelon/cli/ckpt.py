@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UsageError
+from echelon.contracts.run_dir import find_run
 from echelon.contracts.terminal import columns, one_line, printable
 
 __all__ = ["add_arguments", "execute"]
@@ -54,7 +55,12 @@ def _found(where: str) -> list[Any]:
     if (path / manifest.MANIFEST).exists() or manifest.is_named(path):
         return [path]
     if not path.exists():
-        raise CheckpointNotFoundError(f"{where} does not exist; give a checkpoint, or a folder of checkpoints.")
+        try:
+            path = find_run(where)
+        except UsageError:
+            raise CheckpointNotFoundError(
+                f"{where} does not exist; give a checkpoint, a folder of checkpoints, or a run's name or folder."
+            ) from None
     inside = (path, path / "checkpoints")
     return next((found for each in inside if (found := manifest.named_folders(each) or _of_other_names(each))), [])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from echelon.cli.parser import runs_folder
 from echelon.contracts.errors import UsageError
 from echelon.contracts.run_dir import RunDir, find_run
 
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's name or its folder")
     parser.add_argument("--attempt", type=int, metavar="N", help="of this start only (default: all, the last in full)")
     parser.add_argument("--json", action="store_true", help="as JSON, for programs")
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
+    parser.add_argument("--runs", type=runs_folder, default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
 
 
 def execute(arguments: argparse.Namespace) -> int:

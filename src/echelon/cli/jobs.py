@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from echelon.cli.parser import runs_folder
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.files import parse_object, read_end
 from echelon.contracts.run_dir import RunDir, find_run
@@ -22,7 +23,7 @@ _AT_ONCE = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN", help="only this run or sweep: its name or its folder")
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
+    parser.add_argument("--runs", type=runs_folder, default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from echelon.cli.parser import runs_folder
 from echelon.contracts.errors import UsageError
 from echelon.contracts.files import open_file
 from echelon.contracts.run_dir import RunDir, find_run
@@ -21,11 +22,11 @@ _ASK_EVERY_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run's name or its folder")
+    parser.add_argument("run", metavar="RUN", help="a run's name or its folder; submitted or not")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="whose output (default: 0)")
     parser.add_argument("--job", action="store_true", help="the output of the batch script instead, and the launchers' own words")
     parser.add_argument("--follow", action="store_true", help="go on showing until the job has ended, through all of its starts")
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
+    parser.add_argument("--runs", type=runs_folder, default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -35,6 +36,8 @@ def execute(arguments: argparse.Namespace) -> int:
     tasks = tasks_of(path)
     if tasks:
         raise UsageError(f"run {path.name} is a sweep. Give one of its runs, such as {tasks[0]}.")
+    if not os.path.lexists(path / "job"):
+        return _of_this_machine(RunDir(path), arguments)
     job = job_of(RunDir(path))
     job.log(arguments.rank)  # a rank that does not exist is refused before anything is waited for
 
@@ -47,6 +50,23 @@ def execute(arguments: argparse.Namespace) -> int:
         raise UsageError(f"job {job.id} is {job.state().value} and has written no {file()} yet. --follow waits for it.")
     screen = _Screen()
     screen.copy(file(), 0)
+    screen.end()
+    return 0
+
+
+def _of_this_machine(run: RunDir, arguments: argparse.Namespace) -> int:
+    """Of a run that was not submitted, whose output was on a terminal."""
+    attempts = run.attempts()
+    path = (attempts[-1] if attempts else run.attempt_path) / f"rank{arguments.rank}.log"
+    if arguments.job or arguments.follow:
+        option = "--job" if arguments.job else "--follow"
+        raise UsageError(
+            f"{option} is for submitted runs, and {run.path} is none. `tail -F {path}` follows its rank {arguments.rank}."
+        )
+    if not os.path.lexists(path):
+        raise UsageError(f"rank {arguments.rank} of {run.path} has written no {path}.")
+    screen = _Screen()
+    screen.copy(path, 0)
     screen.end()
     return 0
 

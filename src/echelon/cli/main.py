@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from echelon.cli.output import READER_GONE, flush_streams, open_streams, reader_has_gone
 from echelon.contracts.run_dir import FULL_DISK
+from echelon.contracts.traces import FULL_VARIABLE
 
 __all__ = ["VERBS", "main", "root_parser"]
+
+# A person's files are not as they should be: its name says more than a traceback.
+_OF_FILES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ESTALE)
 
 # What these have done is done, whether or not anybody read of it.
 _ACTS = ("run", "submit", "cancel", "dragon")
@@ -88,6 +94,9 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
         print(printable(f"echelon: {error}"), file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except OSError as error:
+        if error.errno in _OF_FILES and error.filename and not os.environ.get(FULL_VARIABLE):
+            print(printable(f"echelon: {os.fsdecode(error.filename)}: {error.strerror}"), file=sys.stderr)
+            return 1
         if error.errno not in FULL_DISK:
             raise
         lost = flush_streams() is not None or verb not in _ACTS  # a buffer that was too small has nothing left to flush

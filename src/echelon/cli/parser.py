@@ -11,7 +11,14 @@ from typing import Any, NoReturn
 
 from echelon.contracts.files import read_bytes
 
-__all__ = ["Parser"]
+__all__ = ["Parser", "runs_folder"]
+
+
+def runs_folder(text: str) -> str:
+    """Of --runs. A shell leaves the ~ of `--runs=~/runs` to the program."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a folder, got ''; the present one is .")
+    return os.path.expanduser(text)
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from echelon.cli.parser import runs_folder
 from echelon.cli.script import check_script
 from echelon.contracts.errors import UsageError
 from echelon.contracts.files import write_whole
@@ -39,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=600.0, metavar="S", help="seconds after which a row is stopped and failed (default: 600)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where the page is left (default: runs)")
+    parser.add_argument(
+        "--runs", type=runs_folder, default="runs", metavar="FOLDER", help="where the page is left (default: runs)"
+    )
     parser.add_argument("script", help="a script that calls echelon's train or fit")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
+from echelon.cli.parser import runs_folder
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import RunDir, find_run
 from echelon.contracts.terminal import printable
@@ -14,7 +16,7 @@ __all__ = ["add_arguments", "execute"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", metavar="RUN", help="a run's name or its folder; several are compared")
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
+    parser.add_argument("--runs", type=runs_folder, default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -30,7 +32,9 @@ def execute(arguments: argparse.Namespace) -> int:
     page = runs[0].report if len(runs) == 1 else folders[0] / "comparison.html"
     if arguments.output is not None:
         page = Path(arguments.output)
-        if not page.parent.is_dir() or page.is_dir():
+        # A page takes the place of what has its name: of a device, or of the name of standard output, too.
+        special = os.path.abspath(page).startswith(("/dev/", "/proc/")) or (os.path.lexists(page) and not page.is_file())
+        if not page.parent.is_dir() or special:
             raise UsageError(f"--output must be a file in a folder that exists, got {page}.")
     try:
         if len(runs) == 1 and arguments.output is None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.cli import traces
+from echelon.cli.parser import runs_folder
 from echelon.cli.script import check_module, check_script
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.events import read_lines
@@ -120,7 +121,9 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "is an error that names the ranks; a collective then takes some ten times as long (TORCH_DISTRIBUTED_DEBUG=DETAIL)",
     )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="where run folders are made (default: runs)")
+    parser.add_argument(
+        "--runs", type=runs_folder, default="runs", metavar="FOLDER", help="where run folders are made (default: runs)"
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     parser.add_argument("script", help="the training script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")

@@ -16,6 +16,7 @@ import tty
 from collections.abc import Iterator
 from pathlib import Path
 
+from echelon.cli.parser import runs_folder
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.run_dir import RunDir, find_run, read_json
 from echelon.contracts.terminal import one_line
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="print how it is now and end; so also without a terminal")
     parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)")
     parser.add_argument("--rank", type=int, metavar="R", help="whose output to show (default: the rank that failed, else 0)")
-    parser.add_argument("--runs", default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
+    parser.add_argument("--runs", type=runs_folder, default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
 
 
 def execute(arguments: argparse.Namespace) -> int:

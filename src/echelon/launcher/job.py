@@ -229,11 +229,13 @@ def parse_ranks(text: str | int) -> int:
     if text == "auto":
         return auto_ranks()
     try:
-        ranks = int(text) if isinstance(text, str) else operator.index(text)
+        ranks = operator.index(text) if not isinstance(text, str) else int(text) if _WHOLE.fullmatch(text) else int("no number")
     except (TypeError, ValueError):
         raise UsageError(
             f"ranks must be a whole number of at least 1, or 'auto' for one per device or core, got {text!r}."
         ) from None
+    if ranks > (most := max(1024, 64 * usable_cores())):
+        raise UsageError(f"ranks must be at most {most} on this machine, which has {usable_cores()} cores for them, got {ranks}.")
     if ranks < 1 or isinstance(text, bool):
         raise UsageError(f"ranks must be at least 1, or 'auto' for one per device or core, got {text}.")
     return ranks
@@ -254,6 +256,7 @@ def parse_rank_range(text: str) -> tuple[int | None, int]:
 
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s?": 1.0}
+_WHOLE = re.compile(r"\s*[-+]?[0-9]{1,9}\s*")
 _AMOUNT = r"[0-9]{1,12}(?:\.[0-9]{1,12})?"
 
 

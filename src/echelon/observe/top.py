@@ -27,6 +27,7 @@ from echelon.observe.stragglers import stragglers
 __all__ = ["Now", "Watch", "lines"]
 
 _TAIL_BYTES = 1 << 16
+_MOST_EVENTS = 10_000  # at one look; a run of years has fewer
 _SILENT_S = 60.0  # after which a run that has not ended is said to be silent
 _EVENTS = 3
 _LOG_LINES = 5
@@ -103,7 +104,8 @@ class Watch:
             self._begin(numbers)
         there = RunDir(self._run.path, max(self._attempt, 0))
         fresh = self._events.read() if self._events is not None else []
-        self._seen = [*self._seen, *fresh][-10_000:]
+        fresh = [each for each in fresh[:-_MOST_EVENTS] if each.get("event") == "train_start"][-1:] + fresh[-_MOST_EVENTS:]
+        self._seen = [*self._seen, *fresh][-_MOST_EVENTS:]
         for said in sorted([*self._metrics.read(), *fresh], key=lambda each: number(each.get("time")) or 0.0):
             if "event" in said:
                 self._model.event(said)
