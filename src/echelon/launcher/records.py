@@ -91,6 +91,7 @@ _RANK = _object(
         "message": _text,
         "loaded": _texts,
         "finished": _flag,
+        "alone": _flag,
         "heard": _text,
         "collectives": lambda v: _of_names(v, _text),
     },

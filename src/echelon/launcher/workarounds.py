@@ -23,6 +23,7 @@ from typing import Any
 
 __all__ = [
     "close_failed",
+    "has_destroyed_groups",
     "in_bootstrap",
     "keep_finalizers",
     "keep_process_groups",
@@ -38,6 +39,11 @@ logger = logging.getLogger(__name__)
 # ---- torch 2.13.0, gloo: https://github.com/pytorch/pytorch/issues/56297 (open)
 
 _destroyed_groups: list[Any] = []
+
+
+def has_destroyed_groups() -> bool:
+    """Whether this process has destroyed a process group since `keep_process_groups`."""
+    return bool(_destroyed_groups)
 
 
 def keep_process_groups() -> None:

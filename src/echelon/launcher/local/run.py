@@ -24,6 +24,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local import nccl_dump
+from echelon.launcher.local.alone import never_met
 from echelon.launcher.local.attempt import Attempt, Requests, write_exit
 from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.nodes import Meeting
@@ -107,6 +108,8 @@ def run_local(
             finally:
                 starts.agent.sight.close()
                 relay.stop()
+        alone = never_met(starts.agent.attempt, range(job.ranks)) if meeting is None else ""
+        outcome = replace(outcome, note="; ".join(note for note in (outcome.note, alone) if note))
         first = starts.record(run, outcome.exit_code, starts.agent.failures if outcome.failure is not None else [])
         return replace(outcome, failure=first, exit_code=first.exit_code) if first is not None else outcome
 

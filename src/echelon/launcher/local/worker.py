@@ -30,6 +30,7 @@ from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, heard, is_ours, leave
 from echelon.launcher.calls import load_call, write_value
 from echelon.launcher.local import companion
+from echelon.launcher.local.alone import has_trained_alone
 from echelon.launcher.local.flight import flight_record, last_calls, write_flight
 from echelon.launcher.local.output import redirect
 from echelon.launcher.local.raised import cut, describe
@@ -269,6 +270,7 @@ def _record(
     if start.record:
         loaded = [name for name in SLOW_MODULES if name in sys.modules]
         said = {"exit_code": code, "time_ns": time.monotonic_ns(), "loaded": loaded, "collectives": dict(collectives)}
+        said |= {"alone": True} if start.kind != "call" and has_trained_alone(Path(start.target)) else {}
         said |= ({"finished": True} if finished else {}) | ({"heard": asked} if (asked := heard()) else {})
         record = {**said, **(failure or {})}
         with contextlib.suppress(OSError):
