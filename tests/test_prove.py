@@ -339,6 +339,37 @@ def test_a_reference_that_cannot_be_computed_fails_each_row_and_says_why(tmp_pat
     assert all("could not be computed" in row.message and "not alone" in row.message for row in proof.results), proof.results
 
 
+DOUBLE = """
+if sys.argv[1] == "default":
+    torch.set_default_dtype(torch.float64)
+class Doubled(Auto):
+    def compute_loss(self, state, data):
+        return super().compute_loss(state, (data[0].double(), data[1].double()))
+ech.train(Doubled(module=model().double(), strategy="ddp"), loader(), max_epochs=1)
+"""
+
+
+@pytest.mark.parametrize("how", ["default", pytest.param("by itself", marks=pytest.mark.full)])
+def test_a_script_in_float64_is_compared_in_float64(tmp_path: Path, how: str) -> None:
+    target = replace(_script(tmp_path, DOUBLE), args=(how,))
+    proof = prove_target(target, matrix(["ddp"], [1, 2], [1], sgd=False), 2, False)
+    assert proof.dtype == "float64" and [row.verdict for row in proof.results] == ["bit-equal", "agrees"], proof.results
+
+
+HALF = """
+class Halved(Auto):
+    def compute_loss(self, state, data):
+        return nn.functional.mse_loss(self.module(data[0].bfloat16()).float(), data[1]), None
+ech.train(Halved(module=model().bfloat16(), strategy="ddp"), loader(), max_epochs=1)
+"""
+
+
+@pytest.mark.full
+def test_parameters_in_half_precision_are_not_held_to_the_rounding_of_float32(tmp_path: Path) -> None:
+    (row,) = prove_target(_script(tmp_path, HALF), matrix(["ddp"], [2], [1], sgd=False), 3, False).results
+    assert row.verdict != "DIFFERS" and "not confirmed in float64" in row.message, row
+
+
 def test_training_in_two_parts_is_compared_as_far_as_the_first_goes(tmp_path: Path) -> None:
     text = "u = Auto(module=model(), strategy='ddp')\nech.train(u, loader(), max_steps=2)\nech.train(u, loader(), max_epochs=2)\n"
     (row,) = prove_target(_script(tmp_path, text), matrix(["ddp"], [2], [1], sgd=False), 4, False).results

@@ -102,6 +102,12 @@ def compare(
     return verdict
 
 
+def _rounding_of(value: torch.Tensor) -> float:
+    """What stands for a rounding of a tensor that is kept in half precision itself."""
+    half = value.dtype in (torch.bfloat16, torch.float16)
+    return HALF_FACTOR / FACTOR * torch.finfo(value.dtype).eps if half else 0.0
+
+
 def _unmoved(mine: dict[str, Any], right: dict[str, Any], before: Values, right_before: Values) -> list[str]:
     """The parameters that this update of the reference changed, and the row's did not."""
     values, rights = mine["parameters"], right["parameters"]
@@ -240,7 +246,7 @@ class _Comparison:
                 zero.add(name)
             else:
                 known[name] = max(seen, known.get(name, 0.0))
-            relative[name] = max(seen, known.get(name, 0.0), self.epsilon)
+            relative[name] = max(seen, known.get(name, 0.0), self.epsilon, _rounding_of(value))
         return zero, relative
 
     def _gradients(self, k: int, mine: Values, right: Values, samples: list[_Sample]) -> None:

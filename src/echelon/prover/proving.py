@@ -116,6 +116,11 @@ class Proving:
         result = Result(row.label, row.ranks)
         try:
             ran = self._on_ranks.row(row, here, self.dtype)
+            if ran.records[0]["is_double"]:
+                self.dtype, self.proof.dtype = torch.float64, "float64"
+                self._say("The script computes in float64 by itself: so do all rows, and are compared in it.")
+                shutil.rmtree(here)
+                ran = self._on_ranks.row(row, here, self.dtype)
         except RankFailedError as error:
             result.verdict, result.message = self._on_ranks.failure(error, f"row-{self._count}")
             return result
@@ -192,6 +197,8 @@ class Proving:
                 f"The {len(updates)} updates end within the first epoch: its last batch, and what changes from "
                 "one epoch to the next, were not compared. With more --updates they are."
             )
+        if len(updates) < self.updates:
+            self._say(f"The script ended after {len(updates)} of {self.updates} updates: no more were compared.")
         untrained = sorted(ran.records[0]["trainable"] - facts["held"])
         if untrained and not ran.records[0]["flattened"]:
             more = f" ({len(untrained) - 3} more)" if len(untrained) > 3 else ""

@@ -45,6 +45,7 @@ class RankRecord:
     rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
     step_s: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
+    is_double: bool = False  # the script computes in float64 by itself, which was not asked for
     communicates: bool = False  # its steps speak to other ranks: SyncBatchNorm, or collectives that the script calls itself
     constant_draws: bool = False  # random operators gave every sample the same numbers
     unknown_draw: str | None = None  # with constant draws: an operator that still gave every sample other numbers

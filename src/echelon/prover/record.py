@@ -110,6 +110,9 @@ class StepRecorder(Callback):
         self.record.constant_draws = self._draws.active
         for _, module in modules_of(unit):
             module.register_forward_pre_hook(self._before_forward)
+        if self.dtype is not torch.float64 and any(p.dtype is torch.float64 for _, p in parameters_of(unit)):
+            self.record.is_double = True
+            raise Enough
         parameters = whole_parameters(unit)
         self.record.initial_digests = {n: digest(p) for n, p in parameters.items()}
         self._write("initial", parameters=parameters, buffers=self._buffers())

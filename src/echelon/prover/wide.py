@@ -42,6 +42,8 @@ class _Wide(TorchDispatchMode):
         self._rests = False
 
     def rest(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(p.dtype in _HALF for group in optimizer.param_groups for p in group["params"]):
+            return  # whose states are of the parameters' own type
         self._rests = True
         for state in optimizer.state.values():  # which it may have made before its first step
             state.update({k: v.double() for k, v in state.items() if isinstance(v, torch.Tensor) and v.dtype in _HALF})
