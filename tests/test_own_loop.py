@@ -511,7 +511,8 @@ def _unprepared_loader() -> None:
 
 
 def _stepped_optimizer() -> None:
-    model, optimizer, _, loader = _parts()
+    model, _, _, loader = _parts()
+    optimizer = torch.optim.Adafactor(model.parameters())
     model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
     optimizer.step()
     ech.prepare(model, optimizer, loader, strategy="fsdp")

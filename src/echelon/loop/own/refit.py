@@ -46,24 +46,33 @@ def refit(prepared: Any, optimizer: torch.optim.Optimizer, names: Names) -> None
     Args:
         names: of those that it had.
     Raises:
-        UsageError: the optimizer has a state of parameters that are no more.
+        UsageError: the optimizer has a state of parameters that are no more, and it cannot be split as they are.
     """
     now = dict(prepared.named_parameters(every_name=True))
     replaced = {p: now[name] for p, name in names.items() if name in now and now[name] is not p}
     if not replaced:
         return
     begun = {p: optimizer.state[p] for p in replaced if optimizer.state.get(p)}
-    if any(float(state.get("step", 1)) for state in begun.values()):
+    if any(_is_of_parts(value, p, replaced[p]) for p, state in begun.items() for value in state.values()):
         raise UsageError(
-            f"the {type(optimizer).__name__} must be new when its model is sharded, got one that has stepped. Call prepare() "
-            "before the first step; to go on from an earlier run, restore its checkpoint."
+            f"the {type(optimizer).__name__} must be new when its model is sharded, got one that has stepped, and whose state "
+            "does not have its parameters' shapes. Call prepare() before the first step; to go on from an earlier run, restore "
+            "its checkpoint."
         )
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(p, p) for p in group["params"]]
     for parameter in replaced:
         optimizer.state.pop(parameter, None)
-    for parameter, state in begun.items():  # Adagrad makes its state as it is built
+    for parameter, state in begun.items():  # loaded by the script; Adagrad makes its state as it is built
         optimizer.state[replaced[parameter]] = {key: _like(value, parameter, replaced[parameter]) for key, value in state.items()}
+
+
+def _is_of_parts(value: Any, before: nn.Parameter, now: nn.Parameter) -> bool:
+    """Whether it is a state of which nobody knows what belongs to which shard, such as Adafactor's rows and columns."""
+    if not is_split(now):
+        return False
+    other = isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != before.shape
+    return other or (isinstance(value, list | tuple | dict) and bool(value))
 
 
 def _like(value: Any, before: nn.Parameter, now: nn.Parameter) -> Any:
