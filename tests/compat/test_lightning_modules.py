@@ -571,3 +571,30 @@ def test_a_name_without_numbers_stays_the_best_ones(epochs: int, monitor: str | 
     Trainer(max_epochs=epochs, callbacks=[saver], logger=False, accelerator="cpu").fit(module, two_batches())
     assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"] == [Path(saver.best_model_path).name]
     assert read_facts(tmp_path / "best.ckpt")["epoch"] == epochs - 1
+
+
+class Scaled(Autoencoder):
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x) * self.scale
+
+
+def call_parts(strategy: str) -> list[float]:
+    torch.manual_seed(5)
+    module = Scaled()
+    trainer = Trainer(max_epochs=1, strategy=strategy, **QUIET)
+    x, found = images().tensors[0].flatten(1), []
+    for _ in range(2):
+        trainer.fit(module, loader_of(Autoencoder, 2))
+        with torch.no_grad():
+            found += [float(module.encoder(x).sum()), float(module.encoder[0](x).sum()), float(module.embed(x).sum())]
+        assert len(module.state_dict()) == 9
+        found += [float(module.encoder[2](module.encoder[:2](x)).detach().sum()), float(module(x).detach().sum())]
+        trainer.max_epochs = 2
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+def test_a_part_of_a_sharded_module_can_be_called_after_fit(strategy: str, ranks: Any) -> None:
+    """It had shards, and torch's error of a mixture of tensors."""
+    one, two = ranks(2, call_parts, strategy)
+    assert one == two == pytest.approx(ranks(2, call_parts, "ddp")[0], rel=1e-12)

@@ -56,6 +56,7 @@ _KNOWN = (
 )
 # What another process does not get.
 _OF_A_CALL = (
+    "gathers",
     "unit",
     "loop_state",
     "lightning_module",
@@ -249,6 +250,8 @@ class ModuleRuns(Running):
 
     def begin_call(self, work: Work, device: torch.device) -> None:
         module, datamodule, call = work.module, work.datamodule, work.call
+        for handle in self.gathers:
+            handle.remove()
         self.lightning_module, self.datamodule, self.root_device = module, datamodule, device
         module.trainer = self
         if datamodule is not None:

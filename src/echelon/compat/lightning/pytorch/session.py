@@ -18,6 +18,7 @@ from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.compat.lightning.pytorch.manual import ManualUnit
 from echelon.compat.lightning.pytorch.meeting import meets
 from echelon.compat.lightning.pytorch.module import LightningModule
+from echelon.compat.lightning.pytorch.stepping import gather_when_alone
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.data.replayed import Replayed
@@ -74,6 +75,7 @@ class Session:
             self._set_up(device)
             done = getattr(self, f"_{work.call}")()
             trainer.call_at_end(work.call)
+            trainer.gathers = gather_when_alone(self.module)
         except BaseException as error:
             trainer.state.status = "interrupted"
             trainer.tell_of(error)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.shards import is_split
 
-__all__ = ["arguments", "places", "through"]
+__all__ = ["arguments", "gather_when_alone", "places", "through"]
 
 
 def through(wrapper: nn.Module, module: Any, step: Callable[..., Any], *args: Any) -> Any:
@@ -54,3 +56,31 @@ def arguments(name: str, taken: int, batch: Any, batch_idx: int, dataloader_idx:
     if taken < 3:
         raise UsageError(f"there are several dataloaders: {name} must take (batch, batch_idx, dataloader_idx=0).")
     return batch, batch_idx, dataloader_idx
+
+
+def gather_when_alone(module: nn.Module) -> list[Any]:
+    """Let scripts call a part of a sharded module by itself, such as `module.encoder(x)` after `fit`. Such calls are collective.
+
+    Returns:
+        handles that take it back.
+    """
+    return [
+        part.register_forward_pre_hook(partial(_gather, weakref.ref(owner)))
+        for owner in module.modules()
+        if isinstance(owner, FSDPModule)
+        for part in _parts_of(owner)
+    ]
+
+
+def _parts_of(owner: nn.Module) -> Iterator[nn.Module]:
+    """What is gathered with a module, and has parameters of its own."""
+    for child in owner.children():
+        if not isinstance(child, FSDPModule):
+            if next(child.parameters(recurse=False), None) is not None:
+                yield child
+            yield from _parts_of(child)
+
+
+def _gather(owner: weakref.ref[Any], part: nn.Module, *_: Any) -> None:
+    if any(is_split(p) for p in part.parameters(recurse=False)) and (found := owner()) is not None:
+        found.unshard()
