@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
 import echelon as ech
+from echelon.compat.names import Missing
 from echelon.contracts.errors import UsageError
 
 
@@ -94,3 +99,96 @@ def test_modules_that_are_not_there_say_what_takes_their_place(module: str, name
     found = getattr(importlib.import_module(f"echelon.compat.{module}"), name)
     with pytest.raises(UsageError, match=rf"{name} is not part of echelon\.compat. Instead: .*{says}"):
         found()
+
+
+def test_every_published_name_works_or_says_what_takes_its_place() -> None:
+    """Of Lightning 2.6.6, module by module, with what these import of each other. Some import lines were bare ImportErrors."""
+    published = json.loads((Path(__file__).parent / "lightning_names.json").read_text())
+    lacking = []
+    for module, names in published.items():
+        found = importlib.import_module(f"echelon.compat.{module}")
+        for name in names.split():
+            value = getattr(found, name, None)
+            if value is None:
+                lacking.append(f"{module}.{name}")
+            elif isinstance(value, Missing):
+                with pytest.raises(UsageError, match=r"Instead: \S"):
+                    value()
+    assert not lacking and len(published) > 150
+
+
+def test_a_name_that_is_not_there_decides_nothing() -> None:
+    """`if SomeFlag:` took what was not there."""
+    found = importlib.import_module("echelon.compat.lightning.pytorch.plugins.precision").DoublePrecision
+    with pytest.raises(UsageError, match="Instead: "):
+        bool(found)
+    flags = importlib.import_module("echelon.compat.lightning.pytorch.utilities.imports")
+    assert [getattr(flags, f"_{name}_AVAILABLE") for name in ("TORCH", "NOTHING_OF_THE_KIND")] == [True, False]
+
+
+def test_small_utilities_do_what_lightnings_do() -> None:
+    utilities = importlib.import_module("echelon.compat.lightning.pytorch.utilities")
+    lightning = importlib.import_module("echelon.compat.lightning.pytorch")
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def training_step(self, batch: object, batch_idx: int) -> None: ...
+
+    helpers = importlib.import_module("echelon.compat.lightning.pytorch.utilities.model_helpers")
+    assert helpers.is_overridden("training_step", Module()) and not helpers.is_overridden("test_step", Module())
+    before = torch.get_rng_state()
+    with utilities.isolate_rng():
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert utilities.is_picklable(3) and not utilities.is_picklable(lambda: 3)
+    assert utilities.GradClipAlgorithmType.from_str("norm") == "norm"
+    states = importlib.import_module("echelon.compat.lightning.pytorch.trainer.states")
+    assert states.TrainerFn.FITTING == "fit" and states.RunningStage.VALIDATING.evaluating
+
+
+LINES = {
+    "lightning": """\
+import lightning as L
+    import lightning
+import lightning.pytorch as pl
+import lightning.pytorch
+import pytorch_lightning
+import pytorch_lightning as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from pytorch_lightning import Trainer
+from lightning import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_only
+import lightning_utilities
+""",
+    "fairscale": "import fairscale\nfrom fairscale.optim.oss import OSS\nimport fairscale.nn as fnn\nimport fairscale_extras\n",
+    "hugging_face": "from transformers import Trainer\nimport transformers\nimport transformers_stream_generator\n",
+}
+CHANGED = {
+    "lightning": """\
+import echelon.compat.lightning as L
+    import echelon.compat.lightning as lightning
+import echelon.compat.lightning.pytorch as pl
+import echelon.compat.lightning as lightning
+import echelon.compat.lightning.pytorch as pytorch_lightning
+import echelon.compat.lightning.pytorch as pl
+from echelon.compat.lightning.pytorch.callbacks import ModelCheckpoint
+from echelon.compat.lightning.pytorch import Trainer
+from echelon.compat.lightning import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_only
+import lightning_utilities
+""",
+    "fairscale": "import echelon.compat.fairscale as fairscale\nfrom echelon.compat.fairscale.optim.oss import OSS\n"
+    "import echelon.compat.fairscale.nn as fnn\nimport fairscale_extras\n",
+    "hugging_face": "from echelon.compat.transformers import Trainer\nimport echelon.compat.transformers as transformers\n"
+    "import transformers_stream_generator\n",
+}
+
+
+@pytest.mark.parametrize("page", [*LINES])
+def test_the_documented_command_changes_import_lines_and_no_others(page: str, tmp_path: Path) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    text = next(path for path in (docs / f"{page}.md", docs / f"moving/{page}.md") if path.exists()).read_text()
+    command = re.search(r"^sed -i -E '.*?' train\.py$", text, re.MULTILINE | re.DOTALL)
+    assert command is not None
+    (tmp_path / "train.py").write_text(LINES[page])
+    subprocess.run(["bash", "-c", command[0]], cwd=tmp_path, check=True)
+    assert (tmp_path / "train.py").read_text() == CHANGED[page]

@@ -22,7 +22,7 @@ class Missing:
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(self._why)
 
-    __call__ = __mro_entries__ = __getitem__ = _refuse
+    __call__ = __mro_entries__ = __getitem__ = __bool__ = _refuse
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked by Python itself, as by inspect

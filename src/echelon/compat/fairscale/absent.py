@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from echelon.compat.names import leave_out
 
-__all__ = ["BELOW", "INSTEAD", "register"]
+__all__ = ["BELOW", "EXPERTS", "INSTEAD", "PIPELINE", "register"]
 
-_EXPERTS = "nothing of torch's own; keep FairScale's file."
+EXPERTS = "echelon.MoE, a layer of experts, which strategy 'ep=2' divides over ranks."
 _HELPERS = "a helper inside of FairScale: keep its file, it needs nothing but torch."
-_PIPELINE = "torch.distributed.pipelining (pipeline, ScheduleGPipe, Schedule1F1B)."
-_SLOWMO = (
-    "torch's PostLocalSGDOptimizer with a PeriodicModelAverager, without the slow momentum; keep FairScale's files for that."
-)
+PIPELINE = "strategy 'pp=2', which cuts a model into stages over ranks; or torch.distributed.pipelining."
+_SLOWMO = "DiLoCoStrategy(every=..., outer_optimizer=...), whose outer optimizer has the slow momentum."
 
 INSTEAD = {
     "experimental": "keep FairScale's file.",
     "experimental.nn": "strategy 'fsdp' with cpu_offload=True for OffloadModel, torch.nn.SyncBatchNorm; else FairScale's file.",
-    "experimental.nn.ampnet_pipe": _PIPELINE,
-    "experimental.nn.auto_shard": _PIPELINE,
+    "experimental.nn.ampnet_pipe": PIPELINE,
+    "experimental.nn.auto_shard": PIPELINE,
     "experimental.nn.data_parallel": _SLOWMO,
     "experimental.nn.data_parallel.gossip": _SLOWMO,
     "experimental.nn.data_parallel.gossip.distributed": _SLOWMO,
-    "experimental.nn.distributed_pipeline": _PIPELINE,
+    "experimental.nn.distributed_pipeline": PIPELINE,
     "experimental.nn.mevo": "echelon's linear_cross_entropy, which takes a vocabulary's loss in chunks.",
     "experimental.nn.offload": "strategy 'fsdp' with cpu_offload=True.",
     "experimental.nn.sync_batchnorm": "torch.nn.SyncBatchNorm.",
@@ -39,8 +37,8 @@ INSTEAD = {
     "internal.version": "torch.__version__, which compares with tuples and strings.",
     "nn.model_parallel": "strategy 'tp', or torch.distributed.tensor.parallel.",
     "nn.model_parallel.initialize": "strategy 'tp', or torch.distributed.device_mesh.init_device_mesh.",
-    "nn.moe": _EXPERTS,
-    "nn.pipe": _PIPELINE,
+    "nn.moe": EXPERTS,
+    "nn.pipe": PIPELINE,
     "optim.adam": "torch.optim.Adam(fused=True) on a GPU, echelon.AutoUnit(precision='fp16').",
     "optim.layerwise_gradient_scaler": "ShardedGradScaler: one scale for all layers; AutoUnit(precision='bf16') needs none.",
     "nn.checkpoint.checkpoint_utils": "nothing: statistics are counted once by themselves.",

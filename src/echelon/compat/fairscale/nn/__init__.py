@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from echelon.compat.fairscale.absent import EXPERTS, PIPELINE
 from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.nn.checkpoint import checkpoint_wrapper
 from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
@@ -25,9 +26,6 @@ __all__ = [
     "wrap",
 ]
 
-_PIPELINE = "torch.distributed.pipelining (pipeline, ScheduleGPipe, Schedule1F1B)."
-_EXPERTS = "nothing of torch's own yet; keep FairScale's file."
-
 __getattr__ = later(
     "nn",
     {
@@ -35,10 +33,10 @@ __getattr__ = later(
         "FullyShardedDataParallel": "nn.data_parallel.fully_sharded_data_parallel",
     },
     {
-        "Pipe": _PIPELINE,
-        "PipeRPCWrapper": _PIPELINE,
-        "MOELayer": _EXPERTS,
-        "Top2Gate": _EXPERTS,
+        "Pipe": PIPELINE,
+        "PipeRPCWrapper": PIPELINE,
+        "MOELayer": EXPERTS,
+        "Top2Gate": EXPERTS,
         "model_parallel": "strategy 'tp', or torch.distributed.tensor.parallel.",
     },
 )

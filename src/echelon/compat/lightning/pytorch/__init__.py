@@ -10,11 +10,13 @@ import os
 import sys
 from typing import Any
 
-from echelon.compat.lightning.pytorch import callbacks, loggers, strategies, utilities
+from echelon.compat.lightning.pytorch import asked, callbacks, hparams, loggers, optimizers, strategies, utilities  # noqa: F401
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
+from echelon.compat.lightning.pytorch.hparams import AttributeDict, HyperparametersMixin  # noqa: F401  # of `core.mixins`
 from echelon.compat.lightning.pytorch.module import LightningModule
-from echelon.compat.lightning.pytorch.successors import ALIASES, MODULES, NAMES, missing
+from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer  # noqa: F401  # of `core.module`
+from echelon.compat.lightning.pytorch.successors import ALIASES, MODULES, NAMES, complete, missing
 from echelon.compat.lightning.pytorch.trainer import Trainer
 from echelon.compat.lightning.pytorch.utilities import exceptions, rank_zero, types  # noqa: F401  # found as pl.utilities.types
 from echelon.compat.lightning.pytorch.version import __version__ as __version__
@@ -27,6 +29,7 @@ __all__ = [
     "LightningModule",
     "Trainer",
     "callbacks",
+    "cli_lightning_logo",
     "loggers",
     "seed_everything",
     "strategies",
@@ -44,6 +47,13 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     return value
 
 
+LIGHTNING_LOGO = ""
+
+
+def cli_lightning_logo() -> None:
+    """Prints Lightning's logo there, and nothing here."""
+
+
 def __getattr__(name: str) -> Any:
     return missing(__name__, name, NAMES)
 
@@ -51,3 +61,4 @@ def __getattr__(name: str) -> Any:
 for _name, _same in ALIASES.items():
     attach(f"{__name__}.{_name}", sys.modules[f"{__name__}.{_same}".rstrip(".")])
 leave_out("lightning.pytorch", __name__, {name: f"{instead}." for name, instead in MODULES.items()})
+complete(module for name, module in [*sys.modules.items()] if name.startswith(f"{__name__}.") and name != f"{__name__}.version")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -16,9 +17,39 @@ from echelon.loop.state import step_under_way
 from echelon.loop.trainer import is_launched
 from echelon.parallel.precision import Precision
 
-__all__ = ["Asked", "TrainerState"]
+__all__ = ["Asked", "RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"]
 
 _PRECISIONS = {None: "32-true", torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
+
+
+class TrainerFn(StrEnum):
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class TrainerStatus(StrEnum):
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+class RunningStage(StrEnum):
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validation"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from echelon.compat.torchtnt.framework.stages import PredictStages, TrainStages
 from echelon.compat.torchtnt.utils.precision import convert_precision_str_to_dtype
 from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
+    Strategy,
     TorchCompileParams,
     TPStrategy,
     compilable,
@@ -44,6 +45,7 @@ __all__ = [
     "GradScalerParams",
     "SWALRParams",
     "SWAParams",
+    "Strategy",
     "TorchCompileParams",
     "TrainStepResults",
 ]

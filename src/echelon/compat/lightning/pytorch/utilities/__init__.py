@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
-from collections.abc import Callable
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
+from echelon.compat.lightning.pytorch.hooks import overridden
 from echelon.compat.lightning.pytorch.hparams import AttributeDict
 from echelon.compat.lightning.pytorch.successors import UTILITIES, missing
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.shards import whole
+from echelon.world import rng
 from echelon.world.device import copy_data_to_device as move_data_to_device
 
 __all__ = [
+    "FLOAT16_EPSILON",
+    "FLOAT32_EPSILON",
+    "FLOAT64_EPSILON",
     "AttributeDict",
+    "GradClipAlgorithmType",
+    "LightningDeprecationWarning",
+    "LightningEnum",
+    "PossibleUserWarning",
+    "disable_possible_user_warnings",
+    "garbage_collection_cuda",
     "grad_norm",
+    "is_oom_error",
+    "is_overridden",
+    "is_picklable",
+    "isolate_rng",
     "move_data_to_device",
     "rank_zero_deprecation",
     "rank_zero_info",
@@ -77,6 +98,72 @@ def grad_norm(module: torch.nn.Module, norm_type: float | int | str, group_separ
     if named:
         found[f"grad_{kind}_norm_total"] = float(torch.stack(list(named.values())).norm(kind))
     return found
+
+
+FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (float(np.finfo(kind).eps) for kind in (np.float16, np.float32, np.float64))
+
+
+class PossibleUserWarning(UserWarning):
+    """For scripts that filter it; nothing is warned of so here."""
+
+
+class LightningDeprecationWarning(DeprecationWarning):
+    """Likewise."""
+
+
+class LightningEnum(StrEnum):
+    @classmethod
+    def from_str(cls, value: str) -> LightningEnum | None:
+        """The member of this value or name, in any case; None if there is none."""
+        return next((each for each in cls if value.lower() in (each.value.lower(), each.name.lower())), None)
+
+
+class GradClipAlgorithmType(LightningEnum):
+    VALUE = "value"
+    NORM = "norm"
+
+
+def is_overridden(method_name: str, instance: object, parent: type | None = None) -> bool:
+    """Whether an object has a method of its own in place of its Lightning base's, or of `parent`'s."""
+    if parent is None:
+        bases = [base for base in type(instance).__mro__ if base.__module__.startswith("echelon.compat.lightning")]
+        parent = next((base for base in bases if hasattr(base, method_name)), None)
+        if parent is None:
+            raise ValueError(f"{type(instance).__name__} has no base of Lightning's with {method_name!r}.")
+    return overridden(method_name, instance, parent)
+
+
+def is_picklable(obj: object) -> bool:
+    try:
+        pickle.dumps(obj)
+    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def is_oom_error(exception: BaseException) -> bool:
+    return isinstance(exception, torch.OutOfMemoryError) or "out of memory" in str(exception)
+
+
+def garbage_collection_cuda() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Context after which the streams of Python, numpy and torch are where they were."""
+    before = rng.states()
+    try:
+        yield
+    finally:
+        rng.put_back(before)
+
+
+def disable_possible_user_warnings(module: str = "") -> None:
+    """Filter UserWarnings, of a module or all."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=module)
 
 
 def __getattr__(name: str) -> Any:
