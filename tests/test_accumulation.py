@@ -220,3 +220,42 @@ def _chosen_by_copy() -> str:
 def test_what_the_ranks_of_one_copy_find_all_are_told(ranks: Ranks) -> None:
     said = ranks(4, _chosen_by_copy)
     assert said == [said[0]] * 4 and "heads.0" in said[0] and "HSDPStrategy(requires_all_reduce=True)" in said[0]
+
+
+class _InTurns(nn.Module):
+    """Two equal blocks, or two layers of the root, of which a batch uses one."""
+
+    def __init__(self, blocks: bool) -> None:
+        super().__init__()
+        self.body = net(dtype=torch.float32)
+        if blocks:
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(2))
+        else:
+            self.first, self.second = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        parts = self.blocks if hasattr(self, "blocks") else (self.first, self.second)
+        return parts[which](self.body(x))
+
+
+def _in_turns(strategy: Any, blocks: bool) -> Any:
+    torch.manual_seed(0)
+    unit = _Chooses(module=_InTurns(blocks), strategy=strategy, gradient_accumulation_steps=2, precision="bf16")
+    data = [(*(t.float() for t in rows), at % 2) for at, rows in enumerate(_mine(unit, 4))]
+    try:
+        ech.train(unit, data, max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return whole(unit.module)
+
+
+def _turns(blocks: bool) -> tuple[Any, Any]:
+    return _in_turns(ech.FSDPStrategy(requires_gradient_sync=False), blocks), _in_turns("fsdp", blocks)
+
+
+def test_kept_gradients_in_a_lower_precision_are_those_of_each_micro_batch_or_refused(ranks: Ranks) -> None:
+    """torch fails at a block that no pass has gathered yet, and cannot reduce gradients of two types of one block."""
+    for later, at_once in ranks(2, _turns, True):
+        assert largest_difference(later, at_once) < 1e-5
+    for later, at_once in ranks(2, _turns, False):
+        assert "Leave out requires_gradient_sync=False" in later and isinstance(at_once, dict)

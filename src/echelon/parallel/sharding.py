@@ -7,8 +7,8 @@ a window's last micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,7 +74,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         super().__init__(module, sharded_axes(module) if averaged is None else averaged)
         self.reduction = Reduction()
         self._same: SameGradients | None = None
-        self._is_checked = False
+        self._is_checked = self._is_known = False
         self._losses = around_losses(module) or NO_CONTEXT
         refuse_copies(module)
 
@@ -101,6 +101,9 @@ class FSDPPrepared(Prepared[nn.Module]):
         sharded: FSDPModule = self.module  # type: ignore[assignment]
         self._reduces = last
         if not self.reduction.requires_gradient_sync:
+            if self.computes_in is not None and not self._is_known:
+                self._is_known = True
+                _gather_each(self.module)
             sharded.set_requires_gradient_sync(last)
         elif not self.reduction.requires_all_reduce and len(self.averaged) > 1:
             sharded.set_requires_all_reduce(last)
@@ -121,7 +124,8 @@ class FSDPPrepared(Prepared[nn.Module]):
         loss = local(loss)
         if self._same is not None:
             self._same.settle()
-        super().backward(loss, micro_batch, backward)
+        with NO_CONTEXT if self.reduction.requires_gradient_sync or self.computes_in is None else _explaining_kept(self.module):
+            super().backward(loss, micro_batch, backward)
         if self._reduces and not self._is_checked:
             if self.draws is not None:  # else the losses would seem to differ for another reason
                 self.draws.check_now(0)
@@ -174,6 +178,33 @@ class FSDPPrepared(Prepared[nn.Module]):
     def parameters_written(self) -> None:
         reshard(self.module)
         Buffers.expire(self.module)  # averages may have taken their place
+
+
+def _gather_each(module: nn.Module) -> None:
+    """Each block once: torch 2.13 casts kept gradients of all blocks, and fails at one that was never gathered. Collective."""
+    for part in module.modules():
+        if is_fully_sharded(part):
+            part.unshard()  # type: ignore[operator]
+            part.reshard()  # type: ignore[operator]
+
+
+@contextmanager
+def _explaining_kept(module: nn.Module) -> Iterator[None]:
+    """Around a backward pass that keeps whole gradients in another type than that of the passes.
+
+    Raises:
+        UsageError: in the place of torch's error, where parameters of one block have gradients in other micro-batches.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "uniform" not in str(error) or "dtype" not in str(error):
+            raise
+        raise UsageError(
+            f"parameters of one block of {class_name(module)} have gradients in some micro-batches of an accumulation window and "
+            "none in others, which cannot wait for the last one in a lower precision. Leave out requires_gradient_sync=False. "
+            f"torch says: {error}"
+        ) from error
 
 
 register(Kind("fsdp", is_fully_sharded, FSDPPrepared))
