@@ -246,3 +246,45 @@ def _odd(what: str, may_stop: bool) -> str:
 def test_what_one_rank_alone_does_is_told_on_all(ranks: Ranks, what: str, why: str, may_stop: bool) -> None:
     first, second = ranks(2, _odd, what, may_stop)
     assert first == second and why in first and "differs between ranks" in first
+
+
+class Searches(ech.TrainUnit[Any]):
+    """LBFGS, whose line search computes as often as the loss asks for."""
+
+    def __init__(self, strategy: str, search: str | None) -> None:
+        super().__init__()
+        self.module = ech.prepare_module(net(), torch.device("cpu"), strategy=strategy)
+        self.optimizer = torch.optim.LBFGS(self.module.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
+
+    def train_step(self, state: ech.State, data: Batch) -> None:
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self.module(data[0]), data[1])
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+
+
+def _searched(strategy: str, search: str | None) -> dict[str, torch.Tensor]:
+    unit = Searches(strategy, search)
+    ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(3)], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_a_line_search_decides_by_the_loss_of_all_ranks(ranks: Ranks, search: str | None) -> None:
+    module = net()
+    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
+    for i in range(3):
+        x, y = (torch.cat(parts) for parts in zip(batch(4, 10 * i), batch(4, 10 * i + 1), strict=True))
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(module(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    for got in ranks(2, _searched, "ddp", search):
+        assert largest_difference(got, whole(module)) < 1e-8

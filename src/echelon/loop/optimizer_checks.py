@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -173,9 +174,41 @@ def check_tracked(unit: Any) -> Watches | None:
     for optimizer in optimizers.values():
         if any(is_split(p) for p in parameters_of(optimizer)):
             step_by_kind(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            _searches_together(unit, optimizer)
     if not unit.steps_by_itself or not agree.is_joined() or overrides().observes:
         return None
     return watch(modules, optimizers.values())
+
+
+def _searches_together(unit: Any, optimizer: torch.optim.Optimizer) -> None:
+    """LBFGS decides by the loss whether it computes once more: by that of all ranks, whose gradients are averaged as well."""
+    mine = {id(p) for p in parameters_of(optimizer)}
+    trained = [p for p in unit.prepared_modules().values() if any(id(each) in mine for each in p.module.parameters())]
+    if not trained or trained[0].averaged_over == 1:
+        return
+    groups = trained[0].data_groups
+
+    def average(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        closure = kwargs["closure"] if "closure" in kwargs else args[1]
+        return None if isinstance(closure, _MeanLoss) else ((args[0], _MeanLoss(closure, groups)), {})
+
+    optimizer.register_step_pre_hook(average)
+
+
+@dataclass(frozen=True)
+class _MeanLoss:
+    """A closure's loss, as the mean over the ranks."""
+
+    closure: Callable[[], Any]
+    groups: Iterable[dist.ProcessGroup | None]
+
+    def __call__(self) -> torch.Tensor:
+        mean: torch.Tensor = torch.as_tensor(self.closure()).detach().clone()
+        for group in self.groups:
+            dist.all_reduce(mean, group=group)
+            mean /= dist.get_world_size(group)
+        return mean
 
 
 def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> str | None:
