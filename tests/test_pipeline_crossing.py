@@ -167,9 +167,37 @@ class ByShape(Base):
         return out
 
 
+class Collecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor, penalties: list[torch.Tensor], seen: dict[str, torch.Tensor]) -> torch.Tensor:
+        y: torch.Tensor = self.block(x)
+        penalties.append(y.pow(2).mean())
+        seen["sum"] = seen.get("sum", 0) + y.detach()
+        return y
+
+
+class Collected(Base):
+    """What blocks put into a list and a dict that they are given."""
+
+    def block(self) -> nn.Module:
+        return Collecting()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalties: list[torch.Tensor] = []
+        seen: dict[str, torch.Tensor] = {}
+        y = self.first(x)
+        for block in self.blocks:
+            y = block(y, penalties, seen)
+        out: torch.Tensor = self.last(y + seen["sum"]) + 0.1 * sum(penalties)
+        return out
+
+
 RIGHT: list[type[Base]] = [
     *(AddedInPlace, ActivatedInPlace, ViewsWritten, UnitsWriteTheirInputs, Compared, Chosen, Read, Detached, Selected, Gathered),
-    *(ByMode, ByFlag, ByShape),
+    *(ByMode, ByFlag, ByShape, Collected),
 ]
 
 
@@ -230,6 +258,67 @@ class Noted(Base):
         return out
 
 
+class NotingNumbers(Block):
+    note = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.note = float(y.detach().mean())
+        return y
+
+
+class NotedNumbers(Base):
+    def block(self) -> nn.Module:
+        return NotingNumbers()
+
+    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(y) * (1 + self.blocks[0].note)  # type: ignore[operator]
+        return out
+
+
+class Listing(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.notes.append((y > 0).to(y.dtype))
+        return y
+
+
+class Listed(Base):
+    def block(self) -> nn.Module:
+        return Listing()
+
+    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(y * sum(self.blocks[0].notes))  # type: ignore[arg-type]
+        for block in self.blocks:
+            block.notes.clear()  # type: ignore[union-attr, operator]
+        return out
+
+
+class CountingLate(Base):
+    """Where only the last stage comes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x * (1 + self.epoch))
+        self.epoch += 1
+        return out
+
+
+class Averaging(Base):
+    """A buffer of its own, which each pass of a rank with two stages would change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0) * 0.1)
+        return super().forward(x - self.mean)
+
+
 class PastTorch(Base):
     def between(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = block(x)
@@ -251,6 +340,10 @@ REFUSED: list[tuple[type[Base], str, str]] = [
     (WrittenByCount, "1f1b", "WrittenByCount writes into what"),
     (Measured, "1f1b", "returned"),
     (Noted, "1f1b", "blocks.0.note"),
+    (NotedNumbers, "1f1b", "blocks.0.note"),
+    (Listed, "1f1b", "blocks.0.notes"),
+    (CountingLate, "1f1b", "counts its passes in epoch, in 1 of 2 stages"),
+    (Averaging, "interleaved", "the buffer Averaging.mean"),
     (PastTorch, "1f1b", "past torch"),
     (Counting, "interleaved", "counts its passes in epoch"),
 ]

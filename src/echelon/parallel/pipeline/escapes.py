@@ -83,28 +83,35 @@ class Escapes:
 
 
 class KeptByUnits:
-    """Tensors that units keep as attributes, without gradients: nobody may read them in another stage."""
+    """What units keep as attributes, without gradients: tensors, numbers, entries of lists. Other stages cannot read them."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._units = list(units)
         self._before = self._now()
 
-    def _now(self) -> dict[tuple[str, str, str], torch.Tensor]:
+    def _now(self) -> dict[tuple[str, str, str], Any]:
         return {
             (unit.name, path, name): value
             for unit in self._units
             for path, part in unit.module.named_modules()
             for name, value in vars(part).items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, (torch.Tensor, int, float, list))
+            for value in [list(value) if isinstance(value, list) else value]
         }
 
     def found(self) -> list[list[Any]]:
-        """New ones: unit, module within it, name, shape and type."""
-        return [
-            [*at, list(value.shape), str(value.dtype).removeprefix("torch.")]
-            for at, value in self._now().items()
-            if self._before.get(at) is not value
-        ]
+        """New ones: unit, module within it, name, shape and type; of a list how many entries are new."""
+        told: list[list[Any]] = []
+        for at, value in self._now().items():
+            before = self._before.get(at)
+            if isinstance(value, list):
+                known = {id(each) for each in before} if isinstance(before, list) else set()
+                if new := sum(id(each) not in known for each in value):
+                    told.append([*at, [new], "list"])
+            elif before is not value:
+                tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+                told.append([*at, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")])
+        return told
 
 
 class _Shown:

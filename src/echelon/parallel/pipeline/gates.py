@@ -33,6 +33,8 @@ from echelon.parallel.pipeline.stages import Unit
 
 __all__ = ["Cut", "cut", "kept_by"]
 
+_NOTHING = object()
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -170,15 +172,28 @@ class Cut:
         """What a unit of an earlier stage keeps as attributes has another micro-batch's values here, or none."""
         unit = next(unit.module for unit in self.units if unit.name == name)
         for (path, attribute), (shape, dtype) in self.kept[name].items():
-            part, whole = unit.get_submodule(path), f"{name}.{path}.{attribute}".replace("..", ".")
-            self._hidden.append((part, attribute, vars(part).get(attribute)))
-            vars(part)[attribute] = Absent.of(shape, getattr(torch, dtype), self.device, Sources(weights={whole}), self)
+            part, sources = unit.get_submodule(path), Sources(weights={f"{name}.{path}.{attribute}".replace("..", ".")})
+            held = vars(part).get(attribute, _NOTHING)
+            if dtype == "list":
+                new = [Absent.of((), torch.get_default_dtype(), self.device, sources, self) for _ in range(*shape)]
+                if isinstance(held, list):
+                    held.extend(new)
+                    self._hidden.append((part, attribute, [held, new]))
+                continue
+            self._hidden.append((part, attribute, held))
+            vars(part)[attribute] = Absent.of(shape, getattr(torch, dtype), self.device, sources, self)
 
     def show_kept(self) -> None:
         """At the end of a pass."""
         while self._hidden:
             part, name, value = self._hidden.pop()
-            vars(part)[name] = value
+            if isinstance(value, list):
+                held, new = value
+                held[:] = [each for each in held if not any(each is absent for absent in new)]
+            elif value is _NOTHING:
+                vars(part).pop(name, None)
+            else:
+                vars(part)[name] = value
 
 
 class _Gated(nn.Module):

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from echelon.contracts.errors import EchelonError
+from echelon.contracts.errors import EchelonError, UsageError
 from echelon.parallel.pipeline.absent import Absent, Needed, Sources, absent_in, in_place_of_absent
 from echelon.parallel.pipeline.values import Form, form_of
 
 __all__ = ["Left", "Run", "Shapes", "write_again", "writes_anew"]
 
-_WRITTEN = "written into its arguments"  # the key of what a unit that does so returns besides its value
+# The keys of what a unit returns besides its value: tensors that it has written into, and what it has put into lists and dicts.
+_WRITTEN, _PUT = "written into its arguments", "put into its arguments"
 
 
 class Left(BaseException):
@@ -123,17 +124,18 @@ class Run:
     def computes(self, call: str, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a unit of this stage gives."""
         versions = {at: _version(t) for at, t in self._tensors(args, kwargs)}
+        containers = _containers(args, kwargs)
         self.within += 1
         try:
             value = unit(*args, **kwargs)
         finally:
             self.within -= 1
         written = {at: t for at, t in self._tensors(args, kwargs) if at in versions and _version(t) != versions[at]}
-        given = value
-        if written:
+        given, put = value, _put_into(containers)
+        if written or put:
             # Where a unit returns what it has written into, as ReLU(inplace=True) does, later code may write into both.
             again = {str(at): torch.clone(t) for at, t in written.items()}
-            given = {"value": value, _WRITTEN: again}
+            given = {"value": value, _WRITTEN: again, _PUT: put}
         self.gave[call] = given
         self._hold(call, given, None)
         return value
@@ -232,7 +234,43 @@ def write_again(value: Any, args: Any, kwargs: Any) -> Any:
     flat = pytree.tree_leaves((args, kwargs))
     for at, tensor in value[_WRITTEN].items():
         flat[int(at)].copy_(tensor)
+    containers = [each for each, _ in _containers(args, kwargs)]
+    for at, entries in value[_PUT].items():
+        target: Any = containers[int(at)]
+        if isinstance(target, dict):
+            target.update(entries)
+        else:
+            target.extend(entries)
     return value["value"]
+
+
+def _containers(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    """The lists and dicts among a unit's arguments, with what is in them."""
+    return [(each, type(each)(each)) for each in (*args, *kwargs.values()) if type(each) in (list, dict)]
+
+
+def _put_into(containers: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """By number, what a unit has put into these.
+
+    Raises:
+        UsageError: it has taken something away.
+    """
+    found: dict[str, Any] = {}
+    for at, (now, before) in enumerate(containers):
+        if isinstance(now, dict):
+            new: Any = {key: value for key, value in now.items() if key not in before or before[key] is not value}
+            is_kept = before.keys() <= now.keys()
+        else:
+            new = now[len(before) :]
+            is_kept = len(now) >= len(before) and all(a is b for a, b in zip(now, before, strict=False))
+        if not is_kept:
+            raise UsageError(
+                "a module that lies in one stage of a pipeline must leave the entries of a list or dict that it is given as they "
+                "are, and may add others: later stages, which pass it over, could not do so again. Return what it makes."
+            )
+        if new:
+            found[str(at)] = new
+    return found
 
 
 class Shapes:
@@ -263,7 +301,10 @@ class Shapes:
     def computes(self, name: str, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.takes(name, (args, kwargs))
         before = [_version(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        containers = _containers(args, kwargs)
         value = unit(*args, **kwargs)
+        if _put_into(containers):
+            raise Needed(Sources())
         if before != [_version(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]:
             raise Needed(Sources())  # what it has written into them is a part of what it gives
         self.calls[name] = number = self.calls[name] + 1

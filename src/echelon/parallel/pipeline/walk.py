@@ -28,7 +28,7 @@ from echelon.parallel.pipeline.gates import Cut
 from echelon.parallel.pipeline.passes import Left, Run, Shapes
 from echelon.parallel.pipeline.trial import Trials, compute, leaves, same
 from echelon.parallel.pipeline.values import Form, Unsendable, form_of
-from echelon.world import agree
+from echelon.world import agree, rng
 
 __all__ = ["Needs", "Walk", "Walked", "error_of"]
 
@@ -131,6 +131,7 @@ class Walk:
         told: dict[str, Any] = {}
         changed: dict[str, list[str]] = {}
         aliases: list[list[str]] = []
+        counted: dict[str, int] = {}
         for stage in range(self.cut.count):
             received: dict[str, Any] = {}
             have: set[str] = set()
@@ -151,7 +152,14 @@ class Walk:
             aliases += told["aliases"]
             for name, sum_of in told["changed"].items():
                 changed.setdefault(name, []).append(sum_of)
+            for name in told["counted"]:
+                counted[name] = counted.get(name, 0) + 1
         self._trials.refuse_lost(changed)
+        if lost := [name for name, stages in counted.items() if stages < self.cut.count]:
+            raise UsageError(
+                f"{self.cut.kind} counts its passes in {lost[0]}, in {counted[lost[0]]} of {self.cut.count} stages, so that the "
+                "others, on other ranks, would go on with another number. Count where forward begins, or in on_train_step_end."
+            )
         self._refuse_written(needs, aliases)
         result = Form.from_json(told["result"])
         if share:
@@ -191,6 +199,8 @@ class Walk:
                 value = compute(self.cut, run, act)
             report = self._report(run, value) | {"kept": kept.found()}
             counts.append(self._trials.counts())
+            if len(self.cut.own) > 1 and report["changed"]:
+                self._refuse_accumulated(report["changed"], lambda: compute(self.cut, Run(stage, received, forms), act))
         except Needed as needed:
             return {"more": sorted(needed.sources.calls)}
         counted = [name for name, value in counts[2].items() if len({each.get(name) for each in counts} | {value}) > 2]
@@ -200,6 +210,7 @@ class Walk:
                 "stages makes as many passes with each batch. Take a schedule with one stage for each rank, such as '1f1b', or "
                 "count in on_train_step_end."
             )
+        report["counted"] = counted
         if unseen:
             raise UsageError(
                 f"{self.cut.kind} writes into what {unseen[0].rpartition(':')[0]} has returned, past torch, by .data or numpy. "
@@ -212,6 +223,18 @@ class Walk:
                 "draw from a generator of its own? Let it be a buffer, and torch's own RNG."
             )
         return report
+
+    def _refuse_accumulated(self, changed: dict[str, str], go_through: Callable[[], Any]) -> None:
+        """Buffers outside of the units that a further pass changes further."""
+        states = rng.states()
+        go_through()
+        rng.put_back(states)
+        if names := [name for name, value in self._trials.changed().items() if changed.get(name) != value]:
+            raise UsageError(
+                f"the buffer {self.cut.kind}.{names[0]}, which lies in no stage, is changed by each pass, and a rank with "
+                f"{len(self.cut.own)} stages makes as many with each batch. Take a schedule with one stage a rank, such as "
+                "'1f1b', or register it in a module that lies in one stage."
+            )
 
     def _refuse_kept(self, stage: int, escapes: Escapes) -> None:
         if names := escapes.found():
@@ -234,7 +257,7 @@ class Walk:
 
     def _report(self, run: Run, value: Any, *, share: bool = False) -> dict[str, Any]:
         told: dict[str, Any] = {"here": True, "forms": {}, "result": None, "changed": self._trials.changed()}
-        told |= {"kept": [], "aliases": run.aliases(), "wrote": sorted(run.wrote)}
+        told |= {"kept": [], "counted": [], "aliases": run.aliases(), "wrote": sorted(run.wrote)}
         for call in run.gave:
             try:
                 form, tensors = form_of(run.to_send(call))
