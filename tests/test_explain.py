@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
+import tempfile
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon.cli.main import main
 from echelon.contracts.pulse import Phase, Standing
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.traces import in_library, named_in_library
 from echelon.launcher.explain import Evidence, RankEvidence, evidence, explain, show
 from echelon.launcher.explain.flight import Call, expected, first_mismatch, parse, waits
@@ -994,3 +997,32 @@ def test_of_two_whose_call_was_refused_the_one_behind_is_not_named(left: Left, f
         134, killed(1, "SIGABRT", exit_code=134, message=said), failed(0, f"RuntimeError: {CLOSED}"), seen=places, world_size=2
     )
     assert left.verdict.guilty != (0,) and left.verdict.cause == "mismatched shape"
+
+
+def test_what_this_user_may_not_read_is_not_called_damaged_or_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        run = RunDir.create(folder, "a")
+        write_json(run.exit_json, {"exit_code": 0})
+        os.chmod(folder, 0o755)
+        run.exit_json.chmod(0)
+        with _as_a_user():
+            main(["explain", str(run.path)])
+            assert "exit.json may not be read by this user" in capsys.readouterr().out
+            assert main(["report", str(run.path)]) == 1 and "Permission denied" in capsys.readouterr().err
+        os.chmod(folder, 0)
+        with _as_a_user():
+            assert main(["explain", str(run.path)]) == 2 and "may not be looked into by this user" in capsys.readouterr().err
+        os.chmod(folder, 0o755)
+
+
+@contextlib.contextmanager
+def _as_a_user() -> Iterator[None]:
+    """root may read everything."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)

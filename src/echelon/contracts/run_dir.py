@@ -314,6 +314,14 @@ def find_run(name: str, root: str | os.PathLike[str] = "runs") -> Path:
     there = next((path for path in places if name and os.path.lexists(path)), None)
     if there is not None:
         raise UsageError(f"{there} is not a run folder: it has no attempts. Give a run's name or its folder, such as runs/NAME.")
+    for path in places:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            try:
+                os.lstat(path)
+            except PermissionError:
+                raise UsageError(f"{path} may not be looked into by this user. Ask as the run's own.") from None
+            except OSError:  # a name that no file can have
+                continue
     runs = _runs_in(below)
     near = difflib.get_close_matches(name, runs, n=3)
     listed = ", ".join(runs[-5:]) + (f" and {len(runs) - 5} older ones" if len(runs) > 5 else "")

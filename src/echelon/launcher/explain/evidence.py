@@ -177,7 +177,7 @@ class _Reader:
             return [], False
         paths = [self.here / "exit.json", *(path for _, path in self._files(self.here, "exit.node"))]
         found = {path: self._record(path, exit_record, _OF_END) for path in paths if is_file(path)}
-        self.notes += [f"{path.name} is no record of an end" for path, record in found.items() if record is None]
+        self.notes += [f"{path.name} {_why_none(path)}" for path, record in found.items() if record is None]
         return [record for record in found.values() if record is not None], found.get(paths[0]) is not None
 
     def _record(self, path: Path, read: Callable[[Path], dict[str, Any] | None], names: Iterable[str]) -> dict[str, Any] | None:
@@ -256,3 +256,21 @@ def _last_failure_ns(ranks: Mapping[int, RankEvidence], own: Mapping[int, Mappin
     failed = [number for number, rank in ranks.items() if rank.failure is not None]
     times = [own[number]["time_ns"] for number in failed if "time_ns" in own.get(number, {})]
     return max(times) if times and len(times) == len(failed) else None
+
+
+def _why_none(path: Path) -> str:
+    """Why a file that is there gave no record: a run's files are its user's alone."""
+    try:
+        with path.open("rb"):
+            return "is no record of an end"
+    except PermissionError:
+        return f"may not be read by this user, but by {_owner(path)}: ask as that one"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.owner()
+    except (OSError, KeyError):
+        return "its owner"
