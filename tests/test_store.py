@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.job import JobSpec
 from echelon.launcher.protocol import write_spec
 from tests.conftest import clean_environment, ends_of
+from tests.started import wait_until
 
 SCRIPT = """
 import json, os, sys
@@ -89,3 +91,45 @@ def test_two_nodes_share_one_store_by_a_token_and_restart_together(tmp_path: Pat
     assert conclude(run, 0, "7.0") == 0
     first, last = (read_json(run.path / "attempts" / n / "exit.json") or {} for n in ("000", "001"))
     assert (first["exit_code"], first["first_failure"]["rank"], last["exit_code"]) == (3, 1, 0)
+
+
+TRAINS_ON = """
+import os, time
+import echelon as ech
+from pathlib import Path
+ech.init_from_env()
+Path("ready" + os.environ["RANK"]).touch()
+while not os.path.exists("go"): time.sleep(0.05)
+"""
+
+
+@pytest.mark.full
+def test_a_node_of_which_nothing_is_heard_is_named_and_one_that_is_heard_of_again(tmp_path: Path) -> None:
+    """Its launcher stands, as if the link to it were dead; either half says so."""
+    (tmp_path / "train.py").write_text(TRAINS_ON)
+    run = RunDir.create(tmp_path, "a", begin=False)
+    write_spec(run, JobSpec(str(tmp_path / "train.py"), nodes=2), launcher="slurm", cwd=str(tmp_path), id="7")
+    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,localhost"}
+    command = [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
+    said = [tmp_path / f"said{node}" for node in range(2)]
+    nodes = []
+    for node, path in enumerate(said):
+        with open(path, "w") as file:
+            more = {"SLURM_NODEID": str(node)}
+            nodes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**env, **more}))
+    try:
+        wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)), "the ranks run")
+        for other in (1, 0):
+            nodes[other].send_signal(signal.SIGSTOP)
+            words = f"nothing was heard of node {other} "
+            wait_until(lambda path=said[1 - other], words=words: words in path.read_text(), words, 120.0)
+            nodes[other].send_signal(signal.SIGCONT)
+            words = f"node {other} is heard of again"
+            wait_until(lambda path=said[1 - other], words=words: words in path.read_text(), words, 120.0)
+            assert "nothing was heard" not in said[other].read_text() or other == 0
+    finally:
+        for process in nodes:
+            process.send_signal(signal.SIGCONT)
+        (tmp_path / "go").touch()
+        codes = ends_of(nodes)
+    assert codes == [0, 0], [path.read_text() for path in said]

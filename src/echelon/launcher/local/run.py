@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+from echelon.contracts import terminal
 from echelon.contracts.between_attempts import RESTART_VARIABLE, has_begun
 from echelon.contracts.errors import EchelonError
 from echelon.contracts.files import private_folder, working_folder
@@ -95,6 +96,7 @@ def run_local(
             os.environ.setdefault("OMP_NUM_THREADS", threads)
             load(["echelon.launcher.local.elastic"])
         from echelon.launcher.local.elastic import ForkAgent, quiet_elastic_logs
+        from echelon.launcher.local.silence import Silence
 
         quiet_elastic_logs()
         own = contextlib.closing(ForkServer.fork_self()) if server is None else contextlib.nullcontext(server)
@@ -103,9 +105,14 @@ def run_local(
             starts = _Starts(job, run, given, meeting, start_fields or {}, relay)
             starts.agent = ForkAgent(job, forks, starts.begin, starts.fields, run.name, requests, timeout_s, meeting, relay.say)
             relay.start()
+            silence = Silence(meeting, terminal.say) if meeting is not None and meeting.nodes > 1 else None
+            if silence is not None:
+                silence.start()
             try:
                 outcome = _until_ended(starts)
             finally:
+                if silence is not None:
+                    silence.close()
                 starts.agent.sight.close()
                 relay.stop()
         alone = never_met(starts.agent.attempt, range(job.ranks)) if meeting is None else ""
