@@ -254,6 +254,64 @@ def test_losses_that_are_no_means_over_tokens_are_refused(ranks: Ranks, name: st
         assert re.search(r"would change the loss: .*mean over tokens", said), said
 
 
+class Transposed(LM):
+    """Gives (B, V, T), as cross_entropy takes it."""
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x, documents).mT
+
+
+def _of_transposed(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(module(batch["inputs"]), batch["targets"])
+
+
+class Flat(LM):
+    """Gives (B * T, V)."""
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x, documents).flatten(0, 1)
+
+
+def _of_flat(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(module(batch["inputs"]), batch["targets"].flatten())
+
+
+def _other_shapes() -> list[str]:
+    found = []
+    for make, loss in ((Transposed, _of_transposed), (Flat, _of_flat)):
+        torch.manual_seed(0)
+        try:
+            ech.train(Language(module=make().double(), strategy="cp=2", loss=loss), [tokens(3, 64, 0)], max_epochs=1)
+            found.append("")
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_outputs_of_other_shapes_are_taken(ranks: Ranks) -> None:
+    assert ranks(2, _other_shapes) == [["", ""], ["", ""]]
+
+
+def _shifts_in_place(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    targets = F.pad(batch["inputs"], (0, 1), value=-100)[:, 1:]  # a part's last token has no next one there
+    return F.cross_entropy(module(batch["inputs"]).flatten(0, 1), targets.flatten())
+
+
+def _in_16_bits(loss: Any) -> str:
+    torch.manual_seed(0)
+    unit = Language(module=lm().bfloat16(), strategy="cp=2", loss=loss)
+    try:
+        ech.train(unit, [tokens(3, 32, 0)], max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_rounding_hides_no_loss(ranks: Ranks) -> None:
+    assert all("would change the loss" in said for said in ranks(2, _in_16_bits, _shifts_in_place))
+    assert ranks(2, _in_16_bits, loss_of) == ["", ""]
+
+
 def _evaluates() -> str:
     unit = Language(module=lm(), strategy="cp=2", loss=_last)
     with pytest.raises(UsageError) as raised:

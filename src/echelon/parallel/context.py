@@ -24,7 +24,7 @@ from echelon.contracts.errors import EchelonError, UsageError
 from echelon.parallel.context_active import current, over
 from echelon.parallel.context_attention import SplitAttention, attend
 from echelon.parallel.context_batch import SequenceDim, check_sequence_dim, counted, cut_batch, named, sequence_dims, size_of
-from echelon.parallel.context_losses import Losses, check_losses, check_separate
+from echelon.parallel.context_losses import KeptOutputs, Losses, check_losses, check_separate
 from echelon.parallel.context_probe import probe
 from echelon.parallel.context_split import SequenceParts
 from echelon.parallel.context_transformers import adapt, with_shifted_labels
@@ -89,6 +89,7 @@ class ContextParallel:
         self.parts = SequenceParts.over(mesh.get_group())
         self.share: float | torch.Tensor = 1.0
         self.doubts_parts = True
+        self._kept: KeptOutputs | None = None
         self._outputs: list[torch.Tensor] = []  # of the latest pass, until the loss was looked at
         self.is_trying = self._draws_apart = False
         self._module, self._device, self._said = module, device, check_sequence_dim(sequence_dim)
@@ -158,9 +159,14 @@ class ContextParallel:
         if not all(agree.gather(self._checks and length > 0)):
             return
 
-        def of_whole(piece: Any) -> tuple[Any, float]:
+        def of_whole(piece: Any, *, keep: bool) -> tuple[Any, float]:
+            short = next(t.shape[dims[name]] for name, t in named(piece) if name in dims)
+            self._kept = KeptOutputs(self.parts, short) if keep else None
             with over(None):
-                return compute(piece), weigh(piece, 1.0)
+                loss = compute(piece)
+            if self._kept is not None:
+                self._kept.check()
+            return loss, weigh(piece, 1.0)
 
         def of_part(piece: Any) -> tuple[Any, float]:
             part = self._part_of(with_shifted_labels(piece) if self._shifts else piece, dims)
@@ -176,6 +182,7 @@ class ContextParallel:
             check_losses(self.parts, Losses(self._module, of_whole, of_part, dtypes), batch, dims, length)
         finally:
             self.is_trying = self._draws_apart = False
+            self._kept = None
 
     def look_at_outputs(self, module: nn.Module) -> None:
         """Note what the module gives, for `check_loss`. After `fully_shard`, whose hooks a look at gradients must not call."""
@@ -254,6 +261,11 @@ class ContextParallel:
             )
             raise said.with_traceback(error.__traceback__) from error
         self._unchecked = False
+
+    @property
+    def kept(self) -> KeptOutputs | None:
+        """Where losses are compared for the same outputs."""
+        return self._kept
 
     @property
     def is_here(self) -> bool:
@@ -369,6 +381,8 @@ class _Root(_InContext):
         self._module, self._kind = module, type(module).__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (kept := self._context.kept) is not None and not torch.compiler.is_compiling():
+            return kept.keep(self._forward(*args, **kwargs)) if current() is None else kept.part_of_next()
         if current() is not None and not torch.compiler.is_compiling():
             self._context.check_once(self._kind, self._forward, self._module, args, kwargs)
         return super().__call__(*args, **kwargs)

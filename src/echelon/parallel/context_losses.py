@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,12 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.context_batch import IGNORED, beginning_at, labels_of
 from echelon.parallel.context_noise import AS_IS, LEVELS, perturbed
-from echelon.parallel.context_probe import undisturbed
+from echelon.parallel.context_probe import tensors_of, undisturbed
 from echelon.parallel.context_split import SequenceParts
 from echelon.world import agree, rng
+from echelon.world.device import map_tensors
 
-__all__ = ["Losses", "check_losses", "check_separate"]
+__all__ = ["KeptOutputs", "Losses", "check_losses", "check_separate"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ _CHUNK = 4  # tokens
 # How far the losses may be apart, by the bytes of a number: rounding, and what authors add to a denominator.
 _TOLERANCE = {8: 1e-5, 4: 1e-3}
 _COARSE = 2e-2
+_ROUNDED = 1e-2  # of the same outputs
+_OUTPUTS = -1  # in the place of a level: noise on the module's outputs
 _LEFT_OUT = 0.4  # of the labels
 _APART = 1e-4  # what tokens may have to do with one another, relative to what they have with themselves
 _REMEDY = (
@@ -48,15 +52,61 @@ class Losses:
 
     Args:
         module: of which they are.
-        whole: (loss, weight) of a whole batch.
+        whole: (loss, weight) of a whole batch; with `keep`, the part's loss is then computed of the module's outputs.
         part: the same of this rank's part of it.
         dtypes: in which is computed.
     """
 
     module: nn.Module
-    whole: Callable[[Any], tuple[Any, float]]
+    whole: Callable[..., tuple[Any, float]]
     part: Callable[[Any], tuple[Any, float]]
     dtypes: Sequence[torch.dtype]
+
+
+class KeptOutputs:
+    """What the module gives for whole sequences, with noise, of which each rank takes its part.
+
+    So the loss is compared by itself: in 16 bits the module's own rounding hides how a loss differs.
+    """
+
+    def __init__(self, parts: SequenceParts, length: int) -> None:
+        self._parts, self._length, self._outputs = parts, length, deque[Any]()
+
+    def check(self) -> None:
+        """After the whole sequences.
+
+        Raises:
+            ValueError: the module was not called, or did not say where its outputs have the sequence.
+        """
+        flat = [t for outputs in self._outputs for t in tensors_of(outputs)]
+        if not any(self._dim(t) for t in flat):
+            raise ValueError("no outputs of tokens")
+
+    def _dim(self, output: torch.Tensor) -> int:
+        """Where the sequence is, never the first; 0 if nowhere, or perhaps in several places."""
+        places = [dim for dim, size in enumerate(output.shape) if dim and size == self._length]
+        return places[0] if len(places) == 1 else 0
+
+    def keep(self, outputs: Any) -> Any:
+        """The outputs with noise, the same on all ranks."""
+        generator = torch.Generator().manual_seed(len(self._outputs))
+
+        def add(output: Any) -> Any:
+            if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.dim() < 2:
+                return output
+            return output + torch.randn(output.shape, generator=generator).to(output)
+
+        self._outputs.append(map_tensors(outputs, add))
+        return self._outputs[-1]
+
+    def part_of_next(self) -> Any:
+        """This rank's part of what the next call of the module gave."""
+
+        def cut(output: Any) -> Any:
+            dim = self._dim(output) if isinstance(output, torch.Tensor) else 0
+            return self._parts.cut(output, dim) if dim else output
+
+        return map_tensors(self._outputs.popleft(), cut)
 
 
 @dataclass(frozen=True)
@@ -85,7 +135,7 @@ def check_losses(parts: SequenceParts, losses: Losses, batch: Any, dims: Mapping
     shortest = 2 * parts.size * _CHUNK
     for short in (min(length, shortest), length):  # code may take one length only
         pieces = _pieces(batch, dims, length, short)
-        if all(_can_compare(parts, losses, piece, level) for level in LEVELS for piece in pieces):
+        if all(_can_compare(parts, losses, piece, level) for level in (*LEVELS, _OUTPUTS) for piece in pieces):
             return
     if agree.is_rank0():
         logger.info(
@@ -131,14 +181,18 @@ def _can_compare(parts: SequenceParts, losses: Losses, piece: Any, level: int) -
 
 def _computed(parts: SequenceParts, losses: Losses, piece: Any, level: int) -> tuple[_Told, Exception | None]:
     may, group = _TOLERANCE.get(min(dtype.itemsize for dtype in losses.dtypes), _COARSE), _first_rank(parts)
+    keep = level == _OUTPUTS
     try:
-        with undisturbed(losses.module), torch.no_grad(), perturbed(losses.module, level):
+        with undisturbed(losses.module), torch.no_grad(), perturbed(losses.module, AS_IS if keep else level):
             before = rng.states()
-            whole = _numbers(*losses.whole(piece))
+            loss, weight = losses.whole(piece, keep=keep)
+            whole = _numbers(loss, weight)
+            if keep and whole is not None:
+                may = _TOLERANCE.get(loss.dtype.itemsize, _ROUNDED)
             draws = not _are_same(before, rng.states())
             part = _numbers(*losses.part(piece))
     except Exception as error:
-        return _Told(group, may, True, isinstance(error, UsageError), False), error
+        return _Told(group, may, True, isinstance(error, UsageError) and not keep, False), None if keep else error
     return _Told(group, may, False, False, draws, whole, part), None
 
 

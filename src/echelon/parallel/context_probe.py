@@ -27,7 +27,7 @@ from echelon.parallel.split_errors import SHAPES, meaning
 from echelon.world import agree, rng
 from echelon.world.device import map_tensors
 
-__all__ = ["probe", "undisturbed"]
+__all__ = ["probe", "tensors_of", "undisturbed"]
 
 _CHUNK = 4  # tokens: what looks at its neighbours alone shows at one of two ends
 # By how much the norm of a difference may exceed rounding, which layers amplify. What is wrong differs by a tenth or more.
@@ -49,7 +49,7 @@ def probe(
     Raises:
         UsageError: on all ranks, with the submodule where they differ first.
     """
-    given = [value for value in _tensors((args, kwargs)) if value.dim() > 1]
+    given = [value for value in tensors_of((args, kwargs)) if value.dim() > 1]
     first = next((t for t in given if not t.is_floating_point()), given[0] if given else None)
     can = first is not None and first.shape[1] % 2 == 0  # else nothing to cut, or what attention refuses
     if not all(agree.gather(can)):
@@ -171,7 +171,8 @@ def _differs(module: nn.Module, root: str, name: str, side: str, difference: flo
     )
 
 
-def _tensors(data: Any) -> list[torch.Tensor]:
+def tensors_of(data: Any) -> list[torch.Tensor]:
+    """All plain ones in it."""
     found: list[torch.Tensor] = []
 
     def take(value: Any) -> Any:
@@ -237,13 +238,13 @@ class _Watch:
 
     def note(self, outputs: Any) -> None:
         """What the module itself gave."""
-        self.seen["", 0, "out"] = [t.detach() for t in _tensors(outputs)]
+        self.seen["", 0, "out"] = [t.detach() for t in tensors_of(outputs)]
 
     def _hook(self, name: str, side: str) -> Any:
         calls: list[int] = []
 
         def look(module: nn.Module, inputs: Any, *outputs: Any) -> None:
-            self.seen[name, len(calls), side] = [t.detach().clone() for t in _tensors(outputs[0] if outputs else inputs)]
+            self.seen[name, len(calls), side] = [t.detach().clone() for t in tensors_of(outputs[0] if outputs else inputs)]
             calls.append(1)
 
         return look
