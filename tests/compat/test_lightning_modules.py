@@ -598,3 +598,20 @@ def test_a_part_of_a_sharded_module_can_be_called_after_fit(strategy: str, ranks
     """It had shards, and torch's error of a mixture of tensors."""
     one, two = ranks(2, call_parts, strategy)
     assert one == two == pytest.approx(ranks(2, call_parts, "ddp")[0], rel=1e-12)
+
+
+def test_options_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """They did nothing without a word."""
+    trainer = Trainer(max_epochs=1, profiler="simple", barebones=True, enable_progress_bar=False, **QUIET)
+    trainer.fit(Small(), two_batches())
+    trainer.validate(Small(), two_batches())
+    told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert len(told) == 1 and "profiler='simple'" in told[0] and "barebones=True" in told[0] and "progress" not in told[0]
+
+
+def test_a_module_of_lightnings_own_is_named() -> None:
+    """It was said to be no LightningModule, which it is."""
+    theirs = type("LightningModule", (nn.Module,), {"__module__": "lightning.pytorch.core.module"})
+    mine = type("Mine", (theirs,), {"__module__": "models"})
+    with pytest.raises(UsageError, match=r"Mine of models is a LightningModule of Lightning's own, .* all files"):
+        Trainer(max_epochs=1, **QUIET).fit(mine(), two_batches())

@@ -224,6 +224,13 @@ class ModuleRuns(Running):
         if found is None:
             raise UsageError(f"trainer.{call}() without a module: there was no fit before. Give one.")
         plain = without_compile(found)
+        theirs = next((c for c in type(plain).__mro__ if c.__module__.startswith(("lightning.", "pytorch_lightning."))), None)
+        if not isinstance(plain, LightningModule) and theirs is not None:
+            raise UsageError(
+                f"trainer.{call}: {type(plain).__name__} of {type(plain).__module__} is a {theirs.__name__} of Lightning's own, "
+                f"{theirs.__module__}, and this Trainer is echelon's. Import both from echelon.compat.lightning: "
+                "change the import lines of all files of the program."
+            )
         if not isinstance(plain, LightningModule):
             raise UsageError(f"trainer.{call}: the model must be a LightningModule or an AutoUnit, got {type(found).__name__}.")
         if plain is not found:
@@ -333,7 +340,7 @@ class ModuleRuns(Running):
             self.lightning_module = self.datamodule = self.unit = None
             self.state.status = "interrupted"  # unless it comes to its end
             try:
-                done = launch(_in_rank, ranks=ranks, args=(self, work, str(folder)), env=env, run_dir=self.run_dir)
+                done = launch(trainer_run, ranks=ranks, args=(self, work, str(folder)), env=env, run_dir=self.run_dir)
             finally:
                 module.to(device)
             if work.call == "fit":
@@ -367,7 +374,7 @@ class ModuleRuns(Running):
             setattr(self, name, getattr(fresh, name))
 
 
-def _in_rank(trainer: ModuleRuns, work: Work, folder: str) -> ModuleDone:
+def trainer_run(trainer: ModuleRuns, work: Work, folder: str) -> ModuleDone:
     """In a rank that the Trainer started."""
     rng.start(work.seeds)
     init_from_env("cpu" if trainer.accelerator == "cpu" else None)

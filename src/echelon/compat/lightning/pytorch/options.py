@@ -20,6 +20,7 @@ __all__ = [
     "precision_of",
     "sorted_out",
     "strategy_of",
+    "without_effect",
     "without_strategy",
 ]
 
@@ -53,6 +54,8 @@ _WITHOUT_EFFECT = {
     "progress_bar_refresh_rate",
     "weights_summary",
 }
+# Which of these ask for something that is not there, if they are given.
+_ASKS = ("barebones", "model_registry", "profiler")
 # Of a LightningModule, with Lightning's defaults.
 OF_MODULES: dict[str, Any] = {
     "benchmark": None,
@@ -92,6 +95,11 @@ _ELSEWHERE = {
     "track_grad_norm": "AutoUnit(clip_grad_norm=inf) measures it",
     "weights_save_path": "write default_root_dir",
 }
+
+
+def without_effect(others: Mapping[str, Any]) -> list[str]:
+    """What a LightningModule's Trainer was asked for in vain, to be told."""
+    return [f"{name}={others[name]!r}" for name in _ASKS if others.get(name)]
 
 
 def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:

@@ -25,6 +25,7 @@ from echelon.loop.trainer_rank import Plan
 from echelon.loop.unit import TrainUnit
 from echelon.parallel.precision import Precision
 from echelon.parallel.strategy import Strategy
+from echelon.world import agree
 
 __all__ = ["Trainer"]
 
@@ -88,6 +89,7 @@ class Trainer(ModuleRuns, trainer.Trainer):
         **others: Any,
     ) -> None:
         self.of_modules, self._shown = options.sorted_out(others)
+        self._in_vain = options.without_effect(others)
         given = {
             "train": limit_train_batches,
             "val": limit_val_batches,
@@ -171,6 +173,7 @@ class Trainer(ModuleRuns, trainer.Trainer):
             self.max_epochs = _DEFAULT_EPOCHS
             logger.warning("Trainer without max_epochs and max_steps: %s epochs, as Lightning does", _DEFAULT_EPOCHS)
         if isinstance(model, torch.nn.Module):
+            self._tell_of_options()
             self.run_module("fit", model, (train_dataloaders, val_dataloaders), datamodule, ckpt_path)
             return
         self._check_for_units()
@@ -220,8 +223,19 @@ class Trainer(ModuleRuns, trainer.Trainer):
         found: list[Any] = self._run("predict", model, dataloaders, datamodule, ckpt_path)
         return found if self.keeps_predictions else None
 
+    def _tell_of_options(self) -> None:
+        """Once, of what a LightningModule's Trainer leaves out."""
+        if self._in_vain and agree.is_rank0():
+            logger.warning(
+                "Trainer(%s): has no effect here. Where time goes is in metrics.jsonl and `echelon report`; to train without "
+                "logs and checkpoints: logger=False, enable_checkpointing=False",
+                ", ".join(self._in_vain),
+            )
+        self._in_vain = []
+
     def _run(self, call: str, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any) -> Any:
         if model is None or isinstance(model, torch.nn.Module):
+            self._tell_of_options()
             return self.run_module(call, model, (dataloaders, None), datamodule, ckpt_path)
         self._check_for_units()
         return getattr(super(), call)(model, dataloaders, ckpt_path=ckpt_path)
