@@ -211,3 +211,30 @@ def _refused() -> list[str]:
                     window.backward(nn.functional.mse_loss(model(x), y))
                     optimizer.step()
     return [*said, str(caught.value)]
+
+
+class Searches(ech.TrainUnit[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = ech.prepare_module(net(), torch.device("cpu"), strategy="fsdp")
+        self.optimizer = torch.optim.LBFGS(self.module.parameters())
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self.module(data[0]), data[1])
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+
+
+def _cannot_search() -> str:
+    with pytest.raises(UsageError) as caught:
+        ech.train(Searches(), [batch(4, 0)], max_epochs=1)
+    return str(caught.value)
+
+
+def test_lbfgs_over_shards_is_named_with_a_remedy(ranks: Ranks) -> None:
+    for said in ranks(2, _cannot_search):
+        assert "LBFGS cannot step parameters that are split over the ranks" in said and "Train under 'ddp'" in said

@@ -37,7 +37,7 @@ def step_by_kind(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS) and mixed:
         raise UsageError(
             "LBFGS makes one vector of all parameters, of which some are split over other ranks than the rest, or whole. "
-            "Train under 'ddp', or under 'fsdp' without scalar parameters."
+            "Train under 'ddp', whose parameters are whole."
         )
     if optimizer not in _handled:
         _handled[optimizer] = _Split(optimizer)

@@ -55,6 +55,7 @@ _OF_STEPS = (
     "must have the same mesh",
     "no sharding strategy",
     "mixed torch.Tensor and DTensor",
+    "would remove or reshape sharded dimension",
 )
 
 
