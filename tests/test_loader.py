@@ -15,6 +15,7 @@ from echelon.contracts.errors import UsageError
 from echelon.data.loader import Padding, share
 from echelon.data.prefetch import Feed
 from echelon.data.text import ByteText, split_files
+from tests.conftest import Ranks
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -236,3 +237,19 @@ def test_a_global_batch_may_be_a_whole_float() -> None:
     assert [len(each) for each in ech.Loader(range(8), 8 / 2)] == [4, 4]  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"global_batch must be a whole number of at least 1, got 2\.5"):
         ech.Loader(range(8), 2.5)  # type: ignore[arg-type]
+
+
+def _undivided_evaluation() -> tuple[int, str]:
+    from tests.models import batch
+    from tests.units import Regression
+
+    unit = Regression(strategy="ddp")
+    rows = list(zip(*batch(12, 0), strict=True))
+    with pytest.raises(ech.EchelonError) as caught:
+        ech.fit(unit, ech.Loader(rows, 4), ech.Loader(rows, 3), max_epochs=1)
+    return unit.train_progress.num_steps_completed, str(caught.value)
+
+
+def test_an_evaluation_loader_that_ranks_cannot_divide_is_refused_before_training(ranks: Ranks) -> None:
+    for steps, text in ranks(2, _undivided_evaluation):
+        assert steps == 0 and "cannot be divided by 2 ranks" in text

@@ -21,6 +21,7 @@ from echelon.loop import agreements, evaluation_due, profiling
 from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.unfrozen import look_at_built
+from echelon.loop.feeding import check_evaluation
 from echelon.loop.hooks import Hooks
 from echelon.loop.modes import in_mode
 from echelon.loop.optimizer_checks import check_tracked
@@ -101,6 +102,8 @@ class Run:
             state.stop_for_signal()
         agreements.on_limits(here, progress)
         self._begin(stage)
+        if state.eval_state is not None:
+            check_evaluation(self._stages["eval"])
         self._watches = check_tracked(self._inner)
         self._agree_on_agreeing()
         self._agree_to_stop()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.data.base import BaseLoader, loaders_of
+from echelon.data.base import BaseLoader, Combined, loaders_of
 from echelon.data.loader import Loader
 from echelon.data.prefetch import NO_STEP, Feed, known_length
 from echelon.loop.accept import KINDS, is_real, keeps
@@ -18,7 +18,7 @@ from echelon.loop.stage import Stage
 from echelon.loop.state import PhaseState
 from echelon.loop.unit import wants_iterator
 
-__all__ = ["Batches", "open_feed", "own_fetch", "steps_left"]
+__all__ = ["Batches", "check_evaluation", "open_feed", "own_fetch", "steps_left"]
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,25 @@ def _resumed(stage: Stage) -> tuple[Any, int]:
         type(loader).__name__,
     )
     return loader, 0
+
+
+def check_evaluation(stage: Stage) -> None:
+    """When `fit` begins: what would be refused when its first evaluation is due, after an epoch of training.
+
+    Raises:
+        UsageError: on all ranks: they cannot divide the loader.
+    """
+    here = stage.here
+    if here.evaluate_every_n_epochs is None and here.evaluate_every_n_steps is None:
+        return
+    loader, rank_and_size = here.dataloader, stage.inner.data_rank_and_size
+    if isinstance(loader, (BaseLoader, Combined)) and rank_and_size is not None:
+        loader.set_data_rank(*rank_and_size)
+    for part in loaders_of(loader):
+        if isinstance(part, BaseLoader):
+            _ = part.dp  # which says so
+        if isinstance(part, Loader):
+            _check_tail(stage, part)
 
 
 def _check_tail(stage: Stage, loader: Loader) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.shards import local
 
-__all__ = ["clear", "clip_by_norm_", "clip_by_value_", "pass_zeros", "scale_"]
+__all__ = ["clear", "clip_by_norm_", "clip_by_value_", "pass_zeros", "scale_", "times_changed"]
 
 
 def clear(optimizer: torch.optim.Optimizer) -> None:
@@ -37,6 +37,11 @@ def clear(optimizer: torch.optim.Optimizer) -> None:
                 parameter.grad = None
     else:
         optimizer.zero_grad(set_to_none=True)
+
+
+def times_changed(parameter: torch.Tensor) -> int:
+    """How often its gradient was changed in place, as torch counts it (`_version`: there is no public name); -1 without one."""
+    return -1 if parameter.grad is None else parameter.grad._version
 
 
 @torch.no_grad()

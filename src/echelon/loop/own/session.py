@@ -22,6 +22,7 @@ from echelon.loop.own.run import OwnRun
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
 from echelon.loop.state import State
+from echelon.parallel.gradients import times_changed
 from echelon.world.clock import Part, enter
 
 __all__ = ["Session"]
@@ -51,6 +52,7 @@ class Session:
         self._iteration: object = None  # the latest
         self._applying = self._accumulated = False
         self._modes = LoopModes(unit.module, unit.prepared.unwrapped)
+        self._told_of_change, self._seen_version = False, 0  # of the gradient of
         self._witness: torch.Tensor | None = None  # a parameter with a gradient, in the middle of an update
 
     # --- which session something belongs to
@@ -268,6 +270,13 @@ class Session:
                 "the gradients of an update must be kept until its last batch, but something has dropped them in the middle. "
                 "Clear them by zero_grad() of the optimizer that prepare() returned, which knows when."
             )
+        elif self._witness is not None and times_changed(self._witness) != self._seen_version and not self._told_of_change:
+            self._told_of_change = True
+            logger.warning(
+                "gradients were changed in the middle of an update, when only some of its batches are in them: was "
+                "torch.nn.utils.clip_grad_norm_ left in the loop? Call window.clip_grad_norm_(max_norm) or "
+                "window.clip_grad_value_(max_value) in its place, which wait for the update's last batch and clip over all ranks"
+            )
         self.window = window
         assert self.run is not None
         if self.run.only_looks:
@@ -283,6 +292,8 @@ class Session:
             self._witness = None
         elif self._witness is None:
             self._witness = next((p for p in self.unit.module.parameters() if p.grad is not None), None)
+        if self._witness is not None:
+            self._seen_version = times_changed(self._witness)
 
     def optimizer_step(self, original: Callable[..., Any], closure: Any = None) -> Any:
         if self._applying:
