@@ -5,6 +5,7 @@ A parameter that begins at zero hides what it multiplies; losses of all kinds lo
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -401,6 +402,32 @@ def _calls() -> tuple[int, float, int, bool, bool]:
 
 def test_nothing_stays_of_the_comparison(ranks: Ranks) -> None:
     assert ranks(2, _calls) == [(2, 32.0, 2, True, True)] * 2
+
+
+class Teaches(Language):
+    """A teacher follows within `compute_loss`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.teachers = [copy.deepcopy(lm()).requires_grad_(False)]
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        with torch.no_grad():
+            for kept, parameter in zip(self.teachers[0].parameters(), self.module.parameters(), strict=True):
+                kept.lerp_(parameter, 0.5)
+        return super().compute_loss(state, data)
+
+
+def _taught(check: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    unit = Teaches(module=lm(), strategy=ech.Parallel(cp=2, check_context=check))
+    ech.train(unit, [tokens(2, 32, 0)] * 2, max_epochs=1)
+    return {name: p.clone() for name, p in unit.teachers[0].named_parameters()}
+
+
+def test_a_teacher_that_follows_within_the_loss_does_not_move_in_the_comparison(ranks: Ranks) -> None:
+    for checked, unchecked in zip(ranks(2, _taught, True), ranks(2, _taught, False), strict=True):
+        assert largest_difference(checked, unchecked) == 0.0
 
 
 def _with_dropout(check: bool) -> dict[str, torch.Tensor]:

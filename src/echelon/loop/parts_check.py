@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
@@ -33,10 +34,13 @@ def check_parts(unit: Any, state: State, batch: Any) -> None:
 
 @contextlib.contextmanager
 def _undone(unit: Any) -> Iterator[None]:
-    """What `compute_loss` counts and collects in its unit is as before."""
+    """What `compute_loss` counts and collects in its unit, or moves in another module, such as a teacher, is as before."""
     attributes, share = dict(vars(unit)), unit.prepared.share
     contents = [(value, value.copy()) for value in attributes.values() if type(value) in (list, dict, set, deque)]
-    tensors = [(t, t.clone()) for t in attributes.values() if type(t) is torch.Tensor and not t.requires_grad]
+    trained = set(unit.prepared.unwrapped.state_dict(keep_vars=True).values())
+    others = {t for each in _modules_in(attributes.values()) for t in each.state_dict(keep_vars=True).values()}
+    own = {t for t in attributes.values() if type(t) is torch.Tensor and not t.requires_grad}
+    tensors = [(t, t.detach().clone()) for t in own | (others - trained) if isinstance(t, torch.Tensor)]
     try:
         yield
     finally:
@@ -48,7 +52,18 @@ def _undone(unit: Any) -> Iterator[None]:
             if value != before:
                 value.clear()
                 value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
-        for tensor, before in tensors:
-            if not torch.equal(tensor, before):
-                tensor.copy_(before)
+        with torch.no_grad():
+            for tensor, before in tensors:
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
         unit.prepared.share = share
+
+
+def _modules_in(values: Iterable[Any]) -> Iterator[nn.Module]:
+    for value in values:
+        if isinstance(value, nn.Module):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _modules_in(value)
+        elif type(value) is dict:
+            yield from _modules_in(value.values())
