@@ -413,8 +413,8 @@ class Teaches(Language):
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
         with torch.no_grad():
-            for kept, parameter in zip(self.teachers[0].parameters(), self.module.parameters(), strict=True):
-                kept.lerp_(parameter, 0.5)
+            for kept in self.teachers[0].parameters():
+                kept.mul_(0.5)
         return super().compute_loss(state, data)
 
 
