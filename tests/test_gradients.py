@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.gradients import clip_by_norm_, clip_by_value_, scale_
+from echelon.parallel.gradients import clip_by_norm_, clip_by_value_, pass_zeros, scale_
 from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks
 
@@ -140,3 +140,23 @@ def test_plain_gradients_take_torchs_own_way() -> None:
         a.grad, b.grad = grad.clone(), grad.clone()
     assert torch.equal(clip_by_norm_(ours, 0.5), torch.nn.utils.clip_grad_norm_(theirs, 0.5))
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))  # type: ignore[arg-type]
+
+
+def test_where_a_device_says_so_means_over_nothing_pass_zeros() -> None:
+    """Of twenty losses at different depths, one divides by weights beforehand; the other way gradients are as they were."""
+
+    def gradient(counts: torch.Tensor, where: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 1, dtype=torch.float64)
+        errors = layer(torch.ones(6, 4, dtype=torch.float64)).square().squeeze(1)
+        loss = (errors * (counts / counts.sum())).sum()
+        for power in range(1, 20):
+            loss = loss + (errors.tanh() ** power * counts).sum() / counts.sum()
+        pass_zeros(loss, torch.tensor(where))
+        loss.backward(gradient=loss.new_tensor(0.0 if where else 0.5))
+        assert layer.weight.grad is not None
+        return layer.weight.grad
+
+    assert torch.equal(gradient(torch.zeros(6, dtype=torch.float64), True), torch.zeros(1, 4, dtype=torch.float64))
+    counted = torch.tensor([1.0, 0, 1, 1, 0, 1], dtype=torch.float64)
+    assert bool(gradient(counted, False).abs().min() > 0)

@@ -13,6 +13,7 @@ All of it without autograd: with it, torch makes a node of the graph each time t
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -174,6 +175,10 @@ def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
         torch._foreach_mul_(same, factor.to(device, own))
 
 
+_NODES_OF_A_LOSS = 64
+_VALUES_OF_A_BATCH = 2**20
+
+
 def pass_zeros(loss: torch.Tensor, where: torch.Tensor | None = None) -> None:
     """Make the coming backward pass give exact zeros: a mean over nothing divides by zero, and 0 times inf would be nan.
 
@@ -181,23 +186,20 @@ def pass_zeros(loss: torch.Tensor, where: torch.Tensor | None = None) -> None:
     of other ranks' losses (nodes with `crosses_ranks`), what follows from these is left alone.
 
     Args:
-        where: does so only where this 0-dim tensor on the device is true, and nothing waits for it. Then gradients become zeros
-            where they leave the graph, for parameters or for code in Python, as each costs an operation on the device.
+        where: does so only where this 0-dim tensor on the device is true, and nothing waits for it. Each node costs an operation
+            on the device then, so only those nearest to the loss are changed, where means are divided by what they count, and
+            of their gradients those that are no larger than the values of a batch.
     """
+    if where is not None:
+        for node in _nearest(loss.grad_fn, _NODES_OF_A_LOSS):
+            node.register_hook(partial(_zeros_where, where))
+        return
     nodes = _following([loss.grad_fn])
     crossing = [node for node in nodes if getattr(node, "crosses_ranks", False)]
     others = {*crossing, *_following([following for node in crossing for following, _ in node.next_functions])}
     for node in nodes:
-        if node in others or hasattr(node, "variable"):  # a parameter's own node stays for later passes
-            continue
-        if where is None:
+        if node not in others and not hasattr(node, "variable"):  # a parameter's own node stays for later passes
             node.register_hook(_zeros)
-            continue
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            node.register_prehook(partial(_zeros_where, where, None))
-        ends = [n is not None and (hasattr(n, "variable") or n in others) for n, _ in node.next_functions]
-        if any(ends):
-            node.register_hook(partial(_zeros_of_outputs_where, where, ends))
 
 
 def _following(nodes: list[Any]) -> list[Any]:
@@ -212,33 +214,29 @@ def _following(nodes: list[Any]) -> list[Any]:
     return list(seen)
 
 
+def _nearest(node: Any, count: int) -> list[Any]:
+    """So many nodes at most, this one first, without those that bring gradients of other ranks' losses, or are parameters."""
+    seen: dict[Any, None] = {}
+    waiting = deque([node])
+    while waiting and len(seen) < count:
+        node = waiting.popleft()
+        if node is None or node in seen or hasattr(node, "variable") or getattr(node, "crosses_ranks", False):
+            continue
+        seen[node] = None
+        waiting += [following for following, _ in node.next_functions]
+    return list(seen)
+
+
 def _zeros(to_inputs: tuple[Any, ...], from_outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in to_inputs)
 
 
-def _zeros_of_outputs_where(
-    where: torch.Tensor, ends: Sequence[bool], to_inputs: tuple[Any, ...], from_outputs: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    return _zeros_where(where, ends, to_inputs)
+def _zeros_where(where: torch.Tensor, to_inputs: tuple[Any, ...], from_outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def filled(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None or gradient.layout is not torch.strided or hasattr(gradient, "device_mesh"):
+            return gradient
+        if gradient.numel() > _VALUES_OF_A_BATCH:
+            return gradient
+        return gradient.masked_fill(where if where.device == gradient.device else where.to(gradient.device), 0)
 
-
-def _zeros_where(where: torch.Tensor, which: Sequence[bool] | None, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    which = which or [True] * len(gradients)
-    return tuple(
-        _filled(gradient, where) if fills and gradient is not None else gradient
-        for gradient, fills in zip(gradients, which, strict=True)
-    )
-
-
-def _filled(gradient: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """With zeros where `where` is true."""
-    where = where if where.device == gradient.device else where.to(gradient.device)
-    if gradient.is_sparse:
-        gradient = gradient.coalesce()
-        values = gradient.values().masked_fill(where, 0)
-        return torch.sparse_coo_tensor(gradient.indices(), values, gradient.shape, is_coalesced=True)
-    if hasattr(gradient, "device_mesh"):
-        gradient = gradient.clone()
-        local(gradient).masked_fill_(where, 0)
-        return gradient
-    return gradient.masked_fill(where, 0)
+    return tuple(map(filled, to_inputs))
