@@ -23,6 +23,7 @@ from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.auto_update import AutoUpdates
 from echelon.loop.finite import check_loss
 from echelon.loop.loss import problem_with
+from echelon.loop.loss_scale import tell_of_scale
 from echelon.loop.parts_check import check_parts
 from echelon.loop.pieces import in_order, of_all, together
 from echelon.loop.samples import samples_of, tell_of_doubts
@@ -68,6 +69,8 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
     peak_flops: float | None = None  # FLOP/s of this device; None looks its name up
     _samples: int | None = None  # that the loader put into the batch under way, where it says so
     _told_of_doubts = False  # about the samples of a batch
+    expects_mean = True  # False where a loss trains as in the library that it was written for, whatever it is
+    _saw_loss = False
     _reports_step = True  # False once it is known that nobody wants to hear of its steps
 
     # --- what the user writes
@@ -252,8 +255,21 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
             check_loss(made[0], micro_batch.weight, self.train_progress.num_steps_completed)
         return made
 
+    @property
+    def divided(self) -> int:
+        """Into how many micro-batches a batch is divided that was one loss's before."""
+        size = self.data_rank_and_size
+        return (1 if size is None else size[1]) * self.gradient_accumulation_steps
+
+    def _look_at(self, loss: torch.Tensor, data: T) -> None:
+        if self.expects_mean and self.divided > 1:
+            tell_of_scale(loss, samples_of(data, self._samples)[0], self.gradient_accumulation_steps, self.divided)
+
     def _backward(self, state: State, loss: torch.Tensor, micro_batch: MicroBatch[T]) -> None:
         window, prepared, weight = self.window, self.prepared, micro_batch.weight
+        if not self._saw_loss:
+            self._saw_loss = True
+            self._look_at(loss, micro_batch.data)
         window.add(loss.detach(), 0 if prepared.is_replica else weight)
         if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
             window.start_reduction(state.stop_requested, state.logged.signature(), prepared.calls)

@@ -22,7 +22,7 @@ class TrainerUnit(AutoUnit[Any]):
         history: what the trainer remembers of the run, part of its checkpoints.
     """
 
-    weight_unit = "labels"
+    weight_unit, expects_mean = "labels", False
 
     def __init__(self, trainer: Any, **options: Any) -> None:
         super().__init__(module=trainer.model, **options)

@@ -30,6 +30,7 @@ from echelon.checkpoint.policy import Keep
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
+from echelon.data.torch_loader import is_distributed
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import begin_training, in_mode
@@ -142,6 +143,7 @@ def _joined(
         callbacks.append(saver)
     if isinstance(parts.loader, DataLoader):
         check_shares(parts.loader, unit)
+        unit.shares_batches = not is_distributed(parts.loader)
     session = Session(unit, loader, callbacks)
     session.take_over()
     batches = TrainingBatches(loader, parts.loader, session)

@@ -51,6 +51,7 @@ class LoopUnit(AutoUnit[Any]):
         given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
         seeded: called where the RNGs were set for a batch, as with bit-equal numbers.
         left_out: called when the batches of an unfinished update are left out.
+        shares_batches: whether the ranks share a batch of the loader that the loop was given.
     """
 
     def __init__(
@@ -75,6 +76,11 @@ class LoopUnit(AutoUnit[Any]):
         self.taken: Callable[[State, Any, float, Any], None] | None = None
         self.seeded: Callable[[], None] | None = None
         self.left_out: Callable[[], None] | None = None
+        self.shares_batches = True
+
+    @property
+    def divided(self) -> int:
+        return super().divided if self.shares_batches else self.gradient_accumulation_steps
 
     @property
     def agrees_to_stop(self) -> bool:

@@ -31,7 +31,7 @@ class AutomaticUnit(AutoUnit[Any]):
         options: AutoUnit's.
     """
 
-    may_stop, keeps_modes = False, True
+    may_stop, keeps_modes, expects_mean = False, True, False
     may_lack = (*AutoUnit.may_lack, "lightning", "schedules")  # type: ignore[assignment]
 
     def __init__(self, trainer: Any, lightning_module: LightningModule, **options: Any) -> None:

@@ -106,6 +106,8 @@ class AutoUnit(
             compiled autograd of what is not compiled; a mesh for a strategy that has none.
     """
 
+    expects_mean = False
+
     def __init__(
         self,
         *,

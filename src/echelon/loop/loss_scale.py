@@ -1,0 +1,119 @@
+"""A loss that is no mean, as far as autograd's graph of it shows: a sum over the samples, or divided by the accumulation.
+
+Both are right in plain PyTorch in one process, and train with another step size here, where losses are averaged over ranks and
+micro-batches. What the graph does not show for certain (a loss in compiled code, or of an autograd.Function of the user's) is
+taken as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from echelon.world import agree
+
+__all__ = ["tell_of_scale"]
+
+logger = logging.getLogger(__name__)
+
+_MEAN, _SUM = 1, 2  # of torch's reductions, as nodes save them
+_AS_IT_IS = {"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "CloneBackward0"}
+_TERMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0"}
+_LISTS = {"StackBackward0", "CatBackward0"}  # of losses, which are added
+_MOST = 64  # terms
+
+
+def tell_of_scale(loss: torch.Tensor, samples: int, accumulation: int, divided: int) -> None:
+    """Warn of the first loss of a run, on rank 0, if it is no mean over its micro-batch.
+
+    Args:
+        samples: of this micro-batch.
+        accumulation: micro-batches of an update on this rank.
+        divided: into how many micro-batches, over all ranks, the batch of the script as it was is divided.
+    """
+    if not agree.is_rank0():
+        return
+    node = _through(loss.grad_fn)
+    if divided > 1 and samples > 1 and _is_sum(node, samples):
+        logger.warning(
+            "the loss seems to be a sum over the %s samples of a micro-batch. It must be their mean: gradients are the mean over "
+            "%s micro-batches, so that those of a sum come out as many times too small. Take reduction='mean', or divide by the "
+            "samples",
+            samples,
+            divided,
+        )
+    elif accumulation > 1 and _is_divided(node, accumulation):
+        logger.warning(
+            "the loss seems to be divided by the %s micro-batches of an update. Leave that out: the mean over them is taken "
+            "anyway, so that gradients come out as many times too small",
+            accumulation,
+        )
+
+
+def _is_sum(node: Any, samples: int) -> bool:
+    """Whether the first of its terms is a sum over samples, and none shows that it is a mean."""
+    terms = list(_terms(node, _MOST))
+    return bool(terms) and _sums(terms[0], samples) and not any(_is_mean(term) or _name(term).startswith("Div") for term in terms)
+
+
+def _is_divided(node: Any, number: int) -> bool:
+    """Whether it is a mean loss over this very number, which is not that of the losses in it."""
+    by = getattr(node, "_saved_other", None)
+    if _name(node) != "DivBackward0" or not isinstance(by, torch.Tensor) or by.dim() or by.device.type != "cpu" or by != number:
+        return False
+    terms = list(_terms(_through(node.next_functions[0][0]), _MOST))
+    halves = number == 2 and any(_is_square(term) for term in terms)  # as half the squared error
+    return len(terms) != number and not halves and any(_is_mean(term) for term in terms)
+
+
+def _terms(node: Any, most: int) -> Iterator[Any]:
+    """What is added up in it, from the left; at most so many."""
+    found, left = [node], 0
+    while found and left < most:
+        node = _through(found.pop())
+        if _name(node) in _TERMS:
+            found.extend(inner for inner, _ in reversed(node.next_functions) if inner is not None)
+        else:
+            left += 1
+            yield node
+
+
+def _sums(node: Any, samples: int) -> bool:
+    if getattr(node, "_saved_reduction", None) == _SUM:
+        return True
+    if _name(node) not in ("SumBackward0", "SumBackward1"):
+        return False
+    sizes, inner = node._saved_self_sym_sizes, _through(node.next_functions[0][0])
+    return bool(sizes) and sizes[0] % samples == 0 and _name(inner) not in _LISTS and not _is_of_parameter(inner)
+
+
+def _is_mean(node: Any) -> bool:
+    return getattr(node, "_saved_reduction", None) == _MEAN or _name(node).startswith("Mean")
+
+
+def _is_square(node: Any) -> bool:
+    inner = node.next_functions[0][0] if node.next_functions else None
+    return _name(node).startswith("Mse") or _name(inner).startswith("Pow")
+
+
+def _is_of_parameter(node: Any) -> bool:
+    """Whether it follows from a parameter alone, as weight decay in the loss does."""
+    for _ in range(_MOST):
+        inner = {each for each, _ in node.next_functions if each is not None}
+        if len(inner) != 1:
+            break
+        node = inner.pop()
+    return _name(node).endswith("AccumulateGrad")
+
+
+def _through(node: Any) -> Any:
+    while _name(node) in _AS_IT_IS:
+        node = node.next_functions[0][0]
+    return node
+
+
+def _name(node: Any) -> str:
+    return node.name() if node is not None else ""
