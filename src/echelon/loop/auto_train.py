@@ -64,6 +64,7 @@ class TrainStepResults:
 class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
     """What AutoUnit does in a training step, and what its user writes for it. AutoUnit's constructor sets the attributes."""
 
+    gradient_accumulation_steps: int
     retain_graph: bool | None
     training: bool
     peak_flops: float | None = None  # FLOP/s of this device; None looks its name up
