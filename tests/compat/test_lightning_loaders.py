@@ -181,6 +181,18 @@ def test_a_run_of_two_ranks_goes_on_on_one_with_the_same_batches(
     assert len(told) == (0 if planned else 3)
 
 
+def test_a_run_that_shrank_keeps_its_batches_however_often_it_goes_on(ranks: Any, tmp_path: Path) -> None:
+    """The one rank that had gone on was taken for the whole of the run, so that the next one halved the batch."""
+    (weights, *_), _ = ranks(2, trained, str(tmp_path / "2"), None, None)
+    folder = tmp_path / "2"
+    for step, left in ((3, 54), (6, 36), (9, 18)):
+        saved = next(iter(folder.glob(f"epoch=*-step={step}.ckpt")))
+        folder = tmp_path / str(step)
+        again, seen, starts, *_ = trained(str(folder), str(saved), None)
+        assert largest_difference(again, weights) < 1e-14
+        assert len(seen) == left and all(len(batch) == 6 for batch in starts)
+
+
 def test_a_batch_size_of_todays_counts(ranks: Any, tmp_path: Path) -> None:
     """As in Lightning: whoever changes it means it."""
     ranks(2, trained, str(tmp_path / "two"), None, None, 1)

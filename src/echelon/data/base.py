@@ -75,6 +75,7 @@ class BaseLoader(ABC):
         require(collate_fn is None or callable(collate_fn), "collate_fn", "a function of a list of samples, or None", collate_fn)
         num_workers = whole("num_workers", num_workers, at_least=0)
         self.global_batch, self.tail = global_batch, tail
+        self.samples_of_a_rank: int | None = None  # of an update, where the script said so and not the global batch
         self.accumulation = overrides().accumulation or accumulation
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.collate_fn = collate_fn or default_collate

@@ -86,7 +86,8 @@ def _sums(node: Any, samples: int) -> bool:
         return True
     if _name(node) not in ("SumBackward0", "SumBackward1"):
         return False
-    sizes, inner = getattr(node, "_saved_self_sym_sizes", None), _through(node.next_functions[0][0])
+    sizes: Any = getattr(node, "_saved_self_sym_sizes", None)
+    inner = _through(node.next_functions[0][0])
     return bool(sizes) and sizes[0] % samples == 0 and _name(inner) not in _LISTS and not _is_of_parameter(inner)
 
 

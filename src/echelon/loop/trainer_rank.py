@@ -39,6 +39,7 @@ __all__ = [
     "Plan",
     "Work",
     "in_order",
+    "kept",
     "kept_global_batch",
     "planned",
     "save",
@@ -192,10 +193,10 @@ def changes_for(plan: Plan, options: AutoOptions) -> dict[str, Any]:
 def _run(plan: Plan, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]]:
     _, data_size = unit.data_rank_and_size or (0, World.current().size)
     accumulation = getattr(unit, "gradient_accumulation_steps", 1) if work.phase == "fit" else 1
-    kept = None
+    as_before = None
     if work.phase == "fit" and (path := _checkpoint(plan, work)) is not None:
-        kept = kept_global_batch(path, work.loaders[0], data_size, accumulation)
-    loader = shared(work.loaders[0], data_size, accumulation, trains=work.phase == "fit", global_batch=kept)
+        as_before = kept_global_batch(path, work.loaders[0], data_size, accumulation)
+    loader = shared(work.loaders[0], data_size, accumulation, trains=work.phase == "fit", global_batch=as_before)
     _restore(plan, work, unit, loader if work.phase == "fit" else None)
     callbacks, outputs = list(plan.callbacks), _Outputs()
     if work.phase == "fit":
@@ -296,6 +297,7 @@ def shared(loader: Any, data_size: int, accumulation: int, *, trains: bool = Fal
         return Replayed(loader) if trains and not hasattr(loader, "state_dict") else loader
     why = f"cannot be divided between {ranks} ranks: every one would see the same samples"
     made = as_loader(loader, global_batch or (loader.batch_size or 1) * ranks * accumulation, accumulation, why)
+    made.samples_of_a_rank = (loader.batch_size or 1) * accumulation
     made.accept_changes |= {"global_batch"}  # which follows from the ranks, as in Lightning; the table of changes shows it
     return made
 
@@ -308,32 +310,51 @@ def planned(data_size: int) -> int:
 def kept_global_batch(path: Path, loader: Any, data_size: int, accumulation: int) -> int | None:
     """The global batch of a checkpoint that more ranks wrote, each with this DataLoader's batch size; None of any other.
 
-    A run that goes on with fewer ranks, by whatever it was started, keeps it: else nobody would see that it has another one.
-
     Raises:
         UsageError: these ranks cannot share it.
     """
     if not isinstance(loader, DataLoader) or is_distributed(loader) or not path.is_dir():
         return None
-    config = commit.verify(path).get("config", {})
-    saved, ranks = config.get("data", {}).get("global_batch"), config.get("dp_size") or config.get("world_size")
     own = (loader.batch_size or 1) * accumulation
-    if not isinstance(saved, int) or not isinstance(ranks, int) or saved != own * ranks or ranks <= data_size:
+    return kept(path, commit.verify(path), own, data_size, accumulation, "batch_size of the DataLoader")
+
+
+def kept(path: Any, saved: Mapping[str, Any], own: int, ranks: int, accumulation: int, argument: str) -> int | None:
+    """The global batch of a run that had more ranks, in place of `own * ranks`; None if it had not, or other batches.
+
+    A run that goes on with fewer ranks, by whatever it was started, keeps it: else nobody would see that it has another one.
+
+    Args:
+        saved: its checkpoint's manifest.
+        own: a rank's samples of an update, as the script has them.
+        ranks: with different samples, now.
+        argument: by which the script says so.
+    Raises:
+        UsageError: these ranks cannot share it.
+    """
+    config = saved.get("config", {})
+    data, saved_by = config.get("data", {}), config.get("dp_size") or config.get("world_size")
+    whole, each = data.get("global_batch"), data.get("samples_of_a_rank")
+    if each is None and isinstance(whole, int) and isinstance(saved_by, int):  # before it was written down
+        each = whole / saved_by
+    if each != own or not isinstance(whole, int) or whole <= own * ranks or whole % own:
         return None
-    if saved % (data_size * accumulation):
+    if whole % (ranks * accumulation):
         raise UsageError(
-            f"{path} was trained with global batches of {saved} samples, {own} on each of {ranks} ranks, which {data_size} ranks "
-            f"cannot share. Use a number of ranks that divides {saved // accumulation}; or another batch_size, which then counts."
+            f"{path} was trained with global batches of {whole} samples, {own} on each of {whole // own} ranks, which {ranks} "
+            f"ranks cannot share. Use a number of ranks that divides {whole // accumulation}; or another {argument}, which "
+            "then counts."
         )
-    if saved != own * max(data_size, planned(data_size)) and agree.is_rank0():
+    if whole != own * max(ranks, planned(ranks)) and agree.is_rank0():
         logger.warning(
             "%s was trained with global batches of %s samples, %s on each of %s ranks. They stay so, %s on each of %s now. "
-            "Another batch_size of the DataLoader would count from here on",
+            "Another %s would count from here on",
             path,
-            saved,
+            whole,
             own,
+            whole // own,
+            whole // ranks,
             ranks,
-            saved // data_size,
-            data_size,
+            argument,
         )
-    return saved
+    return whole

@@ -60,9 +60,11 @@ def loader_of(
     }
     size = each * data_ranks * accumulation
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        return StreamLoader(
+        stream = StreamLoader(
             dataset, size, shards=None if hasattr(dataset, "set_place") or is_divided(dataset) else "stride", **given
         )
+        stream.samples_of_a_rank = each * accumulation
+        return stream
     shuffles = trains and args.train_sampling_strategy != "sequential"
     if len(dataset) < size and (shuffles or given["tail"] == "drop"):
         phase = "train" if trains else "eval"
@@ -73,7 +75,9 @@ def loader_of(
     seed = args.data_seed if args.data_seed is not None else args.seed
     # Ranks that are fewer keep the batch (`saving.ranks_that_share`); another one was chosen, and counts from here on.
     options = LoaderOptions(accept_changes={"global_batch"})
-    return Loader(dataset, size, seed=seed, shuffle=shuffles, options=options, **given)
+    loader = Loader(dataset, size, seed=seed, shuffle=shuffles, options=options, **given)
+    loader.samples_of_a_rank = each * accumulation
+    return loader
 
 
 def _with_columns(dataset: Any, collator: Callable[[list[Any]], Any], columns: list[str]) -> tuple[Any, Any]:

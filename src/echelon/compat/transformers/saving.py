@@ -10,7 +10,6 @@ from typing import Any
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
 from echelon.checkpoint.location import Location, absolute, location
-from echelon.checkpoint.snapshot import Snapshot
 from echelon.contracts.errors import CheckpointError, UsageError
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.changes import command_here
@@ -18,8 +17,7 @@ from echelon.loop.checkpointing.folder import RunFolder, is_begun_anew, left_alo
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State
-from echelon.loop.trainer_rank import planned
-from echelon.world import agree
+from echelon.loop.trainer_rank import kept, planned
 
 __all__ = ["Saver", "newest", "ranks_that_share", "resume", "was_cut_short"]
 
@@ -27,9 +25,6 @@ logger = logging.getLogger(__name__)
 
 # In a manifest, how the run ended that it is the last checkpoint of: "stopped" by a signal, or "complete".
 _ENDED = "ended"
-
-# In a manifest, a rank's samples of an update, as the arguments of the run that saved it had them.
-_EACH = "samples_of_a_rank"
 
 _NAME = re.compile(r"checkpoint-([0-9]{1,18})")
 
@@ -92,12 +87,10 @@ class Saver(DistributedCheckpointSaver):
     Args:
         folder: that has the checkpoints' folders.
         limit: how many stay, the newest and the best among them.
-        each: a rank's samples of an update.
         restart: set those of another run aside.
     """
 
-    def __init__(self, folder: str, limit: int | None, each: int, *, restart: bool) -> None:
-        self._each = each
+    def __init__(self, folder: str, limit: int | None, *, restart: bool) -> None:
         super().__init__(folder, options=SaveOptions(restart=restart))
         self.folder = _Folder(self.folder.path, self.folder.keep, restart=restart)
         self.folder.limit = limit
@@ -113,10 +106,6 @@ class Saver(DistributedCheckpointSaver):
 
     def _place(self, unit: Any) -> tuple[int, str]:
         return unit.train_progress.num_steps_completed, f"checkpoint-{unit.window.updates}"
-
-    def _take(self, state: State, unit: Any) -> tuple[Snapshot, dict[str, Any]]:
-        taken, facts = super()._take(state, unit)
-        return taken, {**facts, _EACH: self._each}
 
     def write(self, state: State, unit: Any) -> None:
         """In the middle of training; if the storage fails, training goes on, with an error in the log. Collective."""
@@ -167,29 +156,9 @@ def ranks_that_share(path: Location, each: int, ranks: int, accumulation: int) -
     Raises:
         UsageError: on all ranks: they cannot share that batch.
     """
-    least = max(ranks, planned(ranks))
     saved = commit.on_rank0(lambda: manifest.read(path) if manifest.is_whole(path) else {}, path)
-    whole = saved.get("config", {}).get("data", {}).get("global_batch")
-    if saved.get(_EACH) != each or not isinstance(whole, int) or whole <= each * ranks or whole % each:
-        return least
-    if whole % (ranks * accumulation):
-        raise UsageError(
-            f"{path} was trained with global batches of {whole} samples, {each} on each of {whole // each} ranks, which {ranks} "
-            f"ranks cannot share. Use a number of ranks that divides {whole // accumulation}; or another "
-            "per_device_train_batch_size, which then counts."
-        )
-    if whole // each != least and agree.is_rank0():
-        logger.warning(
-            "%s was trained with global batches of %s samples, %s on each of %s ranks. They stay so, %s on each of %s now. "
-            "Another per_device_train_batch_size would count from here on",
-            path,
-            whole,
-            each,
-            whole // each,
-            whole // ranks,
-            ranks,
-        )
-    return whole // each
+    whole = kept(path, saved, each, ranks, accumulation, "per_device_train_batch_size")
+    return max(ranks, planned(ranks)) if whole is None else whole // each
 
 
 def resume(which: str | bool, output_dir: str, unit: Any, loader: Any) -> None:

@@ -238,8 +238,7 @@ class Trainer(Losses, Optimizing, Evaluating):
             return None
         again = self.__dict__.get("_has_trained", False)  # then what is there is this trainer's own
         self._has_trained = True
-        each = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        return Saver(args.output_dir, args.save_total_limit, each, restart=args.overwrite_output_dir or again)
+        return Saver(args.output_dir, args.save_total_limit, restart=args.overwrite_output_dir or again)
 
     def _refer(self, unit: TrainerUnit, loader: Any) -> None:
         """For callbacks."""

@@ -120,12 +120,18 @@ def _arguments(scheduler: Any) -> dict[str, Any]:
 
 def _of_loader(loader: Any) -> dict[str, Any]:
     """Of our loaders; what others' states mean is their own business."""
+    own = {} if getattr(loader, "samples_of_a_rank", None) is None else {"samples_of_a_rank": loader.samples_of_a_rank}
     if isinstance(loader, Loader):
-        return resume.facts(loader.state_dict())
+        return {**resume.facts(loader.state_dict()), **own}
     if isinstance(loader, Replayed):
         return {"global_batch": loader.batch_size or 1, "order": FORMULA}
     if isinstance(loader, StreamLoader):
-        return {"global_batch": loader.global_batch, "accumulation": loader.accumulation, "num_workers": loader.num_workers}
+        return {
+            "global_batch": loader.global_batch,
+            "accumulation": loader.accumulation,
+            "num_workers": loader.num_workers,
+            **own,
+        }
     return {}
 
 
