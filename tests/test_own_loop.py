@@ -203,11 +203,14 @@ def _evaluated(strategy: str, rows: int) -> float:
     return mean.compute()
 
 
-def _not_evaluated() -> str:
+def _only_prepared(strategy: str, rows: int, global_batch: int) -> str:
+    model, optimizer, _, loader = _parts()
+    held_out = ech.Loader(TensorDataset(*batch(rows, 2)), global_batch, shuffle=False)
     try:
-        return str(_evaluated("fsdp", 9))
+        ech.prepare(model, optimizer, loader, held_out, strategy=strategy)
     except EchelonError as error:
         return str(error)
+    return ""
 
 
 def test_an_evaluation_counts_each_sample_once(ranks: Ranks) -> None:
@@ -216,8 +219,15 @@ def test_an_evaluation_counts_each_sample_once(ranks: Ranks) -> None:
         for strategy in ("ddp", "fsdp"):
             if (strategy, rows) != ("fsdp", 9):
                 assert ranks(2, _evaluated, strategy, rows) == pytest.approx([one, one], rel=1e-12)
-    for refused in ranks(2, _not_evaluated):
+
+
+def test_an_evaluation_that_the_ranks_cannot_divide_is_refused_by_prepare(ranks: Ranks) -> None:
+    """It was when the loader was iterated over, after the first epoch."""
+    for refused in ranks(2, _only_prepared, "fsdp", 9, 4):
         assert "must have a sample for each rank" in refused
+    for refused in ranks(2, _only_prepared, "ddp", 9, 3):
+        assert "global_batch 3 cannot be divided by 2 ranks" in refused
+    assert ranks(2, _only_prepared, "ddp", 9, 4) == ranks(2, _only_prepared, "fsdp", 10, 4) == ["", ""]
 
 
 # --- resumption and stops

@@ -747,10 +747,14 @@ def test_what_a_trainer_cannot_mean_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="eval_strategy` to steps but you didn't pass an `eval_dataset`"):
         _trainer(tmp_path, args={"eval_strategy": "steps"}, eval_dataset=None)
     trainer = _trainer(tmp_path)
-    for name in ("accelerator", "hyperparameter_search", "training_step", "is_in_train"):
+    for name in ("hyperparameter_search", "training_step", "is_in_train"):
         with pytest.raises(UsageError, match=f"Trainer.{name} is not part of echelon.compat. Instead"):
             getattr(trainer, name)
         assert not hasattr(trainer, name)
+    with pytest.raises(
+        UsageError, match=r"accelerator.get_state_dict is not part of echelon.compat. Instead: trainer.save_model"
+    ):
+        trainer.accelerator.get_state_dict(trainer.model)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         trainer.nonsense  # noqa: B018
     for callback, says in ((Optimizes, "Optimizes has on_pre_optimizer_step or on_optimizer_step"), (Ends, "should_epoch_stop")):
@@ -849,3 +853,21 @@ def _check_scripts(folder: Path) -> None:
     assert largest_difference({name: saved[name] for name in saved}, {name: want[name] for name in saved}) < 1e-5
     assert json.loads((folder / "ours/model/config.json").read_text())["hidden_size"] == 16
     assert json.loads((folder / "ours/trainer_state.json").read_text())["global_step"] == 6
+
+
+def _ends_as_scripts_do(folder: str) -> Any:
+    trainer = _trainer(folder, args={"max_steps": 1, "save_strategy": "no"})
+    trainer.train()
+    accelerator = trainer.accelerator
+    accelerator.wait_for_everyone()
+    found = (accelerator.is_main_process, accelerator.process_index, accelerator.num_processes, str(accelerator.device))
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(trainer.model_wrapped).save_pretrained(f"{folder}/saved")
+    accelerator.wait_for_everyone()
+    return found, Path(f"{folder}/saved/config.json").exists(), type(accelerator.unwrap_model(trainer.model_wrapped)).__name__
+
+
+def test_what_scripts_ask_of_the_accelerator_at_their_end(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2, _ends_as_scripts_do, str(tmp_path))
+    assert first[:2] == ((True, 0, 2, "cpu"), True) and second[:2] == ((False, 1, 2, "cpu"), True)
+    assert first[2] == second[2] != "DistributedDataParallel"

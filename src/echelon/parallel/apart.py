@@ -60,8 +60,10 @@ def refuse_own_saving(module: nn.Module) -> None:
     def save_pretrained(*args: Any, **options: Any) -> Any:
         if options.get("state_dict") is None:
             raise UsageError(
-                f"{type(module).__name__}.save_pretrained: this rank holds a part of the weights only. Call "
-                "echelon.save_pretrained(unit, folder) on every rank: it gathers them, and rank 0 writes."
+                f"{type(module).__name__}.save_pretrained: this rank holds a part of the weights only. Let what trains it gather "
+                "them, on every rank, and rank 0 write: echelon.save_pretrained(unit, folder) with a unit, "
+                "trainer.save_model(folder) with transformers' Trainer, trainer.save_checkpoint(path) with Lightning's, of which "
+                "load_from_checkpoint makes a whole model."
             )
         return own(module, *args, **options)
 

@@ -16,7 +16,6 @@ _INSTEAD = {
     "prediction_step": "override compute_loss, and give preprocess_logits_for_metrics",
     "evaluation_loop": "override evaluate, or give compute_metrics",
     "get_batch_samples": "override weight(inputs), which says what a batch counts",
-    "accelerator": "trainer.unit(), and echelon.world.agree for what ranks tell one another",
     "hyperparameter_search": "a script that is started with other arguments, by `echelon submit` or `echelon run`",
     "_get_train_sampler": "override get_train_dataloader",
     "_save": "override save_model",

@@ -18,6 +18,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from echelon.checkpoint.location import location
 from echelon.compat.transformers import batches
+from echelon.compat.transformers.accelerator import Accelerator
 from echelon.compat.transformers.arguments import TrainingArguments
 from echelon.compat.transformers.evaluation import Evaluating
 from echelon.compat.transformers.flow import Flow, History
@@ -290,6 +291,10 @@ class Trainer(Losses, Optimizing, Evaluating):
         return batches.loader_of(dataset, self.data_collator, columns, self.args, ranks or self.data_ranks(), trains=trains)
 
     # --- the rest
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return Accelerator(self)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model for `from_pretrained`, whatever the strategy, and the processing class. Every rank calls it."""

@@ -26,7 +26,8 @@ __all__ = ["EvaluationBatches", "TrainingBatches", "check_shares", "refuse_prepa
 
 
 _TOO_FEW = (
-    "the last batch must have a sample for each rank, since every rank must call the model under this strategy, got fewer. "
+    "an evaluation loader's last batch must have a sample for each rank, since every rank must call the model under this "
+    "strategy, got fewer. "
     "Choose another batch size, or drop the last batch."
 )
 
@@ -70,6 +71,14 @@ class EvaluationBatches(_Batches):
     def __init__(self, loader: Any, unit: LoopUnit) -> None:
         super().__init__(self._divided(loader, unit), loader)
         self._unit = unit
+        self._check()
+
+    def _check(self) -> None:
+        """On all ranks, before any of them waits for another in the model."""
+        if isinstance(self.loader, BaseLoader):
+            _ = self.loader.dp  # which says so if the ranks cannot divide its batches
+        if self._unit.forward_is_collective and getattr(self.loader, "pads", False):
+            raise UsageError(_TOO_FEW)
 
     @staticmethod
     def _divided(loader: Any, unit: LoopUnit) -> Any:
@@ -85,8 +94,7 @@ class EvaluationBatches(_Batches):
 
     def __iter__(self) -> Iterator[Any]:
         together = self._unit.forward_is_collective
-        if together and getattr(self.loader, "pads", False):  # on all ranks, before any of them waits
-            raise UsageError(_TOO_FEW)
+        self._check()  # its dataset may have changed
         for batch in self.loader:
             if not isinstance(batch, Padding):
                 yield copy_data_to_device(batch, self._unit.device)

@@ -103,9 +103,10 @@ def prepare(
         activation_checkpoint_params=activation_checkpoint_params,
         device=device,
     )
+    evaluation = {id(each): EvaluationBatches(each, unit) for each in parts.evaluation}
     batches = _joined(parts, unit, loader, list(callbacks), checkpoints)
     made = {id(parts.model): unit.module, id(parts.loader): batches}
-    made |= {id(each): EvaluationBatches(each, unit) for each in parts.evaluation}
+    made |= evaluation
     returned = tuple(made.get(id(each), each) for each in objects)
     return returned[0] if len(returned) == 1 else returned
 
