@@ -248,3 +248,25 @@ def test_without_locks_a_start_of_a_job_does_not_wait_for_the_one_before(
     (tmp_path / ".lease").write_text(json.dumps({**text, "host": "node7"}))
     monkeypatch.setenv("SLURM_RESTART_COUNT", start)
     assert is_free(tmp_path, take_lease) == free
+
+
+def test_without_locks_a_launcher_that_lives_says_so_to_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.fcntl", no_locks)
+    run = RunDir.create(tmp_path, "a", begin=False)
+    run.hold()
+    (file,) = (path for path in run.path.iterdir() if path.is_file() and "lock" in path.name)
+    before = json.loads(file.read_text())
+    monkeypatch.setattr("time.time", lambda: before["seen"] + 500.0)
+    RunDir(run.path).keep_hold()
+    after = json.loads(file.read_text())
+    assert (after["seen"], after["token"], after["since"]) == (before["seen"] + 500.0, before["token"], before["since"])
+
+
+def test_who_has_a_folder_is_said_by_name_with_its_run_and_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("USER", ""), ("ECHELON_RUN_DIR", "/runs/lm"), ("SLURM_JOB_ID", "4711")):
+        monkeypatch.setenv(name, value)
+    with holding(tmp_path, take_lease, read) as pid, pytest.raises(CheckpointInUseError) as refused:
+        Lease(tmp_path).acquire()
+    text = str(refused.value)
+    assert f"process {pid} of " in text and f"process {pid} of 0 " not in text
+    assert "the run in /runs/lm" in text and "scancel 4711" in text

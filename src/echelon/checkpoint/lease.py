@@ -77,12 +77,16 @@ class Lease:
                 raise self._refusal(error.holder) from None
 
     def _refusal(self, holder: Holder | None) -> CheckpointInUseError:
-        whose = "another process"
+        whose, how = "another process", ""
         if holder is not None:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
             whose = f"process {holder.pid} of {printable(holder.user)} on {printable(holder.host)}, since {since}"
+            number = printable(holder.job.partition(".")[0])
+            how = f" (`scancel {number}`)" if number else ""
+            if holder.run:
+                whose = f"{whose}, of the run in {printable(holder.run)}"
         return CheckpointInUseError(
-            f"{self._path.parent} is being written by another run: {whose}. End that one, or save to another folder."
+            f"{self._path.parent} is being written by another run: {whose}. End that one{how}, or save to another folder."
         )
 
 

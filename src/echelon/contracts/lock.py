@@ -15,6 +15,7 @@ import errno
 import fcntl
 import json
 import os
+import pwd
 import socket
 import struct
 import time
@@ -26,7 +27,7 @@ from echelon.contracts.files import open_file, parse_object, read_bytes, write_w
 from echelon.contracts.machine import boot_id, started_at
 from echelon.contracts.terminal import printable
 
-__all__ = ["HeldError", "Holder", "Lock", "Place", "look"]
+__all__ = ["HeldError", "Holder", "Lock", "Place", "look", "say_alive"]
 
 # Without locks, the text of another machine's process that was not renewed for so long counts no more.
 _FRESH_S = 600.0
@@ -47,6 +48,7 @@ class Holder:
         since, seen: when it took the lock, and when it last said that it lives.
         job: the batch system's number of its job, and of the start of that; empty without one.
         token: another for every lock that is taken.
+        run: the folder of the run that its process belongs to; empty without one.
     """
 
     host: str
@@ -58,18 +60,19 @@ class Holder:
     seen: float
     job: str = ""
     token: str = ""
+    run: str = ""
 
     @classmethod
     def myself(cls, job: str = "") -> Holder:
         pid, now = os.getpid(), time.time()
-        user, token = os.environ.get("USER") or str(os.getuid()), os.urandom(8).hex()
-        return cls(socket.gethostname(), boot_id(), pid, started_at(pid), user, now, now, job or _job(), token)
+        user, token = os.environ.get("USER") or _user(), os.urandom(8).hex()
+        return cls(socket.gethostname(), boot_id(), pid, started_at(pid), user, now, now, job or _job(), token, _run())
 
     @classmethod
     def parsed(cls, text: bytes) -> Holder | None:
         """None for whatever no process of ours wrote."""
-        found = {"job": "", "token": "", **(parse_object(text) or {})}
-        texts, moments = ("host", "boot", "user", "job", "token"), ("since", "seen")
+        found = {"job": "", "token": "", "run": "", **(parse_object(text) or {})}
+        texts, moments = ("host", "boot", "user", "job", "token", "run"), ("since", "seen")
         if not all(isinstance(found.get(name), str) for name in texts):
             return None
         if not (type(found.get("pid")) is int and 0 <= found["pid"] < 1 << 31):
@@ -100,6 +103,17 @@ class Holder:
         ):  # a batch system starts a job again only when it has ended
             return False
         return time.time() - self.seen < _FRESH_S
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # as in a container
+        return f"user {os.getuid()}"
+
+
+def _run() -> str:
+    return os.environ.get("ECHELON_RUN_DIR", "").encode("utf-8", "replace").decode()[:1000]
 
 
 def _job() -> str:
@@ -223,6 +237,18 @@ class Lock:
                     self._place.remove()
         if self.file is not None:
             _close(self.file)
+
+
+def say_alive(path: Path) -> None:
+    """Renew the text of a lock that this process has, where there are no locks: to other machines it counts while it is fresh.
+
+    Raises:
+        HeldError: another process has taken it over, as after a pause of many minutes.
+        OSError: the text cannot be written.
+    """
+    lock = _held.get(os.path.realpath(path))
+    if lock is not None and lock.file is None:
+        lock.refresh()
 
 
 def look(path: Path) -> None:

@@ -35,7 +35,7 @@ from typing import Any
 from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.files import parse_object, private_folder, read_bytes, write_whole
-from echelon.contracts.lock import HeldError, Lock, look
+from echelon.contracts.lock import HeldError, Lock, look, say_alive
 from echelon.contracts.numbers import count_in
 
 __all__ = [
@@ -168,6 +168,11 @@ class RunDir:
             lock = Lock.take(self.path / _LOCK, job=job, patience_s=patience_s)
         if lock.is_new and lock.file is None:  # the text alone decides, and to another machine it would count for a while
             atexit.register(lock.release, remove=True)
+
+    def keep_hold(self) -> None:
+        """Called now and then by the launcher that has it: for other machines, on a file system without locks."""
+        with contextlib.suppress(OSError, HeldError):  # after a pause of many minutes another has it: its own attempt goes on
+            say_alive(self.path / _LOCK)
 
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
