@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.launcher.cluster.conclude import conclude
+from echelon.launcher.explain import Evidence, explain
 from echelon.launcher.job import JobSpec
 from echelon.launcher.protocol import write_spec
 from tests.conftest import clean_environment, ends_of
@@ -93,6 +96,114 @@ def test_two_nodes_share_one_store_by_a_token_and_restart_together(tmp_path: Pat
     assert (first["exit_code"], first["first_failure"]["rank"], last["exit_code"]) == (3, 1, 0)
 
 
+MEETS = """
+import os, time
+import torch, torch.distributed as dist, echelon as ech
+from pathlib import Path
+ech.init_from_env()
+calls = 0
+while not os.path.exists("go"):
+    dist.all_reduce(torch.ones(1))
+    calls += 1
+    Path("calls" + os.environ["RANK"]).write_text(str(calls))
+    time.sleep(0.05)
+"""
+
+
+def _calls(folder: Path, rank: int) -> int:
+    path = folder / f"calls{rank}"
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+@contextlib.contextmanager
+def two_networks() -> Iterator[tuple[str, str]]:
+    """The names of two network namespaces with the addresses 10.77.0.1 and 10.77.0.2, joined by a link."""
+    names = f"echelon-a-{os.getpid()}", f"echelon-b-{os.getpid()}"
+
+    def ip(words: str) -> None:
+        subprocess.run(["ip", *words.split()], check=True, capture_output=True)
+
+    try:
+        try:
+            for name in names:
+                ip(f"netns add {name}")
+            ip(f"link add link0 netns {names[0]} type veth peer name link0 netns {names[1]}")
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("no network namespaces may be made here")
+        for number, name in enumerate(names, 1):
+            ip(f"-n {name} addr add 10.77.0.{number}/24 dev link0")
+            for link in ("lo", "link0"):
+                ip(f"-n {name} link set {link} up")
+        yield names
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.full
+def test_a_link_that_goes_dead_ends_both_sides_and_the_job_is_queued_again(tmp_path: Path) -> None:
+    """Where restarts are allowed, the second node's main thread stands in a call to the store of the first."""
+    (tmp_path / "train.py").write_text(MEETS)
+    run = RunDir.create(tmp_path, "a", begin=False)
+    spec = JobSpec(str(tmp_path / "train.py"), nodes=2, max_restarts=1, hang_timeout_s=20)
+    write_spec(run, spec, launcher="slurm", cwd=str(tmp_path), id="7")
+    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "10.77.0.1,10.77.0.2"}
+    said = [tmp_path / f"said{node}" for node in range(2)]
+    nodes = []
+    with two_networks() as names:
+        for node, name in enumerate(names):
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
+            with open(said[node], "w") as file:
+                more = {"SLURM_NODEID": str(node)}
+                nodes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**env, **more}))
+        try:
+            wait_until(lambda: min(_calls(tmp_path, rank) for rank in range(2)) > 5, "the ranks meet", 120.0)
+            subprocess.run(["ip", "-n", names[1], "link", "set", "link0", "down"], check=True)
+            codes = [process.wait(180.0) for process in nodes]
+        finally:
+            ends_of(nodes, 1.0)
+    texts = [path.read_text() for path in said]
+    assert all(codes), texts
+    for node, other in ((0, "node 1 (10.77.0.2)"), (1, "node 0 (10.77.0.1)")):
+        assert f"nothing was heard of {other}" in texts[node]
+        record = read_json(RunDir(run.path).node_exit(node)) or {}
+        assert record["exit_code"] == 75 and f"nothing was heard of {other}" in record["stopped"]
+    first = explain(Evidence.of(run.path, 0))
+    assert conclude(run, 1, "7.0") == 75
+    for verdict in (first, explain(Evidence.of(run.path, 0))):
+        assert verdict.cause == "launcher" and verdict.guilty == ()
+        assert "node 1 (10.77.0.2)" in verdict.paragraph and "since 20" in verdict.paragraph
+
+
+@pytest.mark.full
+def test_ranks_that_come_on_are_not_ended_while_a_launcher_is_silent(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEETS)
+    run = RunDir.create(tmp_path, "a", begin=False)
+    spec = JobSpec(str(tmp_path / "train.py"), nodes=2, hang_timeout_s=8)
+    write_spec(run, spec, launcher="slurm", cwd=str(tmp_path), id="7")
+    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,localhost"}
+    command = [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
+    with open(tmp_path / "said", "w") as said:
+        nodes = [
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env={**env, "SLURM_NODEID": str(n)})
+            for n in range(2)
+        ]
+    try:
+        wait_until(lambda: min(_calls(tmp_path, rank) for rank in range(2)) > 5, "the ranks meet", 120.0)
+        nodes[1].send_signal(signal.SIGSTOP)
+        named = "nothing was heard of node 1 (localhost)"
+        wait_until(lambda: named in (tmp_path / "said").read_text(), named, 120.0)
+        since = _calls(tmp_path, 0)
+        wait_until(lambda: _calls(tmp_path, 0) > since + 200, "the ranks come on", 120.0)
+        assert nodes[0].poll() is None
+    finally:
+        nodes[1].send_signal(signal.SIGCONT)
+        (tmp_path / "go").touch()
+        codes = ends_of(nodes)
+    assert codes == [0, 0], (tmp_path / "said").read_text()
+
+
 TRAINS_ON = """
 import os, time
 import echelon as ech
@@ -124,7 +235,7 @@ def test_a_node_of_which_nothing_is_heard_is_named_and_one_that_is_heard_of_agai
             words = f"nothing was heard of node {other} "
             wait_until(lambda path=said[1 - other], words=words: words in path.read_text(), words, 120.0)
             nodes[other].send_signal(signal.SIGCONT)
-            words = f"node {other} is heard of again"
+            words = f"node {other} (localhost) is heard of again"
             wait_until(lambda path=said[1 - other], words=words: words in path.read_text(), words, 120.0)
             assert "nothing was heard" not in said[other].read_text() or other == 0
     finally:

@@ -166,7 +166,11 @@ def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, wh
     seen = {int(rank): Seen.from_json(s) for end in ends.values() if end for rank, s in end.get("seen", {}).items()}
     stopped = next((str(end["stopped"]) for end in ends.values() if end and end.get("stopped")), None)
     hangs = [hang["after_s"] for end in ends.values() if end and (hang := end.get("hang"))]
-    if not failures and silent:
+    # Of a node that others no longer heard of: what failed meanwhile follows from that.
+    given_up = [str(end["stopped"]) for end in ends.values() if end and end["exit_code"] == REQUEUE and end.get("stopped")]
+    if given_up and all(f.is_victim for f in failures):
+        failures, stopped, code = [], given_up[0], REQUEUE
+    elif not failures and silent:
         said = _words_of_srun(here) or "was the node lost, or out of memory?"
         stopped = "; ".join(whys) or f"the launcher on {', '.join(silent)} ended without a word (exit code {code}): {said}"
         code = code or 1
@@ -179,7 +183,7 @@ def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, wh
         node = min(first.rank // (ranks // nodes), len(hosts) - 1)
         text = f"{render(first, ranks)}\nnode: {hosts[node]}"
         code = first.exit_code
-    elif silent:
+    elif silent or given_up:
         text = f"echelon: {stopped}"
     if text and not quiet:
         print(printable(text), file=sys.stderr)

@@ -104,7 +104,9 @@ class _Reader:
 
     def read(self) -> Evidence:
         records, whole = self._exit_records()
-        ended = records[0] if whole else {}
+        # Where nobody came to say the last word for all nodes, one that gave up another has said enough.
+        given_up = (r for r in records if r.get("exit_code") == REQUEUE and r.get("stopped"))
+        ended = records[0] if whole else next(given_up, {})
         ranks: dict[int, RankEvidence] = {}
         for record in records:
             add_record(ranks, record, self.run)
@@ -129,7 +131,7 @@ class _Reader:
             if number in ranks or number < self._world_size(records):
                 ranks[number] = replace(ranks.get(number) or RankEvidence(number), ended=0)
         world = max(self._world_size(records), max(ranks, default=-1) + 1)
-        code = int(ended["exit_code"]) if whole else None
+        code = int(ended["exit_code"]) if ended else None
         return Evidence(
             world,
             self.run.attempt,

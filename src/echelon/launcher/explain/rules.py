@@ -110,18 +110,21 @@ def _waiting(evidence: Evidence) -> dict[int, tuple[Wait, str]]:
 
 
 def _no_failure(evidence: Evidence) -> Verdict | None:
+    code = evidence.exit_code
+    if code == REQUEUE and evidence.stopped:  # a silent node, a start that never ran: what ranks say follows from that
+        said = one_line(evidence.stopped)
+        text = f"No rank failed by itself. The launcher said: {said}. {_GOES_ON}"
+        return Verdict((), "launcher", short(said, 200), text)
     if evidence.failures or evidence.hang_after_s is not None:
         return None
-    code = evidence.exit_code
     if evidence.stopped and code not in (0, REQUEUE):
         return None
     if code == 0:
         return Verdict((), FINE, "it ended well", "It ended well: every rank has completed.")
     if code == REQUEUE:
-        if not evidence.stopped and (told := _told_to_some(evidence)) is not None:
+        if (told := _told_to_some(evidence)) is not None:
             return told
-        why = f": {one_line(evidence.stopped)}" if evidence.stopped else " (by a signal or a time limit)"
-        text = f"It was asked to stop{why}, and did. The same command goes on from its newest checkpoint."
+        text = f"It was asked to stop (by a signal or a time limit), and did. {_GOES_ON}"
         return Verdict((), "asked to stop", "it was asked to stop", text)
     if code is not None and code > 128 and not evidence.stopped:
         name = signal_name(code - 128)

@@ -147,6 +147,7 @@ class Companions:
         self._sockets: dict[int, socket.socket] = {}
         self._owed: dict[int, int] = {}
         self._heard: dict[int, bytes] = {}
+        self._lock = threading.RLock()  # the thread that looks for silent nodes asks as well
 
     def make(self, rank: int) -> socket.socket:
         """The rank's end, which the caller closes once the rank has it."""
@@ -157,6 +158,10 @@ class Companions:
 
     def ask(self, ranks: Iterable[int], question: bytes, wait_s: float) -> dict[int, Answer]:
         """Ask all of them at once; those that have answered within `wait_s`."""
+        with self._lock:
+            return self._ask(ranks, question, wait_s)
+
+    def _ask(self, ranks: Iterable[int], question: bytes, wait_s: float) -> dict[int, Answer]:
         asked = [rank for rank in ranks if rank in self._sockets and self._send(rank, question)]
         answers: dict[int, Answer] = {}
         until = time.monotonic() + wait_s
@@ -206,5 +211,6 @@ class Companions:
         self._sockets.pop(rank).close()
 
     def close(self) -> None:
-        while self._sockets:
-            self._sockets.popitem()[1].close()
+        with self._lock:
+            while self._sockets:
+                self._sockets.popitem()[1].close()

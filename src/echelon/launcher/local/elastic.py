@@ -25,9 +25,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from echelon.contracts import terminal
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
+from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import Attempt, Requests
+from echelon.launcher.local.companion import HOW_FAR
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.hang import HangLimit, hang_timeout
 from echelon.launcher.local.judge import HANGS, HUNG
@@ -37,6 +39,7 @@ from echelon.launcher.local.rendezvous import NODES_WAIT_S, NodesRendezvous, One
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.local.signs import Seen, has_handler
+from echelon.launcher.local.silence import NodeSilentError
 from echelon.launcher.local.watch import Watch, positions, stall_after
 from echelon.launcher.local.worker import STACK_SIGNAL
 
@@ -46,6 +49,8 @@ __all__ = ["ForkAgent"]
 _FAILURE_GRACE_S = 5.0
 _HUNG_GRACE_S = 0.5  # for a rank that has done nothing for minutes
 _CULPRIT_WAIT_S = 2.0
+_ANSWER_S = 1.0
+_HOLD_S = 60.0  # between words to other machines that this launcher lives, which are believed for ten minutes
 
 
 class ForkAgent(SimpleElasticAgent):
@@ -69,7 +74,10 @@ class ForkAgent(SimpleElasticAgent):
         world_size: how many ranks the attempt has on all nodes.
         hang_s: the attempt was ended since nothing had moved for so long; None if it was not.
         seen: how far the ranks had come when one failed, or they were first asked to end.
+        silent: nothing has been heard of another node for too long, in words: the ranks are to be ended. Set by a thread.
     """
+
+    silent = ""
 
     def __init__(
         self,
@@ -100,7 +108,7 @@ class ForkAgent(SimpleElasticAgent):
         self._begin_attempt, self._start_fields = begin_attempt, start_fields
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
-        self._look_at_records_at = 0.0
+        self._look_at_records_at = self._hold_at = 0.0
         self._requests, self._passed_on = requests, 0
         self._leave_by: float | None = None
         self.attempt: Attempt | None = None
@@ -160,9 +168,16 @@ class ForkAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         attempt = self._note_ends(0.0)
+        if self.silent:
+            self._gather(attempt)
+            self._end(signal.SIGTERM, min(_HUNG_GRACE_S, self._job.grace_s))
+            raise NodeSilentError(self.silent)
         looks = time.monotonic() > self._look_at_records_at
         if looks:
             self._look_at_records_at = time.monotonic() + self._hang.look_s
+            if time.monotonic() > self._hold_at:
+                self._hold_at = time.monotonic() + _HOLD_S
+                RunDir(attempt.folder.parents[1]).keep_hold()
         self._see_to_requests(attempt, looks)
         if looks:
             self._watch.look(attempt.pids, attempt.running, self.sight.pulses)
@@ -256,6 +271,25 @@ class ForkAgent(SimpleElasticAgent):
             failures = [replace(f, message=f"{f.message}\n{hint}") for f in failures]
         self._gather(attempt)
         return failures
+
+    @property
+    def hang_limit_s(self) -> float:
+        """0 is none."""
+        return self._hang.after_s
+
+    def moves(self) -> dict[tuple[str, int], object]:
+        """What changes as this node's ranks come on, of all that can be asked; from any thread."""
+        attempt = self.attempt
+        if attempt is None:
+            return {}
+        running = [rank for rank in list(attempt.pids) if rank not in attempt.ended]
+        answers = self.sight.companions.ask(running, HOW_FAR, _ANSWER_S)
+        calls = {("calls", rank): answer.called for rank, answer in answers.items()}
+        return {("attempt", attempt.number): len(running), **{("at", r): self.sight.pulses.read(r) for r in running}, **calls}
+
+    def end_at_once(self) -> None:
+        """Ends the ranks from any thread, when the main one does not come to it."""
+        self._server.kill()
 
     def _gather(self, attempt: Attempt) -> dict[int, Seen]:
         self.seen = self.sight.gather(attempt, self._hang.silent_s())

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class Meeting:
         token: begins every key of the launchers in the store.
         interface: the network interface through which this node reaches the others; empty if it has no name.
         listener: the first of several nodes': bound and listening.
+        hosts: the nodes' names.
     """
 
     node: int
@@ -45,6 +47,11 @@ class Meeting:
     token: str
     interface: str
     listener: socket.socket | None = None
+    hosts: Sequence[str] = ()
+
+    def named(self, node: int) -> str:
+        """Such as "node 1 (gpu07)"."""
+        return f"node {node} ({self.hosts[node]})" if node < len(self.hosts) else f"node {node}"
 
     def exit_path(self, here: RunDir) -> Path:
         """Where this node records how the attempt ended: for all, or with several nodes for itself."""
@@ -76,7 +83,7 @@ def meet(run: RunDir, start: str, node: int, hosts: list[str], timeout_s: float 
         os.listdir(path.parent)  # has an NFS client look again
     host, port = said["host"], said["port"]
     interface = interface_of(local_address_towards(host))
-    return Meeting(node, len(hosts), said["attempt"], host, port, said["token"], interface)
+    return Meeting(node, len(hosts), said["attempt"], host, port, said["token"], interface, hosts=tuple(hosts))
 
 
 def meeting_path(run: RunDir, start: str) -> Path:
@@ -96,7 +103,7 @@ def _open(run: RunDir, path: Path, hosts: list[str]) -> Meeting:
     token = secrets.token_hex(16)
     attempt = run.next_attempt().attempt
     write_json(path, {"host": host, "port": port, "token": token, "attempt": attempt, "nodes": hosts})
-    return Meeting(0, len(hosts), attempt, host, port, token, interface_of(host), listener)
+    return Meeting(0, len(hosts), attempt, host, port, token, interface_of(host), listener, tuple(hosts))
 
 
 def local_address_towards(host: str) -> str:

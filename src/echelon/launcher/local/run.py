@@ -22,6 +22,7 @@ from echelon.contracts.files import private_folder, working_folder
 from echelon.contracts.machine import usable_cores, visible_devices
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
+from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local import nccl_dump
@@ -32,6 +33,7 @@ from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.placement import bound, interfaces
 from echelon.launcher.local.relay import PlainScreen, Relay, Screen
 from echelon.launcher.local.server import ForkServer, load
+from echelon.launcher.local.silence import NodeSilentError, Silence
 
 __all__ = ["path_without_launcher", "rank_environment", "run_local"]
 
@@ -96,7 +98,6 @@ def run_local(
             os.environ.setdefault("OMP_NUM_THREADS", threads)
             load(["echelon.launcher.local.elastic"])
         from echelon.launcher.local.elastic import ForkAgent, quiet_elastic_logs
-        from echelon.launcher.local.silence import Silence
 
         quiet_elastic_logs()
         own = contextlib.closing(ForkServer.fork_self()) if server is None else contextlib.nullcontext(server)
@@ -105,14 +106,14 @@ def run_local(
             starts = _Starts(job, run, given, meeting, start_fields or {}, relay)
             starts.agent = ForkAgent(job, forks, starts.begin, starts.fields, run.name, requests, timeout_s, meeting, relay.say)
             relay.start()
-            silence = Silence(meeting, terminal.say) if meeting is not None and meeting.nodes > 1 else None
-            if silence is not None:
-                silence.start()
+            if meeting is not None and meeting.nodes > 1:
+                starts.silence = Silence(meeting, terminal.say, starts.agent, starts.record_silence)
+                starts.silence.start()
             try:
                 outcome = _until_ended(starts)
             finally:
-                if silence is not None:
-                    silence.close()
+                if starts.silence is not None:
+                    starts.silence.close()
                 starts.agent.sight.close()
                 relay.stop()
         alone = never_met(starts.agent.attempt, range(job.ranks)) if meeting is None else ""
@@ -148,6 +149,9 @@ def _until_ended(starts: _Starts) -> Outcome:
             result = agent.run()
     except SignalException as stop:
         return Outcome(agent.exit_code(128 + int(stop.sigval)), None, agent.restarts)
+    except NodeSilentError as error:
+        starts.record_silence(str(error))
+        raise
     except EchelonError as error:  # out of time, or the server was killed
         starts.record(starts.run, 1, agent.failures, str(error).partition("\n")[0])
         raise
@@ -165,9 +169,11 @@ class _Starts:
         more: further fields of `worker.Start`.
     Attributes:
         agent: that starts them.
+        silence: of other nodes, if there are any.
     """
 
     agent: Any
+    silence: Silence | None = None
 
     def __init__(
         self,
@@ -212,9 +218,20 @@ class _Starts:
             return record_end(here, code, failures, stopped, seen=agent.seen, hang_s=hang_s, world_size=ranks)
         first = Failure.first(failures) if failures else None  # the guilty one may be another node's: `conclude` knows all
         code = first.exit_code if first is not None else code
+        silent = self.silence.words() if self.silence is not None else ""
+        if silent and failures and all(f.is_victim for f in failures):  # they gave up first
+            code, stopped = REQUEUE, silent
         seen = {rank: s.as_json() for rank, s in agent.seen.items()}
         write_exit(at.exit_path(here), code, failures, first, stopped, seen=seen, hang_s=hang_s, world_size=ranks)
         return first
+
+    def record_silence(self, why: str) -> None:
+        """That another node is silent, for which the attempt ended and is worth another start; from any thread."""
+        agent = self.agent
+        if not agent.seen and agent.attempt is not None:
+            with contextlib.suppress(Exception):  # evidence, which the main thread may be gathering
+                agent.seen = agent.sight.gather(agent.attempt, {})
+        self.record(self.run, REQUEUE, [], why)
 
     def fields(self, attempt: Attempt, info: RankInfo) -> dict[str, Any]:
         """What `worker.Start` is made of."""

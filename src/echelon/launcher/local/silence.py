@@ -1,23 +1,53 @@
-"""Names a node of which nothing is heard any more, as behind a link that has gone dead without a word to anybody.
+"""Names a node of which nothing is heard any more, as behind a link that has gone dead without a word to anybody, and ends the
+run when that lasts.
 
 Every node beats in the job's store, through a connection of its own. The first, which serves that, counts the others' beats; the
-others see whether it answers. A call to a node behind a dead link does not return for many minutes, so a second thread looks.
+others see whether it answers. A call to a node behind a dead link does not return for many minutes, so a second thread looks. The
+main one may stand in such a call as well: then that thread ends the launcher, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
+from echelon.contracts.errors import EchelonError
 from echelon.launcher.local.nodes import Meeting
 
-__all__ = ["SILENT_S", "Silence"]
+__all__ = ["SILENT_S", "Agent", "NodeSilentError", "Silence"]
 
 SILENT_S = 25.0
+_LATE_S = 12.0  # from here on it is looked at whether the ranks come on
 _BEAT_S, _LOOK_S, _CONNECT_S = 5.0, 1.0, 300.0
+_ASK_S = 15.0  # between looks at whether the ranks here come on although a node is silent
+_MAIN_S, _WRITE_S = 15.0, 10.0  # for the main thread to end the ranks; to write of it, as into a folder behind the same link
 _ENDED = 1 << 40  # more beats than there will be: that node has come to its end
+_EXIT_CODE = 124  # a bad one, for which srun ends what is left on the other nodes; as `timeout` has it
+
+
+class NodeSilentError(EchelonError):
+    """The ranks were ended since nothing was heard of another node for too long."""
+
+
+class Agent(Protocol):
+    """Who runs this node's ranks."""
+
+    silent: str
+
+    @property
+    def attempt(self) -> object: ...
+
+    @property
+    def hang_limit_s(self) -> float: ...
+
+    def moves(self) -> dict[tuple[str, int], object]: ...
+
+    def end_at_once(self) -> None: ...
 
 
 class Silence:
@@ -26,12 +56,18 @@ class Silence:
     Args:
         meeting: of several nodes.
         say: shows a line, from a thread.
+        agent: whose hang limit ends a silence in which no rank here comes on.
+        record: writes down that it was ended, and why.
     """
 
-    def __init__(self, meeting: Meeting, say: Callable[[str], None]) -> None:
-        self._meeting, self._say = meeting, say
-        self._heard: dict[int, float] = {}  # when, of each node that was heard of
+    def __init__(self, meeting: Meeting, say: Callable[[str], None], agent: Agent, record: Callable[[str], object]) -> None:
+        self._meeting, self._say, self._agent, self._record = meeting, say, agent, record
+        others = range(1, meeting.nodes) if meeting.node == 0 else (0,)
+        self._heard: dict[int, float] = {}  # when, of each node that was heard of, be it as ranks were started
+        self._unheard = set(others)
         self._beats: dict[int, int] = {}
+        self._known: dict[tuple[str, int], object] = {}  # how far the ranks here have come
+        self._moved_at = self._asked_at = 0.0
         self._closed = threading.Event()
 
     def start(self) -> None:
@@ -41,6 +77,21 @@ class Silence:
     def close(self) -> None:
         self._closed.set()
 
+    def words(self) -> str:
+        """Which nodes are silent now, and since when; empty if none is."""
+        return "; ".join(self._words(node, silent_s) for node, silent_s in self._late(SILENT_S).items())
+
+    def _words(self, node: int, silent_s: float) -> str:
+        at, since = self._meeting, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - silent_s))
+        return (
+            f"nothing was heard of {at.named(node)} for {silent_s:.0f} s, since {since}: its launcher, its machine or the "
+            f"network between it and {at.named(at.node)} stands"
+        )
+
+    def _late(self, after_s: float) -> dict[int, float]:
+        now = time.monotonic()
+        return {node: now - heard for node, heard in dict(self._heard).items() if now - heard > after_s}
+
     def _key(self, node: int) -> str:
         return f"{self._meeting.token}/beat/{node}"
 
@@ -48,7 +99,7 @@ class Silence:
         import torch.distributed as dist  # here: which the launcher has loaded by then
 
         at = self._meeting
-        others = range(1, at.nodes) if at.node == 0 else (0,)
+        others = sorted(self._unheard)
         try:
             store = dist.TCPStore(
                 at.host, at.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
@@ -61,11 +112,14 @@ class Silence:
                 if ends:
                     return
                 self._closed.wait(_BEAT_S)
-        except dist.DistError:  # the first node has ended, which the ranks will hear by themselves
-            self._heard = {}
+        except dist.DistError:
+            if not self._late(SILENT_S):  # the first node has ended, which the ranks will hear by themselves
+                self._unheard.clear()
+                self._heard = {}
 
     def _note(self, node: int, beats: int) -> None:
         if beats >= _ENDED:
+            self._unheard.discard(node)
             self._heard.pop(node, None)
         elif beats and (self._meeting.node or beats != self._beats.get(node)):
             self._heard[node], self._beats[node] = time.monotonic(), beats
@@ -77,12 +131,41 @@ class Silence:
             if now - before > SILENT_S / 2:  # this process stood itself, as when all are suspended
                 self._heard = dict.fromkeys(self._heard, now)
             before = now
-            silent = {node: now - heard for node, heard in dict(self._heard).items() if now - heard > SILENT_S}
+            if self._unheard and self._agent.attempt is not None:  # for which all launchers have met
+                self._heard = {**dict.fromkeys(self._unheard, now), **self._heard}
+                self._unheard.clear()
+            late = self._late(_LATE_S)
+            silent = {node: late_s for node, late_s in late.items() if late_s > SILENT_S}
             for node in silent.keys() - said:
-                self._say(
-                    f"nothing was heard of node {node} for {silent[node]:.0f} s: its launcher, its machine or the network "
-                    f"between it and node {self._meeting.node} stands"
-                )
+                self._say(self._words(node, silent[node]))
             for node in said - silent.keys() & self._heard.keys():
-                self._say(f"node {node} is heard of again")
+                self._say(f"{self._meeting.named(node)} is heard of again")
             said = set(silent)
+            if late and self._is_over(max(late.values()), now) and silent:
+                self._end(self.words())
+                return
+
+    def _is_over(self, silent_s: float, now: float) -> bool:
+        """Whether for the limit's time neither the node was heard of nor a rank here came on, as over another network."""
+        limit_s = self._agent.hang_limit_s
+        self._moved_at = max(self._moved_at, now - silent_s)
+        if now - self._asked_at >= min(_ASK_S, limit_s / 8):
+            self._asked_at, is_first = now, self._asked_at < now - silent_s
+            moves = self._agent.moves()
+            if not is_first and any(self._known.get(key, value) != value for key, value in moves.items()):
+                self._moved_at = now
+            self._known |= moves
+        return 0 < limit_s < now - self._moved_at
+
+    def _end(self, why: str) -> None:
+        why = f"{why}. The ranks of {self._meeting.named(self._meeting.node)} were ended: none had come on meanwhile"
+        self._agent.silent = why
+        if self._closed.wait(_MAIN_S):
+            return
+        writing = threading.Thread(target=self._record, args=(why,), daemon=True)
+        with contextlib.suppress(Exception):
+            writing.start()
+            writing.join(_WRITE_S)
+        self._say(why)
+        self._agent.end_at_once()
+        os._exit(_EXIT_CODE)
