@@ -208,8 +208,8 @@ def test_a_window_that_is_given_up_leaves_nothing_for_the_next(ranks: Ranks) -> 
         assert largest_difference(got, plain) < (2e-2 if "bf16" in name else 1e-9), name
 
 
-def _chosen_by_copy() -> str:
-    heads = [0, 0, 0] if dist.get_rank() < 2 else [0, 1, 0]
+def _chosen_by_copy(others: list[int]) -> str:
+    heads = [0, 0, 0] if dist.get_rank() < 2 else others
     unit = _Chooses(module=_Takes(), strategy="hsdp", gradient_accumulation_steps=3)
     data = [(*rows, head) for rows, head in zip(_mine(unit, len(heads)), heads, strict=True)]
     with pytest.raises(UsageError) as caught:
@@ -217,8 +217,9 @@ def _chosen_by_copy() -> str:
     return str(caught.value)
 
 
-def test_what_the_ranks_of_one_copy_find_all_are_told(ranks: Ranks) -> None:
-    said = ranks(4, _chosen_by_copy)
+@pytest.mark.parametrize("others", [[0, 1, 0], [0, 0, 1]])
+def test_what_the_ranks_of_one_copy_find_all_are_told(ranks: Ranks, others: list[int]) -> None:
+    said = ranks(4, _chosen_by_copy, others)
     assert said == [said[0]] * 4 and "heads.0" in said[0] and "HSDPStrategy(requires_all_reduce=True)" in said[0]
 
 

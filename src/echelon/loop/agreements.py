@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from echelon.contracts.errors import RanksDisagreeError
+from echelon.contracts.overrides import overrides
 from echelon.data.prefetch import Feed
+from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.state import EntryPoint, PhaseState, State
+from echelon.loop.unit import Unit
+from echelon.parallel.apart import ranks_apart
 from echelon.world import agree
 
-__all__ = ["CutShort", "cuts_evaluation", "on_end", "on_lengths", "on_limits"]
+__all__ = ["CutShort", "cuts_evaluation", "on_calls", "on_end", "on_lengths", "on_limits", "on_optimizers"]
 
 
-def on_limits(phase: PhaseState, progress: Progress) -> None:
-    """Ranks that would stop at other places, or that begin at other places, leave one another waiting."""
+def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callback]) -> None:
+    """Ranks that would stop at other places, or that begin at other places, leave one another waiting; and so does one that has a
+    callback in which ranks meet, where others have none.
+    """
+    meeting = [type(each).__name__ for each in callbacks if getattr(each, "meets", False) is True]
+    agree.same_on_all(
+        "the callbacks in which they meet",
+        meeting,
+        "Give all ranks the same callbacks, without `if rank == 0`: who writes is decided within them.",
+    )
     limits = {
         "max_epochs": phase.max_epochs,
         "max_steps": phase.max_steps,
@@ -23,6 +38,61 @@ def on_limits(phase: PhaseState, progress: Progress) -> None:
         "steps done": progress.num_steps_completed,
     }
     agree.same_on_all("where training begins and ends", limits, "Give all ranks the same limits and the same checkpoint.")
+
+
+def on_optimizers(unit: Unit) -> None:
+    """Before the first step: ranks that share a model train the same of it, and alike. Copies would drift apart, or shards of one
+    parameter be trained in different ways, in silence; a backward pass would wait for gradients that others do not have.
+
+    Raises:
+        RanksDisagreeError: on all ranks, with what differs.
+    """
+    shared = {
+        name: prepared
+        for name, prepared in unit.prepared_modules().items()
+        if prepared.averaged or prepared.forward_is_collective
+    }
+    # Others have other parameters on each rank, or train by themselves.
+    if overrides().observes or any(p.works_alone or p.stages or ranks_apart(p.module) is not None for p in shared.values()):
+        shared = {}
+    told: dict[str, list[Any]] = {}
+    if shared:
+        for name, optimizer in unit.tracked_optimizers().items():
+            groups = getattr(optimizer, "param_groups", [])
+            rates = [[float(g["lr"]), len(g["params"])] for g in groups if isinstance(g.get("lr"), (int, float, torch.Tensor))]
+            told[name] = [type(optimizer).__name__, *rates]
+    frozen = {f"{name}.{n}": None for name, each in shared.items() for n, p in each.named_parameters() if not p.requires_grad}
+    kinds = agree.kinds([told, list(frozen)])
+    if len(kinds) == 1:
+        return
+    (optimizers, first), (others, second) = kinds[:2]
+    for name, known in optimizers.items():
+        if others.get(name) != known:
+            raise RanksDisagreeError(
+                f"ranks that share a model must train it alike, and disagree about {name}: {_told(known)} on one, "
+                f"{_told(others.get(name, ['none']))} on another. Make the same optimizer on all ranks, of the same groups."
+            )
+    differ = sorted(set(first) ^ set(second))
+    raise RanksDisagreeError(
+        "ranks that share a model must train the same parameters of it, and disagree: "
+        f"{differ[0] if differ else 'some'} is frozen on one and trained on another. Freeze the same on all ranks, before the "
+        "model is made parallel."
+    )
+
+
+def _told(optimizer: list[Any]) -> str:
+    kind, *groups = optimizer
+    shown = "; ".join(f"lr {rate:g} for {count} parameters" for rate, count in groups[:8])
+    return f"{kind} ({shown}{'; ...' if len(groups) > 8 else ''})" if groups else str(kind)
+
+
+def on_calls(phase: str) -> None:
+    """Where an evaluation begins at whose end the ranks meet: one that evaluates alone would meet the others at something else.
+
+    Raises:
+        RanksDisagreeError: on all ranks, if others do something else.
+    """
+    agree.unless_same(f"the beginning of the {phase} epoch", 0)
 
 
 def on_lengths(phase: str, feed: Feed, unit: Any) -> bool:

@@ -22,12 +22,14 @@ class Callback:
         may_stop: whether a hook of a training step may call `state.stop()`, so that several ranks wait for one another after
             each step, and all stop after that very one. With False nothing waits, and a stop comes one step later.
         saves: True if it leaves a checkpoint at the end of training.
+        meets: True if hooks of it are collective. Then all ranks must have it, and are told before training if they do not.
         meets_in_steps: True if its step hooks of an evaluation, prediction or test are collective. Then all ranks must have
             equally many batches of it, and are told at once if they do not.
     """
 
     may_stop = True
     saves = False
+    meets = False
     meets_in_steps = False
 
     @property

@@ -100,11 +100,12 @@ class Run:
         greet()
         if stop.asked() is not None:  # before this loop began
             state.stop_for_signal()
-        agreements.on_limits(here, progress)
+        agreements.on_limits(here, progress, self.callbacks)
         self._begin(stage)
         if state.eval_state is not None:
             check_evaluation(self._stages["eval"])
         self._watches = check_tracked(self._inner)
+        agreements.on_optimizers(self._inner)
         self._agree_on_agreeing()
         self._agree_to_stop()
         self._take_up_streams()
@@ -156,6 +157,8 @@ class Run:
         """One epoch of a phase other than training."""
         stop.leave_if_asked()
         with stop.listening(), self._reporting.running(), clock.during(Part.EVAL):
+            if self._inner.meets_at_end(phase):
+                agreements.on_calls(phase)
             self._evaluate(self._stages[phase])
 
     def _begin(self, stage: Stage) -> None:

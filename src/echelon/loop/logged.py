@@ -220,8 +220,9 @@ class Logged:
         totals, metrics = self._totals.pop(phase, {}), self._metrics.pop(phase, {})
         takes_part, found = self._took_part(phase), {}
         together = together or bool(totals or metrics)  # an evaluation whose ranks need not meet: those that log do
-        if together and (not agree.is_same(sorted(_kinds(totals, metrics).items())) or totals):
-            found = _gathered(f"was logged in the {phase} epoch", totals, metrics, takes_part=takes_part)
+        what = f"was logged in the {phase} epoch"
+        if together and (agree.unless_same(f"what {what}", sorted(_kinds(totals, metrics).items())) is not None or totals):
+            found = _gathered(what, totals, metrics, takes_part=takes_part)
         for name in sorted(metrics):  # on all ranks alike: each value is taken together over them
             found[name] = float(metrics[name].compute())
             metrics[name].reset()

@@ -59,13 +59,13 @@ class SameGradients:
             self._told.last()
 
     def check(self, *, last: bool) -> None:
-        """After the backward pass of a micro-batch.
+        """After the backward pass of a micro-batch. Where ranks call `settle`, that raises what is found here, on all.
 
         Raises:
-            UsageError: other parameters had gradients than in the window's first. Before the last, where ranks call `settle`,
-                that raises it, on all.
+            UsageError: other parameters had gradients than in the window's first.
         """
         now, self._now = self._now, set()
+        is_first = self._first is None
         if self._first is None:
             self._first = now
         others = sorted(self._first ^ now)
@@ -77,14 +77,16 @@ class SameGradients:
             if others
             else None
         )
-        if self._told is not None and not last:
+        if self._told is not None:
             self._problem = self._problem or problem
-            self._told(self._problem is not None)
+            if not is_first:  # in which nothing can be found
+                self._told(self._problem is not None)
         elif problem is not None:
             raise UsageError(problem)
 
     def settle(self) -> None:
-        """Before a backward pass, in which copies may wait for one another. Collective: the last `check` has sent the message.
+        """Before a backward pass, in which copies may wait for one another, and before an update. Collective: the latest `check`
+        has sent the message.
 
         Raises:
             UsageError: on all ranks, what one has found.

@@ -135,6 +135,8 @@ class FSDPPrepared(Prepared[nn.Module]):
             self._is_checked = True
         if self._same is not None:
             self._same.check(last=self._reduces)
+            if self._reduces:
+                self._same.settle()
 
     def discard_window(self) -> None:
         if not self._reduces:  # what it kept would join the next window

@@ -39,6 +39,7 @@ __all__ = [
     "kinds",
     "rank",
     "same_on_all",
+    "unless_same",
 ]
 
 T = TypeVar("T")
@@ -254,6 +255,25 @@ def _is_same(data: bytes, group: dist.ProcessGroup | None) -> bool:
     return torch.equal(most, ~least)
 
 
+def unless_same(name: str, value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
+    """None if all ranks say the same, by one small collective; else every rank's value, by rank.
+
+    Raises:
+        RanksDisagreeError: on every rank, if another one is at the comparison of something else: it has made other calls.
+    """
+    if is_same([name, value], group):
+        return None
+    told = gather([name, value], group)
+    if any(not isinstance(each, list) or len(each) != 2 or each[0] != name for each in told):
+        places = [each[0] if isinstance(each, list) and each and isinstance(each[0], str) else "something else" for each in told]
+        shown = ", ".join(f"rank {r}: {place}" for r, place in enumerate(places[:16])) + (", ..." if len(places) > 16 else "")
+        raise RanksDisagreeError(
+            f"the ranks must make the same calls, and compare different things: {shown}. Let all ranks train, evaluate, test and "
+            "save together, without `if rank == 0`."
+        )
+    return [each[1] for each in told]
+
+
 def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | None = None) -> T:
     """Return `value` if every rank has the same.
 
@@ -262,9 +282,9 @@ def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | Non
     """
     if not is_joined():
         return value
-    if _is_same(json.dumps(value).encode(), group):
+    values = unless_same(name, value, group)
+    if values is None:
         return value
-    values = gather(value, group)
     if all(v == values[0] for v in values):  # 1 and 1.0, or a dict in another order
         return value
     shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values[:16])) + (", ..." if len(values) > 16 else "")

@@ -35,6 +35,8 @@ class EarlyStopping(Callback):
 
     refusal = UsageError
 
+    meets = True
+
     def __init__(
         self,
         monitored_attr: str,

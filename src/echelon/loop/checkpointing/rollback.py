@@ -56,7 +56,7 @@ class RollBack(Callback):
         DivergedError: on all ranks, when it happens once more than `at_most`.
     """
 
-    may_stop = False
+    may_stop, meets = False, True
 
     def __init__(
         self,

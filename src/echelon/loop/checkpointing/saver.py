@@ -55,7 +55,7 @@ class DistributedCheckpointSaver(Callback):
         process_group: as in TorchTNT: None or a group of all ranks, since all of them take part in each save.
     """
 
-    may_stop, saves = False, True
+    may_stop, saves, meets = False, True, True
 
     def __init__(
         self,

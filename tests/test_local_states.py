@@ -1,0 +1,301 @@
+"""Ranks that stand differently where the library has them meet: all end with the same error or go on alike, and none hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import RankFailedError
+from echelon.loop.callbacks import EarlyStopping
+from echelon.loop.early_stop import EarlyStopChecker
+from tests.conftest import Ranks
+from tests.models import whole
+from tests.units import Regression
+
+STEPS = 4
+Case = Callable[[str, Path], Any]
+
+
+def _odd() -> bool:
+    return dist.get_rank() == 1
+
+
+class _Two(nn.Module):
+    """A layer that a pass may leave out, and frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spare, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(self.spare(x) if spare else x)
+
+
+class _Unit(Regression):
+    def __init__(self, strategy: Any, **options: Any) -> None:
+        torch.manual_seed(0)
+        super().__init__(module=_Two().double(), strategy=strategy, **options)
+
+    def step(self) -> int:
+        return self.train_progress.num_steps_completed
+
+
+def _data(count: int = STEPS, rows: int = 4) -> list[Any]:
+    torch.manual_seed(dist.get_rank())
+    return [(torch.randn(rows, 3).double(), torch.randn(rows, 1).double()) for _ in range(count)]
+
+
+def _train(unit: Any, data: Any = None, **options: Any) -> Any:
+    ech.train(unit, _data() if data is None else data, max_epochs=1, **options)
+    return unit
+
+
+# --- the ways in which a rank may stand alone
+
+
+def _frozen(strategy: str, folder: Path) -> Any:
+    torch.manual_seed(0)
+    module = _Two().double()
+    module.spare.weight.requires_grad_(not _odd())
+    unit = Regression(module=module, strategy=strategy)
+    return _train(unit)
+
+
+def _at(hook: str, act: Callable[[Any, Any], Any]) -> ech.Callback:
+    """A callback of all ranks that does something on one."""
+
+    def on(self: Any, state: Any, unit: Any) -> None:
+        if _odd():
+            act(state, unit)
+
+    made: ech.Callback = type("At", (ech.Callback,), {hook: on})()
+    return made
+
+
+class _Skips(_Unit):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        out = self.module(data[0], not _odd() or self.step() < 2)
+        return nn.functional.mse_loss(out, data[1]), out
+
+
+def _no_gradient(strategy: str, folder: Path) -> Any:
+    return _train(_Skips(strategy))
+
+
+class _Logs(_Unit):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        loss, out = super().compute_loss(state, data)
+        if _odd() == (str(state.active_phase) == "train"):
+            state.log("mine", loss)
+        return loss, out
+
+
+def _logs(strategy: str, folder: Path) -> Any:
+    return _train(_Logs(strategy))
+
+
+def _logs_in_evaluation(strategy: str, folder: Path) -> Any:
+    unit = _Unit(strategy)
+
+    class Logs(_Unit):
+        def on_eval_step_end(self, state: Any, *rest: Any) -> None:
+            if _odd():
+                state.log("mine", 1.0)
+
+    unit = Logs(strategy)
+    ech.evaluate(unit, _data())
+    return unit
+
+
+def _evaluates_alone(strategy: str, folder: Path) -> Any:
+    unit = _train(_Unit(strategy))
+    if not _odd():
+        ech.evaluate(unit, _data())
+    return _train(unit)
+
+
+class _Own(ech.TrainUnit[Any], ech.EvalUnit[Any]):
+    """Steps by itself, and evaluates without meeting anyone but for what it logs."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.module = ech.prepare_module(_Two().double(), torch.device("cpu"), strategy=strategy)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def eval_step(self, state: Any, data: Any) -> Any:
+        state.log("off", data[0].sum())
+
+
+def _own_evaluates_alone(strategy: str, folder: Path) -> Any:
+    unit = _Own(strategy)
+    _train(unit)
+    if not _odd():
+        ech.evaluate(unit, _data())
+    return _train(unit)
+
+
+def _empty_batch(strategy: str, folder: Path) -> Any:
+    data = _data()
+    if _odd():
+        data[2] = (data[2][0][:0], data[2][1][:0])
+    return _train(_Unit(strategy), data)
+
+
+def _shorter(strategy: str, folder: Path) -> Any:
+    return _train(_Unit(strategy), _data(STEPS - _odd()))
+
+
+def _shorter_iterator(strategy: str, folder: Path) -> Any:
+    return _train(_Unit(strategy), iter(_data(STEPS - _odd())))
+
+
+class _Detached(_Unit):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        loss, out = super().compute_loss(state, data)
+        return (loss.detach() if _odd() and self.step() == 2 else loss), out
+
+
+def _loss_without_gradient(strategy: str, folder: Path) -> Any:
+    return _train(_Detached(strategy))
+
+
+def _other_rate(strategy: str, folder: Path) -> Any:
+    return _train(_Unit(strategy, lr=0.2 if _odd() else 0.1))
+
+
+class _Grouped(_Unit):
+    def configure_optimizers_and_lr_scheduler(self, module: Any) -> Any:
+        named = dict(module.named_parameters())
+        spare = [p for n, p in named.items() if "spare" in n]
+        rest = [p for n, p in named.items() if "spare" not in n]
+        return torch.optim.SGD([{"params": rest}, *([] if _odd() else [{"params": spare}])], lr=0.1), None
+
+
+def _without_group(strategy: str, folder: Path) -> Any:
+    return _train(_Grouped(strategy))
+
+
+class _OtherKind(_Unit):
+    def configure_optimizers_and_lr_scheduler(self, module: Any) -> Any:
+        return (torch.optim.AdamW if _odd() else torch.optim.SGD)(module.parameters(), lr=0.1), None
+
+
+def _other_optimizer(strategy: str, folder: Path) -> Any:
+    return _train(_OtherKind(strategy))
+
+
+def _asks_to_stop(strategy: str, folder: Path) -> Any:
+    unit = _Unit(strategy)
+    return _train(unit, callbacks=[_at("on_train_step_end", lambda state, unit: unit.step() == 1 and state.stop())])
+
+
+def _stops_in_eval(strategy: str, folder: Path) -> Any:
+    unit = _Unit(strategy)
+    stop = _at("on_eval_step_end", lambda state, unit: state.stop())
+    ech.fit(unit, _data(), _data(), max_epochs=3, callbacks=[stop])
+    return unit
+
+
+def _saver_on_one(strategy: str, folder: Path) -> Any:
+    saver = [ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)]
+    return _train(_Unit(strategy), callbacks=saver if not _odd() else [])
+
+
+def _early_stopping_on_one(strategy: str, folder: Path) -> Any:
+    early = EarlyStopping(monitored_attr="lr", early_stop_checker=EarlyStopChecker("min", 3), interval="epoch")
+    return _train(_Unit(strategy), callbacks=[early] if not _odd() else [])
+
+
+def _callback_raises(strategy: str, folder: Path) -> Any:
+    def fail(state: Any, unit: Any) -> None:
+        raise ValueError("a fault of one rank alone")
+
+    return _train(_Unit(strategy), callbacks=[_at("on_train_step_end", fail)])
+
+
+class _Fails(_Unit):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        if _odd() and self.step() == 2:
+            raise ValueError("a fault of one rank alone")
+        return super().compute_loss(state, data)
+
+
+def _loss_raises(strategy: str, folder: Path) -> Any:
+    return _train(_Fails(strategy))
+
+
+def _outcome(case: Case, strategy: str, folder: Path) -> Any:
+    try:
+        unit = case(strategy, folder)
+        return "done", unit.train_progress.num_steps_completed, whole(unit.module)
+    except Exception as error:
+        return type(error).__name__, str(error), None
+
+
+# --- what becomes of it
+
+DISAGREE = "RanksDisagreeError"
+TOLD: list[tuple[Case, list[str], str]] = [
+    (_frozen, ["fsdp", "hsdp"], "spare.weight is frozen on one and trained on another"),
+    (_logs, ["ddp", "fsdp"], "rank 0: nothing, rank 1: mine"),
+    (_logs_in_evaluation, ["ddp", "fsdp"], "rank 0: nothing, rank 1: mine"),
+    (_evaluates_alone, ["ddp", "fsdp"], "make the same calls"),
+    (_own_evaluates_alone, ["ddp"], "make the same calls"),
+    (_shorter, ["ddp", "fsdp"], "rank 0: 4, rank 1: 3"),
+    (_shorter_iterator, ["ddp", "fsdp"], "the end of the train epoch"),
+    (_other_rate, ["ddp", "fsdp", "zero1"], "lr 0.2 for"),
+    (_without_group, ["ddp", "fsdp"], "lr 0.1 for 2 parameters"),
+    (_other_optimizer, ["ddp", "fsdp"], "AdamW"),
+    (_saver_on_one, ["ddp", "fsdp"], "DistributedCheckpointSaver"),
+    (_early_stopping_on_one, ["ddp", "fsdp"], "EarlyStopping"),
+]
+# The first of each runs with every `make test`.
+EACH = [
+    pytest.param(case, strategy, words, id=f"{case.__name__.strip('_')}-{strategy}", marks=() if not n else pytest.mark.full)
+    for case, strategies, words in TOLD
+    for n, strategy in enumerate(strategies)
+]
+
+
+@pytest.mark.standing_ranks
+@pytest.mark.parametrize(("case", "strategy", "words"), EACH)
+def test_all_ranks_are_told_the_same(ranks: Ranks, tmp_path: Path, case: Case, strategy: str, words: str) -> None:
+    """The ranks stay after the error, so that one that waits for another would wait for ever."""
+    got = ranks(2, _outcome, case, strategy, tmp_path)
+    assert got[0] == got[1]
+    assert got[0][0] == DISAGREE and words in got[0][1]
+
+
+@pytest.mark.standing_ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", [_empty_batch, _asks_to_stop, _stops_in_eval])
+def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path, case: Case, strategy: str) -> None:
+    (first, steps, mine), (second, others_steps, others) = ranks(2, _outcome, case, strategy, tmp_path)
+    assert (first, second) == ("done", "done") and steps == others_steps
+    assert all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("case", [_callback_raises, _loss_raises, _loss_without_gradient, _no_gradient])
+def test_a_fault_of_one_rank_ends_all(ranks: Ranks, tmp_path: Path, case: Case, strategy: str) -> None:
+    if case is _no_gradient and strategy != "ddp":
+        return  # gradients that are reduced together are compared by tests/test_same_calls.py
+    with pytest.raises(RankFailedError) as caught:
+        ranks(2, case, strategy, tmp_path)
+    said = str(caught.value)
+    words = {_loss_without_gradient: "compute_loss returned", _no_gradient: "must depend on all trained parameters"}
+    assert words.get(case, "a fault of one rank alone") in said
