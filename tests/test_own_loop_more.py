@@ -534,8 +534,8 @@ def test_checkpoints_that_a_run_meant_to_keep_stay(tmp_path: Path) -> None:
     assert len(kept) == 4 and now[:4] == kept and now[4:] == [f"step-{2 * epoch:08d}" for epoch in (7, 8, 9)]
 
 
-def _resumed_by_hand(kind: str, strategy: str) -> dict[str, torch.Tensor]:
-    """The script has loaded its own files before `prepare`."""
+def _resumed_by_hand(kind: str, strategy: str, late: bool = False) -> dict[str, torch.Tensor]:
+    """The script has loaded its own files before `prepare`, or the optimizer's after it."""
     options = {"momentum": 0.9} if kind == "SGD" else {"amsgrad": True} if kind == "AdamW" else {}
     files: list[Any] = []
     for seed in (0, 1):
@@ -544,7 +544,8 @@ def _resumed_by_hand(kind: str, strategy: str) -> dict[str, torch.Tensor]:
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
         if files:
             model.load_state_dict(files[0])
-            optimizer.load_state_dict(files[1])
+            if not late:
+                optimizer.load_state_dict(files[1])
             break
         for x, y in DataLoader(DATA, 8):
             nn.functional.mse_loss(model(x), y).backward()
@@ -552,14 +553,17 @@ def _resumed_by_hand(kind: str, strategy: str) -> dict[str, torch.Tensor]:
             optimizer.zero_grad()
         files = [copy.deepcopy(each.state_dict()) for each in (model, optimizer)]
     model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=strategy)
+    if late:
+        optimizer.load_state_dict(files[1])
     for x, y in loader:
         _step(model, optimizer, x, y)
     return whole(model)
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])
-def test_a_script_may_resume_by_files_of_its_own(ranks: Ranks, kind: str) -> None:
+def test_a_script_may_resume_by_files_of_its_own(ranks: Ranks, kind: str, late: bool) -> None:
     wanted = _resumed_by_hand(kind, "noop")
     for strategy in ("ddp", "fsdp"):
-        for got in ranks(2, _resumed_by_hand, kind, strategy):
+        for got in ranks(2, _resumed_by_hand, kind, strategy, late):
             assert largest_difference(got, wanted) < 1e-12, strategy

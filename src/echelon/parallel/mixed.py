@@ -17,9 +17,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.loading import part_like
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.saved_parts import tell_when_optimizer_is_pickled
-from echelon.parallel.shards import is_split, whole
+from echelon.parallel.shards import is_split, local, whole
 from echelon.parallel.split_errors import explain_step
 
 __all__ = ["step_by_kind"]
@@ -42,6 +43,19 @@ def step_by_kind(optimizer: torch.optim.Optimizer) -> None:
     if optimizer not in _handled:
         _handled[optimizer] = _Split(optimizer)
         tell_when_optimizer_is_pickled(optimizer)
+        optimizer.register_load_state_dict_post_hook(_split_state)
+        _split_state(optimizer)  # loaded since the module was sharded
+
+
+def _split_state(optimizer: torch.optim.Optimizer) -> None:
+    """Whole tensors that a state was loaded of, the same on all ranks, are split like their parameters."""
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    for parameter, state in optimizer.state.items():
+        if not is_split(parameter) or not (is_torchs or local(parameter).shape != parameter.shape):
+            continue  # one of another author may keep plain tensors of what a rank has
+        for key, value in state.items():
+            if type(value) is torch.Tensor and value.dim() and value.shape == parameter.shape:
+                state[key] = part_like(value, parameter, "the optimizer's state")
 
 
 class _Split:

@@ -164,6 +164,13 @@ _KINDS = (
         "ranks differ",
         "Every rank must build the same module. One that shows none of its parameters may have failed before: see its log.",
     ),
+    Kind(
+        r"got mixed torch\.Tensor and DTensor",
+        "whole and split tensors",
+        "Parameters of the model are split over the ranks, and code of the script joins them with whole ones, as an average of "
+        "weights by hand does (lerp_, AveragedModel, ModelEmaV3). Use swa_params=echelon.SWAParams(averaging_method='ema') of an "
+        "AutoUnit, whose averages are split alike; or train under 'ddp' or 'zero1', whose parameters are whole.",
+    ),
     Kind(r"^RanksDisagreeError\b", "ranks disagree", ""),
     Kind(r"^(LauncherEnvironmentError|UsageError)\b", "usage", ""),
     Kind(
