@@ -193,6 +193,24 @@ def test_a_run_that_shrank_keeps_its_batches_however_often_it_goes_on(ranks: Any
         assert len(seen) == left and all(len(batch) == 6 for batch in starts)
 
 
+def grown(folder: str, path: str) -> str:
+    try:
+        return str(len(trained(folder, path, None)[1]))
+    except UsageError as error:
+        return str(error)
+
+
+def test_one_rank_grows_at_an_epochs_end_and_is_told_so_in_its_middle(ranks: Any, tmp_path: Path) -> None:
+    """It was refused always, with an option that a Trainer's user cannot give."""
+    trained(str(tmp_path / "one"), None, None, 1)
+    at_end = ModelCheckpoint(dirpath=str(tmp_path / "one"))
+    Trainer(max_epochs=1, callbacks=[at_end], **SAVING).fit(Line(), DataLoader(numbers(), batch_size=3, shuffle=True))
+    for step, said in ((6, "checkpoint of an epoch's end"), (8, str(2 * ROWS // 2))):
+        saved = next(iter((tmp_path / "one").glob(f"epoch=*-step={step}.ckpt")))
+        for found in ranks(2, grown, str(tmp_path / str(step)), str(saved)):
+            assert said in found and "RestoreOptions" not in found
+
+
 def test_a_batch_size_of_todays_counts(ranks: Any, tmp_path: Path) -> None:
     """As in Lightning: whoever changes it means it."""
     ranks(2, trained, str(tmp_path / "two"), None, None, 1)

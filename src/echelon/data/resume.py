@@ -66,7 +66,7 @@ def facts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """What differs between two loaders' states, or facts, in a fixed order; what an older state does not hold is not compared."""
-    saved = {"order": "1", **saved}  # before formulas were numbered
+    saved = {**saved, "order": str(saved.get("order", 1))}  # before formulas were numbered
     found: list[Change] = []
     for name, meaning in {**_MATTERS, **_HARMLESS}.items():
         if name not in saved or saved[name] == now[name]:
