@@ -53,13 +53,14 @@ def on_optimizers(unit: Unit) -> None:
         if prepared.averaged or prepared.forward_is_collective
     }
     # Others have other parameters on each rank, or train by themselves.
-    if overrides().observes or any(p.works_alone or p.stages or ranks_apart(p.module) is not None for p in shared.values()):
+    own = (p.works_alone or p.stages or p.flattens_parameters or ranks_apart(p.module) is not None for p in shared.values())
+    if overrides().observes or any(own):
         shared = {}
     told: dict[str, list[Any]] = {}
     if shared:
         for name, optimizer in unit.tracked_optimizers().items():
-            groups = getattr(optimizer, "param_groups", [])
-            rates = [[float(g["lr"]), len(g["params"])] for g in groups if isinstance(g.get("lr"), (int, float, torch.Tensor))]
+            groups = getattr(optimizer, "param_groups", [])  # not how many parameters each has: a divided one holds some
+            rates = [float(g["lr"]) for g in groups if isinstance(g.get("lr"), (int, float, torch.Tensor))]
             told[name] = [type(optimizer).__name__, *rates]
     frozen = {f"{name}.{n}": None for name, each in shared.items() for n, p in each.named_parameters() if not p.requires_grad}
     kinds = agree.kinds([told, list(frozen)])
@@ -81,9 +82,9 @@ def on_optimizers(unit: Unit) -> None:
 
 
 def _told(optimizer: list[Any]) -> str:
-    kind, *groups = optimizer
-    shown = "; ".join(f"lr {rate:g} for {count} parameters" for rate, count in groups[:8])
-    return f"{kind} ({shown}{'; ...' if len(groups) > 8 else ''})" if groups else str(kind)
+    kind, *rates = optimizer
+    shown = ", ".join(f"{rate:g}" for rate in rates[:8])
+    return f"{kind} (lr of its groups: {shown}{', ...' if len(rates) > 8 else ''})" if rates else str(kind)
 
 
 def on_calls(phase: str) -> None:
