@@ -112,7 +112,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (ech.launch, {"fn": 3}, "a function, got 3"),
     (ech.spawn, {"fn": "x"}, "a function, got 'x'"),
     (partial(ech.launch, abs), {"ranks": True}, "at least 1, .*got True"),
-    (partial(ech.launch, abs), {"ranks": 10**9}, "at most 4096 on one machine"),
+    (partial(ech.launch, abs), {"ranks": 10**9}, "at most .* on this machine"),
     (partial(ech.launch, abs), {"args": 3}, "a list or tuple of arguments, got 3"),
     (partial(ech.launch, abs), {"args": "ab"}, "a list or tuple of arguments, got 'ab'"),
     (partial(ech.launch, abs), {"kwargs": 3}, "a dict by names, or None, got 3"),

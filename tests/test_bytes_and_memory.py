@@ -93,7 +93,7 @@ def test_bytes_of_an_update(
     computed, width = (torch.float32, 4) if precision is None else (torch.bfloat16, 2)
     assert set(trace.gathered) == {computed} and near(trace.gathered[computed], micro_batches * gathers * width * n)
     assert set(trace.reduced) == {torch.float32} and near(trace.reduced[torch.float32], micro_batches * 4 * n)
-    assert sum(trace.all_reduced.values()) < 100, "losses and weights only"
+    assert sum(trace.all_reduced.values()) <= 100, "losses and weights, and what is agreed on as training ends"
     assert sum(trace.cast.values()) < 0.01 * n, "no copies of the parameters in another type"
 
 

@@ -35,7 +35,6 @@ __all__ = ["launch", "preload", "running_server", "shared_server", "spawn"]
 
 T = TypeVar("T")
 
-_MOST = 4096  # processes: more is a slip, and would bring the machine down
 
 _server: ForkServer | None = None
 _loaded_by_ranks: set[str] = set()
@@ -180,7 +179,6 @@ def call(
 ) -> list[T]:
     """`launch`, which another thread may cancel."""
     count = parse_ranks(ranks)
-    require(count <= _MOST, "ranks", f"at most {_MOST} on one machine", count)
     check_function("fn", fn)
     given = (several("args", args, "a list or tuple of arguments"), mapping("kwargs", kwargs))
     max_restarts = whole("max_restarts", max_restarts, at_least=0)
