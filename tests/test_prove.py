@@ -125,6 +125,7 @@ def test_a_planted_mistake_is_named(script: str) -> None:
 UNUSUAL = (
     *("right_objects", "right_lists", "right_two_optimizers", "right_sharded_ddp", "right_generators"),
     *("right_sync_batch_norm", "right_gathered_views", "right_class_weights", "right_augmentation"),
+    "right_augmented_batches",
 )
 
 

@@ -187,7 +187,7 @@ int unlinkat(int d, const char *p, int f) { REAL(int, unlinkat, int, const char 
     int name(int fd, int command, ...) {                                         \
         REAL(int, name, int, int, ...);                                          \
         va_list rest; va_start(rest, command); void *what = va_arg(rest, void *); va_end(rest); \
-        ACT((command == F_SETLK || command == F_SETLKW) && fd_below(fd), 'k', real(fd, command, what)); \
+        ACT((command == F_OFD_SETLK || command == F_OFD_SETLKW) && fd_below(fd), 'k', real(fd, command, what)); \
     }
 FCNTL(fcntl)
 FCNTL(fcntl64)

@@ -45,8 +45,9 @@ class ConstantDraws(TorchDispatchMode):
         special = _SPECIAL.get(name)
         if special is not None:
             return special(named)
+        known = {a.name for a in func._schema.arguments}
         for dropout in _DROPOUT_ARGUMENTS:
-            if dropout in named:
+            if dropout in known:
                 return func(**{**named, dropout: 0.0})
         tensors = _tensors(named)
         if "out" in named or any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in tensors):

@@ -172,7 +172,7 @@ def run_samples(replay: Replay, count: int) -> dict[str, Any]:
 
     def read(unit: Any, dataloader: Any) -> dict[str, Any]:
         rows: list[int] = []
-        if not reads_alike(getattr(dataloader, "dataset", None)):
+        if not reads_alike(dataloader):
             return {"rows": rows}
         for batch in dataloader:
             rows += checksums(plain(widened(on_host(batch), replay.dtype)))

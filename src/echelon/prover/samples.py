@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.micro import Micro, digest, plain
@@ -221,11 +221,12 @@ def unlike_one_process(updates: list[Counter[int]], one: list[int]) -> str | Non
     return None
 
 
-def reads_alike(dataset: Any) -> bool:
-    """Whether its first samples are the same when they are read again: no random numbers are drawn for them."""
+def reads_alike(loader: Any) -> bool:
+    """Whether a batch of the first samples is the same when it is read again: no random numbers are drawn for it."""
     try:
+        dataset, collate = loader.dataset, loader.collate_fn or default_collate
         first = range(min(len(dataset), _FIRST_SAMPLES))
-        one, again = ([digest(plain(dataset[i])) for i in first] for _ in range(2))
+        one, again = (digest(plain(collate([dataset[i] for i in first]))) for _ in range(2))
     except Exception:  # a dataset of the user's own can be anything
         return False
     return one == again
