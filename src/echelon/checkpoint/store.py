@@ -194,9 +194,16 @@ def untied(groups: Sequence[Sequence[str]], wanted: Mapping[str, Any], saved: Te
         saved.read_into({first: values})
         for name in others:
             saved.read_into({name: more})
-            if not torch.equal(*(each.to_local() if hasattr(each, "to_local") else each for each in (values, more))):
+            if not all(map(torch.equal, _parts_here(values), _parts_here(more))):
                 lost[name] = first
     return lost
+
+
+def _parts_here(tensor: Any) -> list[torch.Tensor]:
+    """What this rank holds of a tensor, whatever divides it."""
+    if hasattr(tensor, "local_shards"):  # of the older FullyShardedDataParallel
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor]
 
 
 def compare(
