@@ -283,6 +283,9 @@ class Proving:
             elif unsure:
                 result.verdict, result.message, result.first = "undecided", f"it draws random numbers, and {why}", None
                 return
+            else:
+                self._leave_untested(result, why)
+                return
         self._split(result, seen, drew, speaks, why)
 
     def _with_constant_draws(self, seen: Judged) -> tuple[Result | None, str]:
@@ -323,14 +326,15 @@ class Proving:
                 self._splits[constant] = self._splitting(seen, constant)
             found = self._splits[constant]
         if found["why_not"] is not None:
-            result.verdict = IN_PART
-            untested = (
-                f"not tested: weights, and whatever reaches over samples. {why[0].upper()}{why[1:]}, and {found['why_not']}"
-            )
-            result.message = "; ".join(filter(None, (result.message, untested)))
+            self._leave_untested(result, f"{why}, and {found['why_not']}")
         elif found["error"] > found["allowed"]:
             result.verdict = "DIFFERS"
             result.causes = [causes.of_split(found["best"], found["error"], seen.ran.records[0]["batch_norms"])]
+
+    def _leave_untested(self, result: Result, why: str) -> None:
+        result.verdict = IN_PART
+        untested = f"not tested: weights, and whatever reaches over samples. {why[0].upper()}{why[1:]}"
+        result.message = "; ".join(filter(None, (result.message, untested)))
 
     def _splitting(self, seen: Judged, constant_draws: bool) -> dict[str, Any]:
         row = replace(seen.ran.row, constant_draws=constant_draws)

@@ -196,8 +196,8 @@ def of_updates(records: list[dict[str, Any]]) -> list[Counter[int]]:
     """The rows of each update of the first epoch, over all ranks that have samples of their own."""
     found: list[Counter[int]] = []
     for of_ranks in zip(*(r["updates"] for r in records), strict=False):
-        micros = [m for update in of_ranks for m in update if m.weight > 0]
-        if any(m.epoch for m in micros):
+        micros = [m for update in of_ranks for m in update]
+        if any(m.epoch or m.weight <= 0 for m in micros):  # what weighs nothing may be padding, or samples without labels
             break
         found.append(rows_of(micros))
     return found
