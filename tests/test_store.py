@@ -129,7 +129,7 @@ def two_networks() -> Iterator[tuple[str, str]]:
                 ip(f"netns add {name}")
             ip(f"link add link0 netns {names[0]} type veth peer name link0 netns {names[1]}")
         except (OSError, subprocess.CalledProcessError):
-            pytest.skip("no network namespaces may be made here")
+            pytest.skip("no network namespace can be made: install iproute2, and run the tests as root")
         for number, name in enumerate(names, 1):
             ip(f"-n {name} addr add 10.77.0.{number}/24 dev link0")
             for link in ("lo", "link0"):
