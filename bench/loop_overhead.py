@@ -185,9 +185,11 @@ def run_fabric(data: Batches, watched: bool, folder: Path) -> None:
     import torch.nn.functional as F
     from lightning.fabric import Fabric
     from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning.pytorch.plugins.environments import LightningEnvironment
 
     loggers = [TensorBoardLogger(str(folder))] if watched else []
-    fabric = Fabric(accelerator=data.device, devices=1, loggers=loggers)
+    # Named, for the search for a launcher starts MPI where mpi4py is installed, and MPI may end the process.
+    fabric = Fabric(accelerator=data.device, devices=1, loggers=loggers, plugins=[LightningEnvironment()])
     fabric.launch()
     model = make_model()
     model, optimizer = fabric.setup(model, make_optimizer(model))
@@ -257,6 +259,7 @@ def run_lightning(data: Batches, watched: bool, folder: Path) -> None:
     import torch.nn.functional as F
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning.pytorch.plugins.environments import LightningEnvironment
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -281,6 +284,7 @@ def run_lightning(data: Batches, watched: bool, folder: Path) -> None:
         enable_progress_bar=watched,
         enable_checkpointing=False,
         enable_model_summary=False,
+        plugins=[LightningEnvironment()],  # as above
     )
     trainer.fit(Module(), data.loader())
 

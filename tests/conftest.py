@@ -308,8 +308,13 @@ def leak_police() -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         leaks.append("a process group")
-    # tqdm has one for the whole process, once torch's compiler or a callback has drawn a bar.
-    left = [t for t in threading.enumerate() if t not in threads and t.is_alive() and t.name != "tqdm_monitor"]
+    # tqdm has one for the whole process, once torch's compiler or a callback has drawn a bar. A "Dummy" is a thread of torch's
+    # own that has run Python: nobody can join it.
+    left = [
+        t
+        for t in threading.enumerate()
+        if t not in threads and t.is_alive() and not t.name.startswith(("tqdm_monitor", "Dummy-"))
+    ]
     for thread in left:
         thread.join(2.0)
     leaks += [f"thread {t.name}" for t in left if t.is_alive()]

@@ -6,6 +6,7 @@ its synchronous one. The device is idle as each begins, so no work of the step b
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import time
@@ -26,7 +27,7 @@ WIDTH, LARGEST_BYTES = 2048, 3_000_000_000
 
 def run(setting: Setting, notes: Notes) -> None:
     device, rounds = ech.init_from_env(setting.device), 1 if setting.small else 4
-    size = 1_000_000 if setting.small else _size(setting.folder, device)
+    size = 1_000_000 if setting.small else _size(setting, device, rounds + 2)
     width = 64 if setting.small else WIDTH
     layers = max(1, size // (12 * width * width))  # weights and two moments of 4 bytes
     torch.manual_seed(0)
@@ -45,13 +46,31 @@ def run(setting: Setting, notes: Notes) -> None:
     notes("stall / synchronous save", stall / whole)
 
 
-def _size(folder: Path, device: torch.device) -> int:
-    """Four saves lie on the disk at a time; the device has the state, its gradients and activations."""
-    disk, memory = shutil.disk_usage(folder).free, torch.cuda.mem_get_info(device)[0]
-    size = min(LARGEST_BYTES, disk // 6, memory // 3)
-    if size < 100_000_000:
-        raise LeftOut(f"{disk / 1e9:.1f} GB of disk and {memory / 1e9:.1f} GB of device memory are free: too little")
+def _size(setting: Setting, device: torch.device, rounds: int) -> int:
+    """Four saves lie on the disk at a time; the device has the state, its gradients and activations.
+
+    A round writes four, and half of the part's time is kept for all else.
+    """
+    disk, memory = shutil.disk_usage(setting.folder).free, torch.cuda.mem_get_info(device)[0]
+    rate = _bytes_per_second(setting.folder / "probe")
+    size = min(LARGEST_BYTES, disk // 6, memory // 3, int(rate * setting.limit_s / 2 / (4 * rounds)))
+    if size < 50_000_000:
+        free = f"{disk / 1e9:.1f} GB of disk and {memory / 1e9:.1f} GB of device memory are free"
+        raise LeftOut(f"{free}, and the disk takes {rate / 1e6:.0f} MB/s: too little")
     return size
+
+
+def _bytes_per_second(file: Path) -> float:
+    """What the disk takes, until it is there."""
+    block = os.urandom(1_000_000)
+    began = time.perf_counter()
+    with file.open("wb") as out:
+        for _ in range(200):
+            out.write(block)
+        out.flush()
+        os.fsync(out.fileno())
+    file.unlink()
+    return 200_000_000 / (time.perf_counter() - began)
 
 
 class Large(ech.AutoUnit[torch.Tensor]):

@@ -24,6 +24,7 @@ from echelon.contracts.errors import UsageError
 from echelon.loop.peaks import peak_flops
 
 WARM, TIMED, ROWS, CLIP = 4, 8, 4, 1.0
+LR = 1e-5  # small, so that rounding stays small in the losses that are compared
 BYTES_PER_PARAMETER = 18  # float32 weights, gradients and two moments, and the low-precision copy for the products
 
 
@@ -136,7 +137,7 @@ def _low(device: torch.device) -> str:
 
 def _by_hand(module: Any, variant: Variant, batches: Batches, device: torch.device) -> float:
     """What a reader of torch's documentation writes. Returns the last loss."""
-    optimizer = adamw(module)
+    optimizer = adamw(module, LR)
     low = _low(device)
     dtype = torch.bfloat16 if low == "bf16" else torch.float16
     scaler = torch.amp.GradScaler(device.type, enabled=low == "fp16")
@@ -167,7 +168,7 @@ def _by_unit(module: Any, variant: Variant, batches: Batches, device: torch.devi
     precision = _low(device) if variant.precision == "low" else variant.precision
     options = {"strategy": variant.strategy, "precision": precision, "clip_grad_norm": CLIP, **_recipe(variant, device)}
     try:
-        unit = Fit(module=module, device=device, **options)
+        unit = Fit(module=module, device=device, lr=LR, **options)
     except UsageError as error:
         if variant.precision == "float8" or variant.recompute == "memory budget":
             raise LeftOut(f"not there: {str(error).splitlines()[0]}") from error

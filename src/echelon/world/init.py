@@ -167,7 +167,8 @@ def _backend_of(device: torch.device) -> str:
 
 def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device, *, named: bool) -> None:
     _end_calmly()
-    device_id = device if device.type == "cuda" else None
+    # A group that is bound to a device is divided by `split_group`, which gloo cannot do.
+    device_id = device if device.type == "cuda" and "nccl" in backend else None
     if wrong := missing_interface(os.environ, backend):
         error = UsageError(wrong)
         if info.world_size > 1:
