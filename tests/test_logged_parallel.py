@@ -17,6 +17,7 @@ from tests.conftest import Ranks
 from tests.language import WORDS, Language
 from tests.language import Unit as LanguageUnit
 from tests.models import batch, net
+from tests.own_loops import own_loop, told
 from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -282,3 +283,41 @@ def test_numbers_of_a_split_parameter_are_those_of_the_whole(ranks: Ranks, strat
     (record,), _ = ranks(2, _weights, strategy, str(tmp_path))
     want = {"norm": weight.norm(), "greatest": weight.max(), "least": weight.min(), "mean": weight.mean()}
     assert {name: record[name] for name in want} == pytest.approx({name: float(each) for name, each in want.items()})
+
+
+READS: dict[str, Any] = {
+    "norm": lambda model: model.blocks[0][0].weight.norm().item(),
+    "most": lambda model: float(model.blocks[0][0].weight.abs().max()),
+    "sum": lambda model: float(sum(p.sum() for p in model.blocks[0][0].parameters())),
+    "is": lambda model: bool((model.blocks[0][0].weight > 1e9).any()),
+}
+WHOLE: dict[str, Any] = {
+    "gathered": lambda model: model.blocks[0][0].weight.norm().full_tensor().item(),
+    "of all": lambda model: torch.nn.utils.get_total_norm(list(model.parameters())).item(),
+    "plain": lambda model: float(torch.ones(3).sum()) and int(torch.tensor(3)) and bool(torch.ones(1)),
+}
+
+
+def _told_of_reading(read: str, strategy: str) -> list[str]:
+    rows = list(zip(*batch(16, 0), strict=True))
+    with told() as texts:
+        loss = torch.nn.functional.mse_loss
+        module = net() if strategy != "ddp" else torch.nn.Linear(4, 1).double()
+        read_by = {**READS, **WHOLE}[read] if strategy != "ddp" else lambda model: float(next(model.parameters()).norm())
+        own_loop(module, ech.Loader(rows, 4), lambda model, x, y: loss(model(x), y), strategy=strategy, after=read_by)
+    return [text for text in texts if "full_tensor" in text]
+
+
+@pytest.mark.fresh_ranks
+@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
+def test_a_number_read_of_split_parameters_between_steps_is_told_once_with_its_line(ranks: Ranks, strategy: str) -> None:
+    for read in READS:
+        for told_of in ranks(2, _told_of_reading, read, strategy):
+            assert len(told_of) == 1 and "test_logged_parallel.py:" in told_of[0]
+
+
+@pytest.mark.fresh_ranks
+def test_numbers_of_whole_tensors_are_not_told(ranks: Ranks) -> None:
+    for read in WHOLE:
+        assert ranks(2, _told_of_reading, read, "fsdp") == [[], []]
+    assert ranks(2, _told_of_reading, "norm", "ddp") == [[], []]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import echelon as ech
 from tests.conftest import Ranks
+from tests.own_loops import own_loop, told
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -63,16 +63,8 @@ _LOSSES = {
 }
 
 
-class _Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def count(self) -> tuple[int, int]:
-        return sum("a sum over" in t for t in self.texts), sum("divided by the" in t for t in self.texts)
+def _count(texts: list[str]) -> tuple[int, int]:
+    return sum("a sum over" in t for t in texts), sum("divided by the" in t for t in texts)
 
 
 def _rows(n: int) -> TensorDataset:
@@ -84,24 +76,13 @@ def _told(kind: str, strategy: str, accumulation: int, sampler: bool = False, ea
     """Warnings of a run with each loss of this kind: (of a sum, of a division)."""
     found = {}
     for name, loss in _LOSSES[kind].items():
-        told = _Told()
-        logging.getLogger("echelon").addHandler(told)
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
         rows = _rows(16 * accumulation)
-        loader: Any = DataLoader(rows, each, sampler=DistributedSampler(rows) if sampler else None)
-        optimizer: Any = torch.optim.SGD(module.parameters(), 1e-3)
-        model, optimizer, loader = ech.prepare(
-            module, optimizer, loader, strategy=strategy, gradient_accumulation_steps=accumulation
-        )
-        for _ in ech.epochs(loader, 1):
-            for x, y, t in loader:
-                with ech.window(model) as window:
-                    window.backward(loss(model, x, y, t))
-                    optimizer.step()
-                    optimizer.zero_grad()
-        logging.getLogger("echelon").removeHandler(told)
-        found[name] = told.count()
+        loader = DataLoader(rows, each, sampler=DistributedSampler(rows) if sampler else None)
+        with told() as texts:
+            own_loop(module, loader, loss, lr=1e-3, strategy=strategy, gradient_accumulation_steps=accumulation)
+        found[name] = _count(texts)
     return found
 
 
@@ -142,10 +123,9 @@ class _Unit(ech.AutoUnit[Any]):
 
 
 def _unit_told(name: str) -> tuple[int, int]:
-    told = _Told()
-    logging.getLogger("echelon").addHandler(told)
-    ech.train(_Unit(name, strategy="ddp"), ech.Loader(_rows(16), 8), max_epochs=1)
-    return told.count()
+    with told() as texts:
+        ech.train(_Unit(name, strategy="ddp"), ech.Loader(_rows(16), 8), max_epochs=1)
+    return _count(texts)
 
 
 def test_a_units_summed_loss_is_told(ranks: Ranks) -> None:

@@ -14,13 +14,12 @@ import weakref
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from echelon.contracts.errors import UsageError
 from echelon.parallel.loading import part_like
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.saved_parts import tell_when_optimizer_is_pickled
-from echelon.parallel.shards import is_split, local, whole
+from echelon.parallel.shards import is_split, local, numbers_of_whole, watch_numbers
 from echelon.parallel.split_errors import explain_step
 
 __all__ = ["step_by_kind"]
@@ -40,6 +39,7 @@ def step_by_kind(optimizer: torch.optim.Optimizer) -> None:
             "LBFGS makes one vector of all parameters, of which some are split over other ranks than the rest, or whole. "
             "Train under 'ddp', whose parameters are whole."
         )
+    watch_numbers()
     if optimizer not in _handled:
         _handled[optimizer] = _Split(optimizer)
         tell_when_optimizer_is_pickled(optimizer)
@@ -110,7 +110,7 @@ class _Guarded:
 
         def guarded(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             try:
-                with _Whole() if reads_whole else NO_CONTEXT:
+                with numbers_of_whole() if reads_whole else NO_CONTEXT:
                     return step(*args, **kwargs) if method is None else method(optimizer, *args, **kwargs)
             except BaseException as error:
                 split.restore(optimizer)
@@ -124,21 +124,6 @@ class _Guarded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self._optimizer(), *args, **kwargs)  # type: ignore[arg-type]
-
-
-class _Whole(TorchFunctionMode):
-    """Numbers that are read of split tensors are of the whole: `p.norm().item()` gives that of the shard (torch 2.13)."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READ and args and is_split(args[0]):
-            args = (whole(args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
-
-
-_READ = frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__complex__")
-)
 
 
 def _kinds(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -9,7 +15,22 @@ from torch import nn
 
 from echelon.parallel.registry import imported
 
-__all__ = ["authors_class", "is_fully_sharded", "is_split", "local", "reshard", "reshard_after_looking", "whole"]
+__all__ = [
+    "authors_class",
+    "is_fully_sharded",
+    "is_split",
+    "local",
+    "numbers_of_whole",
+    "reshard",
+    "reshard_after_looking",
+    "watch_numbers",
+    "whole",
+]
+
+logger = logging.getLogger(__name__)
+
+_of_whole: ContextVar[bool] = ContextVar("_of_whole", default=False)
+_told: set[str] = set()  # where a number was read
 
 
 def is_split(tensor: Any) -> bool:
@@ -74,3 +95,45 @@ def reshard_after_looking(module: nn.Module) -> None:
 
     module.register_forward_pre_hook(torch.compiler.disable(before))
     module.register_forward_hook(torch.compiler.disable(after), always_call=True)
+
+
+def watch_numbers() -> None:
+    """From now on a number read of a split tensor of which ranks have parts, as by `weight.norm().item()`, is told once.
+
+    torch 2.13 gives that of this rank's part. To gather it here would hang where one rank alone reads it.
+    """
+    kind: Any = imported("torch.distributed.tensor", "DTensor")
+    for name in ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__complex__"):
+        if name not in vars(kind):
+            setattr(kind, name, _watched(getattr(kind, name)))
+
+
+@contextmanager
+def numbers_of_whole() -> Iterator[None]:
+    """Numbers that are read within are of whole tensors, for code that all ranks run alike."""
+    before = _of_whole.set(True)
+    try:
+        yield
+    finally:
+        _of_whole.reset(before)
+
+
+def _watched(read: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def watched(tensor: Any, *args: Any) -> Any:
+        if not all(placement.is_replicate() for placement in tensor.placements):
+            if _of_whole.get():
+                tensor = whole(tensor)
+            elif not _told:
+                frame = sys._getframe(1)
+                while frame.f_globals.get("__name__", "").startswith("torch.") and frame.f_back is not None:
+                    frame = frame.f_back
+                _told.add(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+                logger.warning(
+                    "%s reads a number of a tensor that is split over the ranks, and gets that of this rank's part. Gather it "
+                    "first, on all ranks: weight.norm().full_tensor().item(). state.log(name, weight.norm()) does so by itself",
+                    *_told,
+                )
+        return read(tensor, *args)
+
+    return watched

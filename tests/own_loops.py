@@ -1,0 +1,68 @@
+"""A loop of one's own as short as it gets, and what the library says while something runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import echelon as ech
+
+Loss = Callable[..., torch.Tensor]
+
+
+class _Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What the library logs on this rank within: the list grows."""
+    handler, logger = _Told(), logging.getLogger("echelon")
+    logger.addHandler(handler)
+    try:
+        yield handler.texts
+    finally:
+        logger.removeHandler(handler)
+
+
+def own_loop(
+    module: nn.Module,
+    loader: Any,
+    loss: Loss,
+    *,
+    epochs: int = 1,
+    lr: float = 0.1,
+    clip: Callable[[Any, nn.Module], object] = lambda window, model: None,
+    after: Callable[[nn.Module], object] = lambda model: None,
+    **options: Any,
+) -> nn.Module:
+    """Trains by SGD on `loss(model, *batch)`.
+
+    Args:
+        clip: called with window and model before the optimizer's step; `after` with the model, behind each window.
+        options: of `prepare`.
+    Returns:
+        the model as the strategy has it.
+    """
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr)
+    model, optimizer, loader = ech.prepare(module, optimizer, loader, **options)
+    for _ in ech.epochs(loader, epochs):
+        for data in loader:
+            with ech.window(model) as window:
+                window.backward(loss(model, *data))
+                clip(window, model)
+                optimizer.step()
+                optimizer.zero_grad()
+            after(model)
+    made: nn.Module = model
+    return made
