@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
 from tests.conftest import Ranks
-from tests.models import Batch, batch
+from tests.models import Batch, batch, largest_difference, whole
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -494,3 +495,28 @@ def test_a_batch_of_another_shape_needs_no_trial_pass(ranks: Ranks) -> None:
     _, few = ranks(2, _tried, [2])
     _, many = ranks(2, _tried, [2, 3, 4, 5, 6, 7])
     assert many == few
+
+
+class Telling(_Walks):
+    """One rank alone changes a bool of the module's, as code does that prints now and then."""
+
+    def _tell(self, flag: bool) -> None:
+        self.prepared.unwrapped.flag = flag and dist.get_rank() == 0
+
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.TrainStepResults) -> None:
+        self._tell(step % 3 == 1)
+
+    def on_eval_step_end(self, state: ech.State, data: Batch, step: int, loss: torch.Tensor, outputs: Any) -> None:
+        self._tell(not self.prepared.unwrapped.flag)
+
+
+def _telling(unit: type[_Walks]) -> dict[str, torch.Tensor]:
+    made = unit()
+    ech.fit(made, [*DATA, *RAGGED], DATA[:3], max_epochs=2)
+    return whole(made.module)
+
+
+def test_ranks_whose_flags_differ_learn_together(ranks: Ranks) -> None:
+    """They waited for each other: one took the batch for a new kind, and the others for a known one."""
+    plain, telling = ranks(2, _telling, _Walks), ranks(2, _telling, Telling)
+    assert largest_difference(plain[0], telling[0]) == 0

@@ -36,11 +36,13 @@ def _saved(strategy: str) -> dict[str, list[str]]:
         unit = Regression(strategy=strategy, optimizer="AdamW")
         ech.train(unit, [batch(4, 0)], max_epochs=1)
         module: Any = unit.prepared.module
-        module.load_state_dict(copy.deepcopy(module.state_dict()) if strategy == "ddp" else module.state_dict())
-        unit.optimizer.load_state_dict(copy.deepcopy(unit.optimizer.state_dict()))
+        best = copy.deepcopy(module.state_dict())
+        module.load_state_dict(best)
+        unit.optimizer.load_state_dict(copy.deepcopy(copy.copy(unit.optimizer.state_dict())))
         torch.save(get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)), io.BytesIO())
         found["read"] = list(heard.said)
         for _ in range(2):
+            torch.save({"model": best, "epoch": 1}, io.BytesIO())
             torch.save({"model": module.state_dict(), "epoch": 1}, io.BytesIO())
         found["module"] = heard.said[len(found["read"]) :]
         torch.save(unit.optimizer.state_dict(), io.BytesIO())

@@ -40,7 +40,7 @@ def tell_when_module_is_pickled(module: nn.Module) -> None:
 
     def mark(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         if not prefix and type(state) is OrderedDict:
-            vars(state)["__reduce_ex__"] = _Reduced(state, tell)
+            _Mark(state, tell)
 
     module.register_state_dict_post_hook(mark)
 
@@ -63,21 +63,32 @@ def _once(text: str, name: str) -> Callable[[], None]:
     return tell
 
 
-class _Reduced:
-    """Pickles an ordered dict as torch's own does, and tells. Pickling asks an object for this by its attributes."""
+class _Mark:
+    """On an ordered dict that is pickled as torch's own is, and tells. So do copies of it.
+
+    Pickling and copying ask an object for these methods by its attributes.
+    """
 
     def __init__(self, state: OrderedDict[str, Any], tell: Callable[[], None]) -> None:
         self._state, self._tell = weakref.ref(state), tell
+        vars(state).update(__reduce_ex__=self.reduced, __deepcopy__=self.copied)
 
-    def __call__(self, protocol: int) -> Any:
-        self._tell()
+    def _parts(self) -> tuple[OrderedDict[str, Any], dict[str, Any]]:
         state = self._state()
         assert state is not None
-        more = {name: value for name, value in vars(state).items() if name != "__reduce_ex__"}
+        return state, {name: value for name, value in vars(state).items() if name not in ("__reduce_ex__", "__deepcopy__")}
+
+    def reduced(self, protocol: int) -> Any:
+        self._tell()
+        state, more = self._parts()
         return OrderedDict, (), more or None, None, iter(state.items())
 
-    def __deepcopy__(self, memo: Any) -> _Reduced:
-        return self
+    def copied(self, memo: Any) -> OrderedDict[str, Any]:
+        state, more = self._parts()
+        made = OrderedDict(copy.deepcopy(list(state.items()), memo))
+        vars(made).update(copy.deepcopy(more, memo))
+        _Mark(made, self._tell)
+        return made
 
 
 class _Part(dict[str, Any]):
@@ -91,5 +102,8 @@ class _Part(dict[str, Any]):
         self._tell()
         return dict, (), None, None, iter(self.items())
 
-    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
-        return copy.deepcopy(dict(self), memo)
+    def __copy__(self) -> _Part:
+        return _Part(self, self._tell)
+
+    def __deepcopy__(self, memo: Any) -> _Part:
+        return _Part(copy.deepcopy(dict(self), memo), self._tell)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -362,10 +361,11 @@ class Session:
             # By its class: a scheduler's own attributes are its state.
             kind = type(scheduler)
             step = knowing(kind.step, self.scheduler_step, bound_to=scheduler)
-            own = {"step": step, "__module__": kind.__module__, "__reduce_ex__": partial(_as_its_own_kind, scheduler, kind)}
+            own = {"step": step, "__module__": kind.__module__, "__reduce_ex__": _as_its_own_kind}
             scheduler.__class__ = type(kind.__name__, (kind,), own)
 
 
-def _as_its_own_kind(scheduler: Any, kind: type, protocol: int) -> tuple[Any, ...]:
+def _as_its_own_kind(scheduler: Any, protocol: int) -> tuple[Any, ...]:
     """How it is pickled and copied: the copy belongs to no session."""
+    kind: Any = type(scheduler).__base__
     return kind.__new__, (kind,), vars(scheduler)

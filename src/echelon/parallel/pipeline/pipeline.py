@@ -59,8 +59,11 @@ class Pipeline:
         self._learned: OrderedDict[Any, Learned] = OrderedDict()  # by kind, the latest last
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._under_way: Window | None = None
-        self._trained: tuple[bool, ...] | None = None  # which parameters were, in the latest window
-        self._trained_by_all: tuple[str, ...] = ()  # the same of every rank
+        self._compared: tuple[Any, Any] = (
+            None,
+            None,
+        )  # which parameters were trained, and the flags, when ranks last compared them
+        self._of_all: tuple[Any, Any] = ((), ())  # the same of every rank
         self.is_trying = False
 
     # --- training
@@ -135,23 +138,27 @@ class Pipeline:
         in one order; and the number from which random ones follow. What is sent back depends on which layers are trained, on
         every stage: that is a part of a kind.
         """
-        trained = tuple([p.requires_grad for p in self._parameters])
-        changed, number, flags = trained != self._trained, self.cut.draws.number(), self._flags()
+        mine = tuple([p.requires_grad for p in self._parameters]), self._flags()
+        number = self.cut.draws.number()
         while True:
-            signatures = [(flags, self._trained_by_all, *shape_of_batch(each)) for each in batches]
+            signatures = [(*self._of_all, *shape_of_batch(each)) for each in batches]
             new = [i == 0 or s != signatures[i - 1] for i, s in enumerate(signatures)]
             first_seen = {s: i for i, s in reversed(list(enumerate(signatures)))}
             unseen = [s not in self._learned and first_seen[s] == i for i, s in enumerate(signatures)]
-            (changed, *told), number = agree.any_ranks_and_number([changed, *new, *unseen], number)
+            (changed, *told), number = agree.any_ranks_and_number([mine != self._compared, *new, *unseen], number)
             if not changed:
                 begins, unknown = ([i for i, each in enumerate(flags) if each] for flags in (told[: len(new)], told[len(new) :]))
                 return signatures, begins, unknown, number
-            self._trained = trained
-            self._trained_by_all = tuple(agree.gather(hashlib.sha256(bytes(trained)).hexdigest()))
-            changed = False
+            self._compare(mine)
+
+    def _compare(self, mine: tuple[Any, Any]) -> None:
+        """What is another kind on one rank is another on all: they go through the stages together. Collective."""
+        self._compared = mine
+        told = agree.gather([hashlib.sha256(repr(each).encode()).hexdigest() for each in mine])
+        self._of_all = tuple(trained for trained, _ in told), tuple(flags for _, flags in told)
 
     def _learn(self, signature: Any, micro_batch: MicroBatch[Any], forward: Callable[[MicroBatch[Any]], Made]) -> None:
-        flags, _, structure, *_ = signature
+        _, flags, structure, *_ = signature
 
         def act() -> Made:
             return forward(micro_batch)
@@ -210,9 +217,10 @@ class Pipeline:
 
     def _studied(self, structure: Any, act: Callable[[], Any]) -> Walked:
         act = explained(self.module)(act)
+        known = None if agree.any_rank(structure not in self._needs) else self._needs[structure]
         self.is_trying = True
         try:
-            walked = self._walk.study(act, self._needs.get(structure))
+            walked = self._walk.study(act, known)
         finally:
             self.is_trying = False
         self._needs[structure] = walked.needs
@@ -389,8 +397,14 @@ class Pipeline:
     def evaluate(self, batch: Any, forward: Callable[[Any], Any]) -> Any:
         """`forward(batch)` through the stages, on all ranks of the pipeline. Collective over all ranks of the job."""
         name = getattr(forward, "__qualname__", type(forward).__name__)
-        structure = ("evaluate", name, self._flags(), shape_of_batch(batch)[0])
-        (is_new,), number = agree.any_ranks_and_number([structure not in self._needs], self.cut.draws.number())
+        mine, number = (self._compared[0], self._flags()), self.cut.draws.number()
+        while True:
+            structure = ("evaluate", name, self._of_all[1], shape_of_batch(batch)[0])
+            flags = [mine != self._compared, structure not in self._needs]
+            (changed, is_new), number = agree.any_ranks_and_number(flags, number)
+            if not changed:
+                break
+            self._compare(mine)
         if is_new:
             self._studied(structure, lambda: forward(batch))
         self._needs.move_to_end(structure)
