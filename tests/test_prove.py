@@ -61,6 +61,7 @@ MISTAKES = {
     "samples_by_rank": ("samples that depend on the rank", None),
     "own_order": ("samples that ranks share", None),
     "same_worker_seeds": ("identical augmentation", None),
+    "baseline_of_a_rank": ("the forward pass keeps state", "forward"),
 }
 
 
@@ -125,7 +126,7 @@ def test_a_planted_mistake_is_named(script: str) -> None:
 UNUSUAL = (
     *("right_objects", "right_lists", "right_two_optimizers", "right_sharded_ddp", "right_generators"),
     *("right_sync_batch_norm", "right_gathered_views", "right_class_weights", "right_augmentation"),
-    "right_augmented_batches",
+    *("right_augmented_batches", "right_teacher"),
 )
 
 
@@ -281,6 +282,22 @@ unit = Auto(module=model(), strategy="fsdp")
 print(unit.optimizer, file=sys.stderr)
 ech.train(unit, loader(), max_epochs=1)
 """
+CALLS = """
+class Annealed(Auto):
+    calls = 0
+    def compute_loss(self, state, data):
+        self.calls += 1
+        out = self.module(data[0])
+        return nn.functional.mse_loss(out, data[1]) + min(1.0, self.calls / 10) * out.square().mean(), None
+ech.train(Annealed(module=model(), strategy="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_state_that_the_unit_keeps_between_micro_batches_is_what_they_had(tmp_path: Path) -> None:
+    (row,) = prove_target(_script(tmp_path, CALLS), matrix(["ddp"], [2], [2], sgd=False)[-1:], 2, False).results
+    assert row.verdict == "agrees" and "accumulation 2" in row.label, row
+
+
 TORCHTNTS = """
 from echelon.compat.torchtnt.framework import AutoUnit
 from echelon.compat.torchtnt.framework.auto_unit import SWALRParams, SWAParams
@@ -363,15 +380,27 @@ def test_a_script_in_float64_is_compared_in_float64(tmp_path: Path, how: str) ->
 HALF = """
 class Halved(Auto):
     def compute_loss(self, state, data):
-        return nn.functional.mse_loss(self.module(data[0].bfloat16()).float(), data[1]), None
-ech.train(Halved(module=model().bfloat16(), strategy="ddp"), loader(), max_epochs=1)
+        loss = nn.functional.mse_loss(self.module(data[0].to(half)).float(), data[1])
+        return loss * (1.01 if sys.argv[1] == "wrong" and dist.get_world_size() > 1 else 1), None
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.SGD(module.parameters(), lr=0.01), None
+torch.set_default_dtype(half if sys.argv[2] == "made" else torch.get_default_dtype())
+ech.train(Halved(module=model().to(half), strategy="ddp"), loader(), max_epochs=1)
 """
 
 
-@pytest.mark.full
-def test_parameters_in_half_precision_are_not_held_to_the_rounding_of_float32(tmp_path: Path) -> None:
-    (row,) = prove_target(_script(tmp_path, HALF), matrix(["ddp"], [2], [1], sgd=False), 3, False).results
-    assert row.verdict != "DIFFERS" and "not confirmed in float64" in row.message, row
+@pytest.mark.parametrize(
+    ("made", "half"),
+    [("cast", "bfloat16"), *(pytest.param(*how, marks=pytest.mark.full) for how in (("made", "bfloat16"), ("cast", "float16")))],
+)
+def test_parameters_in_half_precision_are_compared_in_float64(tmp_path: Path, made: str, half: str) -> None:
+    """Whether they were cast or made so: half precision rounds by as much as many a mistake weighs."""
+    script = _script(tmp_path, f"half = torch.{half}\n{HALF}")
+    for how, verdict in (("right", by_float64(half)), ("wrong", "DIFFERS")):
+        rows = matrix(["ddp"], [2], [1], sgd=False)
+        (row,) = prove_target(replace(script, args=(how, made)), rows, 2, False).results
+        assert row.verdict == verdict, row
+    assert row.first is not None and row.first.relative == pytest.approx(0.01, rel=1e-3), row
 
 
 def test_training_in_two_parts_is_compared_as_far_as_the_first_goes(tmp_path: Path) -> None:

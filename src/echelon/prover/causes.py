@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from echelon.prover.kept_state import unlike
 from echelon.prover.micro import digest
 from echelon.prover.verdict import Verdict
 
-__all__ = ["CAUSES", "from_mistakes", "from_records", "from_verdict"]
+__all__ = ["CAUSES", "from_mistakes", "from_records", "from_verdict", "state_apart"]
 
 CAUSES = {
     "missing all-reduce": "the ranks step with gradients of their own: nothing reduces them",
@@ -38,6 +39,7 @@ CAUSES = {
     "a wrong scale": "all gradients are a constant times what they should be",
     "different initial parameters": "the model is not built from the same seed, or is changed before it is made parallel",
     "a loss that depends on the rank": "the same samples have another loss on another rank, or with another number of ranks",
+    "the forward pass keeps state": "what one pass leaves for the next comes from a rank's own samples: reduce it over the ranks",
     "an operation over the whole batch": "the loss of a batch is not the mean of the losses of its parts",
 }
 
@@ -146,6 +148,27 @@ def _differing(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
                 found.append((cause, f"update {k}: the {what} {names[0]} is not the same on all ranks"))
                 break
     return found
+
+
+def state_apart(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """What the unit keeps from one pass to the next, on which losses depend, and which is not the same on all ranks.
+
+    Args:
+        state: paths by name.
+    """
+    records = [r for r in records if not r["is_replica"]]
+    for k, of_ranks in enumerate(zip(*(r["updates"] for r in records), strict=False)):
+        for first, *others in zip(*of_ranks, strict=False):
+            apart = set().union(*(unlike(first.state, other.state) for other in others))
+            for name, paths in state.items():
+                if apart.intersection(paths):
+                    return [
+                        (
+                            "the forward pass keeps state",
+                            f"update {k}: {name} is not the same on all ranks, and the loss or its gradient depends on it",
+                        )
+                    ]
+    return []
 
 
 def _unlike(digests: Sequence[Mapping[str, int]]) -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["GLOBAL", "Sources", "drawn_between"]
+__all__ = ["GLOBAL", "Sources", "drawn_between", "is_library", "own_modules"]
 
 GLOBAL = ("torch", "numpy", "python")
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchvision", "numpy", "echelon", "_pytest", "pytest"} - {"__main__"}
@@ -117,7 +117,7 @@ def _held(unit: Any, name: str) -> dict[str, Any]:
     """Generators by the path on which they were found, the shortest one first. Each micro-batch is searched twice."""
     found: dict[str, Any] = {}
     waiting: deque[tuple[str, Any, int]] = deque([(name, unit, 0)])
-    for module in _own_modules(unit):
+    for module in own_modules(unit):
         waiting.append((module.__name__.replace("__main__", "script"), module, 0))
     seen = {id(torch.default_generator)}
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -135,12 +135,14 @@ def _held(unit: Any, name: str) -> dict[str, Any]:
     return found
 
 
-def _own_modules(unit: Any) -> list[types.ModuleType]:
+def own_modules(unit: Any) -> list[types.ModuleType]:
+    """The script's own: that of its class, and the script itself."""
     names = dict.fromkeys(["__main__", *(cls.__module__ for cls in type(unit).__mro__)])
-    return [sys.modules[n] for n in names if n in sys.modules and not _is_library(n)]
+    return [sys.modules[n] for n in names if n in sys.modules and not is_library(n)]
 
 
-def _is_library(name: str | None) -> bool:
+def is_library(name: str | None) -> bool:
+    """Whether a module of this name is nothing of the script's."""
     return (name or "builtins").split(".")[0] in _LIBRARIES
 
 
@@ -153,7 +155,7 @@ def _generator(value: Any) -> _Inside:
 
 
 def _of_module(value: types.ModuleType) -> _Inside:
-    own = not _is_library(value.__name__) and "site-packages" not in (getattr(value, "__file__", None) or "site-packages")
+    own = not is_library(value.__name__) and "site-packages" not in (getattr(value, "__file__", None) or "site-packages")
     return list(vars(value).items()) if own else ()
 
 
@@ -166,7 +168,7 @@ def _of_sequence(value: Sequence[Any]) -> _Inside:
 
 
 def _of_function(value: types.FunctionType) -> _Inside:
-    if not _is_library(value.__module__):
+    if not is_library(value.__module__):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
         yield from [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
         yield from [("", default) for default in value.__defaults__ or ()]
@@ -182,7 +184,7 @@ def _of_partial(value: functools.partial[Any]) -> _Inside:
 
 
 def _of_class(value: type) -> _Inside:
-    if not _is_library(value.__module__):
+    if not is_library(value.__module__):
         yield from list(vars(value).items())
         yield "", sys.modules.get(value.__module__)
 
@@ -217,7 +219,7 @@ class _Roles(dict[type, Callable[[Any], _Inside] | None]):
         role = None
         if not issubclass(kind, _VALUES):
             opened = (open_ for kinds, open_ in _OPENED if issubclass(kind, kinds))
-            role = next(opened, None if _is_library(kind.__module__) else _of_object)
+            role = next(opened, None if is_library(kind.__module__) else _of_object)
         self[kind] = role
         return role
 

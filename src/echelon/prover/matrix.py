@@ -57,6 +57,7 @@ class Row:
         precision: "bf16" compares with one process under autocast; None is float32.
         workers: ranks train by themselves and meet after each update: that equals one process for plain SGD without clipping
             alone, which therefore take the place of the script's.
+        restores: paths of state that the unit keeps between passes (`kept_state.py`), with which those of the reference begin.
         constant_draws: random operators give every sample the same numbers (`constant_draws.py`).
         fits_some: nobody asked for it by name; a model that cannot be run so is not a failure, and a note says why.
     """
@@ -71,6 +72,7 @@ class Row:
     fits_some: bool = False
     precision: str | None = None
     constant_draws: bool = False
+    restores: frozenset[str] = frozenset()
 
     @property
     def label(self) -> str:

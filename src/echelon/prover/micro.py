@@ -6,7 +6,7 @@ import io
 import pickle
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Micro:
         loss: its mean loss; None if the unit does not tell.
         streams: by name (`generators.py`), the states before its forward pass of the RNGs that the pass drew from.
         epoch: of the loader.
+        state: what the unit kept from earlier passes (`kept_state.py`), before this one, as far as it ever changed.
     """
 
     plain: Any
@@ -37,9 +38,10 @@ class Micro:
     loss: float | None
     streams: dict[str, Any]
     epoch: int
+    state: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, data: Any, weight: float, loss: float | None, streams: dict[str, Any], epoch: int) -> Micro:
+    def of(cls, data: Any, weight: float, loss: float | None, streams: dict[str, Any], epoch: int, state: Any = None) -> Micro:
         """
         Raises:
             UsageError: the batch cannot be pickled.
@@ -53,7 +55,7 @@ class Micro:
                 f"a batch of type {type(data).__name__} cannot be taken to the process that repeats it ({error}): define its "
                 "classes at the top level of a module."
             ) from error
-        return cls(plain(data), file.getvalue(), packer.tensors, weight, loss, streams, epoch)
+        return cls(plain(data), file.getvalue(), packer.tensors, weight, loss, streams, epoch, state or {})
 
     @property
     def data(self) -> Any:

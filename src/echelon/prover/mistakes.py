@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from echelon.prover.kept_state import agreeing
 from echelon.prover.micro import NotJoinable, join
-from echelon.prover.reference import AutoReference, OwnReference, Reference, Values, by_index
+from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values, by_index
 
 __all__ = ["best_shares", "mistakes_of"]
 
@@ -56,7 +57,7 @@ def _of_auto(reference: AutoReference, k: int) -> tuple[list[_Part], Values]:
     for record in reference.records:
         for micro in record["updates"][k]:
             if micro.weight > 0:
-                loss = reference.backward([(micro.data, 1.0, micro.streams)])
+                loss = reference.backward([Pass.of(micro)])
                 parts.append(_Part(record["rank"], micro.weight, loss, reference.gradients(), micro.loss))
                 module.zero_grad()
     reference.backward_of_all(k)
@@ -84,7 +85,7 @@ def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | N
             batch = join([m.data for m in same if m.weight > 0])
         except (NotJoinable, IndexError):
             return {}
-        loss = reference.backward([(batch, 1.0, {})])
+        loss = reference.backward([Pass(batch, state=agreeing(m.state for m in same))])
         parts.append(_Part(0, sum(m.weight for m in same), loss, reference.gradients()))
         reference.module.zero_grad()
     total = sum(p.weight for p in parts)

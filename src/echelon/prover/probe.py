@@ -11,17 +11,21 @@ from typing import Any
 
 import torch
 
+from echelon.prover.kept_state import unlike
 from echelon.prover.micro import Micro, NotJoinable, digest, join
-from echelon.prover.reference import AutoReference, Reference, by_index
+from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values, by_index
 from echelon.prover.values import named_values
 
 __all__ = ["probe"]
+
+_MOST_STATES = 50
 
 
 def probe(reference: Reference) -> dict[str, Any]:
     """Facts about the first forward pass.
 
     Returns:
+        `state`: of what the unit keeps from earlier passes, that on which the loss or the gradient depends: paths by name;
         `narrowest`: the floating-point type with the fewest digits in which anything was kept for the backward pass, None if
         that cannot be known; `repeatable`: whether the same random numbers give the same loss again; `per_sample`: of the
         streams that are in the same state on two ranks, those from which more samples draw more.
@@ -29,6 +33,7 @@ def probe(reference: Reference) -> dict[str, Any]:
     reference.begin(write=False)
     reference.enter_epoch(reference.updates[0][0].epoch)
     facts: dict[str, Any] = {"narrowest": None, "repeatable": True, "per_sample": _per_sample(reference)}
+    facts["state"] = _state_that_matters(reference)
     if isinstance(reference, AutoReference):
         micro = reference.updates[0][0]
         seen: list[torch.dtype] = []
@@ -70,12 +75,58 @@ def _pass(reference: Reference, data: Any, streams: Mapping[str, Any]) -> float:
     """The loss of a forward pass; buffers stay as they were."""
     buffers = named_values(reference.unit)
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    kept = reference.kept.values()
     reference.sources.restore(streams)
     value = reference.try_loss(data)
     with torch.no_grad():
         for name, buffer in buffers.items():
             buffer.copy_(before[name])
+    reference.kept.restore(kept)
     return value
+
+
+def _state_that_matters(reference: Reference) -> dict[str, list[str]]:
+    """Each part of it is tried by itself, as it was before another pass."""
+    micros = [m for update in reference.updates for m in update]
+    one, begin = micros[0], reference.kept.values()
+    groups: dict[str, list[str]] = {}
+    for path in sorted(set().union(*(m.state for m in micros))):
+        first, *rest = path.split(".")
+        keeps = first.endswith("module") or not rest  # of a model outside, such as a teacher, all belongs together
+        groups.setdefault(path if keeps else f"{first}.{rest[0]}" if first == "script" else first, []).append(path)
+    as_it_was = {path: value for path, value in {**begin, **one.state}.items() if any(path in g for g in groups.values())}
+    usual, again = (_tried(reference, one, as_it_was) for _ in range(2))
+    found: dict[str, list[str]] = {}
+    for name, paths in list(groups.items())[:_MOST_STATES] if _are_close(usual, again) else ():
+        others = ({p: m.state[p] for p in paths if p in m.state} for m in reversed(micros))
+        other = next((each for each in others if unlike(as_it_was, each) or each.keys() - as_it_was.keys()), None)
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # parts that only fit together
+            if other is not None and not _are_close(usual, _tried(reference, one, {**as_it_was, **other})):
+                found[name] = paths
+    reference.kept.restore(begin)
+    return found
+
+
+def _tried(reference: Reference, micro: Micro, state: Mapping[str, Any]) -> tuple[float, Values]:
+    buffers = {name: buffer.detach().clone() for name, buffer in named_values(reference.unit).items()}
+    if isinstance(reference, OwnReference):
+        reference.kept.restore(state)
+        found = reference.tried([micro.data])
+    else:
+        assert isinstance(reference, AutoReference)
+        found = reference.backward([Pass(micro.data, 1.0, micro.streams, state)]), reference.gradients()
+        reference.module.zero_grad()
+    with torch.no_grad():
+        for name, buffer in named_values(reference.unit).items():
+            buffer.copy_(buffers[name])
+    return found
+
+
+def _are_close(one: tuple[float, Values], other: tuple[float, Values]) -> bool:
+    near = abs(one[0] - other[0]) <= 1e-6 * abs(one[0]) or one[0] != one[0]
+    return near and all(
+        torch.allclose(g, other[1][n], 1e-5, 1e-7 * float(g.abs().max())) for n, g in one[1].items() if n in other[1]
+    )
 
 
 def _per_sample(reference: Reference) -> set[str]:

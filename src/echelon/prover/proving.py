@@ -178,7 +178,7 @@ class Proving:
 
     def _probed(self, ran: Ran, reference: Computed) -> dict[str, Any]:
         if reference.probed is None:
-            reference.probed = {"narrowest": None, "repeatable": True, "per_sample": None}
+            reference.probed = {"narrowest": None, "repeatable": True, "per_sample": None, "state": {}}
             with contextlib.suppress(RankFailedError):
                 reference.probed = self._on_ranks.launch(run_probe, 1, self._on_ranks.replay(ran, self.folder))
         return reference.probed
@@ -197,7 +197,7 @@ class Proving:
                 f"The {len(updates)} updates end within the first epoch: its last batch, and what changes from "
                 "one epoch to the next, were not compared. With more --updates they are."
             )
-        if len(updates) < self.updates:
+        if len(updates) < self.updates and not ran.folder.name.endswith(CONSTANT):
             self._say(f"The script ended after {len(updates)} of {self.updates} updates: no more were compared.")
         untrained = sorted(ran.records[0]["trainable"] - facts["held"])
         if untrained and not ran.records[0]["flattened"]:
@@ -248,12 +248,39 @@ class Proving:
             fill(result, seen.verdict)
             result.verdict, result.message = "failed", seen.verdict.meaningless
             return seen
+        if not seen.verdict.clear:
+            seen = self._with_state(seen)
+            ran, reference = seen.ran, seen.reference
         result.causes = causes.from_records(ran.records, lambda: self._probed(ran, reference)["per_sample"])
         if not result.causes and not ran.folder.name.endswith(CONSTANT):
             result.causes = self._of_samples(result, ran, seen)
         seen.is_recorded = bool(result.causes)
         self._decide(result, seen)
+        if result.is_equal and ran.row.restores and not reference.facts["joined"]:
+            result.causes = causes.state_apart(ran.records, self._state(ran, reference))
+            result.verdict = "DIFFERS" if result.causes else result.verdict
         return seen
+
+    def _state(self, ran: Ran, reference: Computed) -> dict[str, list[str]]:
+        """What the unit keeps between passes, as far as it matters: paths by name."""
+        if not any(m.state for r in ran.records for u in r["updates"] for m in u):
+            return {}
+        found: dict[str, list[str]] = self._probed(ran, reference)["state"]
+        return found
+
+    def _with_state(self, seen: Judged) -> Judged:
+        """Against a reference whose passes begin with the state that the ranks had, where it matters and one has no other."""
+        state = self._state(seen.ran, seen.reference) if seen.ran.is_auto and not seen.ran.row.restores else {}
+        if not state:
+            return seen
+        ran = replace(seen.ran, row=replace(seen.ran.row, restores=frozenset(p for paths in state.values() for p in paths)))
+        try:
+            reference = self._reference(ran)
+        except RankFailedError:
+            return seen
+        self._say(f"The forward pass keeps state ({', '.join(state)}): passes of the reference began with what the ranks had.")
+        half = ran.row.precision is not None
+        return Judged(ran, reference, compare(ran.folder, reference.folder, ran.records, ran.dtype, half=half))
 
     # --- over samples
 
@@ -368,7 +395,7 @@ class Proving:
             return
         result.updates = verdict.resolved
         if final.ran.dtype is not self.dtype:
-            result.verdict = by_float64(seen.ran.row.precision or "float32")
+            result.verdict = by_float64(seen.ran.precision)
         else:
             result.verdict = "bit-equal" if verdict.bit_equal and verdict.resolved == verdict.updates else "agrees"
 
@@ -424,6 +451,10 @@ class Proving:
 
         if known & {"identical dropout", "modules in evaluation mode on some ranks"}:
             return  # which changes every number
+        apart = causes.state_apart(ran.records, self._state(ran, reference)) if not result.causes else []
+        if apart:
+            add(apart)
+            return
         if not result.causes and not self._probed(ran, reference)["repeatable"]:
             add([("random numbers that nobody can repeat", "the first forward pass gave another loss when it was run again")])
             return

@@ -44,6 +44,11 @@ class Ran:
         return [str(self.folder / f"rank{r}.pt") for r in range(self.row.ranks)]
 
     @property
+    def precision(self) -> str:
+        """In which it computes."""
+        return str(self.row.precision or self.records[0]["narrow"] or "float32")
+
+    @property
     def is_auto(self) -> bool:
         return bool(self.records[0]["kind"] != "TrainUnit")
 
@@ -84,7 +89,7 @@ def fill(result: Result, verdict: Verdict) -> None:
 
 def in_words(seen: Judged) -> str:
     """What the row's own precision showed, where float64 decided."""
-    first, own = seen.verdict.first, seen.ran.row.precision or "float32"
+    first, own = seen.verdict.first, seen.ran.precision
     if first is not None:
         return f"{own}: update {first.update}, {first.phase}, {first.tensor} differs by {first.relative:.1e}"
     return f"{own}: {blindness(seen)}"
@@ -109,11 +114,13 @@ def data_of(row: Row, records: list[dict[str, Any]]) -> tuple[Any, ...]:
     As a rule the samples of each update alone. Dropped units depend on the micro-batches and on the RNGs in front of
     them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
     """
-    updates, how = range(len(micros_in_order(records))), (row.optimizer, row.precision, row.workers, row.constant_draws)
+    merged = micros_in_order(records)
+    updates = range(len(merged))
+    state = digest([{path: m.state[path] for path in sorted(row.restores & m.state.keys())} for u in merged for m in u])
+    how = row.optimizer, row.precision, row.workers, row.constant_draws, row.restores, state
     epochs = tuple(records[0]["updates"][k][0].epoch for k in updates)
     if records[0]["kind"] == "TrainUnit":
         return how, epochs, tuple(tuple(map(_digest_of_samples, by_index(records, k))) for k in updates)
-    merged = micros_in_order(records)
     if not row.constant_draws and any(m.streams for u in merged for m in u):
         return how, epochs, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
     return how, epochs, tuple(map(_digest_of_samples, merged))

@@ -54,7 +54,7 @@ _EPOCH_S = 10.0  # for counting what one process sees in an epoch
 
 def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dtype, seed: int, every: int = 1) -> dict[str, Any]:
     """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
-    chosen = RowStrategy(row) if row.strategy is not None else None
+    chosen = RowStrategy(row, dtype) if row.strategy is not None else None
     decided = Overrides(chosen, row.precision or "fp32", row.accumulation, False, row.parts, observes=True)
     draws = ConstantDraws()
     recorder = StepRecorder(Path(folder), updates, dtype, draws, every)
@@ -103,7 +103,7 @@ class Replay:
         def with_unit(unit: Any, dataloader: Any) -> dict[str, Any]:
             records = load_records(self.data)
             reference = reference_of(unit, records, Path(self.folder), self.dtype, how, shake or Shake())
-            reference.constant_draws = self.row.constant_draws
+            reference.constant_draws, reference.restores = self.row.constant_draws, self.row.restores
             return work(reference)
 
         return self.instead_of_training(with_unit, torch.float64 if how == "wide" else self.dtype)

@@ -33,6 +33,7 @@ class RankRecord:
     held: set[str] = field(default_factory=set)  # parameters that some optimizer of this rank holds
     strangers: int = 0  # parameters in an optimizer that belong to no module of the unit
     trainable: set[str] = field(default_factory=set)
+    narrow: str = ""  # the type of parameters that are kept in half precision
     flattened: bool = False  # in the older FullyShardedDataParallel: gradients cannot be seen whole
     batch_norms: list[str] = field(default_factory=list)
     dropouts: int = 0

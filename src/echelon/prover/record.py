@@ -31,6 +31,7 @@ from echelon.parallel.sync_batchnorm import HostSyncBatchNorm
 from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.gradients import GradientWatch
+from echelon.prover.kept_state import ABSENT, KeptState, digests_of
 from echelon.prover.micro import Micro, digest, widened
 from echelon.prover.peak import PeakMemory
 from echelon.prover.rank_record import RankRecord
@@ -82,6 +83,10 @@ class StepRecorder(Callback):
         self._loader: Any = None
         self._reading = Reading()
         self._in_pass = False
+        self._kept: KeptState | None = None
+        self._kept_before: dict[str, Any] = {}
+        self._kept_digests: dict[str, int] = {}  # as the latest pass left it
+        self._moved: set[str] = set()  # what ever changed of it
 
     # --- before training
 
@@ -120,6 +125,8 @@ class StepRecorder(Callback):
         self._gradients.pause = self._paused
         self._gradients.looks = self._looks
         self._reading = Reading.watch(dataloader)
+        self._kept = KeptState(unit)
+        self._kept_digests = digests_of(self._kept.values())
 
     def _unlike_others(self, unit: Any, unseeded: set[str]) -> None:
         """Streams that a script does not seed would not be alike on its ranks if prove had not seeded them alike."""
@@ -143,6 +150,8 @@ class StepRecorder(Callback):
         record.samples_by_rank = _samples_by_rank(dataloader)
         # Workers that train by themselves have gradients of their own.
         record.flattened = any(prepared.flattens_parameters or prepared.works_alone for _, prepared in prepared_of(unit))
+        types = [p.dtype for _, p in parameters_of(unit) if p.dtype in (torch.bfloat16, torch.float16)]
+        record.narrow = str(types[0]).removeprefix("torch.") if types else ""
         record.trainable = {n for n, p in parameters_of(unit) if p.requires_grad}
         for prefix, module in modules_of(unit):
             for name, inner in module.named_modules():
@@ -242,7 +251,18 @@ class StepRecorder(Callback):
         if self._draws.active:
             assert self._sources is not None
             self._sources.pin()
+        with self._paused():
+            self._kept_before = self._kept_now()
         return self._states()
+
+    def _kept_now(self) -> dict[str, Any]:
+        """What the unit keeps; notes what has changed since the last look."""
+        assert self._kept is not None
+        values = self._kept.values()
+        digests = digests_of(values)
+        self._moved |= {path for path, each in digests.items() if self._kept_digests.get(path) != each}
+        self._kept_digests = digests
+        return values
 
     def _states(self) -> dict[str, Any]:
         """The states of all RNGs, before and after each micro-batch."""
@@ -261,13 +281,17 @@ class StepRecorder(Callback):
 
     def _take(self, data: Any, weight: float, loss: Any, before: dict[str, Any], progress: Any) -> None:
         self._in_pass = False
+        assert self._kept is not None
+        with self._paused():
+            self._kept_now()
+        state = {path: self._kept_before.get(path, ABSENT) for path in self._moved - self._kept.too_large}
         after = self._states()
         drawn = drawn_between(before, after)
         if not self._draws.active:
             known = self.record.streams
             for name in drawn if not self.record.dropouts else {*drawn, "torch"}:
                 known.setdefault(name, (digest(before[name]), digest(after[name])))
-        self._micros.append(Micro.of(data, weight, number_in(loss), drawn, progress.num_epochs_completed))
+        self._micros.append(Micro.of(data, weight, number_in(loss), drawn, progress.num_epochs_completed, state))
 
     # --- during training
 

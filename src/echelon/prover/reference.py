@@ -16,19 +16,21 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from echelon.contracts.errors import UsageError
-from echelon.loop.auto import AutoUnit
+from echelon.loop.auto import AutoUnit, TrainStepResults
 from echelon.loop.modes import begin_training
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.parallel.shards import local
 from echelon.prover.generators import Sources
 from echelon.prover.gradients import GradientWatch, rates_of
+from echelon.prover.kept_state import KeptState, agreeing, unlike
 from echelon.prover.micro import Micro, NotJoinable, digest, join, widened
 from echelon.prover.values import (
     as_real,
@@ -45,7 +47,7 @@ from echelon.prover.values import (
     widen,
 )
 
-__all__ = ["AGAIN", "AutoReference", "How", "OwnReference", "Reference", "Shake", "by_index", "micros_in_order"]
+__all__ = ["AGAIN", "AutoReference", "How", "OwnReference", "Pass", "Reference", "Shake", "by_index", "micros_in_order"]
 
 Values = dict[str, torch.Tensor]
 How = Literal["right", "wide", "shaken"]
@@ -78,6 +80,26 @@ class Shake:
     rounding: float | None = None
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A forward and backward pass.
+
+    Args:
+        share: of the global batch's mean.
+        streams: RNG states before it. state: what the unit keeps from earlier passes, as far as it is to be put back.
+    """
+
+    data: Any
+    share: float = 1.0
+    streams: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, micro: Micro, share: float = 1.0) -> Pass:
+        """That of a rank, as it was."""
+        return cls(micro.data, share, micro.streams, micro.state)
+
+
 class Reference(ABC):
     """Trains one unit on recorded micro-batches.
 
@@ -105,6 +127,8 @@ class Reference(ABC):
         self.state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=[]))
         self._epoch: int | None = None
         self.constant_draws = False  # so that passes that drew can be joined
+        self.kept = KeptState(unit)
+        self.restores: frozenset[str] = frozenset()  # of the state that the unit keeps, what is put back as the ranks had it
 
     @property
     def drew(self) -> bool:
@@ -147,9 +171,11 @@ class Reference(ABC):
     def begin(self, *, write: bool = True) -> None:
         """Bring the unit to where training begins, with the initial values that are meant."""
         self.folder.mkdir(exist_ok=True)
+        for root in () if self.unit.keeps_modes else self.unit.tracked_modules().values():
+            begin_training(root)  # as the loop does, a teacher's as well
         for _, module in modules_of(self.unit):
             begin_training(module)
-            if self.how == "wide":
+            if self.dtype is torch.float64:
                 widen(module)
         if self.how == "wide":
             self._copy_initial(torch.load(self.folder.parent / "initial.pt", weights_only=True))
@@ -193,6 +219,16 @@ class Reference(ABC):
                     signs = torch.randint(0, 2, mine.shape, generator=generator).to(mine) * 2 - 1
                     mine.mul_(1 + signs * max(rounding, torch.finfo(mine.dtype).eps))
 
+    def put_back(self, before: Pass) -> None:
+        """What a pass begins with."""
+        self.sources.restore(before.streams)
+        self.kept.restore(before.state)
+
+    def note_draws(self, done: Pass) -> None:
+        if done.streams:
+            after = self.sources.states()
+            self.draws.append(digest({name: after.get(name) for name in done.streams}))
+
     # --- values
 
     def gradients(self) -> Values:
@@ -209,6 +245,7 @@ class AutoReference(Reference):
     """An AutoUnit: its loss and its optimizer, and a training loop as everybody writes it."""
 
     unit: AutoUnit[Any]
+    hears = True  # of the ends of steps
 
     def begin(self, *, write: bool = True) -> None:
         super().begin(write=write)
@@ -241,17 +278,29 @@ class AutoReference(Reference):
         self.optimizer.step()
         self.optimizer.zero_grad()
         balance(self.unit)
+        self._step_ended(k, loss, norm)
         if self.unit.step_lr_interval == "step":
             self._step_scheduler()
         self.step_done()
         return {"loss": loss, "norm": norm, "gradients": gradients}
+
+    def _step_ended(self, k: int, loss: float, norm: float | None) -> None:
+        """The unit's own hook, in which a teacher may learn, or rates be set."""
+        unit = self.unit
+        if not self.hears or type(unit).on_train_step_end is AutoUnit.on_train_step_end:
+            return
+        found = TrainStepResults(torch.tensor(loss), None if norm is None else torch.tensor(norm), None)
+        try:
+            unit.on_train_step_end(self.state, self.as_given(self.updates[k][-1].data), k, found)
+        except Exception:  # it may want what only a whole loop has
+            self.hears = False
 
     def backward_of_all(self, k: int) -> float:
         """The gradient of the whole global batch, in one pass if that can be; returns its mean loss."""
         micros = self.updates[k]
         if self.joined and (self.constant_draws or not self.drew):
             try:
-                return self.backward([(join([m.data for m in micros]), 1.0, micros[0].streams)])
+                return self.backward(self._joined_passes(k))
             except NotJoinable:
                 self.joined = False
             except Exception:  # such as lists of images, or too much for the memory of one process
@@ -260,20 +309,39 @@ class AutoReference(Reference):
                 self.joined = False
                 self.module.zero_grad()
         total = sum(m.weight for m in micros)
-        return self.backward([(m.data, m.weight / total, m.streams) for m in micros])
+        return self.backward([Pass(m.data, m.weight / total, m.streams, self._own(m.state)) for m in micros])
 
-    def backward(self, pieces: Sequence[tuple[Any, float, Mapping[str, Any]]]) -> float:
-        """Add up the gradients of (data, share of the mean, RNG states before it); returns the mean loss."""
+    def _joined_passes(self, k: int) -> list[Pass]:
+        """One pass; where the unit keeps state from one micro-batch to the next, one for each micro-batch of all ranks."""
+        micros = self.updates[k]
+        groups = [micros]
+        if any(self.restores & unlike(a.state, b.state) for r in self.records for a, b in pairwise(r["updates"][k])):
+            groups = [[m for m in same if m.weight > 0] for same in by_index(self.records, k)]
+        total = sum(m.weight for m in micros)
+        return [
+            Pass(
+                join([m.data for m in same]),
+                sum(m.weight for m in same) / total,
+                same[0].streams,
+                self._own(agreeing(m.state for m in same)),
+            )
+            for same in groups
+            if same
+        ]
+
+    def _own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: value for path, value in state.items() if path in self.restores}
+
+    def backward(self, passes: Sequence[Pass]) -> float:
+        """Add up the gradients; returns the mean loss."""
         mean = 0.0
-        for data, share, streams in pieces:
-            self.sources.restore(streams)
+        for each in passes:
+            self.put_back(each)
             with self.unit.computes.autocast(self.device):
-                loss = self.loss_of(data)
-            if streams:
-                after = self.sources.states()
-                self.draws.append(digest({name: after.get(name) for name in streams}))
-            (loss * share).backward()
-            mean += float(loss.detach()) * share
+                loss = self.loss_of(each.data)
+            self.note_draws(each)
+            (loss * each.share).backward()
+            mean += float(loss.detach()) * each.share
         return mean
 
     def try_loss(self, data: Any) -> float:
@@ -330,6 +398,7 @@ class OwnReference(Reference):
         before = {n: t.detach().clone() for n, t in tensors.items()}
         optimizers = list(self.unit.tracked_optimizers().values())
         saved = copy.deepcopy([o.state_dict() for o in optimizers])
+        kept = self.kept.values()
         losses = [loss for loss in map(self.step, batches) if loss is not None]
         gradients = as_real(self.watch.take() or {})
         with torch.no_grad():
@@ -337,6 +406,7 @@ class OwnReference(Reference):
                 tensor.copy_(before[name])
         for optimizer, state in zip(optimizers, saved, strict=True):
             optimizer.load_state_dict(state)
+        self.kept.restore(kept)
         return sum(losses) / len(losses) if losses else float("nan"), gradients
 
     def try_loss(self, data: Any) -> float:

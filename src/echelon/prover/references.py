@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ from echelon.contracts.errors import UsageError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.own.unit import LoopUnit, Plain
 from echelon.prover.gradients import GradientWatch
-from echelon.prover.micro import digest
-from echelon.prover.reference import AutoReference, How, OwnReference, Reference, Shake
+from echelon.prover.reference import AutoReference, How, OwnReference, Pass, Reference, Shake
 from echelon.prover.turns import Turns
 from echelon.prover.values import balance, forget_loads, parameters_of, switch_off_dropout
 
@@ -64,12 +63,12 @@ class LoopReference(AutoReference):
         self.step_done()
         return {"loss": loss, "norm": self.unit.plain.norm, "gradients": gradients}
 
-    def backward(self, pieces: Sequence[tuple[Any, float, Mapping[str, Any]]]) -> float:
+    def backward(self, passes: Sequence[Pass]) -> float:
         mean = 0.0
-        for i, (data, share, streams) in enumerate(pieces, 1):
-            self.sources.restore(streams)
-            self.unit.plain = plain = Plain(share, self._trains and i == len(pieces), self._trains and i == 1)
-            batch = self.as_given(data)
+        for i, each in enumerate(passes, 1):
+            self.put_back(each)
+            self.unit.plain = plain = Plain(each.share, self._trains and i == len(passes), self._trains and i == 1)
+            batch = self.as_given(each.data)
             self.turns.give(batch)
             for _ in range(_LOOKS):
                 if self._has_begun or plain.loss is not None:
@@ -78,14 +77,12 @@ class LoopReference(AutoReference):
             self._has_begun = True
             if plain.loss is None:
                 raise UsageError("the loop took no window of a batch in one process, but it did on the ranks.")
-            if streams:
-                after = self.sources.states()
-                self.draws.append(digest({name: after.get(name) for name in streams}))
-            mean += float(plain.loss) * share
+            self.note_draws(each)
+            mean += float(plain.loss) * each.share
         return mean
 
     def try_loss(self, data: Any) -> float:
-        loss = self.backward([(data, 1.0, {})])
+        loss = self.backward([Pass(data)])
         self.module.zero_grad()
         return loss
 

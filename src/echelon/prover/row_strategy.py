@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.strategy import Prepared, Strategy
 from echelon.parallel.strategy import resolve as resolve_strategy
 from echelon.parallel.zero import ZeROStrategy
 from echelon.prover.matrix import Row
+from echelon.prover.values import widen
 
 __all__ = ["RowStrategy", "with_options_of"]
 
@@ -18,11 +21,11 @@ __all__ = ["RowStrategy", "with_options_of"]
 class RowStrategy(Strategy):
     """The strategy of a row. It tells afterwards whether it was used: a module that a script wrapped by hand stays as it is."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, dtype: torch.dtype) -> None:
         given = resolve_strategy(row.strategy)
         assert given is not None
         self.by_name, self._strategy, self.name = isinstance(row.strategy, str), given, given.name
-        self.used = False
+        self.used, self._dtype = False, dtype
 
     def __call__(self, own: Strategy | None) -> Strategy:
         """In place of the script's own strategy."""
@@ -32,6 +35,8 @@ class RowStrategy(Strategy):
 
     def prepare(self, module: Any, world: Any, recipe: Any) -> Prepared[Any]:
         self.used = True
+        if self._dtype is torch.float64:
+            widen(module)  # which may be in half precision
         return self._strategy.prepare(module, world, recipe)
 
 

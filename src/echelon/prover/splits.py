@@ -21,7 +21,7 @@ import torch
 from echelon.loop.own.unit import LoopUnit
 from echelon.prover.micro import Micro
 from echelon.prover.mistakes import best_shares
-from echelon.prover.reference import AutoReference, Reference, Values
+from echelon.prover.reference import AutoReference, Pass, Reference, Values
 
 __all__ = ["NotDivisible", "Samples", "split"]
 
@@ -72,7 +72,7 @@ _Pass = tuple[float, Values, float]  # loss, gradients, weight
 
 
 def _pass(reference: AutoReference, data: Any, micro: Micro) -> _Pass:
-    loss = reference.backward([(data, 1.0, micro.streams)])
+    loss = reference.backward([Pass(data, 1.0, micro.streams, micro.state)])
     gradients = {n: g.double() for n, g in reference.gradients().items()}
     reference.module.zero_grad()
     unit = reference.unit

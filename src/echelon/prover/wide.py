@@ -1,8 +1,8 @@
-"""In float64, casts to float32 in the script's own code are casts to float64, and those to half precision in an optimizer.
+"""In float64, casts to fewer digits in the script's own code are casts to float64, and in an optimizer those to half precision.
 
 `logits.float()` and `softmax(..., dtype=torch.float32)` mean "in full precision"; in a model of float64 they would be its
-narrowest part, and float64 could decide nothing. So would be what Muon and its like compute in bfloat16: products that each
-sharding sums up in another order.
+narrowest part, and float64 could decide nothing. So would be a model and batches in half precision, and what Muon and its like
+compute in bfloat16: products that each sharding sums up in another order.
 
 torch 2.13 has no public name for TorchDispatchMode. The public TorchFunctionMode will not do: it is off in a backward pass, in
 which checkpointed blocks run their forward pass again, and would do so in another type.
@@ -55,7 +55,7 @@ class _Wide(TorchDispatchMode):
         kwargs = kwargs or {}
         dtype = kwargs.get("dtype")
         # What an optimizer makes in half precision meets what it casts.
-        if dtype in _HALF if self._rests else dtype in _SINGLE and _is_cast(args, dtype):
+        if dtype in _HALF if self._rests else dtype in (*_SINGLE, *_HALF) and _is_cast(args, dtype):
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
 

@@ -1,0 +1,221 @@
+"""What a unit keeps from one forward pass to the next beside what it trains: counters, queues, running means, teachers.
+
+One process makes other passes than the ranks did, so that such state would not be theirs. It is found as generators are
+(`generators.py`): attributes of the unit and of modules, and the globals of the script's own modules; its name is its path. Not
+seen are the local variables of a loop's function, which Python lets nobody set, and what is sharded.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from echelon.loop.unit import Unit
+from echelon.prover.generators import is_library, own_modules
+from echelon.prover.micro import digest
+from echelon.prover.values import modules_of, parameters_of
+
+__all__ = ["ABSENT", "KeptState", "agreeing", "digests_of", "unlike"]
+
+_MOST_BYTES = 64 * 2**20  # that are copied of a unit, and of one tensor that is looked at
+_MOST_ITEMS = 10_000
+_MOST_OBJECTS = 20_000
+_DEEPEST = 6
+ABSENT = "echelon: not there"
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
+_CLOSED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, DataLoader, Dataset, Sampler, torch.Generator)
+
+State = Mapping[str, Any]
+_Place = tuple[Any, Any]  # the namespace of a value, and its name there
+
+
+class KeptState:
+    """The state of one unit, by path."""
+
+    def __init__(self, unit: Any) -> None:
+        self._unit = unit
+        self._seen: set[str] = set()
+        self.too_large: set[str] = set()
+
+    def values(self) -> dict[str, Any]:
+        """Copies, as far as they are few enough."""
+        copies: dict[str, Any] = {}
+        left = _MOST_BYTES
+        for path, (names, name) in self._places().items():
+            if path not in self.too_large and (size := _bytes(names[name])) < left:
+                copies[path], left = _copied(names[name]), left - size
+            else:
+                self.too_large.add(path)
+        self._seen = (self._seen | copies.keys()) - self.too_large
+        return {**dict.fromkeys(self._seen, ABSENT), **copies}
+
+    def restore(self, state: State) -> None:
+        """Put values back under the names that they have in this process, in its floating-point type."""
+        if not state:
+            return
+        places = self._places()
+        for path, value in state.items():
+            names, name = places.get(path, (None, ""))
+            if names is None:
+                owner, _, name = path.rpartition(".")
+                names = self._owner(owner) if value != ABSENT or not isinstance(value, str) else None
+            if names is not None and isinstance(value, str) and value == ABSENT:
+                del names[name]
+            elif names is not None:
+                _put(names, name, _copied(value))
+
+    def _owner(self, path: str) -> Any:
+        """The namespace of an attribute that is not there yet."""
+        owner = self._unit if not path else getattr(self._unit, path, None)
+        return getattr(owner, "__dict__", None)
+
+    def _places(self) -> dict[str, _Place]:
+        found: dict[str, _Place] = {}
+        trained = {id(p) for _, p in parameters_of(self._unit)}
+        roots = [("", self._unit), *((f"{prefix}module", module) for prefix, module in modules_of(self._unit))]
+        roots += [(module.__name__.replace("__main__", "script"), module) for module in own_modules(self._unit)]
+        waiting: deque[tuple[str, Any, int]] = deque((path, root, 0) for path, root in roots)
+        seen: set[int] = set()
+        while waiting and len(seen) < _MOST_OBJECTS:
+            path, value, depth = waiting.popleft()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            for names, name in _inside(value):
+                inner, here = names[name], f"{path}.{name}" if path else str(name)
+                if id(inner) in trained:
+                    continue
+                if _is_state(inner):
+                    found.setdefault(here, (names, name))
+                elif depth < _DEEPEST and _is_open(inner):
+                    waiting.append((here, inner, depth + 1))
+        return found
+
+
+def digests_of(state: State) -> dict[str, int]:
+    """A checksum of each value."""
+    return {path: digest(value) for path, value in state.items()}
+
+
+def unlike(one: State, other: State) -> set[str]:
+    """The paths that both have, with other values."""
+    return {path for path in one.keys() & other.keys() if digest(one[path]) != digest(other[path])}
+
+
+def _inside(value: Any) -> Iterator[_Place]:
+    """The names in a value, each with the mapping that has it."""
+    if isinstance(value, dict):
+        yield from ((value, name) for name in list(value)[:_MOST_ITEMS])
+        return
+    if isinstance(value, (list, tuple)):
+        yield from ((value, i) for i in range(min(len(value), _MOST_ITEMS)))
+        return
+    names = vars(value)
+    if isinstance(value, nn.Module):
+        for kind in ("_parameters", "_modules", *(() if _counts_only(value) else ("_buffers",))):
+            yield from ((names[kind], name) for name in list(names[kind]))
+    if isinstance(value, types.ModuleType):
+        yield from ((names, name) for name in list(names) if not name.startswith("__"))
+    elif any(not is_library(each.__module__) for each in type(value).__mro__[:-1]):
+        own: Any = type(value)
+        others = _set_by_libraries(own) if isinstance(value, (Unit, nn.Module)) else ()
+        yield from ((names, name) for name in list(names) if name not in others)
+
+
+def _counts_only(module: nn.Module) -> bool:
+    """A batch norm's buffers change nothing while it trains."""
+    return module.training and isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm))
+
+
+@functools.cache
+def _set_by_libraries(kind: type) -> frozenset[str]:
+    """The attributes that library classes among its bases set: theirs, and no state of the script's."""
+    codes = [
+        code
+        for each in kind.__mro__
+        if is_library(each.__module__)
+        for value in vars(each).values()
+        for function in (value, getattr(value, "fget", None), getattr(value, "fset", None))
+        if (code := getattr(function, "__code__", None)) is not None
+    ]
+    stored = {i.argval for code in codes for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
+    return frozenset({*stored, "training", "_parameters", "_buffers", "_modules"})
+
+
+def _is_open(value: Any) -> bool:
+    if isinstance(value, (type, *_CLOSED)):
+        return False
+    if isinstance(value, nn.Module) or type(value) in (dict, list, tuple):
+        return True
+    return hasattr(value, "__dict__") and not callable(value) and not is_library(type(value).__module__)
+
+
+def _is_state(value: Any) -> bool:
+    """Whether it can be copied and put back: values and tensors, and containers of nothing else."""
+    if isinstance(value, torch.Tensor):
+        return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) and value.grad_fn is None and value.layout is torch.strided
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biuf"
+    if type(value) in (list, tuple, deque, set):
+        return len(value) < _MOST_ITEMS and all(map(_is_state, value))
+    if type(value) is dict:
+        return len(value) < _MOST_ITEMS and all(isinstance(k, (str, int)) for k in value) and all(map(_is_state, value.values()))
+    return isinstance(value, _VALUES)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.nbytes
+    if isinstance(value, (list, tuple, deque, set, dict)):
+        return sum(map(_bytes, value.values() if isinstance(value, dict) else value))
+    return 8
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {k: _copied(v) for k, v in value.items()}
+    if isinstance(value, deque):
+        return deque(map(_copied, value), value.maxlen)
+    if type(value) in (list, tuple, set):
+        kind: Any = type(value)
+        return kind(map(_copied, value))
+    return value
+
+
+def _put(names: Any, name: Any, value: Any) -> None:
+    """In place where others may hold the same object."""
+    current = names[name] if isinstance(names, (list, tuple)) else names.get(name)
+    if isinstance(value, torch.Tensor):
+        if isinstance(current, torch.Tensor) and current.shape == value.shape:
+            with torch.no_grad():
+                current.copy_(value)
+            return
+        value = value.to(torch.get_default_dtype()) if value.is_floating_point() else value
+    if isinstance(current, list) and isinstance(value, list):
+        current[:] = value
+    elif isinstance(current, (deque, set, dict)) and type(current) is type(value):
+        current.clear()
+        extend: Any = current.extend if isinstance(current, deque) else current.update
+        extend(value)
+    elif not isinstance(names, tuple):
+        names[name] = value
+
+
+def agreeing(states: Iterable[State]) -> dict[str, Any]:
+    """Of several, what they have in common."""
+    first, *others = states
+    apart = set().union(*(unlike(first, other) | (first.keys() - other.keys()) for other in others))
+    return {path: value for path, value in first.items() if path not in apart}
