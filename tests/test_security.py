@@ -730,7 +730,7 @@ def test_no_record_that_is_not_as_expected_ends_the_launcher(said: list[dict[str
         write_json(meeting, said[3])
         write_json(meeting.with_name("refused-7.0.node0.json"), said[0])
         assert conclude(run, 1, "7.0") != 0
-        write_json(meeting, {"host": "h", "port": 1, "token": "0" * 32, "attempt": 0, "nodes": ["a", "b"]})
+        write_json(meeting, {"host": "h", "port": 1, "command_port": 0, "token": "0" * 32, "attempt": 0, "nodes": ["a", "b"]})
         for node_, record in enumerate(said[:2]):
             write_json(run.node_exit(node_), record)
         conclude(run, 0, "7.0")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from echelon.contracts.run_dir import RunDir, read_json
+from echelon.launcher.calls import checksum
 from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.explain import Evidence, explain
 from echelon.launcher.job import JobSpec
@@ -141,12 +142,37 @@ def two_networks() -> Iterator[tuple[str, str]]:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+CALLED = """
+import echelon as ech
+@ech.slurm_fn
+def meets():
+    exec(open("train.py").read(), {})
+if __name__ == "__main__":
+    meets[ech.SlurmConfig(mode="slurm")]()
+"""
+TORCHRUN = (
+    "torchrun --nnodes {num_machines} --nproc-per-node 1 --node-rank {machine_rank} "
+    "--master-addr {main_process_ip} --master-port {main_process_port} main.py"
+)
+
+
+def _by_a_command(folder: Path) -> JobSpec:
+    """What `slurm_fn` submits of CALLED."""
+    (folder / "main.py").write_text(CALLED)
+    text = json.dumps({"call": {"number": 0, "function": "meets", "earlier": []}, "argv": []}).encode()
+    (folder / "call.json").write_bytes(text)
+    words, file = TORCHRUN.split(), str(folder / "call.json")
+    return JobSpec("meets", "command", args=words, code=file, sha256=checksum(text), nodes=2, hang_timeout_s=20)
+
+
+@pytest.mark.parametrize("kind", ["script", "command"])
 @pytest.mark.full
-def test_a_link_that_goes_dead_ends_both_sides_and_the_job_is_queued_again(tmp_path: Path) -> None:
+def test_a_link_that_goes_dead_ends_both_sides_and_the_job_is_queued_again(tmp_path: Path, kind: str) -> None:
     """Where restarts are allowed, the second node's main thread stands in a call to the store of the first."""
     (tmp_path / "train.py").write_text(MEETS)
     run = RunDir.create(tmp_path, "a", begin=False)
     spec = JobSpec(str(tmp_path / "train.py"), nodes=2, max_restarts=1, hang_timeout_s=20)
+    spec = spec if kind == "script" else _by_a_command(tmp_path)
     write_spec(run, spec, launcher="slurm", cwd=str(tmp_path), id="7")
     env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "10.77.0.1,10.77.0.2"}
     said = [tmp_path / f"said{node}" for node in range(2)]

@@ -146,7 +146,7 @@ _FLIGHT = _object({"entries": lambda entries: isinstance(entries, list) and all(
 _MEETING = _object(
     {
         "host": _text,
-        "port": lambda port: _count(port) and port < 1 << 16,
+        **dict.fromkeys(("port", "command_port"), lambda port: _count(port) and port < 1 << 16),
         "token": lambda token: _text(token) and len(token) == 32 and token.isalnum(),
         "attempt": lambda attempt: _count(attempt) and attempt < 10**9,
         "nodes": lambda nodes: _texts(nodes) and bool(nodes),

@@ -111,7 +111,7 @@ def run_node(
         # A start that was requeued may come before a shared file system has let go of the lock of a node that was lost.
         again = env.get("SLURM_RESTART_COUNT", "0") != "0"
         run.hold(job=start if "SLURM_JOB_ID" in env else "", patience_s=_STALE_LOCK_S if again else 1.0)
-    meeting = meet(run, start, node, hosts)
+    meeting = meet(run, start, node, hosts, command=spec.kind == "command")
     here = run.at_attempt(meeting.attempt)
 
     outcome = _run(spec, here, meeting, call_sha256, task, str(said.get("key", "")))

@@ -27,14 +27,17 @@ from echelon.contracts.files import open_to_append, parse_object, read_bytes, re
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.terminal import say
 from echelon.launcher.calls import checksum
 from echelon.launcher.functions.inside import CallSite
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.hang import hang_timeout
 from echelon.launcher.local.nodes import Meeting, free_port
 from echelon.launcher.local.processes import descends, kill_children, runs
 from echelon.launcher.local.run import rank_environment
 from echelon.launcher.local.server import adopt_orphans, die_with_parent
+from echelon.launcher.local.silence import NodeSilentError, Silence
 from echelon.launcher.records import place_record, rank_record
 
 __all__ = ["PLACEHOLDERS", "parse", "run_command", "substitute"]
@@ -104,16 +107,21 @@ def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int, key: s
         "num_machines": spec.nodes,
         "machine_rank": meeting.node,
         "main_process_ip": meeting.host,
-        "main_process_port": meeting.port or free_port(),
+        "main_process_port": meeting.command_port or free_port(),
     }
     words = [*substitute(spec.args, values), *about["argv"]]
     # `python` and `accelerate` are those of the interpreter that submitted, whatever a login shell would find first.
     env["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), env.get("PATH", os.defpath)))
     words[0] = _program(words[0], env)
-    if meeting.listener is not None:
-        meeting.listener.close()  # it held the port until now, for the command
-    outcome, failures = _Command(spec, here, meeting, asked).run(words, env)
-    write_exit(meeting.exit_path(here), outcome.exit_code, failures, outcome.failure)
+    if meeting.reserved is not None:
+        meeting.reserved.close()  # it held the port until now, for the command
+    command = _Command(spec, here, meeting, asked)
+    try:
+        outcome, failures = command.run(words, env)
+    except NodeSilentError as error:
+        command.record_silence(str(error))
+        raise
+    write_exit(meeting.exit_path(here), outcome.exit_code, failures, outcome.failure, command.gave_up)
     return outcome
 
 
@@ -145,14 +153,20 @@ def _program(name: str, env: Mapping[str, str]) -> str:
 
 
 class _Command:
-    """The command of one node while it runs.
+    """The command of one node while it runs. How far its ranks come is seen by what they print, as far as anything is.
 
     Attributes:
         ended: when each rank of this node was seen to have ended, in ns of the monotonic clock.
         left: ranks that have ended as they were asked to, to resume later.
         stopped_by: the signal that asked for an end of all.
         cut_short: ranks were killed because others had left as they were asked to.
+        silent: nothing has been heard of another node for too long, in words: the ranks are to be ended. Set by a thread.
+        gave_up: ranks, or the command, ended by themselves while another node was silent, in words.
     """
+
+    attempt = None  # when the launchers have met is the command's own affair: a node is missed once it was heard of
+    silent = gave_up = ""
+    end_at_once = staticmethod(kill_children)
 
     def __init__(self, spec: JobSpec, here: RunDir, meeting: Meeting, asked: Asked) -> None:
         self.spec, self.meeting, self.here, self.asked = spec, meeting, here, asked
@@ -166,6 +180,17 @@ class _Command:
         self.wishes, self.told = 0, dict[int, int]()
         self.stopped_by: int | None = None
         self.cut_short = False
+        self.hang_limit_s = hang_timeout(spec.hang_timeout_s)[0]
+        self.silence = Silence(meeting, say, self, self.record_silence, serves=True)
+
+    def moves(self) -> dict[tuple[str, int], object]:
+        """How much the ranks of this node have printed."""
+        logs = [self.log, *(self.folder / f"rank{rank}.log" for rank in self.pids)]
+        return {(str(path), 0): path.stat().st_size for path in logs if path.exists()}
+
+    def record_silence(self, why: str) -> None:
+        """That another node is silent, for which the ranks were ended and are worth another start; from any thread."""
+        write_exit(self.meeting.exit_path(self.here), REQUEUE, stopped=why)
 
     def run(self, words: Sequence[str], env: Mapping[str, str]) -> tuple[Outcome, list[Failure]]:
         adopt_orphans()
@@ -176,8 +201,12 @@ class _Command:
                 process = subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(env), preexec_fn=_before_exec
                 )
+            if self.meeting.nodes > 1:
+                self.silence.start()
             code = self._wait(process)
         finally:
+            if self.meeting.nodes > 1:
+                self.silence.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
             kill_children()
@@ -203,6 +232,8 @@ class _Command:
             running = self._look(now=code is not None)
             if code is not None and not running:
                 return code
+            if self.silent:
+                raise NodeSilentError(self.silent)
             self._pass_on(running)
             if self.stopped_by is not None and not asked:
                 asked, until = True, time.monotonic() + self.spec.grace_s
@@ -260,6 +291,9 @@ class _Command:
         if left or self.stopped_by is not None:  # then those have not failed that lost a peer, or were made to end
             ended = self.cut_short or self.stopped_by is not None
             failures = [f for f in failures if not f.is_victim and (f.reported or not ended)]
+        elif not well and all(f.is_victim for f in failures) and (silent := self.silence.words()):
+            self.gave_up = silent
+            return Outcome(REQUEUE), []
         elif not failures and not well:
             failures = [self._command_failure(code, began=bool(records))]
         elif not failures and len(records) != self.spec.ranks:

@@ -37,6 +37,8 @@ class Meeting:
         interface: the network interface through which this node reaches the others; empty if it has no name.
         listener: the first of several nodes': bound and listening.
         hosts: the nodes' names.
+        command_port: at which the ranks of a launch command meet; 0 if the job is none, or of one node.
+        reserved: the first node's: has that port until the command takes it.
     """
 
     node: int
@@ -48,6 +50,8 @@ class Meeting:
     interface: str
     listener: socket.socket | None = None
     hosts: Sequence[str] = ()
+    command_port: int = 0
+    reserved: socket.socket | None = None
 
     def named(self, node: int) -> str:
         """Such as "node 1 (gpu07)"."""
@@ -58,7 +62,9 @@ class Meeting:
         return here.node_exit(self.node) if self.nodes > 1 else here.exit_json
 
 
-def meet(run: RunDir, start: str, node: int, hosts: list[str], timeout_s: float = _PATIENCE_S) -> Meeting:
+def meet(
+    run: RunDir, start: str, node: int, hosts: list[str], timeout_s: float = _PATIENCE_S, *, command: bool = False
+) -> Meeting:
     """Learn the store's address: the first node publishes it, the others wait for it.
 
     Args:
@@ -66,13 +72,14 @@ def meet(run: RunDir, start: str, node: int, hosts: list[str], timeout_s: float 
         start: names this start of the job, such as job id and restart count: files of other starts are not read.
         node: this node's index in `hosts`.
         hosts: the names of all nodes, in order.
+        command: the ranks are a launch command's, and meet at a port of their own.
     Raises:
         EchelonError: the first node has written nothing after `timeout_s`.
         LauncherEnvironmentError: the name of a node has no address.
     """
     path = meeting_path(run, start)
     if node == 0:
-        return _open(run, path, hosts)
+        return _open(run, path, hosts, command)
     until = time.monotonic() + timeout_s
     while (said := meeting_record(path)) is None:
         if time.monotonic() > until:
@@ -83,7 +90,8 @@ def meet(run: RunDir, start: str, node: int, hosts: list[str], timeout_s: float 
         os.listdir(path.parent)  # has an NFS client look again
     host, port = said["host"], said["port"]
     interface = interface_of(local_address_towards(host))
-    return Meeting(node, len(hosts), said["attempt"], host, port, said["token"], interface, hosts=tuple(hosts))
+    own = said["command_port"]
+    return Meeting(node, len(hosts), said["attempt"], host, port, said["token"], interface, None, tuple(hosts), own)
 
 
 def meeting_path(run: RunDir, start: str) -> Path:
@@ -92,18 +100,25 @@ def meeting_path(run: RunDir, start: str) -> Path:
     return folder / f"meeting-{start}.json"
 
 
-def _open(run: RunDir, path: Path, hosts: list[str]) -> Meeting:
-    host, port, listener = "127.0.0.1", 0, None  # of one node: its ranks have a new store at every attempt
+def _open(run: RunDir, path: Path, hosts: list[str], command: bool) -> Meeting:
+    host, listener, reserved = "127.0.0.1", None, None  # of one node: its ranks have a new store at every attempt
     if len(hosts) > 1:
         host = local_address_towards(hosts[1])
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind((host, 0))
+        listener, reserved = _bound(host), _bound(host) if command else None
         listener.listen(1024)
-        port = int(listener.getsockname()[1])
+    port, own = (int(each.getsockname()[1]) if each is not None else 0 for each in (listener, reserved))
     token = secrets.token_hex(16)
     attempt = run.next_attempt().attempt
-    write_json(path, {"host": host, "port": port, "token": token, "attempt": attempt, "nodes": hosts})
-    return Meeting(0, len(hosts), attempt, host, port, token, interface_of(host), listener, tuple(hosts))
+    said = {"host": host, "port": port, "command_port": own, "token": token, "attempt": attempt, "nodes": hosts}
+    write_json(path, said)
+    return Meeting(0, len(hosts), attempt, host, port, token, interface_of(host), listener, tuple(hosts), own, reserved)
+
+
+def _bound(host: str) -> socket.socket:
+    """To a free port."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.bind((host, 0))
+    return bound
 
 
 def local_address_towards(host: str) -> str:

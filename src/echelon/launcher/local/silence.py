@@ -1,7 +1,7 @@
 """Names a node of which nothing is heard any more, as behind a link that has gone dead without a word to anybody, and ends the
 run when that lasts.
 
-Every node beats in the job's store, through a connection of its own. The first, which serves that, counts the others' beats; the
+Every node beats in the launchers' store, by a connection of its own. The first, which serves that, counts the others' beats; the
 others see whether it answers. A call to a node behind a dead link does not return for many minutes, so a second thread looks. The
 main one may stand in such a call as well: then that thread ends the launcher, too.
 """
@@ -25,6 +25,7 @@ SILENT_S = 25.0
 _LATE_S = 12.0  # from here on it is looked at whether the ranks come on
 _BEAT_S, _LOOK_S, _CONNECT_S = 5.0, 1.0, 300.0
 _ASK_S = 15.0  # between looks at whether the ranks here come on although a node is silent
+_CLOSE_S = 2.0
 _MAIN_S, _WRITE_S = 15.0, 10.0  # for the main thread to end the ranks; to write of it, as into a folder behind the same link
 _ENDED = 1 << 40  # more beats than there will be: that node has come to its end
 _EXIT_CODE = 124  # a bad one, for which srun ends what is left on the other nodes; as `timeout` has it
@@ -58,10 +59,20 @@ class Silence:
         say: shows a line, from a thread.
         agent: whose hang limit ends a silence in which no rank here comes on.
         record: writes down that it was ended, and why.
+        serves: the first node serves the store here, and the agents need none.
     """
 
-    def __init__(self, meeting: Meeting, say: Callable[[str], None], agent: Agent, record: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        say: Callable[[str], None],
+        agent: Agent,
+        record: Callable[[str], object],
+        *,
+        serves: bool = False,
+    ) -> None:
         self._meeting, self._say, self._agent, self._record = meeting, say, agent, record
+        self._listener = meeting.listener if serves else None
         others = range(1, meeting.nodes) if meeting.node == 0 else (0,)
         self._heard: dict[int, float] = {}  # when, of each node that was heard of, be it as ranks were started
         self._unheard = set(others)
@@ -69,13 +80,16 @@ class Silence:
         self._known: dict[tuple[str, int], object] = {}  # how far the ranks here have come
         self._moved_at = self._asked_at = 0.0
         self._closed = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="echelon-beat", daemon=True)
 
     def start(self) -> None:
-        for work in (self._beat, self._watch):
-            threading.Thread(target=work, name=f"echelon{work.__name__}", daemon=True).start()
+        self._beating.start()
+        threading.Thread(target=self._watch, name="echelon-silence", daemon=True).start()
 
     def close(self) -> None:
+        """Tell the other nodes that this one ends; behind a dead link they are not waited for."""
         self._closed.set()
+        self._beating.join(_CLOSE_S)
 
     def words(self) -> str:
         """Which nodes are silent now, and since when; empty if none is."""
@@ -96,13 +110,18 @@ class Silence:
         return f"{self._meeting.token}/beat/{node}"
 
     def _beat(self) -> None:
-        import torch.distributed as dist  # here: which the launcher has loaded by then
+        import torch.distributed as dist  # here: which a launcher of ranks has loaded by then, and a command's has not
 
         at = self._meeting
         others = sorted(self._unheard)
         try:
             store = dist.TCPStore(
-                at.host, at.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
+                at.host,
+                at.port,
+                is_master=self._listener is not None,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=_CONNECT_S),
+                master_listen_fd=self._listener.detach() if self._listener is not None else None,
             )
             while True:
                 ends = self._closed.is_set()
