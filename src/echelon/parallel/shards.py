@@ -30,6 +30,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _of_whole: ContextVar[bool] = ContextVar("_of_whole", default=False)
+_DATA: Any = torch.Tensor.data
 _told: set[str] = set()  # where a number was read
 
 
@@ -100,12 +101,15 @@ def reshard_after_looking(module: nn.Module) -> None:
 def watch_numbers() -> None:
     """From now on a number read of a split tensor of which ranks have parts, as by `weight.norm().item()`, is told once.
 
-    torch 2.13 gives that of this rank's part. To gather it here would hang where one rank alone reads it.
+    torch 2.13 gives that of this rank's part. To gather it here would hang where one rank alone reads it. And `p.data = value`
+    puts the value there, where torch does nothing.
     """
     kind: Any = imported("torch.distributed.tensor", "DTensor")
     for name in ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__complex__"):
         if name not in vars(kind):
             setattr(kind, name, _watched(getattr(kind, name)))
+    if "data" not in vars(kind):
+        kind.data = property(_DATA.__get__, _put)
 
 
 @contextmanager
@@ -116,6 +120,14 @@ def numbers_of_whole() -> Iterator[None]:
         yield
     finally:
         _of_whole.reset(before)
+
+
+def _put(tensor: Any, value: Any) -> None:
+    if is_split(value) and value.shape == tensor.shape and value.dtype == tensor.dtype:
+        value = value.detach().redistribute(tensor.device_mesh, tensor.placements)
+        local(tensor.detach()).data.copy_(local(value))  # autograd is not told, as with whole tensors
+    else:
+        _DATA.__set__(tensor, value)
 
 
 def _watched(read: Callable[..., Any]) -> Callable[..., Any]:

@@ -89,7 +89,8 @@ def meaning(module: nn.Module, text: str) -> str | None:
         said = (
             f"the loss must come from a call of {name} itself: its parameters are split over the ranks, and are put together in "
             "its forward only, not for a method or a part that is called directly, nor where they are read. Let forward do it, "
-            "with an argument that says what; or train under 'ddp' or 'zero1'."
+            "with an argument that says what; or train under 'ddp' or 'zero1'. A copy of it, such as an average or a target, is "
+            "given to prepare() with it, and is split as it is."
         )
         if shared_axis(module) is not None:
             said += " A layer whose weight is read by other code than its own is left out of the tensor-parallel plan."

@@ -35,7 +35,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import begin_training, in_mode
 from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, check_shares, refuse_prepared, training_loader
-from echelon.loop.own.refit import check_optimizer, refit, refuse_on_all
+from echelon.loop.own.refit import check_optimizer, divide_alike, refit, refuse_on_all
 from echelon.loop.own.session import Session
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
@@ -76,7 +76,8 @@ def prepare(
 
     Args:
         objects: in any order: one model, one optimizer over its parameters, one training loader; if wanted a scheduler, loaders
-            to evaluate on (those after the first), and objects with `state_dict` and `load_state_dict` to be saved as well. A
+            to evaluate on (those after the first), and objects with `state_dict` and `load_state_dict` to be saved as well, also
+            modules that the optimizer does not train: a copy, such as an average of the weights, is split as the model is. A
             torch DataLoader's batch size is that of one process, which the ranks share; with a DistributedSampler, each rank's.
         strategy, precision, compile, activation_checkpoint_params, device: as in AutoUnit.
         gradient_accumulation_steps: batches of a rank in an update; by default the loader's, 1 for a DataLoader.
@@ -114,6 +115,7 @@ def prepare(
 def _unit(parts: _Parts, **options: Any) -> LoopUnit:
     """The model made parallel, with the optimizer over the parameters that it has then."""
     names = {p: name for name, p in parts.model.named_parameters()}
+    shapes = {name: p.shape for p, name in names.items()}
     refuse_on_all(check_optimizer(parts.optimizer, parts.model, names))
     if not parts.model.training and not hasattr(type(parts.model), "from_pretrained") and agree.is_rank0():
         logger.warning(
@@ -123,6 +125,9 @@ def _unit(parts: _Parts, **options: Any) -> LoopUnit:
     begin_training(parts.model)
     unit = LoopUnit(parts.model, parts.optimizer, parts.scheduler, **options)
     refit(unit.prepared, parts.optimizer, names)
+    for i, each in enumerate(parts.copies):
+        divide_alike(each, unit, shapes, options["strategy"])
+        setattr(unit, f"copy_{i}", each.to(unit.device))
     for i, each in enumerate(parts.stateful):
         setattr(unit, f"stateful_{i}", each)
     return unit
@@ -201,6 +206,7 @@ class _Parts:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loader: Any
+    copies: list[nn.Module]
     scheduler: Any = None
     evaluation: list[Any] = field(default_factory=list)
     stateful: list[Any] = field(default_factory=list)
@@ -210,6 +216,10 @@ class _Parts:
         found: dict[str, list[Any]] = {kind: [] for kind in ("model", "optimizer", "scheduler", "loader", "stateful")}
         for each in objects:
             found[_kind(each)].append(each)
+        held = {p for optimizer in found["optimizer"] for group in optimizer.param_groups for p in group["params"]}
+        trained = [model for model in found["model"] if any(p in held for p in model.parameters())]
+        copies = [model for model in found["model"] if model not in trained] if len(trained) == 1 else []
+        found["model"] = trained if copies else found["model"]
         for kind, least, remedy in (
             (
                 "model",
@@ -233,7 +243,7 @@ class _Parts:
             )
         first, *others = found["loader"]
         (model,), (optimizer,), schedulers = found["model"], found["optimizer"], found["scheduler"]
-        return cls(model, optimizer, first, schedulers[0] if schedulers else None, others, found["stateful"])
+        return cls(model, optimizer, first, copies, schedulers[0] if schedulers else None, others, found["stateful"])
 
 
 def _kind(thing: Any) -> str:

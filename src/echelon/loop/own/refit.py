@@ -1,4 +1,4 @@
-"""An optimizer that was made before its model was sharded holds parameters that are no more; it is given those in their place."""
+"""What was made before its model was sharded: an optimizer is given the parameters of now; a copy is sharded alike."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from echelon.contracts.errors import UsageError
+from echelon.contracts.overrides import overrides
 from echelon.parallel.loading import part_like
-from echelon.parallel.shards import is_split
+from echelon.parallel.parallelize import parallelize
+from echelon.parallel.shards import is_split, reshard_after_looking
 from echelon.world import agree
 
 __all__ = ["Names", "check_optimizer", "refit", "refuse_on_all"]
@@ -65,6 +67,21 @@ def refit(prepared: Any, optimizer: torch.optim.Optimizer, names: Names) -> None
         optimizer.state.pop(parameter, None)
     for parameter, state in begun.items():  # loaded by the script; Adagrad makes its state as it is built
         optimizer.state[replaced[parameter]] = {key: _like(value, parameter, replaced[parameter]) for key, value in state.items()}
+
+
+def divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], strategy: Any) -> None:
+    """Split a copy of the unit's model, or the copy in a wrapper's `module`, if the model is split: averages meet parts of both.
+
+    Args:
+        shapes: of the model's parameters, by name, before it was split.
+    """
+    if not any(is_split(p) for p in unit.prepared.module.parameters()):
+        return
+    for inner in (copy, getattr(copy, "module", None)):
+        if isinstance(inner, nn.Module) and {name: p.shape for name, p in inner.named_parameters()} == shapes:
+            made = parallelize(inner, strategy, unit.device, overridden=overrides().strategy)
+            reshard_after_looking(made.module)  # its parameters are read and written between its passes
+            return
 
 
 def _is_of_parts(value: Any, before: nn.Parameter, now: nn.Parameter) -> bool:
