@@ -48,6 +48,14 @@ class Headed(nn.Module):
         return self.head(self.norm(self.encoder(x)))
 
 
+class Loaded(Headed):
+    """Its encoder comes in eval mode, as a loader of its author's returns it, and says so by no name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)).double().eval()  # type: ignore[assignment]
+
+
 class Refreezing(Headed):
     """An author who freezes a layer's statistics whenever it is put in train mode."""
 
@@ -130,6 +138,16 @@ def test_a_unit_does_the_same(kind: type[Headed], arrival: Any, wanted: set[str]
     held_out = [batch(4, 5)]
     ech.fit(unit, [batch(4, i) for i in range(2)], held_out, max_epochs=2)
     assert {n.removeprefix("0.") for n in unit.seen} - {"0"} == wanted and _in_eval(model) == before
+
+
+@pytest.mark.parametrize(("kind", "arrival", "is_told"), [*((k, a, False) for k, a, _ in ARRIVALS), (Loaded, _as_it_comes, True)])
+def test_what_is_trained_in_eval_mode_for_no_clear_reason_is_told(
+    kind: type[Headed], arrival: Any, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = kind()
+    arrival(model)
+    ech.train(Regression(module=model), [batch(4, 0)], max_epochs=1)
+    assert ("such as encoder, and stay so" in caplog.text) == is_told
 
 
 def test_the_wrapper_of_ddp_says_the_mode_of_what_it_wraps(ranks: Ranks) -> None:

@@ -237,10 +237,10 @@ def test_a_run_with_a_dataloader_of_the_users_goes_on_where_it_stood(tmp_path: P
 
 def test_a_dataloader_that_is_saved_before_it_is_read_stands_where_it_was_restored() -> None:
     """Saved again before its first batch, as by a run that is asked to stop at once, it stood at the epoch's beginning."""
-    from echelon.compat.transformers.batches import Counted
+    from echelon.data.replayed import Replayed
 
     def loader() -> Any:
-        return Counted(torch.utils.data.DataLoader(range(12), batch_size=2, shuffle=True))
+        return Replayed(torch.utils.data.DataLoader(range(12), batch_size=2, shuffle=True))
 
     first, second, third = loader(), loader(), loader()
     batches = iter(first)
@@ -255,19 +255,19 @@ def test_a_dataloader_that_is_saved_before_it_is_read_stands_where_it_was_restor
 @pytest.mark.parametrize(
     ("state", "error", "says"),
     [
-        ({"batches": 1, "began": {"torch": 1}}, CheckpointCorruptError, "is not valid"),
-        ({"batches": -1}, CheckpointCorruptError, "batches must be .* at least 0, got -1"),
-        ({"position": 4, "began": {}}, CheckpointMismatchError, "had another kind of loader"),
+        ({"given": 1, "begun": {"torch": 1}}, CheckpointCorruptError, "is not valid"),
+        ({"given": -1}, CheckpointCorruptError, "given must be .* at least 0, got -1"),
+        ({"position": 4, "begun": {}}, CheckpointMismatchError, "another kind of loader"),
     ],
 )
 def test_a_state_that_no_dataloader_of_the_users_gave_is_refused(state: dict[str, Any], error: Any, says: str) -> None:
     """It was found out when the first batch was read, by one rank alone."""
-    from echelon.compat.transformers.batches import Counted
+    from echelon.data.replayed import Replayed
 
-    loader = Counted(torch.utils.data.DataLoader(range(12), batch_size=2))
+    loader = Replayed(torch.utils.data.DataLoader(range(12), batch_size=2))
     drawn = torch.get_rng_state()
     with pytest.raises(error, match=says):
-        loader.load_state_dict({"began": rng.states(), **state} if "batches" in state else state)
+        loader.load_state_dict({"begun": {**rng.states(), "generator": None}, **state} if "given" in state else state)
     assert torch.equal(torch.get_rng_state(), drawn) and len(list(loader)) == 6
 
 
@@ -286,7 +286,7 @@ class Streamed(torch.utils.data.IterableDataset[Any]):
 def test_all_batches_of_a_dataloader_are_trained_on_whatever_its_length_says(tmp_path: Path) -> None:
     """Those beyond its length were left out, and a sampler that draws at its end did not."""
     from echelon.compat.transformers import Trainer
-    from echelon.compat.transformers.batches import Counted
+    from echelon.data.replayed import Replayed
 
     class Reads(Trainer):
         def get_train_dataloader(self) -> Any:
@@ -302,7 +302,7 @@ def test_all_batches_of_a_dataloader_are_trained_on_whatever_its_length_says(tmp
         loader = wraps(torch.utils.data.DataLoader(range(6), batch_size=2, sampler=sampler))
         return [[step.batch.tolist() for step in Feed(loader)] for _ in range(3)]
 
-    assert order(Counted) == order(lambda loader: loader)
+    assert order(Replayed) == order(lambda loader: loader)
 
 
 def test_a_run_goes_on_with_fewer_micro_batches_in_its_folder(tmp_path: Path) -> None:

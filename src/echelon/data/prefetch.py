@@ -59,6 +59,8 @@ def known_length(loader: Iterable[Any]) -> int | None:
     """How many batches an iteration will give; None if unknown, as with an IterableDataset."""
     if isinstance(loader, Loader):
         return loader.batches_left()
+    if isinstance(loader, Replayed):
+        loader = loader.loader
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return None  # its len is a guess that workers can make wrong
     if isinstance(loader, Sized):

@@ -1,4 +1,4 @@
-"""A torch DataLoader on one rank, in the order in which torch reads it, that can go on in the middle of an epoch."""
+"""A torch DataLoader that nobody divides, in the order in which torch reads it, that can go on in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
+from echelon.contracts.numbers import whole
 from echelon.world import rng
 
 __all__ = ["Replayed"]
@@ -39,8 +40,6 @@ class Replayed:
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        if isinstance(self.loader.dataset, IterableDataset):
-            raise TypeError("what an iterable dataset says of its length may be wrong")
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,10 +55,10 @@ class Replayed:
         return self._each(batches, skips)
 
     def _each(self, batches: Iterator[Any], given: int) -> Iterator[Any]:
-        whole = None if isinstance(self.loader.dataset, IterableDataset) else len(self.loader)
+        length = None if isinstance(self.loader.dataset, IterableDataset) else len(self.loader)
         while (batch := next(batches, _END)) is not _END:
             given += 1
-            if given == whole:
+            if given == length:
                 next(batches, None)  # a sampler may draw from its generator at its end
             self._given = given
             yield batch
@@ -69,15 +68,19 @@ class Replayed:
         loader = self.loader
         if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
             batches = iter(loader)
-            for _ in range(skips):
-                next(batches, None)
+            for given in range(skips):
+                if next(batches, _END) is _END:
+                    raise _too_short(skips, given)
             return batches
         by_batches = loader.batch_size is None and loader.batch_sampler is not None
         how: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
         if not by_batches:
             how = {"sampler": loader.sampler, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
         # As torch iterates over the loader, so that as much is drawn: but of a dataset of which sample 5 is the number 5.
-        chosen = list(DataLoader(_Numbers(), collate_fn=_as_it_is, generator=loader.generator, **how))[skips:]
+        chosen = list(DataLoader(_Numbers(), collate_fn=_as_it_is, generator=loader.generator, **how))
+        if len(chosen) < skips:
+            raise _too_short(skips, len(chosen))
+        chosen = chosen[skips:]
         workers: dict[str, Any] = {}
         if loader.num_workers:
             workers = {"prefetch_factor": loader.prefetch_factor, "multiprocessing_context": loader.multiprocessing_context}
@@ -111,15 +114,27 @@ class Replayed:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         Raises:
-            UsageError: another kind of loader was saved.
+            CheckpointMismatchError: another kind of loader was saved.
+            CheckpointCorruptError: the state is none.
         """
         if state_dict.keys() != self.STATE:
-            raise UsageError(
-                "the checkpoint holds where another kind of loader stood in the middle of an epoch, and a DataLoader on one rank "
-                "cannot go on from there. Give the same loader; or go on from a checkpoint of an epoch's end."
+            raise CheckpointMismatchError(
+                "the checkpoint holds where another kind of loader stood in the middle of an epoch, and a DataLoader that nobody "
+                "divides cannot go on from there. Give the same loader; or go on from a checkpoint of an epoch's end."
             )
-        self._begun, self._given = dict(state_dict["begun"]), int(state_dict["given"])
-        self._skips = self._given
+        now = self._drawn()
+        try:
+            self._put_back(begun := dict(state_dict["begun"]))
+            self._given = self._skips = whole("given", state_dict["given"], at_least=0)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:  # and a UsageError
+            raise CheckpointCorruptError(f"the checkpoint's state of the DataLoader is not valid: {error!r}.") from None
+        finally:
+            self._put_back(now)
+        self._begun = begun
+
+
+def _too_short(skips: int, given: int) -> UsageError:
+    return UsageError(f"the DataLoader must go on after {skips} batches, but has only {given}.")
 
 
 class _Numbers(Dataset[Any]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +11,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.loop.auto_options import AutoOptions
-from echelon.loop.metrics import load_share, share_of
+from echelon.loop.standing_in import uncounted
 from echelon.loop.state import step_under_way
 from echelon.loop.unit import PredictUnit
 from echelon.parallel.activation import Preset
@@ -20,7 +19,7 @@ from echelon.parallel.float8 import Float8
 from echelon.parallel.names import without_compile
 from echelon.parallel.parallelize import check_module, parallelize
 from echelon.parallel.precision import Precision
-from echelon.parallel.prepared import Prepared
+from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe import Compile, Recipe, TorchCompileParams
 from echelon.parallel.strategy import Strategy
 from echelon.world.device import copy_data_to_device
@@ -128,14 +127,9 @@ class AutoPredictUnit(PredictUnit[T]):
 
     def through_stages(self, state: State, compute: Callable[..., R], *data: Any) -> R:
         """`compute(*data)` in a pipeline. Of a trial pass nothing stays, also in metrics of the user's own."""
-        metrics = self.tracked_metrics() if self.prepared.is_trying else {}
-        shares = {name: copy.deepcopy(share_of(metric)) for name, metric in metrics.items()}
-        try:
+        with uncounted(self) if self.prepared.is_trying else NO_CONTEXT:
             made: R = state.logged.of_stage(self.prepared, compute, *data)
             return made
-        finally:
-            for name, share in shares.items():
-                load_share(metrics[name], share)
 
     def predict_step(self, state: State, data: T) -> Any:
         """The module's outputs for a batch."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from echelon.loop.unit import Unit
+from echelon.world import agree
 
-__all__ = ["LoopModes", "begin_training", "in_mode"]
+__all__ = ["LoopModes", "begin_training", "in_mode", "tell_of_eval_mode"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def begin_training(root: nn.Module) -> None:
 
     A model that is in eval mode as a whole came so: `from_pretrained` returns it like that. So does a part that has
     `from_pretrained` itself and parameters to train. Any other part in eval mode was put there, since modules are built in train
-    mode.
+    mode. A part of several layers that is trained may have come so, too, from a loader of its author's: that is said.
     """
     model = root
     while len(children := list(model.children())) == 1 and not any(True for _ in model.parameters(recurse=False)):
@@ -49,10 +50,23 @@ def begin_training(root: nn.Module) -> None:
             break
         (model,) = children  # a wrapper's: it is built in train mode around whatever it wraps
     kept = [(part, _modes(part)) for part in _parts_in_eval(model) if not _came_so(part)] if model.training else []
+    doubtful = {id(part) for part, modes in kept if len(modes) > 1 and any(p.requires_grad for p in part.parameters())}
+    tell_of_eval_mode([name for name, part in model.named_modules() if id(part) in doubtful])
     root.train()
     for part, modes in kept:
         part.eval()
         _put_back(modes)
+
+
+def tell_of_eval_mode(names: Sequence[str]) -> None:
+    """Of modules that are trained in eval mode."""
+    if names and agree.is_rank0():
+        logger.warning(
+            "%s modules are in eval mode as training begins, such as %s, and stay so: without dropout, and batch norm leaves its "
+            "statistics alone. To train them in train mode, call train() on them before",
+            len(names),
+            names[0],
+        )
 
 
 def _parts_in_eval(module: nn.Module) -> Iterator[nn.Module]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.parallel.shards import local
 
-__all__ = ["clear", "clip_by_norm_", "clip_by_value_", "pass_zeros", "scale_", "times_changed"]
+__all__ = ["clear", "clip_by_norm_", "clip_by_value_", "graph", "pass_zeros", "scale_", "times_changed"]
 
 
 def clear(optimizer: torch.optim.Optimizer) -> None:
@@ -191,40 +191,38 @@ def pass_zeros(loss: torch.Tensor, where: torch.Tensor | None = None) -> None:
             of their gradients those that are no larger than the values of a batch.
     """
     if where is not None:
-        for node in _nearest(loss.grad_fn, _NODES_OF_A_LOSS):
+        for node in graph(
+            [loss.grad_fn], without=lambda node: hasattr(node, "variable") or _crosses(node), most=_NODES_OF_A_LOSS
+        ):
             node.register_hook(partial(_zeros_where, where))
         return
-    nodes = _following([loss.grad_fn])
-    crossing = [node for node in nodes if getattr(node, "crosses_ranks", False)]
-    others = {*crossing, *_following([following for node in crossing for following, _ in node.next_functions])}
+    nodes = graph([loss.grad_fn])
+    crossing = [node for node in nodes if _crosses(node)]
+    others = {*crossing, *graph([following for node in crossing for following, _ in node.next_functions])}
     for node in nodes:
         if node not in others and not hasattr(node, "variable"):  # a parameter's own node stays for later passes
             node.register_hook(_zeros)
 
 
-def _following(nodes: list[Any]) -> list[Any]:
-    """These nodes of a backward pass and all that come after them."""
-    seen: dict[Any, None] = {}
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen[node] = None
-            waiting += [following for following, _ in node.next_functions]
-    return list(seen)
+def graph(nodes: Iterable[Any], *, without: Callable[[Any], bool] = lambda node: False, most: float = math.inf) -> list[Any]:
+    """These nodes of autograd's graph and all that follow in a backward pass, the nearest first.
 
-
-def _nearest(node: Any, count: int) -> list[Any]:
-    """So many nodes at most, this one first, without those that bring gradients of other ranks' losses, or are parameters."""
+    Args:
+        without: leaves out a node, and what follows from it alone.
+        most: ends with so many.
+    """
     seen: dict[Any, None] = {}
-    waiting = deque([node])
-    while waiting and len(seen) < count:
+    waiting = deque(nodes)
+    while waiting and len(seen) < most:
         node = waiting.popleft()
-        if node is None or node in seen or hasattr(node, "variable") or getattr(node, "crosses_ranks", False):
-            continue
-        seen[node] = None
-        waiting += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen and not without(node):
+            seen[node] = None
+            waiting.extend(following for following, _ in node.next_functions)
     return list(seen)
+
+
+def _crosses(node: Any) -> bool:
+    return bool(getattr(node, "crosses_ranks", False))
 
 
 def _zeros(to_inputs: tuple[Any, ...], from_outputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,8 +7,8 @@ a window's last micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -124,8 +124,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         loss = local(loss)
         if self._same is not None:
             self._same.settle()
-        with NO_CONTEXT if self.reduction.requires_gradient_sync or self.computes_in is None else _explaining_kept(self.module):
-            super().backward(loss, micro_batch, backward)
+        super().backward(loss, micro_batch, backward)
         if self._reduces and not self._is_checked:
             if self.draws is not None:  # else the losses would seem to differ for another reason
                 self.draws.check_now(0)
@@ -188,25 +187,6 @@ def _gather_each(module: nn.Module) -> None:
         if is_fully_sharded(part):
             part.unshard()  # type: ignore[operator]
             part.reshard()  # type: ignore[operator]
-
-
-@contextmanager
-def _explaining_kept(module: nn.Module) -> Iterator[None]:
-    """Around a backward pass that keeps whole gradients in another type than that of the passes.
-
-    Raises:
-        UsageError: in the place of torch's error, where parameters of one block have gradients in other micro-batches.
-    """
-    try:
-        yield
-    except Exception as error:
-        if "uniform" not in str(error) or "dtype" not in str(error):
-            raise
-        raise UsageError(
-            f"parameters of one block of {class_name(module)} have gradients in some micro-batches of an accumulation window and "
-            "none in others, which cannot wait for the last one in a lower precision. Leave out requires_gradient_sync=False. "
-            f"torch says: {error}"
-        ) from error
 
 
 register(Kind("fsdp", is_fully_sharded, FSDPPrepared))

@@ -38,11 +38,11 @@ def explained(module: nn.Module) -> Iterator[None]:
     """Around passes of a module that is split over ranks.
 
     Raises:
-        UsageError: in the place of torch's RuntimeError, which is its cause.
+        UsageError: in the place of torch's error, which is its cause.
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         if (said := meaning(module, str(error))) is None:
             raise
         raise UsageError(f"{said} torch says: {error}").with_traceback(error.__traceback__) from error  # whose line it is
@@ -84,6 +84,11 @@ def meaning(module: nn.Module, text: str) -> str | None:
         return (
             f"{name} or a block of it changes in place what it is given (x += ..., nn.ReLU(inplace=True) at its beginning), "
             "which cannot be where blocks are sharded one by one. Let it make a new tensor (x = x + ...); or train under 'ddp'."
+        )
+    if "uniform" in text and "dtype" in text:  # of whole gradients, which are kept in another type than that of the passes
+        return (
+            f"parameters of one block of {name} have gradients in some micro-batches of an accumulation window and none in "
+            "others, which cannot wait for the last one in a lower precision. Leave out requires_gradient_sync=False."
         )
     if "mixed torch.Tensor and DTensor" in text or "on inputs with different meshes" in text:
         said = (

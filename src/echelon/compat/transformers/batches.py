@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import trainer_utils
 
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
-from echelon.contracts.numbers import whole
+from echelon.contracts.errors import UsageError
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
 from echelon.data.stream import StreamLoader, is_divided
-from echelon.world import rng
 
-__all__ = ["Counted", "columns_of", "default_collator", "loader_of"]
+__all__ = ["columns_of", "default_collator", "loader_of"]
 
 
 def columns_of(model: torch.nn.Module, label_names: list[str]) -> list[str]:
@@ -92,61 +90,3 @@ def _with_columns(dataset: Any, collator: Callable[[list[Any]], Any], columns: l
             )
         return (dataset.remove_columns(unused) if unused else dataset), collator
     return dataset, trainer_utils.RemoveColumnsCollator(collator, columns)
-
-
-class Counted:
-    """A DataLoader of the user's, whose place is the number of batches that were read of an epoch.
-
-    A run that goes on reads these again and leaves them out, as transformers does; with the random numbers that the epoch began
-    with, so that a sampler which draws from torch's own generator draws the same again.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-        self._read = self._skip = 0
-        self._began: dict[str, Any] = {}
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:
-        """The loader's own, by which its length is judged, and read to its end."""
-        return type(self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._skip:
-            rng.put_back(self._began)
-        else:
-            self._began = rng.states()
-        iterator, self._read, self._skip = iter(self._loader), self._skip, 0
-        for count in range(self._read):
-            if next(iterator, None) is None:
-                raise UsageError(f"the DataLoader must go on after {self._read} batches, but has only {count}.")
-        return self._counting(iterator)
-
-    def _counting(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for batch in iterator:
-            self._read += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"batches": self._read, "began": self._began}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict.keys() != self.state_dict().keys():
-            raise CheckpointMismatchError(
-                "the run that was saved had another kind of loader than a DataLoader of its own. Go on with the one that it had."
-            )
-        now = rng.states()
-        try:
-            rng.put_back(state_dict["began"])
-            self._read = self._skip = whole("batches", state_dict["batches"], at_least=0)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:  # and a UsageError
-            raise CheckpointCorruptError(f"the checkpoint's state of the DataLoader is not valid: {error!r}.") from None
-        finally:
-            rng.put_back(now)
-        self._began = state_dict["began"]

@@ -29,6 +29,7 @@ from echelon.compat.transformers.saving import Saver, newest, ranks_that_share, 
 from echelon.compat.transformers.unit import TrainerUnit
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.run_dir import RunDir
+from echelon.data.replayed import Replayed
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.pretrained import save_pretrained
@@ -214,7 +215,7 @@ class Trainer(Losses, Optimizing, Evaluating):
             batch = (loader.batch_size or 1) * ranks * accumulation
         found = shared(loader, self.data_ranks(), accumulation, global_batch=batch)
         has_state = hasattr(found, "load_state_dict") or not isinstance(found, DataLoader)
-        return found if has_state else batches.Counted(found)
+        return found if has_state else Replayed(found)
 
     def _limits(self, loader: Any) -> tuple[int | None, int | None]:
         """(max_steps in micro-batches, max_epochs), of which one is None; and what callbacks are told of them."""

@@ -226,7 +226,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         """See to it that no optimizer is stepped with gradients of this rank alone, however its step is called."""
         for parameter in (p for p in self._loose if p.is_floating_point()):
             needed = parameter.requires_grad
-            parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._unaveraged.add)
+            self.trainer.handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._unaveraged.add))
             parameter.requires_grad_(needed)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._check_averaged)

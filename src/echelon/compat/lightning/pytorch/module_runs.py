@@ -56,7 +56,7 @@ _KNOWN = (
 )
 # What another process does not get.
 _OF_A_CALL = (
-    "gathers",
+    "handles",
     "unit",
     "loop_state",
     "lightning_module",
@@ -257,8 +257,8 @@ class ModuleRuns(Running):
 
     def begin_call(self, work: Work, device: torch.device) -> None:
         module, datamodule, call = work.module, work.datamodule, work.call
-        for handle in self.gathers:
-            handle.remove()
+        while self.handles:
+            self.handles.pop().remove()
         self.lightning_module, self.datamodule, self.root_device = module, datamodule, device
         module.trainer = self
         if datamodule is not None:

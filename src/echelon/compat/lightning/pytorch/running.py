@@ -73,7 +73,7 @@ class Running(Asked):
         self.lightning_module: Any = None
         self.datamodule: Any = None
         self.unit: Any = None
-        self.gathers: list[Any] = []  # hooks of a sharded module's parts, between calls
+        self.handles: list[Any] = []  # of hooks that the next call takes away
         self.loop_state: Any = None  # echelon's State
         self.current_epoch = self.batch_idx = self.log_step = 0
         self.lightning_optimizers: list[Any] = []

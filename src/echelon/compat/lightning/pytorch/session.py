@@ -22,6 +22,7 @@ from echelon.compat.lightning.pytorch.stepping import gather_when_alone
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.data.replayed import Replayed
+from echelon.loop.modes import tell_of_eval_mode
 from echelon.loop.run import evaluate, fit, predict, test, train
 from echelon.loop.trainer_rank import updates_to_steps
 from echelon.parallel.registry import kind_of
@@ -75,7 +76,7 @@ class Session:
             self._set_up(device)
             done = getattr(self, f"_{work.call}")()
             trainer.call_at_end(work.call)
-            trainer.gathers = gather_when_alone(self.module)
+            trainer.handles += gather_when_alone(self.module)
         except BaseException as error:
             trainer.state.status = "interrupted"
             trainer.tell_of(error)
@@ -215,7 +216,8 @@ class Session:
         trainer.num_training_batches = data.batches_of(loader, limit)
         if self._is_complete():
             return
-        _tell_of_eval_mode(module)
+        # Lightning trains parts in the mode in which they are, too.
+        tell_of_eval_mode([name or type(module).__name__ for name, part in module.named_modules() if not part.training])
         trainer.results["train"].meets = meets([module, *trainer.lightning_callbacks])
         if trainer.validates:
             self._sanity_check(evaluation, hooking)
@@ -333,18 +335,6 @@ class Session:
         limit = trainer.batches["predict"]
         predict(self.unit, loader, max_steps_per_epoch=limit, callbacks=[hooking, *trainer.loop_callbacks])
         return hooking.outputs
-
-
-def _tell_of_eval_mode(module: LightningModule) -> None:
-    """Lightning trains parts in the mode in which they are, too."""
-    names = [name or type(module).__name__ for name, part in module.named_modules() if not part.training]
-    if names and agree.is_rank0():
-        logger.warning(
-            "%s modules are in eval mode as training begins, such as %s, and stay so: without dropout, and batch norm leaves its "
-            "statistics alone. To train them in train mode, call train() on them before fit or in on_fit_start",
-            len(names),
-            names[0],
-        )
 
 
 def _may_stop(trainer: Any) -> bool:

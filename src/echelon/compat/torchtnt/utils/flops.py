@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.flop_counter import FlopCounterMode
 
+from echelon.parallel.gradients import graph
 from echelon.world.device import map_tensors
 
 __all__ = ["FlopTensorDispatchMode", "counter_of"]
@@ -57,14 +58,9 @@ class _Parts:
     def _left(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, names = self._given.pop(), tuple(self._called)
         self._called.pop()
-        waiting = _nodes(output)
-        while waiting:
-            node = waiting.pop()
-            if node in given or hasattr(node, "variable"):  # that of a parameter, which stays
-                continue
-            given.add(node)
-            waiting += [before for before, _ in node.next_functions if before is not None]
-            marks: dict[str, Any] = node.metadata  # type: ignore[assignment]  # a property, which its stub calls a method
+        # Not that of a parameter, which stays.
+        for node in graph(_nodes(output), without=lambda node: node in given or hasattr(node, "variable")):
+            marks: dict[str, Any] = node.metadata
             if _MARK not in marks:  # which a part within this one has not made
                 marks[_MARK] = names
                 node.register_prehook(lambda _, names=names: self._at(names))

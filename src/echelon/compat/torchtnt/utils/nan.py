@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.gradients import graph
 
 __all__ = ["check_for_nan_or_inf", "register_nan_hooks_on_whole_graph"]
 
@@ -31,22 +31,15 @@ def register_nan_hooks_on_whole_graph(t_outputs: Sequence[torch.Tensor | Gradien
     Raises:
         UsageError: an output that has no graph.
     """
-    left: deque[Node] = deque()
+    nodes = []
     for i, output in enumerate(t_outputs):
         if isinstance(output, torch.Tensor) and not output.requires_grad:
             raise UsageError(f"output {i} requires no gradient, so there is no backward pass to watch.")
         edge = get_gradient_edge(output) if isinstance(output, torch.Tensor) else output
-        left.append(edge.node)
-    seen: set[Node] = set()
-    handles = []
-    while left:
-        node = left.popleft()
-        if node in seen:
-            continue
-        seen.add(node)
-        left.extend(following for following, _ in node.next_functions if following is not None)
-        # The name alone: a hook that holds its node would keep the graph alive.
-        handles.append(node.register_hook(partial(_check, node.name())))
+        nodes.append(edge.node)
+    # The name alone: a hook that holds its node would keep the graph alive.
+    handles = [node.register_hook(partial(_check, node.name())) for node in graph(nodes)]
+    del nodes
 
     def remove() -> None:
         for handle in handles:
