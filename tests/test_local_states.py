@@ -198,6 +198,40 @@ def _other_optimizer(strategy: str, folder: Path) -> Any:
     return _train(_OtherKind(strategy))
 
 
+class _Plain(torch.optim.Optimizer):
+    """One that knows no learning rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= 0.1 * parameter.grad
+
+
+class _WithoutRate(_Unit):
+    def configure_optimizers_and_lr_scheduler(self, module: Any) -> Any:
+        return _Plain(module.parameters()), None
+
+
+def _optimizer_without_rate(strategy: str, folder: Path) -> Any:
+    return _train(_WithoutRate(strategy))
+
+
+class _WithOwn(_Unit):
+    """Besides the module, each rank has a layer for itself, which it trains in its own way."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self.own = nn.Linear(3, 3).double()
+        self.own_optimizer = torch.optim.SGD(self.own.parameters(), lr=0.2 if _odd() else 0.1)
+
+
+def _optimizer_of_its_own(strategy: str, folder: Path) -> Any:
+    return _train(_WithOwn(strategy))
+
+
 def _asks_to_stop(strategy: str, folder: Path) -> Any:
     unit = _Unit(strategy)
     return _train(unit, callbacks=[_at("on_train_step_end", lambda state, unit: unit.step() == 1 and state.stop())])
@@ -282,7 +316,7 @@ def test_all_ranks_are_told_the_same(ranks: Ranks, tmp_path: Path, case: Case, s
 
 @pytest.mark.standing_ranks
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.full)])
-@pytest.mark.parametrize("case", [_empty_batch, _asks_to_stop, _stops_in_eval])
+@pytest.mark.parametrize("case", [_empty_batch, _asks_to_stop, _stops_in_eval, _optimizer_without_rate, _optimizer_of_its_own])
 def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path, case: Case, strategy: str) -> None:
     (first, steps, mine), (second, others_steps, others) = ranks(2, _outcome, case, strategy, tmp_path)
     assert (first, second) == ("done", "done") and steps == others_steps
@@ -299,3 +333,66 @@ def test_a_fault_of_one_rank_ends_all(ranks: Ranks, tmp_path: Path, case: Case, 
     said = str(caught.value)
     words = {_loss_without_gradient: "compute_loss returned", _no_gradient: "must depend on all trained parameters"}
     assert words.get(case, "a fault of one rank alone") in said
+
+
+# --- in a pipeline
+
+
+class _FailsBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ValueError("a fault of one rank alone")
+
+
+class _Block(nn.Module):
+    """One that fails in a later pass, if `way` is "forward" or "backward"."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.inner, self.way, self.passes = nn.Linear(3, 3), way, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.inner(x))
+        if self.way and torch.is_grad_enabled() and not x.is_meta:
+            self.passes += 1
+            if self.passes > 3:
+                if self.way == "forward":
+                    raise ValueError("a fault of one rank alone")
+                return _FailsBack.apply(x)
+        return x
+
+
+def _staged(way: str, at: int, schedule: str, dims: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    blocks = [_Block(way if i == at else "") for i in range(4)]
+    unit = Regression(
+        module=nn.Sequential(*blocks, nn.Linear(3, 1)).double(),
+        strategy=ech.Parallel(pp=2, schedule=schedule, **dims),
+        gradient_accumulation_steps=2,
+    )
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 3).double(), torch.randn(4, 1).double()) for _ in range(8)]
+    ech.train(unit, data, max_epochs=1)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("at", "schedule", "dims"),
+    [
+        (0, "1f1b", {}),
+        (3, "1f1b", {}),
+        pytest.param(0, "zero_bubble", {}, marks=pytest.mark.full),
+        pytest.param(3, "1f1b", {"dp_replicate": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_a_fault_in_a_stage_is_told_of_its_own_rank(ranks: Ranks, way: str, at: int, schedule: str, dims: dict[str, int]) -> None:
+    """The others are told of it, or wait in vain; and torch would have told of a backward pass in words of its own."""
+    with pytest.raises(RankFailedError) as caught:
+        ranks(2 * dims.get("dp_replicate", 1), _staged, way, at, schedule, dims)
+    half = dims.get("dp_replicate", 1)
+    assert caught.value.rank // half == (at > 1)
+    assert "\nValueError: a fault of one rank alone" in str(caught.value)

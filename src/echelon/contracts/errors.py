@@ -23,6 +23,7 @@ EchelonError
 from __future__ import annotations
 
 __all__ = [
+    "TOLD_BY",
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointInUseError",
@@ -43,6 +44,9 @@ __all__ = [
     "UsageError",
     "require",
 ]
+
+
+TOLD_BY = "This rank was told of the error by rank"  # in a note of such an error: launchers show the other rank's
 
 
 class EchelonError(Exception):

@@ -15,7 +15,7 @@ from typing import Any
 from echelon.contracts.errors import UsageError
 from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores, visible_devices
 from echelon.contracts.terminal import shortly
-from echelon.launcher.lost_peers import gave_up_waiting, lost_peer
+from echelon.launcher.lost_peers import gave_up_waiting, lost_peer, told_by_another
 
 __all__ = [
     "Failure",
@@ -163,7 +163,7 @@ class Failure:
     @property
     def is_victim(self) -> bool:
         """True for a rank that failed only because another was gone, whatever its own error says."""
-        return self.waited or lost_peer(self.traceback)
+        return self.waited or lost_peer(self.traceback) or told_by_another(self.traceback)
 
     @property
     def waited(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which errors of a rank only follow from another rank: a connection to it broke, or it did not come.
+"""Which errors of a rank only follow from another rank: a connection to it broke, it did not come, or it told of its own.
 
 A connection to somewhere else, such as a server of data or a process that loads it, breaks with the same words. So those count
 only from gloo, NCCL and torch's store, by the names in the message or the file that raised it.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-__all__ = ["error_before", "gave_up_waiting", "lost_peer"]
+from echelon.contracts.errors import TOLD_BY
 
+__all__ = ["error_before", "gave_up_waiting", "lost_peer", "told_by_another"]
+
+_TOLD = re.compile(rf"^{TOLD_BY} \d+\.$", re.MULTILINE)
 _MOST = 100_000  # of a traceback, its end
 _RAISED = re.compile(
     r"^(?:Traceback \(most recent call last\)|The above exception was the direct cause|During handling of).*$", re.MULTILINE
@@ -52,6 +55,11 @@ def lost_peer(traceback: str) -> bool:
 def gave_up_waiting(traceback: str) -> bool:
     """Whether one of the chained exceptions says that another rank did not come in time."""
     return any(_WAITED.search(said) is not None for said in _of_groups(traceback))
+
+
+def told_by_another(traceback: str) -> bool:
+    """Whether the error is another rank's, of which this one was told."""
+    return _TOLD.search(_RAISED.split(traceback[-_MOST:])[-1]) is not None
 
 
 def error_before(traceback: str) -> str:

@@ -57,9 +57,11 @@ def on_optimizers(unit: Unit) -> None:
     if overrides().observes or any(own):
         shared = {}
     told: dict[str, list[Any]] = {}
-    if shared:
-        for name, optimizer in unit.tracked_optimizers().items():
-            groups = getattr(optimizer, "param_groups", [])  # not how many parameters each has: a divided one holds some
+    ids = {id(p) for each in shared.values() for p in (*each.module.parameters(), *each.others)}
+    for name, optimizer in unit.tracked_optimizers().items() if shared else ():
+        groups = getattr(optimizer, "param_groups", [])
+        held = {id(p) for group in groups for p in group["params"]}  # a divided one may hold none here
+        if not held or not ids.isdisjoint(held):  # else of what each rank has for itself
             rates = [float(g["lr"]) for g in groups if isinstance(g.get("lr"), (int, float, torch.Tensor))]
             told[name] = [type(optimizer).__name__, *rates]
     frozen = {f"{name}.{n}": None for name, each in shared.items() for n, p in each.named_parameters() if not p.requires_grad}
@@ -67,11 +69,12 @@ def on_optimizers(unit: Unit) -> None:
     if len(kinds) == 1:
         return
     (optimizers, first), (others, second) = kinds[:2]
-    for name, known in optimizers.items():
-        if others.get(name) != known:
+    for name in {**optimizers, **others}:
+        one, another = optimizers.get(name, ["none"]), others.get(name, ["none"])
+        if one != another:
             raise RanksDisagreeError(
-                f"ranks that share a model must train it alike, and disagree about {name}: {_told(known)} on one, "
-                f"{_told(others.get(name, ['none']))} on another. Make the same optimizer on all ranks, of the same groups."
+                f"ranks that share a model must train it alike, and disagree about {name}: {_told(one)} on one, "
+                f"{_told(another)} on another. Make the same optimizer on all ranks, of the same groups."
             )
     differ = sorted(set(first) ^ set(second))
     raise RanksDisagreeError(

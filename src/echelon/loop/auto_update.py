@@ -176,7 +176,7 @@ class AutoUpdates(TrainUnit[T]):
 
     def _apply(self, state: State, weight: Any, loss: Any, norm: torch.Tensor | None) -> bool:
         """The optimizer's step, and what follows from it. False if fp16's scaler left the update out."""
-        self.latest_update, lr = (loss, norm), self.optimizer.param_groups[0]["lr"]
+        self.latest_update, lr = (loss, norm), self.optimizer.param_groups[0].get("lr")
         updated = self._step_optimizer()
         if self._routers is not None:
             self._routers.end_window(updated=updated)

@@ -119,7 +119,7 @@ class Recorder:
                 "step": step,
                 "update": update,
                 "loss": float(loss),
-                "lr": float(lr),
+                "lr": None if lr is None else float(lr),
                 "grad_norm": None if grad_norm is None else float(grad_norm),
                 rate_key: rate,
                 "time": at + offset,

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import EchelonError, RanksDisagreeError
+from echelon.contracts import errors
+from echelon.contracts.errors import TOLD_BY, EchelonError, RanksDisagreeError
 from echelon.world.timeout import timeout_of_default_group
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "any_ranks_and_number",
     "channel",
     "control_group",
+    "fail_together",
     "first_told",
     "from_one",
     "from_rank0",
@@ -39,6 +41,7 @@ __all__ = [
     "kinds",
     "rank",
     "same_on_all",
+    "told_error",
     "unless_same",
 ]
 
@@ -207,6 +210,32 @@ def first_told(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     dist.all_reduce(first, op=dist.ReduceOp.MIN, group=channel_)
     teller = int(first.item())
     return None if teller == ranks else _from(teller, value, group)
+
+
+def fail_together(error: Exception | None, where: str, group: dist.ProcessGroup | None = None) -> None:
+    """What went wrong on a rank ends all: for a rank that must not leave before the others have sent what they wait for.
+
+    Args:
+        where: what failed, in the error of the other ranks.
+    Raises:
+        Exception: where something went wrong, that; on the other ranks `told_error` of the first of these.
+    """
+    told = first_told(None if error is None else [rank(), type(error).__name__, str(error)], group)
+    if error is not None:
+        raise error
+    if told is not None:
+        raise told_error(where, *told)
+
+
+def told_error(where: str, of_rank: int, kind: str, text: str) -> EchelonError:
+    """Another rank's error, of which this one knows the class's name and the words."""
+    known = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, EchelonError):
+        made = known(text)
+    else:
+        made = EchelonError(f"{where} failed: {kind}: {text}")
+    made.add_note(f"{TOLD_BY} {of_rank}.")
+    return made
 
 
 def kinds(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

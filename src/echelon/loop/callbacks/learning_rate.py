@@ -19,7 +19,7 @@ def learning_rates(optimizer: Optimizer, prefix: str) -> dict[str, Any]:
     rates: dict[str, Any] = {}
     # A group's parameters may all be another rank's.
     for group, parameters in zip(optimizer.param_groups, parameter_groups(optimizer), strict=True):
-        if parameters and "lr" in group:
+        if parameters and group.get("lr") is not None:
             name = str(group.get("name", "pg"))
             rates[f"{prefix}/{name}:{seen.setdefault(name, 0)}"] = group["lr"]
             seen[name] += 1

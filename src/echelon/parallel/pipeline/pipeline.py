@@ -27,7 +27,7 @@ from echelon.parallel.pipeline.schedules import Kind, StageModule, parts, torch_
 from echelon.parallel.pipeline.shared import Shared
 from echelon.parallel.pipeline.trial import compute
 from echelon.parallel.pipeline.values import Form, Leaf, form_of, shape_of_batch
-from echelon.parallel.pipeline.walk import Needs, Walk, Walked, error_of
+from echelon.parallel.pipeline.walk import Needs, Walk, Walked
 from echelon.parallel.pipeline.window import Learned, Made, Window
 from echelon.parallel.split_errors import explained
 from echelon.world import agree
@@ -97,22 +97,12 @@ class Pipeline:
                         first += size
         finally:
             self._under_way = None
-        self._refuse_wrong(under_way)
+        # What the passes of any rank found, before anything is made of the gradients.
+        agree.fail_together(under_way.wrong, f"a stage of {self.cut.kind}")
         while len(self._learned) > max(_MOST_KINDS, len(micro_batches)):
             self._learned.popitem(last=False)
         self.shared.sum_gradients()
         return self._told(under_way, self._learned[signatures[0]].loss, share)
-
-    def _refuse_wrong(self, window: Window) -> None:
-        """What the passes of any rank found, on all. Before anything is made of the gradients."""
-        if not agree.any_rank(window.wrong is not None):
-            return
-        own = window.wrong
-        told = agree.first_told(None if own is None else [type(own).__name__, str(own)])
-        error = error_of(f"a stage of {self.cut.kind}", told)
-        if own is not None and not isinstance(own, EchelonError) and told == [type(own).__name__, str(own)]:
-            raise own
-        raise error from own
 
     @functools.cached_property
     def _parameters(self) -> list[nn.Parameter]:
@@ -266,9 +256,11 @@ class Pipeline:
         numbers = torch.arange(size)
         try:
             self._schedules[key].step(number=numbers, target=numbers if self.has_last else None, return_outputs=False)
-        except RuntimeError:
-            if self._under_way.failed is not None:
-                raise self._under_way.failed from None
+        except RuntimeError as error:
+            # Of a backward pass torch tells all tensors, and the error itself as the cause.
+            failed = self._under_way.failed or (error.__cause__ if "Failed to run stage" in str(error) else None)
+            if failed is not None:
+                raise failed from None
             raise
 
     def _stage_module(self, stage: int) -> StageModule:

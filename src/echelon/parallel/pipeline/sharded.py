@@ -30,14 +30,13 @@ class ShardedStages(Pipelined, FSDPPrepared):
 
     def check_plan(self, loss: torch.Tensor) -> None:
         """After the first update's backward passes, on all ranks: only those of some stages may see what is wrong."""
-        found: str | None = None
+        found: UsageError | None = None
         try:
             check_same_loss(self.module, loss)
             check_whole_layers(self.module)
         except UsageError as error:
-            found = str(error)
-        if (told := agree.first_told(found)) is not None:
-            raise UsageError(told)
+            found = error
+        agree.fail_together(found, "a stage")
 
     def passes_begin(self, *, several: bool) -> None:
         reduction = self.reduction

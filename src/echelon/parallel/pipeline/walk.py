@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts import errors
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import UsageError
 from echelon.parallel.names import plain_buffers
 from echelon.parallel.pipeline.absent import Absent, Needed, Sources
 from echelon.parallel.pipeline.collectives import RefuseCollectives
@@ -30,7 +29,7 @@ from echelon.parallel.pipeline.trial import Trials, compute, leaves, same
 from echelon.parallel.pipeline.values import Form, Unsendable, form_of
 from echelon.world import agree, rng
 
-__all__ = ["Needs", "Walk", "Walked", "error_of"]
+__all__ = ["Needs", "Walk", "Walked"]
 
 
 @dataclass(frozen=True)
@@ -292,12 +291,12 @@ class Walk:
             try:
                 told = act()
             except Exception as error:  # of the user's code: the other ranks must not wait for this one
-                own, told = error, {"error": [type(error).__name__, str(error)]}
+                own, told = error, {"error": [agree.rank(), type(error).__name__, str(error)]}
         every = agree.gather(told, None if everywhere else self.group)
         if own is not None:
             raise own
         if failed := next((each["error"] for each in every if "error" in each), None):
-            raise error_of(f"stage {stage} of {self.cut.kind}", failed)
+            raise agree.told_error(f"stage {stage} of {self.cut.kind}", *failed)
         if everywhere:
             members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
             here = every[members[self.ranks[stage]]]
@@ -335,11 +334,3 @@ class Walk:
             value, self._value = self._value, None
             return value
         return result.filled(tensors)
-
-
-def error_of(where: str, told: list[str]) -> EchelonError:
-    """Another rank's error, of which this one knows the class's name and the words."""
-    kind = getattr(errors, told[0], None)
-    if isinstance(kind, type) and issubclass(kind, EchelonError):
-        return kind(told[1])
-    return EchelonError(f"{where} failed: {told[0]}: {told[1]}")
