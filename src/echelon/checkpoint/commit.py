@@ -183,16 +183,10 @@ def note_metrics(folder: Location, metrics: dict[str, float]) -> None:
 
     The manifest is replaced as a whole: a kill leaves the one or the other. Those that it has stay as they are.
     """
-    facts = manifests.read(folder)
-    facts.pop("format")
-    known = facts.get("metrics", {})
-    if set(metrics) <= set(known):
-        return
-    facts["metrics"] = {**metrics, **known}
-    replace_file(folder / MANIFEST, manifests.render(facts), durable=True)
+    note(folder, "metrics", {**metrics, **manifests.read(folder).get("metrics", {})})
 
 
-def note(folder: Location, name: str, value: str) -> None:
+def note(folder: Location, name: str, value: Any) -> None:
     """Write a fact into the manifest of a checkpoint that was committed before it was known. As `note_metrics`."""
     facts = manifests.read(folder)
     facts.pop("format")

@@ -7,10 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch.distributed as dist
 
 from echelon.checkpoint.manifest import INDEX, STATE, in_file
-from echelon.contracts.errors import CheckpointError
 from echelon.world import agree
 
-__all__ = ["INDEX", "STATE", "NamedState", "Stateful", "in_file", "own_file", "raise_on_all", "tensors_file", "this_rank"]
+__all__ = ["INDEX", "STATE", "NamedState", "Stateful", "in_file", "own_file", "tensors_file", "this_rank"]
 
 
 @runtime_checkable
@@ -40,9 +39,3 @@ def tensors_file(rank: int) -> str:
 
 def own_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
-
-
-def raise_on_all(problem: str | None, kind: type[CheckpointError] = CheckpointError) -> None:
-    """The first rank's problem as an error on every rank, if any rank has one. Collective."""
-    if (first := agree.first_told(problem)) is not None:
-        raise kind(first)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from echelon.checkpoint import plain, staging, strict, tensorfile
 from echelon.checkpoint.buffers import Buffers
 from echelon.checkpoint.header import SIZES
-from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, raise_on_all, tensors_file, this_rank
+from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, tensors_file, this_rank
 from echelon.checkpoint.location import Location
 from echelon.checkpoint.spread import Piece, spread
 from echelon.contracts.errors import CheckpointError
@@ -166,7 +166,7 @@ def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: P
         except RuntimeError as error:  # a container that another thread changed meanwhile
             failure, cause = failure or f"{what}checkpoint cannot be read: {error}", error
     try:
-        raise_on_all(failure)
+        agree.raise_on_all(failure, CheckpointError)
     except CheckpointError as error:
         raise error from cause
     return Snapshot(rank, pieces, index, encoded[0], encoded[1])

@@ -204,6 +204,14 @@ class LineReader:
                 else:  # two attempts may have met in the middle of a line
                     self.bad += 1
 
+    @classmethod
+    def of_end(cls, path: Path, most_bytes: int) -> LineReader:
+        """Of a file that may be long, or not there yet: its last so many bytes, and what comes."""
+        reader = cls(path)
+        with contextlib.suppress(OSError):
+            reader.start_at(max(0, path.lstat().st_size - most_bytes))
+        return reader
+
     def start_at(self, position: int) -> None:
         """Begin with the first whole line after this position."""
         self._position, self._skips = position, position > 0

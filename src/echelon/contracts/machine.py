@@ -15,6 +15,7 @@ from echelon.contracts.terminal import shortly
 __all__ = [
     "DEVICE_VARIABLE",
     "boot_id",
+    "interface_of",
     "missing_interface",
     "package_version",
     "process_stat",
@@ -105,6 +106,13 @@ def visible_devices(env: Mapping[str, str] = os.environ, dev: Path = Path("/dev"
     # CUDA reads up to the first that it does not know. Other names than numbers are UUIDs, also of parts of a GPU.
     bad = (i for i, n in enumerate(names) if n in ("", "-1", "NoDevFiles") or (n.isdecimal() and not _is_below(n, count)))
     return names[: next(bad, len(names))]
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has this address; empty if none has."""
+    import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it
+
+    return next((name for name, all_ in psutil.net_if_addrs().items() for a in all_ if a.address.split("%")[0] == address), "")
 
 
 def missing_interface(env: Mapping[str, str], backend: str = "gloo nccl") -> str:

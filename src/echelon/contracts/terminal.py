@@ -6,7 +6,7 @@ import codecs
 import contextlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "printable",
     "put",
     "put_bytes",
+    "rank_ranges",
     "say",
     "shortly",
 ]
@@ -45,6 +46,25 @@ def one_line(text: str) -> str:
 def shortly(text: str, most: int = 80) -> str:
     """A value of any length in quotes, as an error shows it."""
     return repr(text if len(text) <= most else f"{text[:most]}...")
+
+
+def rank_ranges(ranks: Iterable[int], *, shortest: int = 2, most: int = 12) -> str:
+    """As "rank 2", "ranks 0-2, 5" or "ranks 0-7, 12".
+
+    Args:
+        shortest: so many in a row are a range.
+        most: ranges and ranks that are shown.
+    """
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) >= shortest else map(str, run))]
+    more = f" and more, {len(ordered)} in all" if len(shown) > most else ""
+    return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(shown[:most])}{more}"
 
 
 def say(text: str) -> None:

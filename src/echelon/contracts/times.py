@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from echelon.contracts.events import LineReader
@@ -138,17 +137,10 @@ class TimesReader:
         for rank in ranks_of(self._run):
             reader = self._readers.get(rank)
             if reader is None:
-                reader = self._readers[rank] = _reader(self._run.times(rank))
+                reader = self._readers[rank] = LineReader.of_end(self._run.times(rank), _MOST_BYTES)
             if new := [r for line in reader.read() if (r := parse(line)) is not None]:
                 found[rank] = new
         return found
-
-
-def _reader(path: Path) -> LineReader:
-    reader = LineReader(path)
-    with contextlib.suppress(OSError):  # it has gone; the reader finds that, too
-        reader.start_at(max(0, path.lstat().st_size - _MOST_BYTES))
-    return reader
 
 
 def read_times(run: RunDir) -> dict[int, list[TimeRecord]]:
@@ -164,6 +156,6 @@ def records_of(run: RunDir, rank: int) -> Iterator[TimeRecord]:
         return
     with file, contextlib.suppress(OSError):
         size = os.fstat(file.fileno()).st_size  # not what comes meanwhile, without end
-        for line in _reader(run.times(rank)).records_of(file, size):
+        for line in LineReader.of_end(run.times(rank), _MOST_BYTES).records_of(file, size):
             if (record := parse(line)) is not None:
                 yield record

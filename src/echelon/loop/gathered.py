@@ -105,9 +105,7 @@ class Weights:
                 except OSError as error:  # the others are in the middle of gathering
                     problem = f"rank 0: {explain(error, folder)}"
             del value
-        problem = agree.first_told(problem)
-        if problem is not None:
-            raise CheckpointWriteError(problem)
+        agree.raise_on_all(problem, CheckpointWriteError)
         if not agree.is_rank0():
             return {}
         return {name: same[each.stage, each.same] for name, each in self.entries.items() if name in names}

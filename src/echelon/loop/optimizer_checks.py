@@ -169,8 +169,7 @@ def check_tracked(unit: Any) -> Watches | None:
     """
     optimizers, modules = unit.tracked_optimizers(), unit.tracked_modules()
     problem = None if overrides().observes else _problem(unit, optimizers, modules)
-    if (first := agree.first_told(problem)) is not None:
-        raise UsageError(f"{first} {_REMEDY}.")
+    agree.raise_on_all(f"{problem} {_REMEDY}." if problem else None)
     for optimizer in optimizers.values():
         if any(is_split(p) for p in parameters_of(optimizer)):
             step_by_kind(optimizer)

@@ -6,7 +6,6 @@ A run on a cluster is watched from wherever its folder is seen.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from echelon.contracts.times import PARTS, TimeRecord
 from echelon.observe.columns import finite, moment, number
 from echelon.observe.facts import Attempt, get, word
 from echelon.observe.recent import Recent
-from echelon.observe.sinks.model import ProgressModel
+from echelon.observe.sinks.model import ProgressModel, duration
 from echelon.observe.stragglers import stragglers
 
 __all__ = ["Now", "Watch", "lines"]
@@ -90,7 +89,7 @@ class Watch:
     def __init__(self, run: RunDir, rank: int | None = None) -> None:
         self._run, self._rank = run, rank
         self._attempt = -1
-        self._model, self._metrics = ProgressModel(), _from_near_end(run.metrics)
+        self._model, self._metrics = ProgressModel(), LineReader.of_end(run.metrics, _TAIL_BYTES)
         self._events: LineReader | None = None
         self._seen: list[dict[str, Any]] = []
         self._numbers: dict[str, float] = {}
@@ -155,13 +154,6 @@ class Watch:
         except OSError:
             return rank, []
         return rank, [line for line in text.replace("\r", "\n").splitlines() if line.strip()][-_LOG_LINES:]
-
-
-def _from_near_end(path: Path) -> LineReader:
-    reader = LineReader(path)
-    with contextlib.suppress(OSError):  # not there yet
-        reader.start_at(max(0, path.lstat().st_size - _TAIL_BYTES))
-    return reader
 
 
 def _since(there: RunDir) -> float | None:
@@ -254,14 +246,14 @@ def _state(now: Now, job: str, *, gone: bool) -> str:
         said = _ended(attempt)
     else:
         silent = now.since_s is not None and now.since_s > _SILENT_S
-        said = f"has written nothing for {_duration(now.since_s or 0.0)}" if silent else "running"
+        said = f"has written nothing for {duration(now.since_s or 0.0)}" if silent else "running"
         said = "its launcher has gone: `echelon explain` says more" if gone else said
         said += f" ({job})" if job else ""
     parts = [now.name, said, f"{now.ranks} ranks"]
     if attempt is not None and attempt.number:
         parts.append(f"attempt {attempt.number}")
     if now.running_s is not None:
-        parts.append(_duration(now.running_s))
+        parts.append(duration(now.running_s))
     return "  ".join(parts)
 
 
@@ -302,9 +294,3 @@ _PARTS = {name: name.removesuffix("_s") for name in PARTS} | {"wait_s": "waiting
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    hours = f"{whole // 3600}:{whole % 3600 // 60:02d}" if whole >= 3600 else f"{whole // 60}"
-    return f"{hours}:{whole % 60:02d}"

@@ -175,8 +175,7 @@ class Watches:
         for name, why in dict.fromkeys((name, why) for each in told for name, why in each):
             if (differs := self._differs(name)) is not None and problem is None:
                 problem = f"{differs} differs between ranks: {why}"
-        if (first := agree.first_told(problem)) is not None:
-            raise UsageError(first)
+        agree.raise_on_all(problem)
 
     def _differs(self, name: str) -> str | None:
         """A parameter of a wrapper that is not the same on its ranks. Collective over these."""

@@ -90,8 +90,7 @@ def _fill_divided(origins: list[Origin], targets: dict[str, torch.Tensor], devic
                 mine = turn[rank].computed().contiguous()
             except UsageError as error:
                 problem = str(error)
-        if (first := agree.first_told(problem)) is not None:
-            raise UsageError(first)
+        agree.raise_on_all(problem)
         for owner, origin in enumerate(turn):
             if owner == rank:
                 assert mine is not None

@@ -39,6 +39,7 @@ __all__ = [
     "is_rank0",
     "is_same",
     "kinds",
+    "raise_on_all",
     "rank",
     "same_on_all",
     "told_error",
@@ -210,6 +211,12 @@ def first_told(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     dist.all_reduce(first, op=dist.ReduceOp.MIN, group=channel_)
     teller = int(first.item())
     return None if teller == ranks else _from(teller, value, group)
+
+
+def raise_on_all(problem: str | None, kind: type[Exception] = errors.UsageError) -> None:
+    """What is wrong on the first rank on which something is, as an error on all. Collective."""
+    if (first := first_told(problem)) is not None:
+        raise kind(first)
 
 
 def fail_together(error: Exception | None, where: str, group: dist.ProcessGroup | None = None) -> None:

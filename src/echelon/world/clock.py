@@ -75,7 +75,7 @@ class Clock:
         self._wall, self._idle = [0.0] * _PARTS, [0.0] * _PARTS
         self._since = self.noted_at = perf_counter()
         self._lag = self._since - thread_time()  # which grows by what the thread does not compute
-        self._queue = _open(f"/proc/self/task/{self.native}/schedstat")
+        self._queue = open_proc(f"/proc/self/task/{self.native}/schedstat")
         self.groups: list[Group] = []
         self.note()
 
@@ -120,7 +120,7 @@ class Clock:
             self._queue = None
 
 
-def _open(path: str) -> int | None:
+def open_proc(path: str) -> int | None:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

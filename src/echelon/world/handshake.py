@@ -24,11 +24,11 @@ import torch.distributed as dist
 from echelon.contracts.errors import RanksDisagreeError, UsageError, require
 from echelon.contracts.files import parse_object
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.terminal import one_line
+from echelon.contracts.terminal import one_line, rank_ranges
 from echelon.world import agree
 from echelon.world.program import MODULE, SETTINGS, build, program
 
-__all__ = ["VARIABLE", "Said", "differences", "greet", "greeted", "named", "refusal_of", "tellers_of", "warn_of"]
+__all__ = ["VARIABLE", "Said", "differences", "greet", "greeted", "refusal_of", "tellers_of", "warn_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -161,22 +161,9 @@ def refusal_of(told: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> 
     return f"ranks must run the same program, got {lines[0]}{listed}\n{remedy}"
 
 
-def named(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0-2, 5"."""
-    every = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in every:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ("rank " if len(every) == 1 else "ranks ") + ", ".join(shown[:16]) + (", ..." if len(shown) > 16 else "")
-
-
 def _who(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     host = one_line(hosts.get(ranks[0], ""))[:_LONGEST] if len(ranks) == 1 else ""
-    return f"{named(ranks)}{f' ({host})' if host else ''}"
+    return f"{rank_ranges(ranks)}{f' ({host})' if host else ''}"
 
 
 def _value(text: str) -> str:
@@ -224,7 +211,7 @@ def greet(device: torch.device | None = None) -> None:
     if failure is not None:
         raise failure
     if failing := [rank for rank, each in enumerate(told) if each[2]]:
-        raise RanksDisagreeError(f"{named(failing)} cannot join: {one_line(str(told[failing[0]][2]))}")
+        raise RanksDisagreeError(f"{rank_ranges(failing)} cannot join: {one_line(str(told[failing[0]][2]))}")
     for which, judge in ((0, _refuse), (1, warn_of)):
         kinds = tellers_of([str(each[which]) for each in told])
         if len(kinds) > 1:

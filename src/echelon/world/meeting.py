@@ -25,7 +25,8 @@ import torch.distributed as dist
 from echelon.contracts.errors import LauncherEnvironmentError, RanksDisagreeError, UsageError
 from echelon.contracts.files import parse_object
 from echelon.contracts.rank import RankInfo, said_by
-from echelon.world.handshake import Said, named, refusal_of, tellers_of, warn_of
+from echelon.contracts.terminal import rank_ranges
+from echelon.world.handshake import Said, refusal_of, tellers_of, warn_of
 
 __all__ = ["Facts", "meet", "refusal"]
 
@@ -178,7 +179,7 @@ def _compared(store: dist.Store, everyones: dict[int, Facts], mine: Said) -> str
             store.wait([f"said/{rank}"], _TELL)
             told[rank] = Said.read(store.get(f"said/{rank}"))
         except dist.DistStoreError:
-            return f"{named([rank])} runs something else than rank 0, and did not tell what within {_TELL.total_seconds():g} s."
+            return f"rank {rank} runs something else than rank 0, and did not tell what within {_TELL.total_seconds():g} s."
     problem = refusal_of({t: told[t] for t in must}, must) if len(must) > 1 else ""
     if not problem and len(may) > 1:
         warn_of({t: told[t] for t in may}, may)
@@ -202,7 +203,7 @@ def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: 
         missing = [rank for rank in range(ranks) if rank not in facts]
         if not problem and left <= look_s:
             problem = (
-                f"{named(missing)} of {ranks} did not come within {timeout.total_seconds():g} s. Look at their output "
+                f"{rank_ranges(missing)} of {ranks} did not come within {timeout.total_seconds():g} s. Look at their output "
                 f"for how they ended; start as many ranks as WORLD_SIZE={ranks} says; and see that their hosts reach {at}."
                 f"{_why_so_many(info)}"
             )
@@ -215,7 +216,7 @@ def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: 
             told, patience_s = 0.0, _LONGEST_LOOK_S
             logger.warning(
                 "rank 0 waits for %s of %s, and gives up in %.0f s. Do they run, and can their hosts reach %s?%s",
-                named(missing), ranks, max(0.0, until - time.monotonic()), at, _why_so_many(info),
+                rank_ranges(missing), ranks, max(0.0, until - time.monotonic()), at, _why_so_many(info),
             )  # fmt: skip
 
 
@@ -255,7 +256,7 @@ def _sizes(said: Mapping[int, int]) -> str:
         having.setdefault(size, []).append(rank)
     if len(having) < 2:
         return ""
-    shown = "; ".join(f"{named(ranks)}: {size}" for size, ranks in sorted(having.items(), key=lambda item: len(item[1])))
+    shown = "; ".join(f"{rank_ranges(ranks)}: {size}" for size, ranks in sorted(having.items(), key=lambda item: len(item[1])))
     return f"the world size must be the same on all ranks, got {shown}. Start all ranks with one WORLD_SIZE, by one launcher."
 
 
@@ -278,7 +279,7 @@ def _judge(ranks: dict[int, Facts]) -> str:
     for rank, facts in ranks.items():
         kinds.setdefault(facts.device, []).append(rank)
     if len(kinds) > 1 and any(facts.why or facts.nccl for facts in ranks.values()):
-        shown = " and ".join(f"{kind} on {named(members)}" for kind, members in kinds.items())
+        shown = " and ".join(f"{kind} on {rank_ranges(members)}" for kind, members in kinds.items())
         lacking = [f" On {_at(rank, facts)}: {facts.why}." for rank, facts in ranks.items() if facts.why]
         return (
             f"ranks must compute on one type of device, got {shown}.{''.join(lacking[:8])} Mend or leave out such a node, or let "
@@ -293,8 +294,8 @@ def _judge(ranks: dict[int, Facts]) -> str:
     if shared is not None:
         facts = ranks[shared[0]]
         return (
-            f"{named(shared)} compute on one GPU, {facts.gpu} of {facts.host}, which NCCL refuses. Start fewer ranks there, "
-            "give each a GPU of its own (--bind devices), or let them share it by gloo: init_from_env(pg_backend='gloo')."
+            f"{rank_ranges(shared)} compute on one GPU, {facts.gpu} of {facts.host}, which NCCL refuses. Start fewer ranks "
+            "there, give each a GPU of its own (--bind devices), or let them share it by gloo: init_from_env(pg_backend='gloo')."
         )
     return ""
 

@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from echelon.world.clock import Clock, Part
+from echelon.world.clock import Clock, Part, open_proc
 
 __all__ = ["Whereabouts"]
 
@@ -47,7 +47,7 @@ class Whereabouts:
         self.lines: Counter[str] = Counter()
         self._kinds: dict[str, str] = {}
         self._folder = _folder()
-        self._stat, self._syscall = (_open(f"/proc/self/task/{clock.native}/{name}") for name in ("stat", "syscall"))
+        self._stat, self._syscall = (open_proc(f"/proc/self/task/{clock.native}/{name}") for name in ("stat", "syscall"))
         self._cpu = time.pthread_getcpuclockid(clock.thread)
         here = os.path.dirname
         self._echelon = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -140,13 +140,6 @@ class Whereabouts:
         for each in (self._stat, self._syscall):
             if each is not None:
                 os.close(each)
-
-
-def _open(path: str) -> int | None:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # another kernel, or it is not permitted
-        return None
 
 
 def _read(file: int | None) -> bytes:

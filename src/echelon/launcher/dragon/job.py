@@ -103,7 +103,8 @@ def head(here: RunDir, sha256: str) -> int:
 
 def run_rank(path: str, attempt: int, sha256: str) -> int:
     """The program, on one rank."""
-    from echelon.launcher.local.nodes import interface_of, local_address_towards
+    from echelon.contracts.machine import interface_of
+    from echelon.launcher.local.nodes import local_address_towards
     from echelon.launcher.local.placement import interfaces
     from echelon.launcher.local.run import rank_environment
     from echelon.launcher.local.worker import Start, run_program

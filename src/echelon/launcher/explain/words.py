@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from echelon.contracts.terminal import one_line
+from echelon.contracts.terminal import one_line, rank_ranges
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Wait
 from echelon.launcher.explain.rank import is_check
@@ -34,7 +34,6 @@ USED_ON_SOME = (
     "Where parameters are split over the ranks, as under fsdp, a layer that only some of them use in a step does it: call it on "
     "all, its output times 0 where it does not count."
 )
-_MOST_RANGES = 6
 _HEAD = "Traceback (most recent call last)"
 # What reading from a process that has died raises, besides: torch's loader hands tensors on through sockets and files.
 _ENDS_OF_PIPES = frozenset(
@@ -45,19 +44,7 @@ _BUILT_AT = re.compile(r"\[enforce fail at [^\]\n]{1,300}\] ")
 
 def who(ranks: Iterable[int]) -> str:
     """As "rank 2", "ranks 0, 1, 3" or "ranks 0-7, 12"."""
-    ordered = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts: list[str] = []
-    for first, last in runs:
-        parts += [f"{first}-{last}"] if last - first > 2 else list(map(str, range(first, last + 1)))
-    cut = len(parts) > 2 * _MOST_RANGES
-    shown = ", ".join(parts[: 2 * _MOST_RANGES]) + (f" and more, {len(ordered)} in all" if cut else "")
-    return f"rank{'s' if len(ordered) != 1 else ''} {shown}"
+    return rank_ranges(ranks, shortest=4)
 
 
 def short(text: str, most: int = 300) -> str:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.contracts.errors import EchelonError, LauncherEnvironmentError
+from echelon.contracts.machine import interface_of
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher.records import meeting_record
 
-__all__ = ["Meeting", "free_port", "interface_of", "local_address_towards", "meet"]
+__all__ = ["Meeting", "free_port", "local_address_towards", "meet"]
 
 # Nodes of a job start within seconds of one another; a shared file system may show a new file a minute late.
 _PATIENCE_S = 300.0
@@ -130,13 +131,6 @@ def local_address_towards(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def interface_of(address: str) -> str:
-    """The name of the network interface that has this address; empty if none has."""
-    import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it
-
-    return next((name for name, all_ in psutil.net_if_addrs().items() for a in all_ if a.address.split("%")[0] == address), "")
 
 
 def free_port() -> int:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
 from echelon.checkpoint.buffers import Buffers
-from echelon.checkpoint.layout import raise_on_all
 from echelon.checkpoint.location import Location, Remote, explain, location
 from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned, Snapshot
@@ -24,6 +23,7 @@ from echelon.loop.checkpointing.folder import RunFolder, left_alone
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions, check_group
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.unit import TrainUnit, Unit
+from echelon.world import agree
 from echelon.world.clock import in_checkpoint
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class DistributedCheckpointSaver(Callback):
             except Exception as error:  # libraries of object stores have errors of their own
                 problem = f"rank {taken.rank}: {explain(error, self.dirpath)}"
             try:
-                raise_on_all(problem, CheckpointWriteError)
+                agree.raise_on_all(problem, CheckpointWriteError)
                 path = commit.publish(staged, step, files, facts, name)
             except CheckpointWriteError:
                 commit.on_rank0(lambda: commit.discard(staged))

@@ -35,7 +35,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import begin_training, in_mode
 from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, check_shares, refuse_prepared, training_loader
-from echelon.loop.own.refit import check_optimizer, divide_alike, refit, refuse_on_all
+from echelon.loop.own.refit import check_optimizer, divide_alike, refit
 from echelon.loop.own.session import Session
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
@@ -116,7 +116,7 @@ def _unit(parts: _Parts, **options: Any) -> LoopUnit:
     """The model made parallel, with the optimizer over the parameters that it has then."""
     names = {p: name for name, p in parts.model.named_parameters()}
     shapes = {name: p.shape for p, name in names.items()}
-    refuse_on_all(check_optimizer(parts.optimizer, parts.model, names))
+    agree.raise_on_all(check_optimizer(parts.optimizer, parts.model, names))
     if not parts.model.training and not hasattr(type(parts.model), "from_pretrained") and agree.is_rank0():
         logger.warning(
             "the %s was in eval mode, and prepare() puts it in train mode: to train it in eval mode, call model.eval() after",

@@ -13,21 +13,10 @@ from echelon.contracts.overrides import overrides
 from echelon.parallel.loading import part_like
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.shards import is_split, reshard_after_looking
-from echelon.world import agree
 
-__all__ = ["Names", "check_optimizer", "refit", "refuse_on_all"]
+__all__ = ["Names", "check_optimizer", "refit"]
 
 Names = Mapping[nn.Parameter, str]
-
-
-def refuse_on_all(problem: str | None) -> None:
-    """Collective.
-
-    Raises:
-        UsageError: on all ranks, with the first rank's problem, if one has any.
-    """
-    if (first := agree.first_told(problem)) is not None:
-        raise UsageError(first)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, names: Names) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from echelon.contracts.terminal import rank_ranges
 from echelon.observe.doctor.hosts import hosts
 from echelon.observe.doctor.row import Row, State
-from echelon.observe.doctor.said import Checkup, RankSaid, named
+from echelon.observe.doctor.said import Checkup, RankSaid
 from echelon.observe.doctor.together import together
 
 __all__ = ["judged"]
@@ -28,7 +29,7 @@ def _answers(checkup: Checkup) -> Row:
     missing = [rank for rank in range(checkup.size) if rank not in checkup.ranks]
     ended = f". {checkup.ended}" if checkup.ended else ""
     if missing:
-        who = f"; {named(missing)} did not"
+        who = f"; {rank_ranges(missing)} did not"
         return Row(
             "ranks", "fail", f"{there}{who}{ended}", "Run `python -c 'import torch, echelon'` there, and see what it says."
         )

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from echelon.contracts.files import is_deeper
+from echelon.contracts.terminal import rank_ranges
 
-__all__ = ["Checkup", "RankSaid", "named"]
+__all__ = ["Checkup", "RankSaid"]
 
 MARK = "echelon-doctor "
 _LONGEST_LINE, _MOST_RANKS = 1 << 16, 1 << 20
@@ -102,21 +103,9 @@ class Checkup:
         """Ranks as a person looks for them: by host, where there are several."""
         found = sorted(ranks)
         if not self.several_hosts:
-            return named(found)
+            return rank_ranges(found)
         of_host: dict[str, list[int]] = {}
         for rank in found:
             of_host.setdefault(self.ranks[rank].host if rank in self.ranks else "?", []).append(rank)
-        shown = [f"{host} ({named(members)})" for host, members in list(of_host.items())[:8]]
+        shown = [f"{host} ({rank_ranges(members)})" for host, members in list(of_host.items())[:8]]
         return ", ".join(shown) + (f" and {len(of_host) - 8} more hosts" if len(of_host) > 8 else "")
-
-
-def named(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(shown[:12]) + (", ..." if len(shown) > 12 else "")

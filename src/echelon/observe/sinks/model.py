@@ -109,7 +109,7 @@ class ProgressModel:
         if self.slowest:
             parts.append(self.slowest)
         if self.left_s is not None:
-            parts.append(f"{_duration(self.left_s)} left")
+            parts.append(f"{duration(self.left_s)} left")
         if self.phase == "evaluate":
             parts.append("evaluating")
         return "  ".join(parts)
@@ -144,7 +144,7 @@ def _count(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from echelon.contracts.machine import interface_of
 from echelon.contracts.rank import RankInfo
 from echelon.world.handshake import VARIABLE as HANDSHAKE_VARIABLE
 from echelon.world.init import init_from_env
@@ -50,14 +51,7 @@ def join(info: RankInfo, wait: timedelta) -> dict[str, Any]:
     with socket.create_connection((info.master_addr, info.master_port), timeout=wait.total_seconds()) as found:
         local = str(found.getsockname()[0])
     took_ms = (time.monotonic() - began) * 1e3
-    return {"s": joined_s, "device": device.type, "connect_ms": took_ms, "interface": _interface_of(local)}
-
-
-def _interface_of(address: str) -> str:
-    """The name of the network interface that has this address; empty if none has."""
-    import psutil  # type: ignore[import-untyped,unused-ignore]
-
-    return next((name for name, all_ in psutil.net_if_addrs().items() for a in all_ if a.address.split("%")[0] == address), "")
+    return {"s": joined_s, "device": device.type, "connect_ms": took_ms, "interface": interface_of(local)}
 
 
 def _joined() -> bool:
