@@ -33,7 +33,7 @@ def ring(count: int, seed: int) -> torch.Tensor:
 
 
 def with_noise(samples: list[torch.Tensor]) -> Batch:
-    """The random numbers are this rank's own. Drawn with the batch and not in the step, `echelon prove` can compare the step."""
+    """Drawn with the batch and not in the step, so that `echelon prove` can compare the step."""
     return torch.stack(samples), torch.randn(len(samples), NOISE)
 
 
@@ -94,6 +94,7 @@ def main() -> None:
     loader = ech.Loader(ring(count, seed=1), global_batch=128, collate_fn=with_noise, tail="drop")
     unit, held_out = Gan(device, args.strategy, width), ring(1024, seed=2)
     before = distance(unit, held_out)
+    torch.manual_seed(1 + ech.RankInfo().rank)  # ranks draw other noise
     saver = ech.DistributedCheckpointSaver(args.checkpoints, save_every_n_epochs=5, keep_last_n_checkpoints=2)
     saver.restore_from_latest(args.checkpoints, unit, train_dataloader=loader)
     ech.train(unit, loader, max_epochs=args.epochs, callbacks=[saver])

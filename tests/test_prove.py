@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from echelon.loop.target import Target
 from echelon.prover import show
 from echelon.prover.causes import CAUSES
 from echelon.prover.matrix import matrix
-from echelon.prover.micro import NotJoinable, digest, join
+from echelon.prover.micro import NotDivisible, NotJoinable, Samples, digest, join
 from echelon.prover.proof import IN_FLOAT64, Result, by_float64
 from echelon.prover.prove import Proof, prove_target
 from echelon.prover.row_strategy import with_options_of
@@ -61,6 +62,9 @@ MISTAKES = {
     "samples_by_rank": ("samples that depend on the rank", None),
     "own_order": ("samples that ranks share", None),
     "same_worker_seeds": ("identical augmentation", None),
+    "same_masks_of_a_collator": ("identical augmentation", None),
+    "files_of_a_rank": ("samples that depend on the rank", None),
+    "boxes_of_a_batch": ("loss weighted per rank", "forward"),
     "baseline_of_a_rank": ("the forward pass keeps state", "forward"),
 }
 
@@ -126,7 +130,7 @@ def test_a_planted_mistake_is_named(script: str) -> None:
 UNUSUAL = (
     *("right_objects", "right_lists", "right_two_optimizers", "right_sharded_ddp", "right_generators"),
     *("right_sync_batch_norm", "right_gathered_views", "right_class_weights", "right_augmentation"),
-    *("right_augmented_batches", "right_teacher"),
+    *("right_augmented_batches", "right_teacher", "right_boxes", "right_width_of_a_batch", "right_packed"),
 )
 
 
@@ -558,15 +562,40 @@ def test_the_command_leaves_a_page_and_its_exit_code_says_it(
 
 def test_batches_are_joined_by_their_structure() -> None:
     a, b = {"x": torch.ones(2, 3), "n": [1, 2], "k": "same"}, {"x": torch.zeros(1, 3), "n": [3], "k": "same"}
-    joined = join([a, b])
+    joined = join([a, b], [2, 1])
     assert joined["x"].shape == (3, 3) and joined["n"] == [1, 2, 3] and joined["k"] == "same"
     with pytest.raises(NotJoinable, match="shapes"):
-        join([torch.ones(1, 2), torch.ones(1, 3)])
+        join([torch.ones(1, 2), torch.ones(1, 3)], [1, 1])
     with pytest.raises(NotJoinable, match="values"):
-        join([(torch.ones(1), 1), (torch.ones(1), 2)])
-    with pytest.raises(NotJoinable, match="rows"):
-        join([(torch.ones(2, 4), torch.ones(3, 4)), (torch.ones(2, 4), torch.ones(3, 4))])  # lists of samples, not fields
+        join([(torch.ones(1), 1), (torch.ones(1), 2)], [1, 1])
+    with pytest.raises(NotJoinable, match="other numbers"):
+        join([(torch.ones(2, 4), torch.ones(3, 4))] * 2, [5, 5])
     assert digest(torch.ones(2, 2)) != digest(torch.ones(4)) != digest(torch.ones(4, dtype=torch.float64))
+
+
+BOXES = [torch.ones(n, 4) for n in (1, 3, 2)]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.ones(3, 3, 8, 8), [{"boxes": boxes} for boxes in BOXES]),
+        [{"image": torch.ones(3, 8, 8), "boxes": boxes} for boxes in BOXES],
+        (tuple(torch.ones(3, 8, 8 + i) for i in range(3)), tuple({"boxes": boxes} for boxes in BOXES)),
+        {"x": BOXES, "y": torch.arange(3), "names": ["a", "b", "c"], "split": "train"},
+        [torch.ones(3, 4), torch.arange(3)],
+        [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)],
+        np.arange(6).reshape(3, 2),
+    ],
+    ids=["images and lists", "list of mappings", "zipped", "mapping", "fields", "scalars", "array"],
+)
+def test_a_batch_is_what_its_samples_are_put_together(batch: Any) -> None:
+    samples = Samples(batch, 3)
+    assert samples.count == len(set(samples.checksums())) == 3 or not isinstance(batch, list)
+    parts = [samples.part(0, 1), samples.part(1, 3)]
+    assert digest(join(parts, [1, 2])) == digest(batch) and type(join(parts, [1, 2])) is type(batch)
+    with pytest.raises(NotDivisible):
+        Samples({"x": torch.ones(2), "y": torch.ones(3)}, 5)
 
 
 def test_a_matrix_of_nothing_is_refused() -> None:

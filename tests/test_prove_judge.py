@@ -53,7 +53,7 @@ def _judged(mine: dict[str, Any], right: dict[str, Any], wide: dict[str, Any], *
             folder.mkdir()
             torch.save(values, folder / "update-000.pt")
             torch.save(start, folder / "initial.pt")
-        micro = Micro(None, b"", [], 1.0, mine["loss"], {}, 0)
+        micro = Micro(None, b"", [], 1.0, mine["loss"], {}, 0, 1, [])
         records = [{"updates": [[micro]], "norms": [None], "flattened": False}]
         return compare(folders[0], folders[1], records, torch.float32, half=half)
 
@@ -175,7 +175,7 @@ def test_a_norm_in_float64_of_a_model_that_computes_in_float32(
         (tmp_path / name).mkdir()
         torch.save({**right, "norm": norm}, tmp_path / name / "update-000.pt")
         torch.save({"parameters": right["parameters"], "buffers": {}}, tmp_path / name / "initial.pt")
-    micro = Micro(None, b"", [], 1.0, right["loss"], {}, 0)
+    micro = Micro(None, b"", [], 1.0, right["loss"], {}, 0, 1, [])
     records = [{"updates": [[micro]], "norms": [1.5 * (1 + off)], "flattened": False}]
     verdict = compare(tmp_path / "row", tmp_path / "right", records, torch.float64, narrowest=narrowest)
     assert (verdict.first is not None and verdict.first.tensor == "gradient norm") == differs

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from echelon.world import agree
 
-__all__ = ["samples_of", "tell_of_doubts"]
+__all__ = ["are_images", "samples_of", "tell_of_doubts"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def samples_of(data: Any, given: int | None = None) -> tuple[int, str | None]:
         return _with_given(data, given, read, common, items)
     if items is not None and not common and _are_alike(data):
         return items, None
-    if items is not None and _are_images(data):
+    if items is not None and are_images(data):
         return items, _shown([{items}, *read])
     if len(common) == 1:
         return common.pop(), None
@@ -74,7 +74,7 @@ def _of_nothing(data: Any, given: int | None, items: int | None) -> int:
 def _with_given(data: Any, given: int, read: list[set[int]], common: set[int], items: int | None) -> tuple[int, str | None]:
     if given in common or given == items:
         return given, None
-    if items is not None and (_are_images(data) or (not common and _are_alike(data))):
+    if items is not None and (are_images(data) or (not common and _are_alike(data))):
         return items, None
     if len(common) == 1:  # some were filtered, or all were laid end to end
         return given if _are_second(data, given) else common.pop(), None
@@ -192,7 +192,7 @@ def _are_alike(items: Sequence[Any]) -> bool:
     return not isinstance(first, Sequence) or len({len(item) for item in items}) == 1
 
 
-def _are_images(items: Any) -> bool:
+def are_images(items: Any) -> bool:
     """Whether they are samples that have a first dimension in common, such as colours, and differ in others."""
     if not _is_list(items) or len(items) < 2 or not all(type(item) is torch.Tensor and item.dim() > 2 for item in items):
         return False

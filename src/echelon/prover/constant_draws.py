@@ -38,6 +38,8 @@ class ConstantDraws(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
+        if args and isinstance(args[0], (int, float, complex)) and func._schema.arguments[0].type.kind() == "TensorType":
+            args = torch.tensor(args[0]), *args[1:]  # torch hands over wrapped numbers as numbers, and does not take them back
         if not self.active or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **options)
         name = func._schema.name.removeprefix("aten::")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -13,8 +13,21 @@ import numpy as np
 import torch
 
 from echelon.contracts.errors import UsageError
+from echelon.loop.samples import are_images, samples_of
 
-__all__ = ["Micro", "NotJoinable", "digest", "join", "on_host", "plain", "widened"]
+__all__ = [
+    "Micro",
+    "NotDivisible",
+    "NotJoinable",
+    "Samples",
+    "checksums",
+    "digest",
+    "join",
+    "joined",
+    "on_host",
+    "plain",
+    "widened",
+]
 
 
 @dataclass
@@ -26,6 +39,7 @@ class Micro:
         packed: the batch itself, pickled, with numbers in place of its tensors. tensors: those.
         weight: what it counts; 0 is padding, or a rank for which another one speaks.
         loss: its mean loss; None if the unit does not tell.
+        samples: how many it has. rows: their checksums.
         streams: by name (`generators.py`), the states before its forward pass of the RNGs that the pass drew from.
         epoch: of the loader.
         state: what the unit kept from earlier passes (`kept_state.py`), before this one, as far as it ever changed.
@@ -38,11 +52,25 @@ class Micro:
     loss: float | None
     streams: dict[str, Any]
     epoch: int
+    samples: int
+    rows: list[int]
     state: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, data: Any, weight: float, loss: float | None, streams: dict[str, Any], epoch: int, state: Any = None) -> Micro:
+    def of(
+        cls,
+        data: Any,
+        given: int | None,
+        weight: float,
+        loss: float | None,
+        streams: dict[str, Any],
+        epoch: int,
+        state: dict[str, Any] | None = None,
+    ) -> Micro:
         """
+        Args:
+            given: the samples that the loader put into it, where it says so.
+
         Raises:
             UsageError: the batch cannot be pickled.
         """
@@ -55,7 +83,8 @@ class Micro:
                 f"a batch of type {type(data).__name__} cannot be taken to the process that repeats it ({error}): define its "
                 "classes at the top level of a module."
             ) from error
-        return cls(plain(data), file.getvalue(), packer.tensors, weight, loss, streams, epoch, state or {})
+        samples, rows = count_of(data, given), checksums(data, given)
+        return cls(plain(data), file.getvalue(), packer.tensors, weight, loss, streams, epoch, samples, rows, state or {})
 
     @property
     def data(self) -> Any:
@@ -105,57 +134,137 @@ class NotJoinable(Exception):
     """Batches whose parts do not fit together: of other kinds, or padded to other widths."""
 
 
-def join(batches: list[Any]) -> Any:
-    """Batches of one structure as one: tensors along their first dimension.
+class NotDivisible(NotJoinable):
+    """A batch whose samples cannot be told."""
+
+
+class Samples:
+    """The samples of a batch: along the first dimension of its tensors, and one in each item of its lists of samples.
+
+    Args:
+        given: how many the loader put into it, where it says so; else it is read as the loop reads it (`loop/samples.py`).
 
     Raises:
-        NotJoinable: they do not fit together, or a batch's tensors have other numbers of rows: something else is along their
-            first dimension, such as the samples of a list of images.
+        NotDivisible: a part of the batch has another number.
+    """
+
+    def __init__(self, data: Any, given: int | None = None) -> None:
+        self._data = data
+        self.count = count_of(data, given)
+        if not _columns(data, self.count):
+            raise NotDivisible(f"not every part of a batch has {self.count} samples")
+
+    def part(self, begin: int, end: int) -> Any:
+        """From one sample to before another one, in the same containers."""
+        return self._cut(self._data, begin, end)
+
+    def checksums(self) -> list[int]:
+        return [digest(self.part(i, i + 1)) for i in range(self.count)]
+
+    def _cut(self, data: Any, begin: int, end: int) -> Any:
+        if isinstance(data, (torch.Tensor, np.ndarray)):
+            return data[begin:end] if data.ndim else data
+        if _is_list_of_samples(data, self.count):
+            return type(data)(data[begin:end])
+        inside = _inside(data)
+        return data if inside is None else _rebuilt(data, [self._cut(each, begin, end) for each in inside])
+
+
+def count_of(data: Any, given: int | None = None) -> int:
+    """The samples of a batch; what all its parts may have goes before what is said or read."""
+    read = samples_of(data, given)[0]
+    likely = (given, read, len(data) if isinstance(data, list) else None)
+    return next((count for count in likely if count and _columns(data, count)), read)
+
+
+def _columns(data: Any, samples: int) -> int | None:
+    """How many parts of a batch have its samples; None if one has another number."""
+    if isinstance(data, (torch.Tensor, np.ndarray)):
+        return None if data.ndim and data.shape[0] != samples else min(data.ndim, 1)
+    if _is_list_of_samples(data, samples):
+        return 1
+    found = [_columns(each, samples) for each in _inside(data) or ()]
+    return None if None in found else sum(each or 0 for each in found)
+
+
+def _is_list_of_samples(data: Any, samples: int) -> bool:
+    """Whether it has one sample in each item, and not a field that has all of them."""
+    if type(data) not in (list, tuple) or len(data) != samples:
+        return False
+    return are_images(data) or not all(_columns(each, samples) for each in data)
+
+
+def _inside(data: Any) -> list[Any] | None:
+    """What a container holds; None for what is none."""
+    if isinstance(data, Mapping):
+        return list(data.values())
+    if isinstance(data, (list, tuple)):
+        return list(data)
+    if is_dataclass(data) and not isinstance(data, type):
+        return [getattr(data, f.name) for f in fields(data)]
+    return None
+
+
+def _rebuilt(data: Any, inside: list[Any]) -> Any:
+    """The same container of other values."""
+    if isinstance(data, Mapping):
+        changed = dict(zip(data, inside, strict=True))
+        return changed if type(data) is dict else type(data)(changed)  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*inside)
+    if isinstance(data, (list, tuple)):
+        return type(data)(inside)
+    return type(data)(**{f.name: value for f, value in zip(fields(data), inside, strict=True)})
+
+
+def join(batches: list[Any], counts: list[int]) -> Any:
+    """Batches of one structure as one: tensors along their first dimension, lists of samples one after another.
+
+    Args:
+        counts: the samples of each.
+
+    Raises:
+        NotJoinable: they do not fit together, or not every part of a batch has its samples.
     """
     if len(batches) == 1:
         return batches[0]
-    for batch in batches:
-        rows: set[int] = set()
-        _mapped(batch, lambda t, rows=rows: rows.add(t.shape[0]) if t.dim() else None)
-        if len(rows) > 1:
-            raise NotJoinable(f"tensors with {sorted(rows)} rows in one batch")
-    return _joined(batches)
+    if any(_columns(batch, count) is None for batch, count in zip(batches, counts, strict=True)):
+        raise NotJoinable("parts of a batch with other numbers of samples")
+    return _joined(batches, counts)
 
 
-def _joined(batches: list[Any]) -> Any:
+def joined(micros: Sequence[Micro]) -> Any:
+    """The batches of these micro-batches as one: see `join`."""
+    return join([m.data for m in micros], [m.samples for m in micros])
+
+
+def _joined(batches: list[Any], counts: list[int]) -> Any:
     first = batches[0]
     if any(type(b) is not type(first) for b in batches):
         raise NotJoinable(f"a {type(first).__name__} and something else")
-    if isinstance(first, torch.Tensor):
-        if first.dim() == 0:
-            if any(not torch.equal(b, first) for b in batches):
+    if isinstance(first, (torch.Tensor, np.ndarray)):
+        if first.ndim == 0:
+            if any(not _equal(b, first) for b in batches):
                 raise NotJoinable("scalars that differ")
             return first
         if any(b.shape[1:] != first.shape[1:] for b in batches):
             raise NotJoinable(f"shapes {sorted({tuple(b.shape[1:]) for b in batches})}")
-        return torch.cat(batches)
-    if isinstance(first, Mapping):
-        if any(b.keys() != first.keys() for b in batches):
-            raise NotJoinable("other keys")
-        joined = {k: _joined([b[k] for b in batches]) for k in first}
-        return type(first)(joined) if type(first) is not dict else joined  # type: ignore[call-arg]
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(_joined(list(parts)) for parts in zip(*batches, strict=True)))
-    if isinstance(first, (tuple, list)):
-        if first and not any(isinstance(v, (torch.Tensor, Mapping, tuple, list)) for v in first):
-            return type(first)(v for b in batches for v in b)  # one value per sample, such as its text
-        if any(len(b) != len(first) for b in batches):
-            raise NotJoinable("other lengths")
-        return type(first)(_joined(list(parts)) for parts in zip(*batches, strict=True))
-    if is_dataclass(first) and not isinstance(first, type):
-        return type(first)(**{f.name: _joined([getattr(b, f.name) for b in batches]) for f in fields(first)})
-    if isinstance(first, np.ndarray):
-        if not first.ndim or any(b.shape[1:] != first.shape[1:] for b in batches):
-            raise NotJoinable("arrays of other shapes")
-        return np.concatenate(batches)
-    if any(b is not first and not _equal(b, first) for b in batches):
-        raise NotJoinable(f"values {first!r} and others")
-    return first
+        return torch.cat(batches) if isinstance(first, torch.Tensor) else np.concatenate(batches)
+    numbers = list(zip(batches, counts, strict=True))
+    # Of a single sample it cannot be told from one field.
+    if any(_is_list_of_samples(b, count) for b, count in numbers) and all(len(b) == count for b, count in numbers):
+        return type(first)(each for b in batches for each in b)
+    inside = _inside(first)
+    if inside is None:
+        if any(b is not first and not _equal(b, first) for b in batches):
+            raise NotJoinable(f"values {first!r} and others")
+        return first
+    if isinstance(first, Mapping) and any(b.keys() != first.keys() for b in batches):
+        raise NotJoinable("other keys")
+    if any(len(_inside(b) or ()) != len(inside) for b in batches):
+        raise NotJoinable("other lengths")
+    columns = zip(*([b[k] for k in first] if isinstance(first, Mapping) else _inside(b) or () for b in batches), strict=True)
+    return _rebuilt(first, [_joined(list(parts), counts) for parts in columns])
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -168,16 +277,16 @@ def _equal(a: Any, b: Any) -> bool:
 def _mapped(data: Any, change: Any) -> Any:
     if isinstance(data, torch.Tensor):
         return change(data)
-    if isinstance(data, Mapping):
-        mapped = {k: _mapped(v, change) for k, v in data.items()}
-        return type(data)(mapped) if type(data) is not dict else mapped  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(_mapped(v, change) for v in data))
-    if isinstance(data, (tuple, list)):
-        return type(data)(_mapped(v, change) for v in data)
-    if is_dataclass(data) and not isinstance(data, type):
-        return type(data)(**{f.name: _mapped(getattr(data, f.name), change) for f in fields(data)})
-    return data
+    inside = _inside(data)
+    return data if inside is None else _rebuilt(data, [_mapped(each, change) for each in inside])
+
+
+def checksums(batch: Any, given: int | None = None) -> list[int]:
+    """Of each sample of a batch; of the batch, if its samples cannot be told."""
+    try:
+        return Samples(batch, given).checksums()
+    except NotDivisible:
+        return [digest(batch)]
 
 
 def on_host(data: Any) -> Any:

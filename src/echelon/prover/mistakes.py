@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from echelon.prover.kept_state import agreeing
-from echelon.prover.micro import NotJoinable, join
+from echelon.prover.micro import NotJoinable, joined
 from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values, by_index
 
 __all__ = ["best_shares", "mistakes_of"]
@@ -73,7 +73,7 @@ def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:
         micros = record["updates"][k]
         loss, gradients = reference.tried([m.data for m in micros])
         parts.append(_Part(record["rank"], sum(m.weight for m in micros), loss, gradients))
-    whole = [reference.whole_batch([m.data for m in same]) for same in by_index(reference.records, k)]
+    whole = [reference.whole_batch(same) for same in by_index(reference.records, k)]
     return parts, reference.tried(whole)[1]
 
 
@@ -82,7 +82,7 @@ def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | N
     parts = []
     for same in by_index(reference.records, k):
         try:
-            batch = join([m.data for m in same if m.weight > 0])
+            batch = joined([m for m in same if m.weight > 0])
         except (NotJoinable, IndexError):
             return {}
         loss = reference.backward([Pass(batch, state=agreeing(m.state for m in same))])

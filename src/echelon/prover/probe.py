@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from echelon.prover.kept_state import unlike
-from echelon.prover.micro import Micro, NotJoinable, digest, join
+from echelon.prover.micro import Micro, NotJoinable, digest, joined
 from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values, by_index
 from echelon.prover.values import named_values
 
@@ -142,7 +142,7 @@ def _drawn_more(reference: Reference, one: Micro, other: Micro) -> set[str]:
     alike = {n for n in one.streams.keys() & other.streams.keys() if digest(one.streams[n]) == digest(other.streams[n])}
     ends = []
     try:
-        for data in (one.data, join([one.data, other.data])):
+        for data in (one.data, joined([one, other])):
             _pass(reference, data, one.streams)
             after = reference.sources.states()
             ends.append({name: digest(after[name]) for name in alike if name in after})

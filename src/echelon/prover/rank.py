@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,16 +13,16 @@ import torch
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import Overrides, impose
+from echelon.data.loader import Loader
+from echelon.data.prefetch import Feed
 from echelon.loop.callback import Callback
 from echelon.loop.observer import observing
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.target import Target
-from echelon.parallel.memory_budget import keeping_random
-from echelon.prover.backward import backward_draws
 from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import GLOBAL, Sources, drawn_between
 from echelon.prover.matrix import Row
-from echelon.prover.micro import on_host, plain, widened
+from echelon.prover.micro import checksums, on_host, widened
 from echelon.prover.mistakes import mistakes_of
 from echelon.prover.parts import load_records
 from echelon.prover.probe import probe
@@ -31,24 +30,15 @@ from echelon.prover.record import StepRecorder
 from echelon.prover.reference import How, Reference, Shake
 from echelon.prover.references import reference_of
 from echelon.prover.row_strategy import RowStrategy
-from echelon.prover.samples import checksums, reads_alike
+from echelon.prover.samples import Epoch, reads_alike
 from echelon.prover.splits import split
 from echelon.prover.turns import Enough, Turns
-from echelon.prover.values import prepared_of
 from echelon.prover.wide import without_narrow_casts
-from echelon.prover.workarounds import (
-    noting_autocast,
-    noting_collectives,
-    noting_compilation,
-    noting_seeds,
-    scaling_losses,
-    without_autocast,
-)
+from echelon.prover.workarounds import noting_collectives, noting_seeds, without_autocast
 from echelon.world import rng
 
 __all__ = [
     "Replay",
-    "run_backward",
     "run_epoch",
     "run_mistakes",
     "run_probe",
@@ -65,30 +55,20 @@ _EPOCH_S = 10.0  # for counting what one process sees in an epoch
 
 def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dtype, seed: int, every: int = 1) -> dict[str, Any]:
     """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
-    chosen = RowStrategy(row, dtype) if row.strategy is not None or row.yours else None
-    compiled, precision = None if row.is_compiled else False, row.imposed_precision(wide=dtype is torch.float64)
-    decided = Overrides(chosen, precision, row.accumulation, compiled, row.parts, observes=True)
+    chosen = RowStrategy(row, dtype) if row.strategy is not None else None
+    decided = Overrides(chosen, row.precision or "fp32", row.accumulation, False, row.parts, observes=True)
     draws = ConstantDraws()
     recorder = StepRecorder(Path(folder), updates, dtype, draws, every)
 
     def watch(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         _adapt(unit, row)
-        if row.yours and any(prepared.works_alone for _, prepared in prepared_of(unit)):
-            raise UsageError("workers that meet now and then train other numbers than one process: there is nothing to compare.")
         recorder.record.constant_draws = row.constant_draws
-        recorder.cannot_draw_constantly = row.is_compiled
         recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
         recorder.record.overridable = chosen is not None and chosen.used
         # A few updates: there is nothing to keep.
         return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 
-    with contextlib.ExitStack() as head:
-        seeded = head.enter_context(_deciding(decided, row, dtype, seed, None if row.is_compiled else draws))
-        head.enter_context(noting_collectives(recorder.communicated))
-        head.enter_context(noting_autocast(recorder.computes_in))
-        head.enter_context(noting_compilation(lambda: _compiles(recorder, row, head)))
-        head.enter_context(scaling_losses(1.0, recorder.scales, recorder.scaled))
-        head.enter_context(observing(watch))
+    with _deciding(decided, dtype, seed, draws) as seeded, noting_collectives(recorder.communicated), observing(watch):
         try:
             target.run()
         except Enough:
@@ -99,16 +79,6 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         return recorder.close()
 
 
-def _compiles(recorder: StepRecorder, row: Row, head: contextlib.ExitStack) -> None:
-    """The script compiles something: in its row with the random numbers that are drawn uncompiled, which can be repeated."""
-    if not recorder.record.compiles and row.is_compiled:
-        import torch._inductor.config as inductor
-
-        # Under a memory budget of torch's own, these would be drawn anew in the backward pass, where inductor's may not be.
-        head.enter_context(inductor.patch(fallback_random=True, joint_custom_post_pass=keeping_random()(None)))
-    recorder.record.compiles = True
-
-
 @dataclass(frozen=True)
 class Replay:
     """The target once more, in this one process and in plain PyTorch, on what the ranks of a row recorded.
@@ -117,8 +87,6 @@ class Replay:
         row: its optimizer is used.
         data: files of the ranks whose micro-batches it trains on.
         folder: for what it leaves.
-        compiled: as the script compiles; else nothing is.
-        rescaled: what the first scale of the script's own gradient scalers is multiplied by.
     """
 
     target: Target
@@ -127,8 +95,6 @@ class Replay:
     folder: str
     dtype: torch.dtype
     seed: int
-    compiled: bool = False
-    rescaled: float = 1.0
 
     def with_reference(
         self, work: Callable[[Reference], dict[str, Any]], how: How = "right", shake: Shake | None = None
@@ -162,11 +128,8 @@ class Replay:
                 unit.instead = turns.batches
             return []
 
-        precision, compiled = self.row.imposed_precision(wide=dtype is torch.float64), None if self.compiled else False
-        decided = Overrides("noop", precision, 1, compiled, None, observes=True)
-        # Smaller than on the ranks: what did not overflow there does not here.
-        scaled = scaling_losses(self.rescaled / 16, lambda: None, lambda: None)
-        with _deciding(decided, self.row, dtype, self.seed, draws), scaled, observing(work_and_end):
+        decided = Overrides("noop", self.row.precision or "fp32", 1, False, None, observes=True)
+        with _deciding(decided, dtype, self.seed, draws), observing(work_and_end):
             try:
                 self.target.run()
             except Enough:
@@ -200,25 +163,22 @@ def run_probe(replay: Replay) -> dict[str, Any]:
     return replay.with_reference(probe)
 
 
-def run_backward(replay: Replay) -> dict[str, Any]:
-    """See `prover/backward.py`."""
-    return replay.with_reference(backward_draws)
-
-
 def run_split(replay: Replay, how: How) -> dict[str, Any]:
     """See `prover/splits.py`."""
     return replay.with_reference(split, how)
 
 
 def run_samples(replay: Replay, count: int) -> dict[str, Any]:
-    """`rows`: the first so many that one process sees, by checksum; none if samples are drawn anew whenever they are read."""
+    """`rows`: the first so many that one process sees, by checksum; none if samples are drawn anew whenever they are read, or
+    if the global batch is that of several ranks alone.
+    """
 
     def read(unit: Any, dataloader: Any) -> dict[str, Any]:
         rows: list[int] = []
-        if not reads_alike(dataloader):
+        if not isinstance(dataloader, Loader) or not reads_alike(dataloader):
             return {"rows": rows}
-        for batch in dataloader:
-            rows += checksums(plain(widened(on_host(batch), replay.dtype)))
+        for step in Feed(dataloader):
+            rows += checksums(widened(on_host(step.batch), replay.dtype), step.samples)
             if len(rows) >= count:
                 break
         return {"rows": rows}
@@ -240,24 +200,31 @@ def run_worker_draws(replay: Replay) -> dict[str, Any]:
 
 
 def run_epoch(replay: Replay) -> dict[str, Any]:
-    """`rows`: how often one process sees each row in an epoch, by checksum; not there if it has no end in sight."""
+    """`epoch`: what one process reads in one; not there if it has no end in sight."""
 
-    def count(unit: Any, dataloader: Any) -> dict[str, Any]:
-        counts: Counter[int] = Counter()
+    def read(unit: Any, dataloader: Any) -> dict[str, Any]:
+        epochs: list[Epoch] = []
         ends = time.monotonic() + _EPOCH_S
-        for batch in dataloader:
-            counts.update(checksums(plain(widened(on_host(batch), replay.dtype))))
-            if time.monotonic() > ends:
-                return {}
-        return {"rows": counts}
+        for _ in range(2):
+            epochs.append(Epoch())
+            for step in Feed(dataloader):
+                epochs[-1].add(widened(on_host(step.batch), replay.dtype), step.samples)
+                if time.monotonic() > ends:
+                    break
+            else:
+                continue
+            epochs.pop()
+            break
+        if not epochs:
+            return {}
+        epochs[0].repeats = len(epochs) == 2 and epochs[0].rows == epochs[1].rows
+        return {"epoch": epochs[0]}
 
-    return replay.instead_of_training(count, replay.dtype)
+    return replay.instead_of_training(read, replay.dtype)
 
 
 @contextlib.contextmanager
-def _deciding(
-    decided: Overrides, row: Row, dtype: torch.dtype, seed: int, draws: ConstantDraws | None = None
-) -> Iterator[set[str]]:
+def _deciding(decided: Overrides, dtype: torch.dtype, seed: int, draws: ConstantDraws | None = None) -> Iterator[set[str]]:
     """Impose what prove decides over a script's head: besides `decided`, the type of its numbers and its random numbers.
 
     Yields the global RNGs that the script has seeded itself so far.
@@ -275,9 +242,7 @@ def _deciding(
                 head.enter_context(draws)
             if decided.precision == "fp32":
                 head.enter_context(without_autocast())
-            if decided.compile is False:
-                head.enter_context(torch.compiler.set_stance("force_eager"))
-            if dtype is torch.float64 and not (row.yours and row.compiles):  # which would run uncompiled then
+            if dtype is torch.float64:
                 head.enter_context(without_narrow_casts())
             yield seeded
     finally:

@@ -25,7 +25,7 @@ from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.own.unit import LoopUnit
-from echelon.loop.state import ActivePhase, State
+from echelon.loop.state import ActivePhase, State, step_under_way
 from echelon.parallel.names import plain_name
 from echelon.parallel.sync_batchnorm import HostSyncBatchNorm
 from echelon.prover.constant_draws import ConstantDraws
@@ -53,7 +53,6 @@ from echelon.world.init import rank_info
 
 __all__ = ["StepRecorder"]
 
-_HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -88,8 +87,6 @@ class StepRecorder(Callback):
         self._kept_before: dict[str, Any] = {}
         self._kept_digests: dict[str, int] = {}  # as the latest pass left it
         self._moved: set[str] = set()  # what ever changed of it
-        self._in_pass = self._was_scaled = False
-        self.cannot_draw_constantly = False  # compiled code does not
 
     # --- before training
 
@@ -114,9 +111,6 @@ class StepRecorder(Callback):
         else:
             self.record.dropouts = switch_off_dropout(unit)
             self._watch_own(unit)
-        if self.record.constant_draws and self.cannot_draw_constantly:
-            self.record.wants_constant_draws = True
-            raise Enough
         self._draws.active |= self.record.constant_draws
         self.record.constant_draws = self._draws.active
         for _, module in modules_of(unit):
@@ -158,13 +152,6 @@ class StepRecorder(Callback):
         record.flattened = any(prepared.flattens_parameters or prepared.works_alone for _, prepared in prepared_of(unit))
         types = [p.dtype for _, p in parameters_of(unit) if p.dtype in (torch.bfloat16, torch.float16)]
         record.narrow = str(types[0]).removeprefix("torch.") if types else ""
-        for _, prepared in prepared_of(unit):
-            self.computes_in(prepared.computes_in)
-        if isinstance(unit, AutoUnit) and unit.computes.float8 is not None:
-            record.half = "float8"
-        if not (isinstance(unit, AutoUnit) and unit.computes.dtype is not None):
-            gathered = [_HALVES[p.computes_in] for _, p in prepared_of(unit) if p.computes_in in _HALVES]
-            record.gathers = gathered[0] if gathered else None
         record.trainable = {n for n, p in parameters_of(unit) if p.requires_grad}
         for prefix, module in modules_of(unit):
             for name, inner in module.named_modules():
@@ -183,7 +170,7 @@ class StepRecorder(Callback):
             made = compute_loss(state, data)
             silent = record_is_replica or (state.train_state is not None and state.train_state.step.is_padding)
             weight = 0.0 if silent else float(unit.weight(data))
-            self._take(wholes[id(given)][1] if id(given) in wholes else data, weight, made[0], before, unit.train_progress)
+            self._take(state, wholes[id(given)][1] if id(given) in wholes else data, weight, made[0], before)
             return made
 
         wholes = self._watch_parts(unit)
@@ -221,7 +208,7 @@ class StepRecorder(Callback):
             return data
 
         def taken(state: State, data: Any, weight: Any, loss: Any) -> None:
-            self._take(data, 0.0 if self.record.is_replica else float(weight), loss, before, unit.train_progress)
+            self._take(state, data, 0.0 if self.record.is_replica else float(weight), loss, before)
 
         def seeded() -> None:
             nonlocal before
@@ -250,23 +237,10 @@ class StepRecorder(Callback):
             data = widened(data, self.dtype)
             before = self._begin_pass()
             result = step(state, data)
-            self._take(data, 0.0 if self.record.is_replica else float(rows(data)), loss_in(result), before, unit.train_progress)
+            self._take(state, data, 0.0 if self.record.is_replica else float(rows(data)), loss_in(result), before)
             return result
 
         unit.train_step = watched_step
-
-    def computes_in(self, dtype: torch.dtype | None) -> None:
-        """The script computes in this type, or something does for it."""
-        if dtype in _HALVES and self.record.half != "bf16":  # which has fewer digits
-            self.record.half = _HALVES[dtype]
-
-    def scales(self) -> None:
-        """Something has made a gradient scaler."""
-        self.record.scaler = True
-
-    def scaled(self) -> None:
-        """A gradient scaler has taken the optimizer's step, or left it out."""
-        self._was_scaled = True
 
     def communicated(self) -> None:
         """The script has called a collective itself."""
@@ -305,22 +279,20 @@ class StepRecorder(Callback):
                 )
             return self._sources.states()
 
-    def _take(self, data: Any, weight: float, loss: Any, before: dict[str, Any], progress: Any) -> None:
+    def _take(self, state: State, data: Any, weight: float, loss: Any, before: dict[str, Any]) -> None:
         self._in_pass = False
         assert self._kept is not None
         with self._paused():
             self._kept_now()
-        state = {path: self._kept_before.get(path, ABSENT) for path in self._moved - self._kept.too_large}
+        kept = {path: self._kept_before.get(path, ABSENT) for path in self._moved - self._kept.too_large}
         after = self._states()
         drawn = drawn_between(before, after)
         if not self._draws.active:
             known = self.record.streams
             for name in drawn if not self.record.dropouts else {*drawn, "torch"}:
                 known.setdefault(name, (digest(before[name]), digest(after[name])))
-        scaler = getattr(self._unit, "grad_scaler", None)
-        if scaler is not None and len(self.record.scales) == len(self.record.updates):
-            self.record.scales.append(float(scaler.get_scale()))
-        self._micros.append(Micro.of(data, weight, number_in(loss), drawn, progress.num_epochs_completed, state))
+        given, epoch = step_under_way(state.train_state).samples, self._unit.train_progress.num_epochs_completed
+        self._micros.append(Micro.of(data, given, weight, number_in(loss), drawn, epoch, kept))
 
     # --- during training
 
@@ -364,10 +336,6 @@ class StepRecorder(Callback):
             record.step_s[-1] += took
         gradients = watch.take()
         if gradients is None:
-            if self._was_scaled or (isinstance(unit, AutoUnit) and unit.at_boundary):  # the update was left out
-                record.left_out += bool(self._micros)
-                self._micros, self._norm, self._was_scaled = [], None, False
-                del record.scales[len(record.updates) :]
             return
         with self._paused():
             if self._looks or record.flattened:
@@ -378,7 +346,7 @@ class StepRecorder(Callback):
                 self._write(name, gradients=gradients, parameters=parameters, buffers=self._buffers())
             record.norms.append(self._norm)
             record.updates.append(self._micros)
-            self._micros, self._norm, self._was_scaled = [], None, False
+            self._micros, self._norm = [], None
         self._spent = 0.0
         watch.looks = self._looks
         if len(record.updates) == self.updates:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,24 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from echelon.prover.generators import Sources, drawn_between
-from echelon.prover.micro import Micro, digest, plain
+from echelon.prover.micro import Micro, checksums, digest, plain
 
-__all__ = ["Plan", "Reading", "checksums", "note_on", "of_updates", "plan_of", "reads_alike", "rows_of", "unlike_one_process"]
+__all__ = [
+    "Epoch",
+    "Plan",
+    "Reading",
+    "note_on",
+    "of_updates",
+    "plan_of",
+    "reads_alike",
+    "rows_of",
+    "unlike_an_epoch",
+    "unlike_one_process",
+]
 
 _MOST_INDICES = 2_000_000
 _MOST_ROWS = 100_000
+_MOST_VALUES = 2_000_000
 _FIRST_SAMPLES = 16  # reading draws in the first few or not at all
 
 
@@ -80,80 +92,144 @@ def _checksum(dataset: Any) -> int:
 
 @dataclass
 class Reading:
-    """The streams from which reading single samples draws, in this process: checksums before and after the first that drew."""
+    """The RNGs from which reading single samples draws, in this process: checksums before and after the first that drew."""
 
     drawn: dict[str, tuple[int, int]] = field(default_factory=dict)
     undo: Callable[[], None] = lambda: None
 
     @classmethod
     def watch(cls, loader: Any) -> Reading:
-        """Look over the shoulder of the dataset's class as it reads its first samples."""
-        reading, dataset = cls(), getattr(loader, "dataset", None)
-        kind, sources, looked = type(dataset), Sources(dataset, "dataset"), 0
-
-        def watching(original: Callable[..., Any]) -> Callable[..., Any]:
-            def watched(self: Any, index: Any) -> Any:
-                nonlocal looked
-                if self is not dataset or looked >= _FIRST_SAMPLES:
-                    return original(self, index)
-                looked += 1
-                before = sources.states()
-                value = original(self, index)
-                after = sources.states()
-                for stream, state in drawn_between(before, after).items():
-                    reading.drawn.setdefault(stream, (digest(state), digest(after[stream])))
-                return value
-
-            return watched
-
-        own = {name: vars(kind).get(name) for name in ("__getitem__", "__getitems__") if hasattr(kind, name)}
-
-        def undo() -> None:
-            for name, original in own.items():
-                if original is None:
-                    delattr(kind, name)
-                else:
-                    setattr(kind, name, original)
-
+        """Look over the shoulder of the dataset's class, and of the collate function, at the first samples."""
+        reading, head = cls(), contextlib.ExitStack()
+        reading.undo = head.close
+        dataset = getattr(loader, "dataset", None)
         with contextlib.suppress(TypeError):  # builtin types cannot be changed; they draw nothing
-            for name in own:
-                setattr(kind, name, watching(getattr(kind, name)))
-            reading.undo = undo
+            for name in ("__getitem__", "__getitems__"):
+                if hasattr(type(dataset), name):
+                    reading._watch_class(dataset, name, Sources(dataset, "dataset"), head)
+        collate = getattr(loader, "collate_fn", None)
+        # Workers have copies of it, whose draws are not seen here.
+        if callable(collate) and collate is not default_collate and not getattr(loader, "num_workers", 0):
+            head.callback(setattr, loader, "collate_fn", collate)
+            loader.collate_fn = _Watched(reading, collate)
         return reading
+
+    def note(self, before: dict[str, Any], after: dict[str, Any], but: Set[str] = frozenset()) -> None:
+        for stream, state in drawn_between(before, after).items():
+            if stream not in but:
+                self.drawn.setdefault(stream, (digest(state), digest(after[stream])))
+
+    def _watch_class(self, dataset: Any, name: str, sources: Sources, head: contextlib.ExitStack) -> None:
+        kind, looked = type(dataset), 0
+        own, original = vars(kind).get(name), getattr(kind, name)
+
+        def watched(read: Any, index: Any) -> Any:
+            nonlocal looked
+            if read is not dataset or looked >= _FIRST_SAMPLES:
+                return original(read, index)
+            looked += 1
+            before = sources.states()
+            value = original(read, index)
+            self.note(before, sources.states())
+            return value
+
+        setattr(kind, name, watched)
+        head.callback(*((delattr, kind, name) if own is None else (setattr, kind, name, own)))
+
+
+class _Watched:
+    """A collate function. What it draws as often for one sample as for all, it decides for the batch: ranks may do that alike."""
+
+    def __init__(self, reading: Reading, collate: Callable[[list[Any]], Any]) -> None:
+        self._reading, self._collate = reading, collate
+        self._sources, self._looked = Sources(collate, "collate_fn"), 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if self._looked >= _FIRST_SAMPLES or len(samples) < 2:
+            return self._collate(samples)
+        self._looked += len(samples)
+        before = self._sources.states()
+        batch = self._collate(samples)
+        after = self._sources.states()
+        if drawn_between(before, after).keys() - self._reading.drawn.keys():
+            self._reading.note(before, after, self._for_the_batch(samples, before, after))
+        return batch
+
+    def _for_the_batch(self, samples: list[Any], before: dict[str, Any], after: dict[str, Any]) -> Set[str]:
+        """The RNGs that one sample alone leaves where all leave them."""
+        self._sources.restore(before)
+        try:
+            self._collate(samples[:1])
+            alone = self._sources.states()
+        except Exception:  # a function of the user's own can want any number
+            return set()
+        finally:
+            self._sources.restore(after)
+        return after.keys() - drawn_between(after, alone).keys()
 
 
 def rows_of(micros: Iterable[Micro]) -> Counter[int]:
     """How often each row of these micro-batches occurs, by its checksum."""
     counts: Counter[int] = Counter()
     for micro in micros:
-        counts.update(checksums(micro.plain))
+        counts.update(micro.rows)
         if counts.total() > _MOST_ROWS:
             break
     return counts
 
 
-def checksums(batch: Any) -> list[int]:
-    """Of each row of a batch in plain containers; of the batch, if it has no rows in common."""
-    columns = list(_columns(batch))
-    lengths = {len(c) for c in columns}
-    if len(lengths) != 1:
-        return [digest(batch)]
-    return [digest([c[i] for c in columns]) for i in range(lengths.pop())]
+@dataclass
+class Epoch:
+    """What one process reads in an epoch.
+
+    Attributes:
+        rows: how often each sample, by its checksum.
+        values: of its floating-point numbers, as many as are kept.
+        shapes: of its samples: one where nothing is padded.
+        repeats: whether another epoch has the same samples.
+    """
+
+    rows: Counter[int] = field(default_factory=Counter)
+    values: set[float] = field(default_factory=set)
+    shapes: set[Any] = field(default_factory=set)
+    repeats: bool = False
+
+    def add(self, batch: Any, given: int | None) -> None:
+        self.rows.update(checksums(batch, given))
+        tensors = list(_floats(batch))
+        self.shapes.add(tuple(tensor.shape[1:] for tensor in tensors))
+        for tensor in tensors:
+            if len(self.values) < _MOST_VALUES:
+                self.values.update(tensor.flatten().tolist())
 
 
-def _columns(batch: Any) -> Iterable[Any]:
-    if isinstance(batch, torch.Tensor):
-        if batch.dim():
-            yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _columns(value)
-    elif isinstance(batch, list):
-        if batch and not any(isinstance(v, (torch.Tensor, dict, list)) for v in batch):
-            yield batch
-        else:
-            for value in batch:
-                yield from _columns(value)
+def _floats(batch: Any) -> Iterator[torch.Tensor]:
+    waiting = [plain(batch)]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor) and each.is_floating_point():
+            yield each
+        elif isinstance(each, (list, dict)):
+            waiting.extend(each.values() if isinstance(each, dict) else each)
+
+
+def unlike_an_epoch(records: list[dict[str, Any]], one: Epoch) -> str | None:
+    """Of the samples of rank 0, which a single process is too, those that are not in its epoch; None where most numbers are.
+
+    Sequences that each rank packs from its own documents are other samples made of the same numbers, and a stream that only other
+    ranks have may be their own. Numbers that one process never reads were made otherwise, as where each rank standardises its
+    own files.
+    """
+    micros = [m for update in records[0]["updates"] for m in update if m.weight > 0 and m.epoch == 0]
+    rows = rows_of(micros)
+    lacking = sum(count for row, count in rows.items() if row not in one.rows)
+    if not lacking or not one.repeats or len(one.shapes) > 1 or len(one.values) >= _MOST_VALUES:
+        return None
+    values = [value for m in micros for tensor in _floats(m.plain) for value in tensor.flatten().tolist()]
+    strange = sum(value not in one.values for value in values)
+    if strange * 2 <= len(values):
+        return None
+    return f"{lacking} of {rows.total()} samples of rank {records[0]['rank']} are none that one process reads in an epoch"
 
 
 def note_on(records: list[dict[str, Any]], of_one_process: Callable[[], Counter[int] | None]) -> str | None:
@@ -225,11 +301,12 @@ def reads_alike(loader: Any) -> bool:
     """Whether a batch of the first samples is the same when it is read again: no random numbers are drawn for it."""
     try:
         dataset, collate = loader.dataset, loader.collate_fn or default_collate
-        first = range(min(len(dataset), _FIRST_SAMPLES))
+        first, sources = range(min(len(dataset), _FIRST_SAMPLES)), Sources((dataset, collate), "loader")
+        before = sources.states()
         one, again = (digest(plain(collate([dataset[i] for i in first]))) for _ in range(2))
     except Exception:  # a dataset of the user's own can be anything
         return False
-    return one == again
+    return one == again and not drawn_between(before, sources.states())
 
 
 def _overlap(count: int, total: int, what: str) -> str:

@@ -11,26 +11,19 @@ hardest ones: under a strategy such a program trains another model than one proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from echelon.loop.own.unit import LoopUnit
-from echelon.prover.micro import Micro
+from echelon.prover.micro import Micro, NotDivisible, Samples
 from echelon.prover.mistakes import best_shares
 from echelon.prover.reference import AutoReference, Pass, Reference, Values
 
-__all__ = ["NotDivisible", "Samples", "split"]
+__all__ = ["split"]
 
 _TOLERANCE = {"wide": 1e-9, "right": 1e-4}
 _MOST_BATCHES = 4
-
-
-class NotDivisible(Exception):
-    """A batch whose samples cannot be told."""
 
 
 def split(reference: Reference) -> dict[str, Any]:
@@ -47,7 +40,7 @@ def split(reference: Reference) -> dict[str, Any]:
     found: dict[str, Any] = {"why_not": "no batch has two samples", "error": 0.0, "best": False, "allowed": 0.0}
     for micro in _largest(reference.updates):
         try:
-            samples = Samples(micro.data)
+            samples = Samples(micro.data, micro.samples)
         except NotDivisible as why:
             found["why_not"] = str(why)
             continue
@@ -110,85 +103,3 @@ def _has_better_weights(whole: _Pass, parts: list[_Pass]) -> bool:
     total = sum(shares)
     weighed = [(loss, gradients, share) for (loss, gradients, _), share in zip(parts, shares, strict=True)]
     return abs(total - 1) < 0.1 and min(shares) > 0 and _error(whole, weighed) * 10 < _error(whole, parts)
-
-
-# --- the samples of a batch
-
-
-class Samples:
-    """The samples of a batch: rows of its tensors, or items of its lists where the tensors have no number of rows in common.
-
-    A list of tuples or of mappings has a sample in each; a tuple, a mapping or a list of lists has columns.
-
-    Raises:
-        NotDivisible: its parts have other lengths.
-    """
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-        self._in_rows = True
-        lengths = {each.shape[0] for each in _tensors(data)}
-        if len(lengths) != 1:
-            self._in_rows = False
-            lengths = {len(each) for each in _lists(data)}
-        if len(lengths) > 1:
-            raise NotDivisible(f"a batch has parts of {', '.join(map(str, sorted(lengths)))} samples")
-        if not lengths:
-            raise NotDivisible("the samples of a batch cannot be told")
-        self.count: int = lengths.pop()
-
-    def part(self, begin: int, end: int) -> Any:
-        """From one sample to before another one, in the same containers."""
-
-        def cut(data: Any) -> Any:
-            if isinstance(data, (torch.Tensor, np.ndarray)):
-                return data[begin:end] if self._in_rows and data.ndim else data
-            if not self._in_rows and any(data is each for each in lists):
-                return type(data)(data[begin:end])
-            if self._in_rows and _is_list_of_values(data) and len(data) == self.count:
-                return type(data)(data[begin:end])
-            return _mapped(data, cut)
-
-        lists = [] if self._in_rows else _lists(self._data)
-        return cut(self._data)
-
-
-def _mapped(data: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(data, Mapping):
-        changed = {k: change(v) for k, v in data.items()}
-        return changed if type(data) is dict else type(data)(changed)  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*map(change, data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(map(change, data))
-    if is_dataclass(data) and not isinstance(data, type):
-        return type(data)(**{f.name: change(getattr(data, f.name)) for f in fields(data)})
-    return data
-
-
-def _is_list_of_values(data: Any) -> bool:
-    """Such as the texts of the samples."""
-    return type(data) in (list, tuple) and not any(isinstance(v, (torch.Tensor, np.ndarray)) or _inside(v) for v in data)
-
-
-def _tensors(data: Any) -> list[Any]:
-    if isinstance(data, (torch.Tensor, np.ndarray)):
-        return [data] if data.ndim else []
-    return [t for each in _inside(data) for t in _tensors(each)]
-
-
-def _lists(data: Any) -> list[Any]:
-    """The sequences with an item for each sample."""
-    if type(data) is list and not all(type(each) is list for each in data):
-        return [data]
-    return [each for each in _inside(data) if type(each) in (list, tuple)]
-
-
-def _inside(data: Any) -> list[Any]:
-    if isinstance(data, Mapping):
-        return list(data.values())
-    if isinstance(data, (list, tuple)):
-        return list(data)
-    if is_dataclass(data) and not isinstance(data, type):
-        return [getattr(data, f.name) for f in fields(data)]
-    return []
