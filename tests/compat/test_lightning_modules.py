@@ -21,7 +21,7 @@ from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheck
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
 from echelon.compat.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from echelon.compat.lightning.pytorch.reading import facts_of as read_facts
-from echelon.contracts.errors import CheckpointUnreadableError, UsageError
+from echelon.contracts.errors import CheckpointUnreadableError, EchelonError, UsageError
 from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Autoencoder, Classifier, Transformer, images, loader_of, made, plainly
 from tests.conftest import clean_environment
@@ -615,3 +615,63 @@ def test_a_module_of_lightnings_own_is_named() -> None:
     mine = type("Mine", (theirs,), {"__module__": "models"})
     with pytest.raises(UsageError, match=r"Mine of models is a LightningModule of Lightning's own, .* all files"):
         Trainer(max_epochs=1, **QUIET).fit(mine(), two_batches())
+
+
+class LogsOnOne(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if torch.distributed.get_rank() == 0:
+            self.log("mine", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class Counter(nn.Module):
+    def compute(self) -> torch.Tensor:
+        total = torch.ones(())
+        torch.distributed.all_reduce(total)
+        return total
+
+    def reset(self) -> None: ...
+
+
+class MetricOnOne(Classifier):
+    def on_train_epoch_end(self) -> None:
+        if torch.distributed.get_rank() == 0:
+            self.log("mine", Counter())
+
+
+def fit_apart(folder: str, case: str) -> str:
+    """With callbacks that rank 0 has alone, or a number that it alone has logged."""
+    torch.manual_seed(5)
+    apart: list[Any] = [ModelCheckpoint(dirpath=folder)] if case == "saver" else [EarlyStopping("val_loss")]
+    known: dict[str, Any] = {
+        "saved by": ModelCheckpoint(dirpath=folder, monitor="mine"),
+        "stopped by": EarlyStopping("mine"),
+        "perhaps stopped by": EarlyStopping("mine", strict=False),
+    }
+    apart = [] if case == "metric" or torch.distributed.get_rank() else apart
+    callbacks = [known[case]] if case in known else apart
+    module = LogsOnOne() if case in known else MetricOnOne() if case == "metric" else made(Classifier)
+    try:
+        saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+        trainer = Trainer(max_epochs=2, callbacks=callbacks, **{**QUIET, "enable_checkpointing": saves})
+        trainer.fit(module, loader_of(Classifier, 2), loader_of(Classifier, 2))
+    except EchelonError as error:
+        return str(error)
+    return f"done after {trainer.global_step}"
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("saver", "rank 1: []"),
+        ("stopping", "rank 1: []"),
+        ("saved by", "'mine', which was not logged"),
+        ("stopped by", "'mine', which was not logged"),
+        ("perhaps stopped by", "done after 8"),
+        ("metric", "was called on some ranks only"),
+    ],
+)
+def test_what_one_rank_has_alone_is_told_to_all(case: str, said: str, ranks: Any, tmp_path: Path) -> None:
+    """Each of these left a rank waiting in a save, or in the question whether to stop."""
+    for told in ranks(2, fit_apart, str(tmp_path), case):
+        assert said in told

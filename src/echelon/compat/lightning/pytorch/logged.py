@@ -229,8 +229,9 @@ class Results:
             if not one.how.on_epoch:
                 continue
             if is_metric:
-                if one.metric is None:
+                if any(key not in form for form in forms):  # told to all, before they meet in its value
                     raise UsageError(f"self.log({name!r}, <metric>) was called on some ranks only, and its value is all ranks'.")
+                assert one.metric is not None
                 found.append((one, one.metric.compute().detach()))
                 continue
             known = [share for each in shares if (share := each.get(key)) is not None]

@@ -89,6 +89,11 @@ class Session:
     def _set_up(self, device: torch.device) -> None:
         trainer, module, work = self.trainer, self.module, self.work
         self._check()
+        agree.same_on_all(
+            "the callbacks in which they meet",
+            [type(each).__name__ for each in trainer.lightning_callbacks if getattr(each, "meets", False) is True],
+            "Give all ranks the same callbacks, without `if rank == 0`: who writes is decided within them.",
+        )
         _set_determinism(trainer)
         _prepare_data(module, work.datamodule)
         trainer.set_up_hooks(work.call)

@@ -11,7 +11,13 @@ __all__ = ["Callback", "LambdaCallback"]
 
 
 class Callback:
-    """Override the hooks you need. `state_dict` and `load_state_dict` are part of checkpoints."""
+    """Override the hooks you need. `state_dict` and `load_state_dict` are part of checkpoints.
+
+    Attributes:
+        meets: hooks of it are collective, so that all ranks must have it.
+    """
+
+    meets = False
 
     log: Any  # the module's, while it runs
     log_dict: Any

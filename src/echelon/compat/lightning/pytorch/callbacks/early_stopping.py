@@ -28,6 +28,8 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: decides when to look, in place of the above.
     """
 
+    meets = True
+
     def __init__(
         self,
         monitor: str,
@@ -71,13 +73,13 @@ class EarlyStopping(Callback):
         value = trainer.callback_metrics.get(self.monitor)
         if trainer.fast_dev_run:
             return
-        if value is None:
-            if self.strict:
-                known = ", ".join(trainer.callback_metrics) or "nothing"
-                raise UsageError(f"EarlyStopping monitors {self.monitor!r}, which was not logged; logged were: {known}.")
-            return
-        stops, why = self._judge(float(value))
-        if agree.any_rank(stops):
+        stops, why = (False, "") if value is None else self._judge(float(value))
+        stops, lacks = agree.any_ranks([stops, value is None])  # it may be logged on some ranks alone
+        if lacks and self.strict:
+            known = ", ".join(trainer.callback_metrics) or "nothing"
+            on = " on all ranks" if value is not None else ""
+            raise UsageError(f"EarlyStopping monitors {self.monitor!r}, which was not logged{on}; logged were: {known}.")
+        if stops:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
         if why and self.verbose and agree.is_rank0():

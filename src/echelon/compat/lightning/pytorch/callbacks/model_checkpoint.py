@@ -51,6 +51,8 @@ class ModelCheckpoint(Checkpoint):
     CHECKPOINT_NAME_LAST = "last"
     FILE_EXTENSION = ".ckpt"
 
+    meets = True
+
     def __init__(
         self,
         dirpath: str | Path | None = None,
@@ -181,11 +183,11 @@ class ModelCheckpoint(Checkpoint):
         if trainer.fast_dev_run or trainer.sanity_checking or self._saved_at == trainer.trained:
             return
         values: dict[str, Any] = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        self._waits = not trainer.at_boundary or (self.monitor is not None and self.monitor not in values)
+        self._waits = not trainer.at_boundary or (self.monitor is not None and agree.any_rank(self.monitor not in values))
         if self._waits:
             if trainer.at_boundary and trainer.was_evaluated:
                 raise UsageError(
-                    f"ModelCheckpoint monitors {self.monitor!r}, which was not logged; logged were: "
+                    f"ModelCheckpoint monitors {self.monitor!r}, which was not logged on all ranks; logged were: "
                     f"{', '.join(trainer.callback_metrics) or 'nothing'}."
                 )
             return
