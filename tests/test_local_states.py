@@ -80,6 +80,14 @@ def _at(hook: str, act: Callable[[Any, Any], Any]) -> ech.Callback:
     return made
 
 
+def _frozen_later(strategy: str, folder: Path) -> Any:
+    def freeze(state: Any, unit: Any) -> None:
+        if unit.step() == 1:
+            dict(unit.prepared.named_parameters())["spare.weight"].requires_grad_(False)
+
+    return _train(_Unit(strategy), callbacks=[_at("on_train_step_end", freeze)])
+
+
 class _Skips(_Unit):
     def compute_loss(self, state: Any, data: Any) -> Any:
         out = self.module(data[0], not _odd() or self.step() < 2)
@@ -285,6 +293,8 @@ def _outcome(case: Case, strategy: str, folder: Path) -> Any:
 DISAGREE = "RanksDisagreeError"
 TOLD: list[tuple[Case, list[str], str]] = [
     (_frozen, ["fsdp", "hsdp"], "spare.weight is frozen on one and trained on another"),
+    (_frozen_later, ["fsdp", "zero2"], "had one of spare.weight"),
+    (_no_gradient, ["fsdp", "zero2"], "spare"),
     (_logs, ["ddp", "fsdp"], "rank 0: nothing, rank 1: mine"),
     (_logs_in_evaluation, ["ddp", "fsdp"], "rank 0: nothing, rank 1: mine"),
     (_evaluates_alone, ["ddp", "fsdp"], "make the same calls"),
@@ -327,7 +337,7 @@ def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path, case: Case, strateg
 @pytest.mark.parametrize("case", [_callback_raises, _loss_raises, _loss_without_gradient, _no_gradient])
 def test_a_fault_of_one_rank_ends_all(ranks: Ranks, tmp_path: Path, case: Case, strategy: str) -> None:
     if case is _no_gradient and strategy != "ddp":
-        return  # gradients that are reduced together are compared by tests/test_same_calls.py
+        return  # all are told
     with pytest.raises(RankFailedError) as caught:
         ranks(2, case, strategy, tmp_path)
     said = str(caught.value)

@@ -4,6 +4,8 @@
 paired with what comes first on the others. A rank that calls another block of the same size gets weights that are part of one
 block and part of the other, and sums go to the wrong parameters: without any error. Where sizes differ the collective fails.
 
+Which parameters of a block have gradients decides how many numbers are reduced, too: `_EquallyMany` sends as many on all ranks.
+
 Each rank looks whether a window's calls are those of the window before, and says so only if they are not, by the message that the
 window sends in any case. Where no rank says anything, all still do the same. Which parameters have gradients is seen when the
 window has been reduced, so that it is told with the next one, at a save, or at the end. Calls of an evaluation are compared at
@@ -12,17 +14,21 @@ its end.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import RanksDisagreeError
 from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.names import class_name, plain_name, plain_names
+from echelon.parallel.older_torch import reduce_scatter_single
 from echelon.parallel.shards import is_fully_sharded, is_split
 from echelon.world import agree
 
@@ -40,17 +46,22 @@ _REMEDY = (
 class SameCalls:
     """Notes what this rank does with a sharded module, and what there is to say of it.
 
+    Args:
+        reduces: gradients are reduced by torch's own call, in the place of which one that sends equally many is put.
     Attributes:
         has_news: this rank has done something else than in the window before.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, reduces: bool = True) -> None:
         self._module = module
         self._blocks: list[str] = []
         for name, part in module.named_modules():
             if is_fully_sharded(part):
                 part.register_forward_pre_hook(torch.compiler.disable(self._noting(len(self._blocks))))
                 self._blocks.append(plain_name(name) or class_name(module))
+                if reduces:
+                    with contextlib.suppress(ValueError):  # where torch reduces its parameters in several calls
+                        part.set_custom_reduce_scatter(_EquallyMany(part))
         experts = {p for _, part, _ in divided_experts(module) for p in part.parameters()}  # others on each rank
         named = [(n, p) for n, p in plain_names(module) if is_split(p) and p not in experts]
         self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
@@ -157,6 +168,41 @@ class SameCalls:
 
     def _lacking(self) -> list[str]:
         return [name for name, is_without in zip(self._names, self._without, strict=False) if is_without]
+
+
+class _EquallyMany:
+    """For `FSDPModule.set_custom_reduce_scatter`: reduces as many numbers as if all parameters had gradients.
+
+    torch leaves out those without: where that is so on some ranks only, gloo ends the process and NCCL waits for ever. Like this
+    sums go to wrong parameters, which `SameCalls` tells all ranks before anything more is made of them.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        below = {p for each in part.modules() if each is not part and is_fully_sharded(each) for p in each.parameters()}
+        self._most = sum(_most_of_a_rank(p) for p in part.parameters() if p.requires_grad and is_split(p) and p not in below)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        if (own := output_tensor.numel()) >= self._most:  # more, after layers were unfrozen
+            return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        sent, mine = input_tensor.new_zeros(group.size(), self._most), output_tensor.new_empty(self._most)
+        sent[:, :own] = input_tensor.view(group.size(), own)
+        reduce_scatter_single(mine, sent.view(-1), group=group, op=op)
+        output_tensor.copy_(mine[:own])
+        return None
+
+
+def _most_of_a_rank(parameter: Any) -> int:
+    """How many elements a rank has of it at most, as which those of others are counted in a reduction."""
+    shape = list(parameter.shape)
+    for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+        if not placement.is_replicate():  # torch 2.13's is_shard() is false of what is split twice along one dim
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+    return math.prod(shape)
 
 
 def _another(every: Sequence[Any]) -> int | None:

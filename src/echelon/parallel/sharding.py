@@ -148,7 +148,7 @@ class FSDPPrepared(Prepared[nn.Module]):
     def compare_calls(self) -> None:
         if self.calls is None and self.averaged_over > 1 and not self.takes_windows:  # each stage has other blocks
             self.reshard()
-            self.calls = SameCalls(self.module)
+            self.calls = SameCalls(self.module, reduces=not self.order_is_fixed)
 
     def before_evaluation(self) -> None:
         super().before_evaluation()
