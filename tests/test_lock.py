@@ -18,6 +18,7 @@ import pytest
 
 from echelon.checkpoint.lease import Lease
 from echelon.contracts.errors import CheckpointInUseError, UsageError
+from echelon.contracts.lock import Lock
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.local.judge import record_end
 
@@ -270,3 +271,26 @@ def test_who_has_a_folder_is_said_by_name_with_its_run_and_its_job(tmp_path: Pat
     text = str(refused.value)
     assert f"process {pid} of " in text and f"process {pid} of 0 " not in text
     assert "the run in /runs/lm" in text and "scancel 4711" in text
+
+
+class WrittenOnly:
+    """As a bucket that this user may write to, and not read from."""
+
+    def read(self) -> bytes | None:
+        return None
+
+    def create(self, text: bytes) -> bool:
+        return True
+
+    def replace(self, text: bytes) -> None: ...
+
+    def set_aside(self, text: bytes) -> bool:
+        return True
+
+    def remove(self) -> None: ...
+
+
+def test_a_place_that_cannot_be_read_is_an_error() -> None:
+    """It was written to again and again, without an end."""
+    with pytest.raises(OSError, match="cannot be read back"):
+        Lock.take(None, place=WrittenOnly())

@@ -32,6 +32,8 @@ __all__ = ["HeldError", "Holder", "Lock", "Place", "look", "say_alive"]
 # Without locks, the text of another machine's process that was not renewed for so long counts no more.
 _FRESH_S = 600.0
 _TEXT_BYTES = 1 << 16
+# Times in a row that a text which was written is not there: another is seldom faster twice.
+_MOST_LOST = 8
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 # Of this process: its locks by the file's path, and the descriptors that a child closes.
@@ -176,17 +178,21 @@ class Lock:
             place: where the text is, which alone decides.
         Raises:
             HeldError: another process has it.
-            OSError: the file cannot be opened; also where a link, a pipe or a folder has its name.
+            OSError: the file cannot be opened; also where a link, a pipe or a folder has its name. A text cannot be read back.
         """
         key, until = os.path.realpath(path) if path is not None else str(place), time.monotonic() + patience_s
         lock = _held.get(key)
         if lock is not None and path is not None and lock.file is not None and not _is_at(path, lock.file):
             _close(lock.file)  # the folder was removed, and one of its name made
             lock = None
+        lost = 0
         while lock is None:
             me = Holder.myself(job)
             try:
                 lock = _by_file(path, mode, me) if path is not None else _by_text(place, me) if place is not None else None
+                lost += 1
+                if lock is None and place is not None and lost == _MOST_LOST:
+                    raise OSError(errno.EIO, "whose it is was written there, and cannot be read back", key)
             except HeldError:
                 if time.monotonic() >= until:
                     raise

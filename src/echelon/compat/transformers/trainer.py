@@ -321,11 +321,11 @@ class Trainer(Losses, Optimizing, Evaluating):
 
     def create_model_card(self, *args: Any, **options: Any) -> None:
         """Nothing: the model card is a file of the script's own. Scripts call it at their end, when training is done."""
-        _warn_once("create_model_card", "no model card was written: it is a file of your own beside the model")
+        _tell_of_nothing("create_model_card", "no model card was written: it is a file of your own beside the model")
 
     def push_to_hub(self, *args: Any, **options: Any) -> None:
         """Nothing, for the same reason."""
-        _warn_once("push_to_hub", "nothing was uploaded. Call save_model(folder), and upload that folder")
+        _tell_of_nothing("push_to_hub", "nothing was uploaded. Call save_model(folder), and upload that folder")
 
     # What scripts ask before they save: here `save_model` writes whole weights under every strategy.
     is_fsdp_enabled = is_deepspeed_enabled = False
@@ -349,7 +349,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         self.callback_handler.remove_callback(callback)
 
 
-def _warn_once(name: str, what: str) -> None:
+def _tell_of_nothing(name: str, what: str) -> None:
     if agree.is_rank0():
         logger.warning("Trainer.%s has no effect: %s", name, what)
 
