@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,6 +264,25 @@ def _early_stopping_on_one(strategy: str, folder: Path) -> Any:
     return _train(_Unit(strategy), callbacks=[early] if not _odd() else [])
 
 
+def _other_folder(strategy: str, folder: Path) -> Any:
+    """As on machines that have a disk each: of a file that is not on one of them."""
+    _train(_Unit(strategy), callbacks=[ech.DistributedCheckpointSaver(folder / "all", save_every_n_epochs=1)])
+    dist.barrier()
+    own, before = folder / f"disk{dist.get_rank()}", Path.cwd()
+    shutil.copytree(folder / "all", own)
+    (saved,) = (each.name for each in own.iterdir() if each.name.startswith("step"))
+    if _odd():
+        (own / saved / "tensors-00000.safetensors").unlink()
+    os.chdir(own)
+    try:
+        dist.barrier()
+        unit = _Unit(strategy)
+        ech.DistributedCheckpointSaver.restore(saved, unit)
+    finally:
+        os.chdir(before)
+    return unit
+
+
 def _callback_raises(strategy: str, folder: Path) -> Any:
     def fail(state: Any, unit: Any) -> None:
         raise ValueError("a fault of one rank alone")
@@ -289,6 +310,15 @@ def _outcome(case: Case, strategy: str, folder: Path) -> Any:
 
 
 # --- what becomes of it
+
+
+@pytest.mark.standing_ranks
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    got = ranks(2, _outcome, _other_folder, strategy, tmp_path)
+    assert got[0] == got[1] and got[0][0] == "CheckpointCorruptError"
+    assert "another one for rank 1, without files that others see: tensors-00000.safetensors" in got[0][1]
+
 
 DISAGREE = "RanksDisagreeError"
 TOLD: list[tuple[Case, list[str], str]] = [

@@ -38,6 +38,7 @@ from echelon.checkpoint.location import (
 from echelon.checkpoint.manifest import MANIFEST, committed, is_whole, named, named_folders, step_of
 from echelon.contracts import errors
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
+from echelon.contracts.terminal import rank_ranges
 from echelon.world import agree, first
 
 __all__ = [
@@ -60,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MOST_SHOWN = 8  # names of files
 _STAGED, _REMOVED = ".staged-", ".staged-removed-"
 
 
@@ -260,8 +262,26 @@ def verify(folder: Location) -> dict[str, Any]:
             raise errors.CheckpointUnreadableError(text)
     lines = list(dict.fromkeys(line for _, each in told for line in each))
     if lines:
-        raise CheckpointCorruptError(f"{'; '.join(lines[:8])}{'; ...' if len(lines) > 8 else ''}.")
+        _refuse_other_storage(folder, manifest)
+        raise CheckpointCorruptError(f"{'; '.join(lines[:_MOST_SHOWN])}{'; ...' if len(lines) > _MOST_SHOWN else ''}.")
     return manifest
+
+
+def _refuse_other_storage(folder: Location, manifest: dict[str, Any]) -> None:
+    """Where a checkpoint is not whole: it may be so for some ranks alone, whose machines see another folder. Collective.
+
+    Raises:
+        CheckpointCorruptError: on all ranks, if they see other files.
+    """
+    missing: list[list[str]] = agree.gather([name for name in manifest["files"] if not (folder / name).exists()][:_MOST_SHOWN])
+    if all(each == missing[0] for each in missing):
+        return
+    nowhere: set[str] = min(map(set, missing), key=len)
+    lost = {r: sorted(set(each) - nowhere) for r, each in enumerate(missing) if set(each) - nowhere}
+    raise CheckpointCorruptError(
+        f"{folder} must be the same folder for all ranks, and is another one for {rank_ranges(lost)}, without files that others "
+        f"see: {', '.join(next(iter(lost.values())))}. Put it on storage that all machines share, or copy it to each."
+    )
 
 
 def retire(dirpath: Location, doomed: list[str]) -> None:
