@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -21,6 +23,7 @@ from echelon.contracts.errors import CheckpointInUseError, UsageError
 from echelon.contracts.lock import Lock
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.local.judge import record_end
+from tests.started import wait_until
 
 fork = multiprocessing.get_context("fork")
 
@@ -251,16 +254,23 @@ def test_without_locks_a_start_of_a_job_does_not_wait_for_the_one_before(
     assert is_free(tmp_path, take_lease) == free
 
 
-def test_without_locks_a_launcher_that_lives_says_so_to_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fcntl.fcntl", no_locks)
+def test_without_locks_a_launcher_that_lives_says_so_to_other_machines(tmp_path: Path) -> None:
+    """Of any kind: one rank in the launcher itself, or a launch command, has no loop that would."""
     run = RunDir.create(tmp_path, "a", begin=False)
-    run.hold()
-    (file,) = (path for path in run.path.iterdir() if path.is_file() and "lock" in path.name)
-    before = json.loads(file.read_text())
-    monkeypatch.setattr("time.time", lambda: before["seen"] + 500.0)
-    RunDir(run.path).keep_hold()
-    after = json.loads(file.read_text())
-    assert (after["seen"], after["token"], after["since"]) == (before["seen"] + 500.0, before["token"], before["since"])
+    waiting = "import sys, unittest.mock as m; from echelon.contracts import run_dir as r; from tests.test_lock import no_locks"
+    holds = f"m.patch('fcntl.fcntl', no_locks).start(); r.RunDir({str(run.path)!r}).hold(renew_s=0.05); sys.stdin.read()"
+    root = Path(__file__).parents[1]
+    with subprocess.Popen([sys.executable, "-c", f"{waiting}; {holds}"], stdin=subprocess.PIPE, cwd=root) as process:
+
+        def seen() -> dict[str, Any]:
+            return json.loads(file.read_text() or "{}") if (file := run.path / ".lock").exists() else {}
+
+        wait_until(seen, "the folder is held", 100.0)
+        before = seen()
+        wait_until(lambda: seen().get("seen", 0.0) > before["seen"], "it says that it lives", 100.0)
+        assert all(seen()[name] == before[name] for name in ("token", "since", "pid"))
+        process.communicate()
+    assert process.returncode == 0 and not (run.path / ".lock").exists()
 
 
 def test_who_has_a_folder_is_said_by_name_with_its_run_and_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,15 @@ def test_hundreds_of_connections_that_say_nothing_do_not_end_a_job(started: Star
     assert process.returncode == 0 and out == b"met\n", err.decode()[-3000:]
 
 
+def test_a_limit_of_open_files_that_is_too_low_for_the_ranks_is_named_before_they_start(started: Started, tmp_path: Path) -> None:
+    """Some would wait for minutes to be connected to the store."""
+    script = started.script("open('began', 'w')")
+    process = started.run("--ranks", "14", script, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)))
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1 and not (tmp_path / "began").exists()
+    assert b"68 open files for 14 ranks, got 64" in err and b"Traceback" not in err, err.decode()
+
+
 def test_a_run_that_cannot_begin_for_a_full_disk_says_so_in_a_line(started: Started) -> None:
     process = started.run("--ranks", "1", started.script("pass"), preexec_fn=_limit_files(10))
     _, err = process.communicate(timeout=50)

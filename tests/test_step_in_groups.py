@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -238,3 +239,34 @@ def _cannot_search() -> str:
 def test_lbfgs_over_shards_is_named_with_a_remedy(ranks: Ranks) -> None:
     for said in ranks(2, _cannot_search):
         assert "LBFGS cannot step parameters that are split over the ranks" in said and "Train under 'ddp'" in said
+
+
+class Slowly(torch.optim.Optimizer):
+    """Wraps another optimizer, and leaves out what torch's own makes of itself."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.state, self.defaults = base, base.state, base.defaults
+        self.param_groups = base.param_groups
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class Wrapped(Regression):
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        return Slowly(torch.optim.SGD(module.parameters(), lr=0.1)), None
+
+
+def _wrapped(strategy: str) -> str:
+    try:
+        ech.train(Wrapped(module=net(), strategy=strategy), [batch(4, i) for i in range(2)], max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_wrapper_without_torchs_hooks_is_refused_where_they_are_needed(ranks: Ranks) -> None:
+    assert ranks(2, _wrapped, "ddp") == ["trained", "trained"]
+    for strategy in ("zero1", "fsdp"):
+        assert all("Slowly must call torch.optim.Optimizer.__init__" in said for said in ranks(2, _wrapped, strategy))

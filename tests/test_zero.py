@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import DataLoader
 
 import echelon as ech
 from echelon.contracts.errors import RanksDisagreeError, UsageError
@@ -42,7 +44,7 @@ def _held(strategy: str) -> tuple[int, int, set[str]]:
     ech.train(unit, _mine(), max_epochs=1)
     names = {id(p): n for n, p in unit.prepared.unwrapped.named_parameters()}
     moments = [v for s in unit.optimizer.state.values() for v in s.values() if v.dim()]
-    gradients = sum(p.numel() for group in unit.optimizer.param_groups for p in group["params"])
+    gradients = sum(p.numel() for p in unit.optimizer.state)
     return sum(m.numel() for m in moments), gradients, {names[id(p)] for p in unit.optimizer.state}  # type: ignore[call-overload]
 
 
@@ -52,6 +54,35 @@ def test_each_of_two_ranks_keeps_half_of_the_state(ranks: Ranks) -> None:
     assert first + second == everything and max(first, second) < 0.52 * everything
     assert first == 2 * few and second == 2 * rest
     assert names_0 | names_1 == names and not names_0 & names_1
+
+
+def _looked_at(strategy: str, scaled: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """A loop that clips and looks at gradients by the optimizer's groups, or keeps a scaler; its state is put back at the end."""
+    scaler, seen = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled), []
+    module: Any = net()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    rows: Any = [(x, y) for data in DATA for many in data for x, y in zip(*many, strict=True)][:24]
+    module, optimizer, loader = ech.prepare(module, optimizer, DataLoader(rows, 8), strategy=strategy)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for _ in ech.epochs(loader, 2):
+        for x, y in loader:
+            with ech.window(module) as window:
+                window.backward(scaler.scale(nn.functional.mse_loss(module(x), y)))
+                scaler.unscale_(optimizer)
+                everything = [p for group in optimizer.param_groups for p in group["params"]]
+                seen.append(float(nn.utils.clip_grad_norm_(everything, 0.1)))
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        optimizer.load_state_dict(saved)
+    return whole(module), seen
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_optimizers_groups_have_all_parameters_between_steps(ranks: Ranks, scaled: bool) -> None:
+    want, norms = ranks(2, _looked_at, "ddp", scaled)[0]
+    for got, seen in ranks(2, _looked_at, "zero1", scaled):
+        assert largest_difference(got, want) < 1e-12 and seen == pytest.approx(norms, rel=1e-9)
 
 
 class Shaped(nn.Module):
@@ -179,7 +210,11 @@ def _by_hand() -> tuple[dict[str, torch.Tensor], int, list[int]]:
     unit = ByHand()
     ech.train(unit, _mine(), max_epochs=1)
     assert Partition.of(unit.optimizer) is unit.partition
-    return whole(unit.module), unit.left, [len(g["params"]) for g in unit.optimizer.param_groups]
+    return (
+        whole(unit.module),
+        unit.left,
+        [len([p for p in g["params"] if unit.partition.owns(p)]) for g in unit.optimizer.param_groups],
+    )
 
 
 def test_added_groups_closures_and_all_gradients_cleared(ranks: Ranks) -> None:

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bitwise", action="store_true", help="also prove the bit-equal mode")
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--bf16", action="store_true", help="also compare in bf16, with one process under autocast")
+    parser.add_argument("--eager", action="store_true", help="never compile, also where the script does: faster, and proves less")
     parser.add_argument("--seed", type=int, default=0, help="of every process before the script begins (default: 0)")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds after which a row is stopped and failed (default: 600)"
@@ -63,7 +64,16 @@ def execute(arguments: argparse.Namespace) -> int:
 
     strategies = arguments.strategies.split(",") if arguments.strategies else None
     parts = arguments.parts if arguments.bitwise else None
-    rows = matrix(strategies, ranks, accumulation, sgd=not arguments.no_sgd, parts=parts, bf16=arguments.bf16)
+    rows = matrix(
+        strategies,
+        ranks,
+        accumulation,
+        sgd=not arguments.no_sgd,
+        parts=parts,
+        bf16=arguments.bf16,
+        yours=True,
+        eager=arguments.eager,
+    )
 
     def shown(result: Result) -> None:
         print(show.line(result), flush=True)

@@ -27,7 +27,7 @@ from echelon.contracts.files import open_file, parse_object, read_bytes, write_w
 from echelon.contracts.machine import boot_id, started_at
 from echelon.contracts.terminal import printable
 
-__all__ = ["HeldError", "Holder", "Lock", "Place", "look", "say_alive"]
+__all__ = ["HeldError", "Holder", "Lock", "Place", "look"]
 
 # Without locks, the text of another machine's process that was not renewed for so long counts no more.
 _FRESH_S = 600.0
@@ -243,18 +243,6 @@ class Lock:
                     self._place.remove()
         if self.file is not None:
             _close(self.file)
-
-
-def say_alive(path: Path) -> None:
-    """Renew the text of a lock that this process has, where there are no locks: to other machines it counts while it is fresh.
-
-    Raises:
-        HeldError: another process has taken it over, as after a pause of many minutes.
-        OSError: the text cannot be written.
-    """
-    lock = _held.get(os.path.realpath(path))
-    if lock is not None and lock.file is None:
-        lock.refresh()
 
 
 def look(path: Path) -> None:

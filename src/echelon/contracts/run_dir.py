@@ -27,6 +27,7 @@ import errno
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,7 +36,7 @@ from typing import Any
 from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.files import parse_object, private_folder, read_bytes, write_whole
-from echelon.contracts.lock import HeldError, Lock, look, say_alive
+from echelon.contracts.lock import HeldError, Lock, look
 from echelon.contracts.numbers import count_in
 
 __all__ = [
@@ -155,24 +156,29 @@ class RunDir:
         private_folder(run.attempt_path)
         return run
 
-    def hold(self, *, job: str = "", patience_s: float = 1.0) -> None:
+    def hold(self, *, job: str = "", patience_s: float = 1.0, renew_s: float = 60.0) -> None:
         """Keep other launchers out of this run until this process ends. Not inherited by children.
 
         Args:
             job: the batch system's number, and of which start of that job, such as 123.0; the others are told, too.
             patience_s: how long another may have it; a second is for those that only look whether there is one.
+            renew_s: on a file system without locks, between words to other machines, which believe them for ten minutes.
         Raises:
             UsageError: another launcher has it.
         """
         with self._refusing(_LOCK, "is under way", "Wait for its end, end it"):
             lock = Lock.take(self.path / _LOCK, job=job, patience_s=patience_s)
         if lock.is_new and lock.file is None:  # the text alone decides, and to another machine it would count for a while
-            atexit.register(lock.release, remove=True)
+            ends = threading.Event()
+            renewing = threading.Thread(target=_renew, args=(lock, renew_s, ends), name="echelon-lock", daemon=True)
 
-    def keep_hold(self) -> None:
-        """Called now and then by the launcher that has it: for other machines, on a file system without locks."""
-        with contextlib.suppress(OSError, HeldError):  # after a pause of many minutes another has it: its own attempt goes on
-            say_alive(self.path / _LOCK)
+            def end() -> None:
+                ends.set()
+                renewing.join(1.0)
+                lock.release(remove=True)
+
+            atexit.register(end)
+            renewing.start()
 
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
@@ -303,6 +309,12 @@ class RunDir:
         runs = [RunDir(p) for p in self.path.parent.glob(f"{stem}*") if p != self.path]
         runs = [r for r in runs if any(r.checkpoints.glob("step-*"))]
         return max(runs, key=lambda r: r.checkpoints.stat().st_mtime, default=None)
+
+
+def _renew(lock: Lock, every_s: float, ends: threading.Event) -> None:
+    while not ends.wait(every_s):
+        with contextlib.suppress(OSError, HeldError):  # after a pause of many minutes another has it: its own attempt goes on
+            lock.refresh()
 
 
 def find_run(name: str, root: str | os.PathLike[str] = "runs") -> Path:

@@ -19,7 +19,7 @@ from torch.fx import Graph, Interpreter, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["within_budget"]
+__all__ = ["keeping_random", "within_budget"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class _Budget:
         from torch._inductor.compile_fx import compile_fx
 
         patches = {**(list_mode_options(self._mode) if self._mode else {}), **(self._options or {})}
-        patches["joint_custom_post_pass"] = _keeping_random()(patches.get("joint_custom_post_pass"))
+        patches["joint_custom_post_pass"] = keeping_random()(patches.get("joint_custom_post_pass"))
         return functools.partial(compile_fx, config_patches=patches)
 
 
@@ -101,7 +101,7 @@ def _may_draw(operator: Any) -> bool:
 
 
 @functools.cache
-def _keeping_random() -> type:
+def keeping_random() -> type:
     """A pass over inductor's graphs of both directions. Made when inductor is loaded anyway, whose class it extends."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 

@@ -64,7 +64,7 @@ class OptimizerState:
         self._names |= self._loose
 
     def state_dict(self) -> dict[str, Any]:
-        mine = [p for group in self._optimizer.param_groups for p in group["params"]]
+        mine = [p for group in self._optimizer.param_groups for p in group["params"] if self._owns(p)]
         own: dict[str, Any] = {f"values.{self._loose[p]}": p.detach() for p in mine if p in self._loose}
         for parameter in mine:
             held = state_keys.leaves(f"state.{self._names[parameter]}", self._optimizer.state.get(parameter, {}))
@@ -89,6 +89,11 @@ class OptimizerState:
         told = agree.gather([[k, *_packed(v)] for k, v in state.items() if _packed(v)], self._apart)
         return {k: tuple(v) if is_tuple else v for each in told for k, v, is_tuple in each}
 
+    def _owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank does, of what the optimizer's groups have here."""
+        partition = Partition.of(self._optimizer)
+        return partition is None or partition.owns(parameter)
+
     def names_by_group(self) -> list[list[str]]:
         """The parameters' names here, in the order in which torch counts them."""
         return [[self._names[parameter] for parameter in group] for group in self._groups]
@@ -112,7 +117,7 @@ class OptimizerState:
         )
         found: dict[str, torch.Tensor] = {}
         for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in filter(self._owns, group["params"]):
                 name = self._names[parameter]
                 living = state_keys.leaves(f"state.{name}", self._optimizer.state.get(parameter, {}))
                 weight = saved.get(self._values.get(parameter, ""))
@@ -168,6 +173,8 @@ class OptimizerState:
             for parameter in group["params"]:
                 name, number = self._names[parameter], len(parameters)
                 parameters.append(parameter)
+                if not self._owns(parameter):
+                    continue
                 living = self._optimizer.state.get(parameter, {})
                 if name not in known and living:
                     state[number] = living

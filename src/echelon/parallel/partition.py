@@ -1,8 +1,9 @@
 """An optimizer whose state is sharded over the ranks: each rank updates the parameters that it owns, and broadcasts them.
 
-The user's own optimizer object stays, so schedulers, scalers and hooks on it keep working; its parameter groups are reduced
-to what this rank owns. torch's ZeroRedundancyOptimizer would be another object, built from a class and its arguments, which
-an optimizer that exists does not give away (AdamW's `defaults` are not arguments that AdamW accepts).
+The user's own optimizer object stays, so schedulers, scalers and hooks on it keep working; in a step its parameter groups are
+what this rank owns, and between steps all of them, as scripts that clip or look at gradients expect. torch's
+ZeroRedundancyOptimizer would be another object, built from a class and its arguments, which an optimizer that exists does not
+give away (AdamW's `defaults` are not arguments that AdamW accepts).
 
 Communication: after each step one broadcast per owner, type and device; parameters are views of the buffers that are sent.
 """
@@ -71,11 +72,12 @@ class Partition:
     that are unfrozen later by `refresh`.
 
     Args:
-        optimizer: just built; its groups keep only what this rank owns. What its constructor made for others is dropped.
+        optimizer: just built. What its constructor made for what others own is dropped.
         names: parameter names for messages.
         what: who divides, for messages.
         unfreezing: what to do about a parameter that was unfrozen too late, for messages.
         largest_first: as in `assign`.
+        shows_all: the optimizer's groups have all parameters between its steps; else always what this rank owns.
     Attributes:
         groups: every group's parameters, of all owners, in the order of the optimizer's groups.
         owners: the rank within the group that owns a parameter; frozen ones are not in it.
@@ -94,7 +96,9 @@ class Partition:
         what: str = "strategy 'zero1'",
         unfreezing: str = "Unfreeze it before the module is prepared; give it an lr of 0 until then.",
         largest_first: bool = True,
+        shows_all: bool = True,
     ) -> None:
+        self._shows_all, self._mine = shows_all, list[list[nn.Parameter]]()
         self._what, self._unfreezing = what, unfreezing
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(f"{what} cannot shard LBFGS, which needs all parameters at once. Use strategy 'ddp'.")
@@ -161,6 +165,10 @@ class Partition:
     def parameters(self) -> list[nn.Parameter]:
         return [p for group in self.groups for p in group]
 
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank does."""
+        return self.owners.get(parameter) == self._rank  # type: ignore[call-overload, no-any-return]
+
     def refresh(self) -> None:
         """Give owners to what was added or unfrozen since. Collective; from then on its gradients must be equal, too."""
         self._take(self.optimizer)
@@ -194,8 +202,8 @@ class Partition:
         sizes = [p.numel() * p.element_size() for p in parameters]
         owners = dict(zip(parameters, assign(sizes, self._load, largest_first=self._largest_first), strict=True))
         self.owners |= owners
-        for group, everyones in zip(optimizer.param_groups, self.groups, strict=True):
-            group["params"] = [p for p in everyones if self.owners.get(p) == self._rank]
+        self._mine = [[p for p in everyones if self.owns(p)] for everyones in self.groups]
+        _show(optimizer, self.groups if self._shows_all else self._mine)
         for parameter in parameters:
             if owners[parameter] != self._rank:
                 optimizer.state.pop(parameter, None)
@@ -203,8 +211,11 @@ class Partition:
             self._buffers += _buffers(parameters, owners)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_alone:
-            return
+        if not self._is_alone:
+            self._look(optimizer)
+        _show(optimizer, self._mine)
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
         if len(optimizer.param_groups) > len(self.groups):
             self._take(optimizer)
         for parameter in self._frozen:
@@ -216,6 +227,8 @@ class Partition:
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._shows_all:
+            _show(optimizer, self.groups)
         if self._is_alone:
             return
         if any(buffer.is_lost for buffer in self._buffers):
@@ -254,6 +267,11 @@ def _buffers(parameters: Iterable[nn.Parameter], owners: dict[nn.Parameter, int]
         flat = _flatten(same)
         made.append(_Buffer(owner, same, flat, [p.data_ptr() for p in same]))
     return made
+
+
+def _show(optimizer: torch.optim.Optimizer, groups: list[list[nn.Parameter]]) -> None:
+    for group, parameters in zip(optimizer.param_groups, groups, strict=False):  # of more, some are not divided yet
+        group["params"] = parameters
 
 
 def _zero_grad(partition: Partition, set_to_none: bool = True) -> None:

@@ -19,6 +19,9 @@ from echelon.prover.verdict import Verdict
 
 __all__ = ["CAUSES", "from_mistakes", "from_records", "from_verdict", "state_apart"]
 
+# Of the elements that are no small part of a gradient: more than so many, and this share, may not be zero.
+_NO_SMALL_PART, _LEAST_LOST, _MOST_LOST = 1e-2, 8, 0.1
+
 CAUSES = {
     "missing all-reduce": "the ranks step with gradients of their own: nothing reduces them",
     "loss weighted per rank": "the means of ranks or micro-batches are averaged as if they were equally large",
@@ -29,6 +32,9 @@ CAUSES = {
     "identical dropout": "data-parallel ranks draw the same random numbers: when the model is built, seed each by its rank",
     "identical augmentation": "ranks change their samples by the same random numbers: seed each by its rank",
     "random numbers that nobody can repeat": "the forward pass draws from a source that prove cannot find, or keeps state",
+    "other random numbers in the backward pass": "what is computed again draws anew: the gradient is not that of the loss",
+    "gradients that are still scaled": "clip and look at gradients after scaler.unscale_(optimizer)",
+    "gradients that underflow": "they are too small for the type that they are computed in: use a gradient scaler, or bfloat16",
     "modules in evaluation mode on some ranks": "dropout and batch norm are off there: call train() on every rank",
     "unsynchronised buffers": "buffers differ between ranks",
     "an untracked or stale optimizer parameter": "the optimizer does not hold it: make the optimizer after the module is sharded",
@@ -195,6 +201,26 @@ def from_verdict(verdict: Verdict, records: list[dict[str, Any]], facts: Mapping
     mine, right = records[0]["rates"][first.update], facts["rates"][first.update]
     if first.phase == "update" and mine != right and all(r["rates"][first.update] == mine for r in records):
         return [("another learning rate", f"update {first.update}: {_rates(mine)}, in one process {_rates(right)}")]
+    return []
+
+
+def of_scaler(values: Mapping[str, torch.Tensor], rescaled: Mapping[str, torch.Tensor], factor: float) -> list[tuple[str, str]]:
+    """Gradients at the optimizer's step that are others where the script's own scaler begins with `factor` times its scale."""
+    before, after = (sum(float(g.double().square().sum()) for g in each.values()) ** 0.5 for each in (values, rescaled))
+    if not before or not after or 0.8 < after / before < 1.25:
+        return []
+    seen = f"with {factor:g} times the scale, the optimizer steps with {after / before:.3g} times the gradient"
+    return [("gradients that are still scaled", seen)]
+
+
+def of_underflow(mine: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], half: str) -> list[tuple[str, str]]:
+    """Gradients that are zero in a type with few digits, and not in float64."""
+    for name, value in right.items():
+        counts = value.abs() > _NO_SMALL_PART * float(value.abs().max()) if name in mine and value.numel() else None
+        if counts is not None and int(counts.sum()) >= _LEAST_LOST:
+            lost = float((mine[name][counts] == 0).double().mean())
+            if lost > _MOST_LOST:
+                return [("gradients that underflow", f"in {half} {lost:.0%} of the gradient of {name} are zero, in float64 not")]
     return []
 
 

@@ -17,9 +17,10 @@ from echelon.parallel.pipeline.schedules import SCHEDULES
 from echelon.parallel.strategy import resolve
 from echelon.parallel.tensor import TPStrategy
 
-__all__ = ["AS_WRITTEN", "DIRECTIONS", "Row", "matrix"]
+__all__ = ["AS_WRITTEN", "DIRECTIONS", "YOURS", "Row", "matrix"]
 
 AS_WRITTEN = "as written"
+YOURS = "yours"
 
 # Of STRATEGIES all but "noop", which does not reduce, "dp", which is one process, and second names of the same: "fsdp2", "zero3".
 DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "tp")
@@ -57,9 +58,12 @@ class Row:
         precision: "bf16" compares with one process under autocast; None is float32.
         workers: ranks train by themselves and meet after each update: that equals one process for plain SGD without clipping
             alone, which therefore take the place of the script's.
+        yours: the script's own strategy and accumulation; also its precision, and compiled if it compiles, as no other row is.
         restores: paths of state that the unit keeps between passes (`kept_state.py`), with which those of the reference begin.
         constant_draws: random operators give every sample the same numbers (`constant_draws.py`).
         fits_some: nobody asked for it by name; a model that cannot be run so is not a failure, and a note says why.
+        eager: compilation is off in the row `yours`, too.
+        compiles, half: what was found as it ran: that the script compiles; "bf16", "fp16" or "float8" if it computes in that.
     """
 
     name: str
@@ -71,8 +75,26 @@ class Row:
     workers: bool = False
     fits_some: bool = False
     precision: str | None = None
+    yours: bool = False
     constant_draws: bool = False
     restores: frozenset[str] = frozenset()
+    eager: bool = False
+    compiles: bool = False
+    half: str | None = None
+
+    def imposed_precision(self, *, wide: bool) -> str | None:
+        """None leaves the script's own; in float64 nothing is cast."""
+        return None if self.yours and not wide else self.precision or "fp32"
+
+    @property
+    def narrow(self) -> str | None:
+        """In which type with few digits it computes; None for float32."""
+        return self.half or self.precision
+
+    @property
+    def is_compiled(self) -> bool:
+        """Constant draws do not reach compiled code: it runs uncompiled with them."""
+        return self.yours and not self.eager and not self.constant_draws
 
     @property
     def label(self) -> str:
@@ -91,6 +113,8 @@ def matrix(
     sgd: bool,
     parts: int | None = None,
     bf16: bool = False,
+    yours: bool = False,
+    eager: bool = False,
 ) -> list[Row]:
     """Every strategy at every number of ranks above one; accumulation splits, SGD and bf16 at the smallest of them.
 
@@ -99,6 +123,7 @@ def matrix(
 
     Args:
         strategies: names, or Strategies by the names to show; None is `DEFAULT`, and `DIRECTIONS` and tp where they fit.
+        yours: the script's own configuration comes first. eager: but uncompiled.
     Raises:
         UsageError: nothing would be compared, or a strategy's name is unknown.
     """
@@ -126,7 +151,7 @@ def matrix(
         rows += _bitwise(named, ranks, parts)
     if not rows:
         raise UsageError("prove needs at least one strategy and one number of ranks, got none.")
-    return rows
+    return [Row(YOURS, (several or [1])[0], yours=True, eager=eager), *rows] if yours else rows
 
 
 def _of_strategy(

@@ -44,7 +44,16 @@ class OnRanks:
         here.mkdir()
         self.launch(run_row, row.ranks, self.target, row, str(here), updates or self.updates, dtype, self.seed)
         records = load_records([here / f"rank{r}.pt" for r in range(row.ranks)])
-        return Ran(replace(row, constant_draws=any(r["constant_draws"] for r in records)), here, records, dtype)
+        if any(r["wants_constant_draws"] for r in records) and not row.constant_draws:
+            shutil.rmtree(here)
+            return self.row(replace(row, constant_draws=True), here, dtype, updates)
+        ran_as = replace(
+            row,
+            constant_draws=any(r["constant_draws"] for r in records),
+            compiles=any(r["compiles"] for r in records),
+            half=next((r["half"] for r in records if r["half"]), None),
+        )
+        return Ran(ran_as, here, records, dtype)
 
     def replay(self, ran: Ran, folder: Path) -> Replay:
         """What a reference on the micro-batches of `ran` needs; what it leaves goes to `folder`."""

@@ -38,6 +38,7 @@ def prove(
     seed: int = 0,
     timeout_s: float | None = 600.0,
     device: str | None = None,
+    eager: bool = False,
     on_result: Callable[[Result], None] | None = None,
 ) -> Proof:
     """Train what two functions make under every strategy, and compare each step with one process in plain PyTorch.
@@ -59,6 +60,7 @@ def prove(
         seed: of every process before `make_unit`.
         timeout_s: a row that takes longer is stopped and failed, with the stacks of its ranks; None waits for ever.
         device: "cpu" or "cuda"; by default a GPU for each rank if there are enough for the largest of `ranks`, else the CPU.
+        eager: never compile, also where the unit compiles its module.
         on_result: called with each row as it is ready.
     Raises:
         UsageError: there is nothing to compare, or the reference cannot be computed.
@@ -66,8 +68,8 @@ def prove(
     require(callable(make_unit), "make_unit", "a function that builds the unit", make_unit, "Write make_unit=lambda: ...")
     require(callable(make_data), "make_data", "a function that builds the loader", make_data, "Write make_data=lambda: ...")
     require(device in (None, "cpu", "cuda"), "device", "'cpu', 'cuda' or None", device)
-    flags(float64=float64, sgd=sgd, bf16=bf16)
-    rows = matrix(strategies, ranks, accumulation, sgd=sgd, parts=parts, bf16=bf16)
+    flags(float64=float64, sgd=sgd, bf16=bf16, eager=eager)
+    rows = matrix(strategies, ranks, accumulation, sgd=sgd, parts=parts, bf16=bf16, yours=strategies is None, eager=eager)
     return prove_target(
         Target(make_unit=make_unit, make_data=make_data, device=device), rows, updates, float64, seed, on_result, timeout_s
     )

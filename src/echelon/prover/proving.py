@@ -20,7 +20,6 @@ import torch
 
 from echelon.contracts.errors import RankFailedError
 from echelon.loop.target import Target
-from echelon.parallel.precision import Precision
 from echelon.prover import causes
 from echelon.prover.judge import compare, mean_loss
 from echelon.prover.matrix import AS_WRITTEN, Row
@@ -40,6 +39,7 @@ from echelon.prover.ran import (
 )
 from echelon.prover.rank import (
     Replay,
+    run_backward,
     run_epoch,
     run_mistakes,
     run_probe,
@@ -56,6 +56,11 @@ from echelon.prover.verdict import SMALL_SHARE, Verdict
 __all__ = ["Proving"]
 
 _SHAKES = 3
+_RESCALED = 0.25
+_CHANGE_EVERYTHING = {
+    *("identical dropout", "modules in evaluation mode on some ranks", "other random numbers in the backward pass"),
+    *("gradients that are still scaled", "gradients that underflow"),
+}
 _CONSTANT_UPDATES = 2  # the second, since an optimizer's first may hide a scale
 _NEVER_ROUNDING = 1e3  # times its tolerance: no further sample of rounding would change that
 _MOST_EXCUSED = 0.5  # of all elements, in float64, where an excuse means a gradient of nothing
@@ -87,6 +92,7 @@ class Proving:
         self._rows_of_one: list[int] | None = None
         self._splits: dict[bool, dict[str, Any]] = {}  # by whether draws are constant
         self._count = 0
+        self._tested_compiled = False
 
     def fitting(self, rows: list[Row]) -> Iterator[Row]:
         """The rows as far as this script allows: one that wraps its module by hand can only be run as written, one that trains
@@ -97,7 +103,7 @@ class Proving:
         if self.idle:
             return
         if self.overridable or not self.kind:
-            own = self.kind == "TrainUnit"  # accumulates by itself, and makes its own optimizer
+            own = self.kind == "TrainUnit"  # accumulates by itself, makes its own optimizer, computes in its own precision
             yield from (
                 row for row in rest if not (own and (row.optimizer == "sgd" or (row.accumulation or 1) > 1 or row.precision))
             )
@@ -107,7 +113,7 @@ class Proving:
             "it was run as written, on each number of ranks."
         )
         for ranks in sorted({row.ranks for row in rest} - {first.ranks}):
-            yield Row(AS_WRITTEN, ranks)
+            yield replace(first, ranks=ranks) if first.yours else Row(AS_WRITTEN, ranks)
 
     def row(self, row: Row) -> Result:
         """Run one row, find or compute its reference, and compare."""
@@ -153,7 +159,7 @@ class Proving:
         reference = Computed(folder, self._on_ranks.launch(run_reference, 1, replay))
         if ran.dtype is torch.float64:
             return reference
-        half = Precision.of(ran.row.precision).dtype
+        half = ran.narrow
         if half is not None:
             self._shake(ran, reference, _SHAKES - 1, half)
         if ran.is_auto:  # a unit with a step of its own may have wrapped its module in something with float32 built in
@@ -170,7 +176,7 @@ class Proving:
         """See to it that there are so many shaken references, by the rounding of the narrowest type if one is given."""
         replay = self._on_ranks.replay(ran, reference.folder)
         rounding = torch.finfo(narrowest).eps if narrowest is not None else None
-        if rounding is not None and ran.row.precision is not None:
+        if rounding is not None and ran.narrow is not None:
             rounding /= 4  # what a cast of each weight changes on average
         for sample in range(0 if narrowest is not None else reference.shaken, samples):
             self._on_ranks.launch(run_reference, 1, replay, "shaken", Shake(sample, rounding))
@@ -204,6 +210,18 @@ class Proving:
             more = f" ({len(untrained) - 3} more)" if len(untrained) > 3 else ""
             self._say(f"To be trained, but in no optimizer, in one process either: {', '.join(untrained[:3])}{more}.")
 
+    def _say_how(self, ran: Ran) -> None:
+        """As what rows ran, where the script compiles or computes in half precision."""
+        row = ran.row
+        compiled = row.compiles and row.is_compiled
+        if row.yours and (compiled or row.half):
+            how = " and ".join(filter(None, ("compiled" if compiled else "", f"in {row.half}" if row.half else "")))
+            self._say(f"The row '{row.name}' ran {how}, as the script does; the others uncompiled and in float32.")
+        self._tested_compiled |= compiled
+        if row.compiles and not self._tested_compiled:
+            why = "--eager" if row.eager else "every row ran uncompiled"
+            self._say(f"Compiled code was not tested: {why}.")
+
     def _say(self, note: str) -> None:
         if note not in self.proof.notes:
             self.proof.notes.append(note)
@@ -222,14 +240,16 @@ class Proving:
     def _compare(self, row: Row, result: Result, ran: Ran) -> None:
         records = ran.records
         self.kind = records[0]["kind"]
-        if row.strategy is not None and self.kind and not records[0]["overridable"]:
+        if (row.strategy is not None or row.yours) and self.kind and not records[0]["overridable"]:
             self.overridable = False
-            result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label
+            if not row.yours:
+                result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label
         if not records[0]["updates"]:
             self.idle = not self.kind
             what = "no optimizer took a step before it ended" if self.kind else "it never called echelon's train, fit or prepare"
             result.verdict, result.message = "failed", f"there is nothing to compare: {what}."
             return
+        self._say_how(ran)
         times = records[0]["step_s"][1:] or records[0]["step_s"]
         result.step_s = median(times) if times else None
         result.peak_bytes = max((r["peak_bytes"] for r in records if r["peak_bytes"] is not None), default=None)
@@ -242,7 +262,7 @@ class Proving:
 
     def _judge(self, result: Result, ran: Ran) -> Judged:
         """A row against its reference, whose passes over micro-batches are as the ranks' were."""
-        reference, half = self._reference(ran), ran.row.precision is not None
+        reference, half = self._reference(ran), ran.narrow is not None
         seen = Judged(ran, reference, compare(ran.folder, reference.folder, ran.records, ran.dtype, half=half))
         if seen.verdict.meaningless is not None:
             fill(result, seen.verdict)
@@ -254,6 +274,10 @@ class Proving:
         result.causes = causes.from_records(ran.records, lambda: self._probed(ran, reference)["per_sample"])
         if not result.causes and not ran.folder.name.endswith(CONSTANT):
             result.causes = self._of_samples(result, ran, seen)
+        if not result.causes and ran.row.yours and not ran.row.constant_draws:
+            result.causes = self._of_backward(ran)
+        if not result.causes:
+            result.causes = self._of_scaler(ran, reference) or self._of_underflow(ran, reference)
         seen.is_recorded = bool(result.causes)
         self._decide(result, seen)
         if result.is_equal and ran.row.restores and not reference.facts["joined"]:
@@ -279,8 +303,43 @@ class Proving:
         except RankFailedError:
             return seen
         self._say(f"The forward pass keeps state ({', '.join(state)}): passes of the reference began with what the ranks had.")
-        half = ran.row.precision is not None
+        half = ran.narrow is not None
         return Judged(ran, reference, compare(ran.folder, reference.folder, ran.records, ran.dtype, half=half))
+
+    def _of_backward(self, ran: Ran) -> list[tuple[str, str]]:
+        """A mistake that no reference shows: it makes it, too, or draws other numbers than compiled code."""
+        drew = any(r["dropouts"] for r in ran.records) or any(m.streams for r in ran.records for u in r["updates"] for m in u)
+        if not drew or ran.dtype is not self.dtype:
+            return []
+        replay = replace(self._on_ranks.replay(ran, self.folder), compiled=ran.row.is_compiled)
+        with contextlib.suppress(RankFailedError):
+            depends = self._on_ranks.launch(run_backward, 1, replay)["depends"]
+            if depends is not None:
+                seen = f"the gradient of {depends[0]} changes by {depends[1]:.1e} with the RNG state between the two passes"
+                return [("other random numbers in the backward pass", seen)]
+        return []
+
+    def _of_scaler(self, ran: Ran, reference: Computed) -> list[tuple[str, str]]:
+        """Whether it matters by what the script's own gradient scaler multiplies the loss."""
+        if not ran.records[0]["scaler"] or ran.records[0]["scales"]:
+            return []
+        if reference.scaling is None:
+            reference.scaling, folder, first = [], self.folder / "rescaled", "update-000.pt"
+            replay = replace(self._on_ranks.replay(ran, folder), rescaled=_RESCALED)
+            with contextlib.suppress(RankFailedError):
+                self._on_ranks.launch(run_reference, 1, replay)
+                usual, rescaled = (load_values(each / first)["gradients"] for each in (reference.folder, folder))
+                reference.scaling = causes.of_scaler(usual, rescaled, _RESCALED)
+                shutil.rmtree(folder)
+        return reference.scaling
+
+    def _of_underflow(self, ran: Ran, reference: Computed) -> list[tuple[str, str]]:
+        first = "update-000.pt"
+        wide = next((p / first for p in reference.folder.glob("again-wide-*") if (p / first).exists()), None)
+        if ran.row.narrow is None or wide is None or ran.records[0]["flattened"]:
+            return []
+        mine, right = (load_values(each)["gradients"] for each in (ran.folder / first, wide))
+        return causes.of_underflow(mine, right, ran.row.narrow)
 
     # --- over samples
 
@@ -375,7 +434,7 @@ class Proving:
         """The verdict, with causes if it is a bad one."""
         final, unconfirmed = seen, ""
         # What the records show is no rounding. Nor can float64, which nothing casts, say what casting does wrong.
-        if not seen.verdict.clear and not result.causes and not (seen.ran.row.precision and seen.verdict.first):
+        if not seen.verdict.clear and not result.causes and not (seen.ran.narrow and seen.verdict.first):
             final, unconfirmed = self._closer(seen)
         verdict = final.verdict
         limit = _MOST_EXCUSED if final.ran.dtype is torch.float64 else SMALL_SHARE
@@ -419,7 +478,7 @@ class Proving:
                 return seen, ""
         narrowest = self._probed(seen.ran, seen.reference)["narrowest"]
         self._shake(seen.ran, seen.reference, _SHAKES, narrowest)
-        half = seen.ran.row.precision is not None
+        half = seen.ran.narrow is not None
         verdict = compare(seen.ran.folder, seen.reference.folder, seen.ran.records, seen.ran.dtype, narrowest, half=half)
         return Judged(seen.ran, seen.reference, verdict), f"not confirmed in float64 because {why}"
 
@@ -449,8 +508,8 @@ class Proving:
         def add(found: list[tuple[str, str]]) -> None:
             result.causes += [cause for cause in found if cause[0] not in known]
 
-        if known & {"identical dropout", "modules in evaluation mode on some ranks"}:
-            return  # which changes every number
+        if known & _CHANGE_EVERYTHING:
+            return
         apart = causes.state_apart(ran.records, self._state(ran, reference)) if not result.causes else []
         if apart:
             add(apart)
@@ -496,7 +555,7 @@ class Proving:
                 if drawn:
                     said = f"data workers of several ranks have the same seed, and reading a sample draws from {', '.join(drawn)}"
                     return [("identical augmentation", said)]
-        if ranks[0]["loader"] == "Loader" and seen.reference.facts["joined"]:
+        if ranks[0]["loader"] == "Loader" and not ranks[0]["left_out"] and seen.reference.facts["joined"]:
             updates = of_updates(ranks)
             others = unlike_one_process(updates, self._rows(replay, sum(rows.total() for rows in updates)))
             if others is not None:

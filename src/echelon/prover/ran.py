@@ -27,6 +27,7 @@ __all__ = [
     "with_constant_draws",
 ]
 
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.float8_e4m3fn}
 CONSTANT = "-constant"  # how folders of rows end that were run again with constant draws
 
 
@@ -44,9 +45,14 @@ class Ran:
         return [str(self.folder / f"rank{r}.pt") for r in range(self.row.ranks)]
 
     @property
+    def narrow(self) -> torch.dtype | None:
+        """The type with few digits in which it computes."""
+        return _NARROW[self.row.narrow] if self.row.narrow is not None else None
+
+    @property
     def precision(self) -> str:
-        """In which it computes."""
-        return str(self.row.precision or self.records[0]["narrow"] or "float32")
+        """In which it computes, or keeps its parameters."""
+        return str(self.row.narrow or self.records[0]["narrow"] or "float32")
 
     @property
     def is_auto(self) -> bool:
@@ -61,6 +67,7 @@ class Computed:
     facts: dict[str, Any]
     probed: dict[str, Any] | None = None
     shaken: int = 0
+    scaling: list[tuple[str, str]] | None = None  # what is wrong with the script's own gradient scaler, once it was looked for
 
 
 @dataclass
@@ -117,7 +124,8 @@ def data_of(row: Row, records: list[dict[str, Any]]) -> tuple[Any, ...]:
     merged = micros_in_order(records)
     updates = range(len(merged))
     state = digest([{path: m.state[path] for path in sorted(row.restores & m.state.keys())} for u in merged for m in u])
-    how = row.optimizer, row.precision, row.workers, row.constant_draws, row.restores, state
+    as_script = row.yours and bool(row.compiles or row.half)
+    how = row.optimizer, row.narrow, row.workers, row.constant_draws, row.restores, state, as_script
     epochs = tuple(records[0]["updates"][k][0].epoch for k in updates)
     if records[0]["kind"] == "TrainUnit":
         return how, epochs, tuple(tuple(map(_digest_of_samples, by_index(records, k))) for k in updates)

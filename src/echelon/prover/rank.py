@@ -19,6 +19,8 @@ from echelon.loop.callback import Callback
 from echelon.loop.observer import observing
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.target import Target
+from echelon.parallel.memory_budget import keeping_random
+from echelon.prover.backward import backward_draws
 from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import GLOBAL, Sources, drawn_between
 from echelon.prover.matrix import Row
@@ -33,12 +35,21 @@ from echelon.prover.row_strategy import RowStrategy
 from echelon.prover.samples import Epoch, reads_alike
 from echelon.prover.splits import split
 from echelon.prover.turns import Enough, Turns
+from echelon.prover.values import prepared_of
 from echelon.prover.wide import without_narrow_casts
-from echelon.prover.workarounds import noting_collectives, noting_seeds, without_autocast
+from echelon.prover.workarounds import (
+    noting_autocast,
+    noting_collectives,
+    noting_compilation,
+    noting_seeds,
+    scaling_losses,
+    without_autocast,
+)
 from echelon.world import rng
 
 __all__ = [
     "Replay",
+    "run_backward",
     "run_epoch",
     "run_mistakes",
     "run_probe",
@@ -55,20 +66,30 @@ _EPOCH_S = 10.0  # for counting what one process sees in an epoch
 
 def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dtype, seed: int, every: int = 1) -> dict[str, Any]:
     """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
-    chosen = RowStrategy(row, dtype) if row.strategy is not None else None
-    decided = Overrides(chosen, row.precision or "fp32", row.accumulation, False, row.parts, observes=True)
+    chosen = RowStrategy(row, dtype) if row.strategy is not None or row.yours else None
+    compiled, precision = None if row.is_compiled else False, row.imposed_precision(wide=dtype is torch.float64)
+    decided = Overrides(chosen, precision, row.accumulation, compiled, row.parts, observes=True)
     draws = ConstantDraws()
     recorder = StepRecorder(Path(folder), updates, dtype, draws, every)
 
     def watch(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         _adapt(unit, row)
+        if row.yours and any(prepared.works_alone for _, prepared in prepared_of(unit)):
+            raise UsageError("workers that meet now and then train other numbers than one process: there is nothing to compare.")
         recorder.record.constant_draws = row.constant_draws
+        recorder.cannot_draw_constantly = row.is_compiled
         recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
         recorder.record.overridable = chosen is not None and chosen.used
         # A few updates: there is nothing to keep.
         return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 
-    with _deciding(decided, dtype, seed, draws) as seeded, noting_collectives(recorder.communicated), observing(watch):
+    with contextlib.ExitStack() as head:
+        seeded = head.enter_context(_deciding(decided, row, dtype, seed, None if row.is_compiled else draws))
+        head.enter_context(noting_collectives(recorder.communicated))
+        head.enter_context(noting_autocast(recorder.computes_in))
+        head.enter_context(noting_compilation(lambda: _compiles(recorder, row, head)))
+        head.enter_context(scaling_losses(1.0, recorder.scales, recorder.scaled))
+        head.enter_context(observing(watch))
         try:
             target.run()
         except Enough:
@@ -79,6 +100,16 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         return recorder.close()
 
 
+def _compiles(recorder: StepRecorder, row: Row, head: contextlib.ExitStack) -> None:
+    """The script compiles something: in its row with the random numbers that are drawn uncompiled, which can be repeated."""
+    if not recorder.record.compiles and row.is_compiled:
+        import torch._inductor.config as inductor
+
+        # Under a memory budget of torch's own, these would be drawn anew in the backward pass, where inductor's may not be.
+        head.enter_context(inductor.patch(fallback_random=True, joint_custom_post_pass=keeping_random()(None)))
+    recorder.record.compiles = True
+
+
 @dataclass(frozen=True)
 class Replay:
     """The target once more, in this one process and in plain PyTorch, on what the ranks of a row recorded.
@@ -87,6 +118,8 @@ class Replay:
         row: its optimizer is used.
         data: files of the ranks whose micro-batches it trains on.
         folder: for what it leaves.
+        compiled: as the script compiles; else nothing is.
+        rescaled: what the first scale of the script's own gradient scalers is multiplied by.
     """
 
     target: Target
@@ -95,6 +128,8 @@ class Replay:
     folder: str
     dtype: torch.dtype
     seed: int
+    compiled: bool = False
+    rescaled: float = 1.0
 
     def with_reference(
         self, work: Callable[[Reference], dict[str, Any]], how: How = "right", shake: Shake | None = None
@@ -128,8 +163,11 @@ class Replay:
                 unit.instead = turns.batches
             return []
 
-        decided = Overrides("noop", self.row.precision or "fp32", 1, False, None, observes=True)
-        with _deciding(decided, dtype, self.seed, draws), observing(work_and_end):
+        precision, compiled = self.row.imposed_precision(wide=dtype is torch.float64), None if self.compiled else False
+        decided = Overrides("noop", precision, 1, compiled, None, observes=True)
+        # Smaller than on the ranks: what did not overflow there does not here.
+        scaled = scaling_losses(self.rescaled / 16, lambda: None, lambda: None)
+        with _deciding(decided, self.row, dtype, self.seed, draws), scaled, observing(work_and_end):
             try:
                 self.target.run()
             except Enough:
@@ -161,6 +199,11 @@ def run_mistakes(replay: Replay, k: int) -> dict[str, Any]:
 def run_probe(replay: Replay) -> dict[str, Any]:
     """See `prover/probe.py`."""
     return replay.with_reference(probe)
+
+
+def run_backward(replay: Replay) -> dict[str, Any]:
+    """See `prover/backward.py`."""
+    return replay.with_reference(backward_draws)
 
 
 def run_split(replay: Replay, how: How) -> dict[str, Any]:
@@ -224,7 +267,9 @@ def run_epoch(replay: Replay) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _deciding(decided: Overrides, dtype: torch.dtype, seed: int, draws: ConstantDraws | None = None) -> Iterator[set[str]]:
+def _deciding(
+    decided: Overrides, row: Row, dtype: torch.dtype, seed: int, draws: ConstantDraws | None = None
+) -> Iterator[set[str]]:
     """Impose what prove decides over a script's head: besides `decided`, the type of its numbers and its random numbers.
 
     Yields the global RNGs that the script has seeded itself so far.
@@ -242,7 +287,9 @@ def _deciding(decided: Overrides, dtype: torch.dtype, seed: int, draws: Constant
                 head.enter_context(draws)
             if decided.precision == "fp32":
                 head.enter_context(without_autocast())
-            if dtype is torch.float64:
+            if decided.compile is False:
+                head.enter_context(torch.compiler.set_stance("force_eager"))
+            if dtype is torch.float64 and not (row.yours and row.compiles):  # which would run uncompiled then
                 head.enter_context(without_narrow_casts())
             yield seeded
     finally:

@@ -49,4 +49,11 @@ class RankRecord:
     is_double: bool = False  # the script computes in float64 by itself, which was not asked for
     communicates: bool = False  # its steps speak to other ranks: SyncBatchNorm, or collectives that the script calls itself
     constant_draws: bool = False  # random operators gave every sample the same numbers
+    wants_constant_draws: bool = False  # and should have, which was not known before
+    compiles: bool = False  # the script calls torch.compile, or has it called
+    half: str | None = None  # a type with few digits in which it computes: "bf16", "fp16", "float8"
+    gathers: str | None = None  # the type in which a sharded module computes by itself, without autocast
+    scaler: bool = False  # it makes a gradient scaler that works
+    left_out: int = 0  # updates, by a gradient scaler or because they weigh nothing
+    scales: list[float] = field(default_factory=list)  # by update: by how much the unit's scaler multiplied the loss
     unknown_draw: str | None = None  # with constant draws: an operator that still gave every sample other numbers

@@ -53,6 +53,7 @@ from echelon.world.init import rank_info
 
 __all__ = ["StepRecorder"]
 
+_HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -87,6 +88,8 @@ class StepRecorder(Callback):
         self._kept_before: dict[str, Any] = {}
         self._kept_digests: dict[str, int] = {}  # as the latest pass left it
         self._moved: set[str] = set()  # what ever changed of it
+        self._in_pass = self._was_scaled = False
+        self.cannot_draw_constantly = False  # compiled code does not
 
     # --- before training
 
@@ -111,6 +114,9 @@ class StepRecorder(Callback):
         else:
             self.record.dropouts = switch_off_dropout(unit)
             self._watch_own(unit)
+        if self.record.constant_draws and self.cannot_draw_constantly:
+            self.record.wants_constant_draws = True
+            raise Enough
         self._draws.active |= self.record.constant_draws
         self.record.constant_draws = self._draws.active
         for _, module in modules_of(unit):
@@ -152,6 +158,13 @@ class StepRecorder(Callback):
         record.flattened = any(prepared.flattens_parameters or prepared.works_alone for _, prepared in prepared_of(unit))
         types = [p.dtype for _, p in parameters_of(unit) if p.dtype in (torch.bfloat16, torch.float16)]
         record.narrow = str(types[0]).removeprefix("torch.") if types else ""
+        for _, prepared in prepared_of(unit):
+            self.computes_in(prepared.computes_in)
+        if isinstance(unit, AutoUnit) and unit.computes.float8 is not None:
+            record.half = "float8"
+        if not (isinstance(unit, AutoUnit) and unit.computes.dtype is not None):
+            gathered = [_HALVES[p.computes_in] for _, p in prepared_of(unit) if p.computes_in in _HALVES]
+            record.gathers = gathered[0] if gathered else None
         record.trainable = {n for n, p in parameters_of(unit) if p.requires_grad}
         for prefix, module in modules_of(unit):
             for name, inner in module.named_modules():
@@ -242,6 +255,19 @@ class StepRecorder(Callback):
 
         unit.train_step = watched_step
 
+    def computes_in(self, dtype: torch.dtype | None) -> None:
+        """The script computes in this type, or something does for it."""
+        if dtype in _HALVES and self.record.half != "bf16":  # which has fewer digits
+            self.record.half = _HALVES[dtype]
+
+    def scales(self) -> None:
+        """Something has made a gradient scaler."""
+        self.record.scaler = True
+
+    def scaled(self) -> None:
+        """A gradient scaler has taken the optimizer's step, or left it out."""
+        self._was_scaled = True
+
     def communicated(self) -> None:
         """The script has called a collective itself."""
         self.record.communicates |= self._in_pass
@@ -291,6 +317,9 @@ class StepRecorder(Callback):
             known = self.record.streams
             for name in drawn if not self.record.dropouts else {*drawn, "torch"}:
                 known.setdefault(name, (digest(before[name]), digest(after[name])))
+        scaler = getattr(self._unit, "grad_scaler", None)
+        if scaler is not None and len(self.record.scales) == len(self.record.updates):
+            self.record.scales.append(float(scaler.get_scale()))
         given, epoch = step_under_way(state.train_state).samples, self._unit.train_progress.num_epochs_completed
         self._micros.append(Micro.of(data, given, weight, number_in(loss), drawn, epoch, kept))
 
@@ -336,6 +365,10 @@ class StepRecorder(Callback):
             record.step_s[-1] += took
         gradients = watch.take()
         if gradients is None:
+            if self._was_scaled or (isinstance(unit, AutoUnit) and unit.at_boundary):  # the update was left out
+                record.left_out += bool(self._micros)
+                self._micros, self._norm, self._was_scaled = [], None, False
+                del record.scales[len(record.updates) :]
             return
         with self._paused():
             if self._looks or record.flattened:
@@ -346,7 +379,7 @@ class StepRecorder(Callback):
                 self._write(name, gradients=gradients, parameters=parameters, buffers=self._buffers())
             record.norms.append(self._norm)
             record.updates.append(self._micros)
-            self._micros, self._norm = [], None
+            self._micros, self._norm, self._was_scaled = [], None, False
         self._spent = 0.0
         watch.looks = self._looks
         if len(record.updates) == self.updates:

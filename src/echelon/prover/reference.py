@@ -27,6 +27,7 @@ from echelon.contracts.errors import UsageError
 from echelon.loop.auto import AutoUnit, TrainStepResults
 from echelon.loop.modes import begin_training
 from echelon.loop.state import EntryPoint, PhaseState, State
+from echelon.parallel.precision import Precision
 from echelon.parallel.shards import local
 from echelon.prover.generators import Sources
 from echelon.prover.gradients import GradientWatch, rates_of
@@ -129,6 +130,11 @@ class Reference(ABC):
         self.constant_draws = False  # so that passes that drew can be joined
         self.kept = KeptState(unit)
         self.restores: frozenset[str] = frozenset()  # of the state that the unit keeps, what is put back as the ranks had it
+        self.keeps_dropout = False  # of units whose dropout is switched off in comparisons
+        gathers = records[0]["gathers"] if records else None
+        # Autocast is what plain PyTorch has for a sharded module that computes in another type than its parameters'.
+        self.computes = Precision.of(gathers) if gathers else unit.computes if isinstance(unit, AutoUnit) else Precision()
+        self.scale = 1.0  # of the loss in backward passes, as fp16 needs it
 
     @property
     def drew(self) -> bool:
@@ -298,6 +304,7 @@ class AutoReference(Reference):
     def backward_of_all(self, k: int) -> float:
         """The gradient of the whole global batch, in one pass if that can be; returns its mean loss."""
         micros = self.updates[k]
+        self.scale = self.records[0]["scales"][k] if self.how != "wide" and self.records[0]["scales"] else 1.0
         if self.joined and (self.constant_draws or not self.drew):
             try:
                 return self.backward(self._joined_passes(k))
@@ -337,15 +344,23 @@ class AutoReference(Reference):
         mean = 0.0
         for each in passes:
             self.put_back(each)
-            with self.unit.computes.autocast(self.device):
+            with self.computes.autocast(self.device):
                 loss = self.loss_of(each.data)
             self.note_draws(each)
-            (loss * each.share).backward()
+            (loss * (each.share * self.scale)).backward()
             mean += float(loss.detach()) * each.share
+        self.unscale()
         return mean
 
+    def unscale(self) -> None:
+        """The gradients as without the scale, a power of 2."""
+        for parameter in self.module.parameters() if self.scale != 1 else ():
+            if parameter.grad is not None:
+                parameter.grad /= self.scale
+
     def try_loss(self, data: Any) -> float:
-        return float(self.loss_of(data).detach())
+        with self.computes.autocast(self.device):
+            return float(self.loss_of(data).detach())
 
     def as_given(self, data: Any) -> Any:
         """A batch as the unit gets it."""
@@ -371,7 +386,8 @@ class OwnReference(Reference):
         return False  # dropout is off
 
     def begin(self, *, write: bool = True) -> None:
-        switch_off_dropout(self.unit)
+        if not self.keeps_dropout:
+            switch_off_dropout(self.unit)
         super().begin(write=write)
         self.watch = GradientWatch(self.unit)
 
@@ -413,7 +429,8 @@ class OwnReference(Reference):
         return self.tried([data])[0]
 
     def step(self, batch: Any) -> float | None:
-        return number_in(loss_in(self.unit.train_step(self.state, widened(batch, self.dtype, self.device))))
+        with self.computes.autocast(self.device):
+            return number_in(loss_in(self.unit.train_step(self.state, widened(batch, self.dtype, self.device))))
 
     def whole_batch(self, micros: list[Micro]) -> Any:
         try:

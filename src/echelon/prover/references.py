@@ -37,7 +37,8 @@ class LoopReference(AutoReference):
         self._has_begun = False  # the loop has taken a window
 
     def begin(self, *, write: bool = True) -> None:
-        switch_off_dropout(self.unit)  # so that one batch is one update, for loops that count them
+        if not self.keeps_dropout:
+            switch_off_dropout(self.unit)  # so that one batch is one update, for loops that count them
         Reference.begin(self, write=write)
         self.module, self.optimizer = self.unit.prepared.unwrapped, self.unit.optimizer
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -64,10 +65,11 @@ class LoopReference(AutoReference):
         return {"loss": loss, "norm": self.unit.plain.norm, "gradients": gradients}
 
     def backward(self, passes: Sequence[Pass]) -> float:
-        mean = 0.0
+        mean, computes = 0.0, self.computes if self.computes.dtype is not None else None
         for i, each in enumerate(passes, 1):
             self.put_back(each)
-            self.unit.plain = plain = Plain(each.share, self._trains and i == len(passes), self._trains and i == 1)
+            is_last, is_first = self._trains and i == len(passes), self._trains and i == 1
+            self.unit.plain = plain = Plain(each.share * self.scale, is_last, is_first, computes, self.scale)
             batch = self.as_given(each.data)
             self.turns.give(batch)
             for _ in range(_LOOKS):
@@ -79,6 +81,8 @@ class LoopReference(AutoReference):
                 raise UsageError("the loop took no window of a batch in one process, but it did on the ranks.")
             self.note_draws(each)
             mean += float(plain.loss) * each.share
+        if not self._trains:
+            self.unscale()
         return mean
 
     def try_loss(self, data: Any) -> float:

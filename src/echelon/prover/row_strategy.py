@@ -7,30 +7,47 @@ from typing import Any
 
 import torch
 
+from echelon.contracts.errors import UsageError
+from echelon.parallel.composed import Parallel
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
-from echelon.parallel.strategy import Prepared, Strategy
+from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
 from echelon.parallel.strategy import resolve as resolve_strategy
 from echelon.parallel.zero import ZeROStrategy
 from echelon.prover.matrix import Row
 from echelon.prover.values import widen
+from echelon.world.init import rank_info
+from echelon.world.mesh import AXES
 
 __all__ = ["RowStrategy", "with_options_of"]
 
 
 class RowStrategy(Strategy):
-    """The strategy of a row. It tells afterwards whether it was used: a module that a script wrapped by hand stays as it is."""
+    """The strategy of a row, which for the row `yours` is the script's. It tells afterwards whether it was used: a module that a
+    script wrapped by hand stays as it is.
+
+    Attributes:
+        own: the name of the script's.
+        is_own: it is the script's, with all its options.
+    """
 
     def __init__(self, row: Row, dtype: torch.dtype) -> None:
-        given = resolve_strategy(row.strategy)
-        assert given is not None
-        self.by_name, self._strategy, self.name = isinstance(row.strategy, str), given, given.name
-        self.used, self._dtype = False, dtype
+        self._row, self._given = row, resolve_strategy(row.strategy)
+        self._strategy: Strategy = self._given or NOOPStrategy()
+        self.name, self.own = self._strategy.name, ""
+        self.used, self.is_own, self._dtype = False, True, dtype
 
     def __call__(self, own: Strategy | None) -> Strategy:
         """In place of the script's own strategy."""
-        if self.by_name and own is not None:
+        own = own or NOOPStrategy()
+        if self._given is None and isinstance(own, NOOPStrategy) and rank_info().world_size > 1:
+            raise UsageError("the script names no strategy: it is for one process.")
+        mine = with_options_of(own, own)
+        self._strategy = self._given or (mine if self._dtype is torch.float64 else own)
+        if isinstance(self._row.strategy, str):
             self._strategy = with_options_of(own, self._strategy)
+        self.name, self.own = self._strategy.name, _in_words(own)
+        self.is_own = self.is_own and self._strategy == mine
         return self
 
     def prepare(self, module: Any, world: Any, recipe: Any) -> Prepared[Any]:
@@ -38,6 +55,13 @@ class RowStrategy(Strategy):
         if self._dtype is torch.float64:
             widen(module)  # which may be in half precision
         return self._strategy.prepare(module, world, recipe)
+
+
+def _in_words(strategy: Strategy) -> str:
+    if not isinstance(strategy, Parallel):
+        return strategy.name
+    sizes = {axis: getattr(strategy, axis) for axis in (*AXES, "ep")}
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (None, 1)) or strategy.name
 
 
 def with_options_of(own: Strategy, given: Strategy) -> Strategy:
@@ -55,4 +79,6 @@ def with_options_of(own: Strategy, given: Strategy) -> Strategy:
         return replace(given, options=replace(fsdp, sharding_strategy=None, reshard_after_forward=None))
     if isinstance(given, FSDPStrategy) and fsdp is not None:
         return fsdp
+    if isinstance(given, Parallel) and isinstance(own, Parallel):
+        return replace(own, **{axis: getattr(given, axis) for axis in (*AXES, "ep")})
     return own if type(own) is type(given) and not isinstance(own, ZeROStrategy) else given

@@ -1,6 +1,6 @@
 """What prove replaces in other libraries while a script runs, for want of a supported way: all of it, and nothing else.
 
-Both are needed with CPython 3.11 to 3.14, torch 2.13.0 and numpy 2; no upstream issue is known. tests/test_observer.py
+All are needed with CPython 3.11 to 3.14, torch 2.13.0 and numpy 2; no upstream issue is known. tests/test_observer.py
 fails when one of them is no longer needed or possible.
 """
 
@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["noting_collectives", "noting_seeds", "without_autocast"]
+__all__ = [
+    "before_backward",
+    "noting_autocast",
+    "noting_collectives",
+    "noting_compilation",
+    "noting_seeds",
+    "scaling_losses",
+    "without_autocast",
+]
 
 
 @contextlib.contextmanager
@@ -98,8 +106,84 @@ def without_autocast() -> Iterator[None]:
         given = signature.bind(self, *args, **options).arguments
         original(**{**given, "enabled": False})
 
-    torch.autocast.__init__ = disabled  # type: ignore[method-assign]
+    with _replaced(torch.autocast, "__init__", disabled):
+        yield
+
+
+@contextlib.contextmanager
+def noting_autocast(note: Callable[[torch.dtype], None]) -> Iterator[None]:
+    """Call `note` with the type of each autocast region, the script's own and echelon's."""
+    original = torch.autocast.__init__
+
+    @functools.wraps(original)
+    def noting(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        if self._enabled:
+            note(self.fast_dtype)
+
+    with _replaced(torch.autocast, "__init__", noting):
+        yield
+
+
+@contextlib.contextmanager
+def noting_compilation(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` when something is given to torch.compile."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def noting(*args: Any, **options: Any) -> Any:
+        note()
+        return original(*args, **options)
+
+    with _replaced(torch, "compile", noting):
+        yield
+
+
+@contextlib.contextmanager
+def scaling_losses(factor: float, made: Callable[[], None], stepped: Callable[[], None]) -> Iterator[None]:
+    """Multiply the first scale of each gradient scaler; call `made` when one is made that works, `stepped` after its updates."""
+    original = torch.amp.GradScaler.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def scaled(self: Any, *args: Any, **options: Any) -> None:
+        given = signature.bind(self, *args, **options)
+        given.apply_defaults()
+        given.arguments["init_scale"] *= factor
+        original(*given.args, **given.kwargs)
+        if self.is_enabled():
+            made()
+
+    update = torch.amp.GradScaler.update
+
+    @functools.wraps(update)
+    def updated(self: Any, *args: Any, **options: Any) -> None:
+        update(self, *args, **options)
+        stepped()
+
+    with _replaced(torch.amp.GradScaler, "__init__", scaled), _replaced(torch.amp.GradScaler, "update", updated):
+        yield
+
+
+@contextlib.contextmanager
+def before_backward(act: Callable[[], Any]) -> Iterator[None]:
+    """Call `act` as each backward pass begins, whoever asks for it."""
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def acting(*args: Any, **options: Any) -> None:
+        act()
+        original(*args, **options)
+
+    with _replaced(torch.autograd, "backward", acting):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, by)
     try:
         yield
     finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
+        setattr(owner, name, original)

@@ -25,7 +25,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from echelon.contracts import terminal
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
-from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import Attempt, Requests
@@ -50,7 +49,6 @@ _FAILURE_GRACE_S = 5.0
 _HUNG_GRACE_S = 0.5  # for a rank that has done nothing for minutes
 _CULPRIT_WAIT_S = 2.0
 _ANSWER_S = 1.0
-_HOLD_S = 60.0  # between words to other machines that this launcher lives, which are believed for ten minutes
 
 
 class ForkAgent(SimpleElasticAgent):
@@ -108,7 +106,7 @@ class ForkAgent(SimpleElasticAgent):
         self._begin_attempt, self._start_fields = begin_attempt, start_fields
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
-        self._look_at_records_at = self._hold_at = 0.0
+        self._look_at_records_at = 0.0
         self._requests, self._passed_on = requests, 0
         self._leave_by: float | None = None
         self.attempt: Attempt | None = None
@@ -175,9 +173,6 @@ class ForkAgent(SimpleElasticAgent):
         looks = time.monotonic() > self._look_at_records_at
         if looks:
             self._look_at_records_at = time.monotonic() + self._hang.look_s
-            if time.monotonic() > self._hold_at:
-                self._hold_at = time.monotonic() + _HOLD_S
-                RunDir(attempt.folder.parents[1]).keep_hold()
         self._see_to_requests(attempt, looks)
         if looks:
             self._watch.look(attempt.pids, attempt.running, self.sight.pulses)

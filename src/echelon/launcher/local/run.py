@@ -38,6 +38,7 @@ from echelon.launcher.local.silence import NodeSilentError, Silence
 __all__ = ["path_without_launcher", "rank_environment", "run_local"]
 
 _DESCRIPTORS = 1 << 16
+_OWN, _OF_A_RANK, _OF_A_CONNECTION = 26, 2, 1  # descriptors that the launcher holds at the least
 
 
 def rank_environment(
@@ -101,7 +102,7 @@ def run_local(
 
         quiet_elastic_logs()
         own = contextlib.closing(ForkServer.fork_self()) if server is None else contextlib.nullcontext(server)
-        with own as forks, _many_descriptors():
+        with own as forks, _many_descriptors(nodes=meeting.nodes if meeting is not None else 1, ranks=job.ranks):
             relay = Relay(screen or PlainScreen())
             starts = _Starts(job, run, given, meeting, start_fields or {}, relay)
             starts.agent = ForkAgent(job, forks, starts.begin, starts.fields, run.name, requests, timeout_s, meeting, relay.say)
@@ -123,13 +124,22 @@ def run_local(
 
 
 @contextlib.contextmanager
-def _many_descriptors() -> Iterator[None]:
+def _many_descriptors(nodes: int, ranks: int) -> Iterator[None]:
     """Raise the limit of open files: every connection to the store's port holds one, idle ones too.
 
     The ranks, whose server was started before, keep the user's own limit.
+
+    Raises:
+        EchelonError: it is too low for so many ranks on each node: some would wait for minutes to be connected.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    needed = _OWN + _OF_A_RANK * ranks + _OF_A_CONNECTION * ranks * nodes
+    if wanted < needed:
+        raise EchelonError(
+            f"the launcher must be allowed {needed} open files for {ranks} ranks{f' on each of {nodes} nodes' * (nodes > 1)}, "
+            f"got {hard}. Raise the hard limit (`ulimit -Hn`), or start fewer ranks."
+        )
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         yield
         return

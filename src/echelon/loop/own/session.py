@@ -237,7 +237,8 @@ class Session:
         if window.is_last and not window.stepped:
             raise UsageError(
                 "the update must end with optimizer.step(), got the next batch before it. Call it after window.backward(loss), "
-                "on the optimizer that prepare() returned."
+                "on the optimizer that prepare() returned. A GradScaler that leaves out steps is left out itself: "
+                "prepare(precision='fp16') has one."
             )
         if self.unit.taken is not None and window.trained is not None:
             self.unit.taken(self.state, batch, *window.trained)

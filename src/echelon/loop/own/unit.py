@@ -15,6 +15,7 @@ from echelon.loop.auto import AutoUnit
 from echelon.loop.state import State, step_under_way
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.partition import parameters_of
+from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import NO_CONTEXT
 
 __all__ = ["LoopUnit", "Plain"]
@@ -28,11 +29,15 @@ class Plain:
         share: of the global batch's mean: the loss is multiplied by it.
         is_last: the optimizer steps after it.
         is_first: of its update.
+        computes: in which precision the window computes; None is float32.
+        scale: part of the share, by which the gradients are divided again before the step.
     """
 
     share: float
     is_last: bool
     is_first: bool
+    computes: Precision | None = None
+    scale: float = 1.0
     loss: torch.Tensor | None = None
     norm: float | None = None
     weight: Any = None  # what the loop says that the batch counts

@@ -67,6 +67,9 @@ class OwnWindow:
         if unit.plain is not None:
             self.is_last = unit.plain.is_last
             unit.plain.weight = unit.weight(session.batch) if self._weight is None else self._weight
+            if unit.plain.computes is not None:
+                self._contexts = (unit.plain.computes.autocast(unit.device),)
+                self._contexts[0].__enter__()
             return self
         weight = unit.samples_of_batch(session.state, session.batch) if self._weight is None else self._weight
         self._micro_batch = unit.open(session.state, session.batch, weight)
@@ -121,7 +124,12 @@ class OwnWindow:
         if unit.plain is None and unit.prepared.doubts_parts:
             unit.prepared.check_loss(loss)
         if unit.plain is not None:
-            (loss * unit.plain.share).backward(retain_graph=retain_graph)
+            with NO_CONTEXT if unit.plain.computes is None else torch.autocast(unit.device.type, enabled=False):
+                (loss * unit.plain.share).backward(retain_graph=retain_graph)
+            if unit.plain.is_last and unit.plain.scale != 1:
+                for parameter in unit.module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad /= unit.plain.scale
             self.loss = unit.plain.loss = loss.detach()
         else:
             assert self._micro_batch is not None

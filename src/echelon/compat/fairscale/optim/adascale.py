@@ -240,7 +240,9 @@ class AdaScale(torch.optim.Optimizer):
         assert self._local_grad_sqr is not None
         partition = Partition.of(self) or Partition.of(self._optimizer)
         # A divided optimizer's gradients may be with their owners alone.
-        groups = self._optimizer.param_groups if partition is None else partition.optimizer.param_groups
+        groups = self._optimizer.param_groups
+        if partition is not None:
+            groups = [{"params": [p for p in each if partition.owns(p)]} for each in partition.groups]
         zero = self._local_grad_sqr.new_zeros(())
         mean = torch.stack([sum(map(_square, self._gradients_of([group])), zero) for group in groups])
         local = self._local_grad_sqr

@@ -78,6 +78,7 @@ class OSS(torch.optim.Optimizer):
             what="OSS",
             unfreezing="Call refresh_trainable() after unfreezing, on the optimizer or on ShardedDataParallel.",
             largest_first=False,  # so the owners are FairScale's
+            shows_all=False,  # this one's groups do
         )
         self.partition.stands_behind(self)
         self._is_built = True

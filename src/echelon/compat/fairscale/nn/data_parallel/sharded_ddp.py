@@ -241,7 +241,7 @@ class ShardedDDPPrepared(WrapperPrepared[ShardedDataParallel]):
         )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        own = [p for o in self.module.partitions for group in o.optimizer.param_groups for p in group["params"]]
+        own = [p for o in self.module.partitions for p in o.parameters if o.owns(p)]
         return clip_owned_(self.module.parameters(), own, max_norm, norm_type, self.module.process_group)
 
 

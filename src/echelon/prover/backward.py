@@ -1,0 +1,67 @@
+"""Whether the backward pass goes through the random numbers that the forward pass drew.
+
+Both see the same ones if the gradient does not depend on the RNG state between the two. What is computed again, by torch.compile
+within a memory budget or by checkpointing that does not keep the RNG state, may draw anew: another dropout mask than the loss
+had. Nothing else is asked of a program: neither that its loss is smooth, nor that all of it is differentiated.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values
+from echelon.prover.values import named_values
+from echelon.prover.workarounds import before_backward
+
+__all__ = ["backward_draws"]
+
+_ROUNDING = 1e-4  # what kernels that add up in another order may change, of the largest element
+_TIMES_REPEATED = 100
+
+
+def backward_draws(reference: Reference) -> dict[str, Any]:
+    """Try the first micro-batch with two RNG states between forward and backward pass.
+
+    Returns:
+        `depends`: the parameter whose gradient is another one then, and by how much, relative; None if all are the same, or
+        where the pass cannot be repeated.
+    """
+    reference.keeps_dropout = True
+    reference.begin(write=False)
+    reference.enter_epoch(reference.updates[0][0].epoch)
+    data, states = reference.updates[0][0].data, reference.sources.states()
+    tries = []
+    for seed in (1, 1, 2):
+        reference.sources.restore(states)
+        with before_backward(functools.partial(torch.manual_seed, seed)):
+            tries.append(_pass(reference, data))
+    (loss, one), (again, same), (third, other) = tries
+    if not loss == again == third:
+        return {"depends": None}
+    far = {name: _distance(one[name], other[name]) for name in one if name in other}
+    near = max((_distance(one[name], same[name]) for name in one if name in same), default=0.0)
+    name = max(far, key=far.__getitem__, default="")
+    return {"depends": (name, far[name]) if name and far[name] > max(_ROUNDING, _TIMES_REPEATED * near) else None}
+
+
+def _pass(reference: Reference, data: Any) -> tuple[float, Values]:
+    buffers = named_values(reference.unit)
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    if isinstance(reference, AutoReference):
+        loss, gradients = reference.backward([Pass(data)]), reference.gradients()
+        reference.module.zero_grad()
+    else:
+        assert isinstance(reference, OwnReference)
+        loss, gradients = reference.tried([data])
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(before[name])
+    return loss, gradients
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    size = float(one.abs().max()) if one.numel() else 0.0
+    return float((one - other).abs().max()) / size if size else 0.0
