@@ -59,7 +59,7 @@ def test_prove_takes_the_cpu_if_there_are_fewer_gpus_than_ranks(
             seen.append(target.device)
             self.proof = Proof("float32")
 
-        def fitting(self, rows: Any) -> list[Any]:
+        def results(self, rows: Any) -> list[Any]:
             return []
 
     monkeypatch.setattr(prove, "Proving", Proving)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -23,7 +25,16 @@ from echelon.prover import show
 from echelon.prover.causes import CAUSES
 from echelon.prover.matrix import matrix
 from echelon.prover.micro import NotDivisible, NotJoinable, Samples, digest, join
-from echelon.prover.proof import IN_FLOAT64, Result, by_float64
+from echelon.prover.proof import (
+    IN_FLOAT64,
+    IN_PART,
+    NOT_ALL_TESTED,
+    NOTHING_COMPARED,
+    OTHERS_DIFFER,
+    YOURS_DIFFERS,
+    Result,
+    by_float64,
+)
 from echelon.prover.prove import Proof, prove_target
 from echelon.prover.row_strategy import with_options_of
 from echelon.prover.verdict import Difference
@@ -455,7 +466,7 @@ def test_a_script_that_starts_ranks_itself_is_told_so(tmp_path: Path) -> None:
     target = _script(tmp_path, "ech.launch(print, ranks=2)\n")
     proof = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 1, False)
     assert [r.verdict for r in proof.results] == ["not possible"] and "starts ranks itself" in proof.results[0].message
-    assert not proof.holds and show.summary(proof)[-1].startswith("Nothing is proved")
+    assert proof.exit_code == NOTHING_COMPARED and show.summary(proof)[-1].startswith("Nothing was compared")
 
 
 def test_a_strategy_that_is_only_named_has_the_options_of_the_scripts_own() -> None:
@@ -538,10 +549,83 @@ def test_a_script_that_does_not_train_is_told_so(tmp_path: Path) -> None:
     assert row.verdict == "failed" and "never called" in row.message
 
 
-def test_a_script_that_crashes_is_shown_with_its_error(tmp_path: Path) -> None:
-    (tmp_path / "crash.py").write_text("raise RuntimeError('the disk is full')\n")
-    (row,) = prove_target(Target(script=str(tmp_path / "crash.py")), matrix(["ddp"], [2], [1], sgd=False), 1, False).results
-    assert row.verdict == "failed" and "the disk is full" in row.message
+def test_a_script_that_crashes_is_shown_with_its_own_line_and_not_run_under_every_strategy(tmp_path: Path) -> None:
+    (tmp_path / "crash.py").write_text("import torch\nraise RuntimeError('the disk is full')\n")
+    rows = matrix(None, [1, 2], [1, 2], sgd=True, yours=True)
+    proof = prove_target(Target(script=str(tmp_path / "crash.py")), rows, 1, False)
+    assert [(r.yours, r.ranks, r.verdict) for r in proof.results] == [(True, 2, "failed"), (False, 1, "failed")]
+    assert proof.exit_code == NOTHING_COMPARED and "rows were left out" in proof.notes[0]
+    ((_, text),) = show.blocks(proof.results)
+    assert any("crash.py" in line for line in text) and text[-2].endswith("RuntimeError: the disk is full"), text
+    assert not any("echelon/" in line for line in text if "File" in line), text
+
+
+ONE_KIND = """
+class OneKind(Auto):
+    def compute_loss(self, state, data):
+        loss, out = super().compute_loss(state, data)
+        right = dist.get_world_size() == 1 or isinstance(self.module, nn.parallel.DistributedDataParallel)
+        return loss * (1.0 if right else 1.5), out
+if sys.argv[1] == "none":
+    ech.train(OneKind(module=model()), loader(), max_epochs=1)
+ech.train(OneKind(module=model(), strategy=sys.argv[1]), loader(), max_epochs=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "rows", "code"),
+    [
+        ("ddp", [("ddp", 2, True, False), ("fsdp", 2, False, True)], OTHERS_DIFFER),
+        ("fsdp", [("fsdp", 2, True, True), ("ddp", 2, False, False)], YOURS_DIFFERS),
+        ("none", [("noop", 1, True, False), ("ddp", 2, False, False), ("fsdp", 2, False, True)], OTHERS_DIFFER),
+    ],
+)
+def test_the_scripts_own_configuration_is_first_and_the_exit_code_says_whether_it_differs(
+    tmp_path: Path, own: str, rows: list[tuple[str, int, bool, bool]], code: int
+) -> None:
+    target = replace(_script(tmp_path, ONE_KIND), args=(own,))
+    proof = prove_target(target, matrix(["ddp", "fsdp"], [2], [1], sgd=False, yours=True), 1, False)
+    assert [(r.label, r.ranks, r.yours, r.verdict == "DIFFERS") for r in proof.results] == rows
+    assert proof.exit_code == proof.to_json()["exit_code"] == code
+
+
+def test_rows_of_which_the_same_is_to_be_said_are_one_block_and_the_conclusion_counts_all() -> None:
+    def row(label: str, verdict: str, **more: Any) -> Result:
+        return Result(label, 2, verdict, **more)
+
+    cause = [("a wrong scale", "the gradients are 2 times what they should be")]
+    same = [row("ddp", "DIFFERS", causes=cause, yours=True), row("ddp, sgd", "DIFFERS", causes=cause)]
+    ((named, text),) = show.blocks([*same, row("fsdp", "agrees")])
+    assert named.startswith("ddp (yours) on 2; ddp, sgd on 2") and text.count("likely cause: a wrong scale") == 1
+    for results, code, words in (
+        (same, YOURS_DIFFERS, "own configuration (ddp) does not train"),
+        ([row("ddp", "agrees", yours=True), row("cp", "DIFFERS")], OTHERS_DIFFER, "own configuration (ddp) trains as one"),
+        ([row("ddp", "agrees"), row("cp", IN_PART)], NOT_ALL_TESTED, "1 agrees, 1 was compared in part"),
+        ([row("ddp", "undecided", yours=True), row("cp", "agrees")], NOT_ALL_TESTED, "(ddp) was not compared"),
+        ([row("ddp", "not possible", yours=True), row("cp", "agrees")], NOT_ALL_TESTED, "1 is not possible here"),
+        ([row("ddp", "agrees", yours=True), row("cp", "not possible")], 0, "1 agrees, 1 is not possible here"),
+        ([row("ddp", "failed"), row("cp", "failed")], NOTHING_COMPARED, "2 failed"),
+        ([], NOTHING_COMPARED, "Nothing was compared."),
+    ):
+        proof = Proof("float32", results)
+        assert proof.exit_code == code and words in show.conclusion(proof), (results, show.conclusion(proof))
+    stopped = Proof("float32", [row("ddp", "agrees")], interrupted=True)
+    assert not stopped.holds and show.conclusion(stopped).startswith("Interrupted")
+
+
+def test_an_interrupt_shows_what_was_compared_and_leaves_no_process(tmp_path: Path) -> None:
+    """The second row would wait for ever."""
+    script = _script(tmp_path, HANGING.replace(', strategy="ddp"', "")).script
+    command = [sys.executable, "-m", "echelon", "prove", "--ranks", "2", "--strategies", "ddp", "--updates", "1", script]
+    with subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        lines = iter(run.stdout.readline, "")
+        assert any(line.startswith("noop ") for line in lines)
+        run.send_signal(signal.SIGINT)
+        said = "".join(lines)
+    assert run.returncode == 130 and "Interrupted" in said and "1 agrees" in said, said
+    left = [p for p in psutil.process_iter(["cmdline"]) if script in " ".join(p.info["cmdline"] or ())]
+    assert not left, left
 
 
 def test_the_command_leaves_a_page_and_its_exit_code_says_it(
@@ -557,6 +641,9 @@ def test_the_command_leaves_a_page_and_its_exit_code_says_it(
     pages = [p.read_text() for p in sorted((tmp_path / "runs").glob("prove-*/prove.html"))]
     assert len(pages) == 2 and any("DIFFERS" in page for page in pages)
     assert main(["prove", "no_such.py"]) == 2
+    (tmp_path / "half.py").write_text("import torch\nx = = 1\n")
+    assert main(["prove", "half.py"]) == NOTHING_COMPARED and "line 2: invalid syntax" in capsys.readouterr().out
+    assert main(["prove", "--runs", "half.py/runs", str(PLANTED / "right_auto.py")]) == 2  # before any row
     assert main(["prove", "--ranks", "0", str(PLANTED / "right_auto.py")]) == 2
 
 

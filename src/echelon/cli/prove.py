@@ -15,10 +15,15 @@ from echelon.contracts.run_dir import RunDir, write_json
 
 __all__ = ["add_arguments", "execute"]
 
-_IN_PART = 3  # no row differs, and something could not be tested
+_NOTHING_COMPARED = 4  # as Proof.exit_code, which imports torch
+_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "exit code: 0 all rows agree; 1 the script's own configuration differs or fails; 2 usage; 3 nothing differs, and some "
+        "rows could not be compared, or in part; 4 nothing was compared; 5 only other rows than the script's own differ or fail"
+    )
     parser.add_argument(
         "--strategies", metavar="NAMES", help="comma-separated, axes joined by +: cp=2,dp_shard=2+tp=2; default: all that fit"
     )
@@ -50,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     script = Path(arguments.script)
-    check_script(arguments.script)
+    try:
+        check_script(arguments.script)
+    except UsageError as error:
+        if not isinstance(error.__cause__, SyntaxError):
+            raise
+        return _not_python(arguments, str(error))
     ranks, accumulation = _numbers("--ranks", arguments.ranks), _numbers("--accumulation", arguments.accumulation)
 
     from echelon.launcher.functions.run import preload
@@ -77,8 +87,6 @@ def execute(arguments: argparse.Namespace) -> int:
 
     def shown(result: Result) -> None:
         print(show.line(result), flush=True)
-        for text in show.details(result):
-            print(f"    {text}", flush=True)
 
     run = RunDir.create(arguments.runs, None, stem=f"prove-{script.stem}")
     if not arguments.json:
@@ -93,14 +101,28 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.timeout,
         run.path / "logs",
     )
-    write_json(run.path / "prove.json", proof.to_json())
+    facts = {**proof.to_json(), "conclusion": show.conclusion(proof)}
+    facts["findings"] = [{"rows": named, "text": text} for named, text in show.blocks(proof.results)]
+    write_json(run.path / "prove.json", facts)
     write_whole(run.path / "prove.html", show.page(proof, f"echelon prove {script.name}"))
     if arguments.json:
-        print(json.dumps(proof.to_json(), indent=2))
+        print(json.dumps(facts, indent=2))
     else:
+        for named, text in show.blocks(proof.results):
+            print("\n    ".join([f"\n{named}", *text]))
         print("\n".join(["", *show.summary(proof)]), flush=True)
         print(f"page {run.path / 'prove.html'}", file=sys.stderr)
-    return 0 if proof.holds else _IN_PART if proof.holds_in_part else 1
+    return _INTERRUPTED if proof.interrupted else proof.exit_code
+
+
+def _not_python(arguments: argparse.Namespace, why: str) -> int:
+    said = f"Nothing was compared: {why}"
+    if arguments.json:
+        facts = {"holds": False, "exit_code": _NOTHING_COMPARED, "rows": [], "notes": [], "findings": []}
+        print(json.dumps({**facts, "conclusion": said}, indent=2))
+    else:
+        print(said)
+    return _NOTHING_COMPARED
 
 
 def _numbers(option: str, text: str) -> list[int]:

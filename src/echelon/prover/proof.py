@@ -8,9 +8,20 @@ from typing import Any
 
 from echelon.prover.verdict import Difference
 
-__all__ = ["IN_FLOAT64", "IN_PART", "Proof", "Result", "by_float64"]
+__all__ = [
+    "IN_FLOAT64",
+    "IN_PART",
+    "NOTHING_COMPARED",
+    "NOT_ALL_TESTED",
+    "OTHERS_DIFFER",
+    "YOURS_DIFFERS",
+    "Proof",
+    "Result",
+    "by_float64",
+]
 
 IN_PART = "in part"
+YOURS_DIFFERS, NOT_ALL_TESTED, NOTHING_COMPARED, OTHERS_DIFFER = 1, 3, 4, 5  # exit codes
 _DECIDED = "agrees (float64), "
 
 
@@ -38,6 +49,7 @@ class Result:
         undetermined: elements by parameter whose true gradient is zero, so that their value is rounding noise in any run.
         message: why it failed, is not possible or not decided; what float32 showed where float64 had to decide.
         notes: what else is to be said about it, such as which samples its ranks saw.
+        yours: the script's own strategy and accumulation, on any number of ranks.
     """
 
     label: str
@@ -55,6 +67,7 @@ class Result:
     undetermined: dict[str, int] = field(default_factory=dict)
     message: str = ""
     notes: list[str] = field(default_factory=list)
+    yours: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -70,6 +83,14 @@ class Result:
         """It was compared, and trains as one process does."""
         return self.verdict in ("agrees", "bit-equal") or self.verdict.startswith(_DECIDED)
 
+    @property
+    def is_bad(self) -> bool:
+        return self.verdict in ("DIFFERS", "failed")
+
+    @property
+    def is_compared(self) -> bool:
+        return self.is_equal or self.is_partly_equal or self.verdict == "DIFFERS"
+
 
 @dataclass
 class Proof:
@@ -78,29 +99,52 @@ class Proof:
     Args:
         dtype: "float32" or "float64".
         notes: what was left out, and what the numbers mean for this script.
+        interrupted: not all rows were run.
     """
 
     dtype: str
     results: list[Result] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def compared(self) -> int:
+        """Rows that were, on several ranks if any row has several."""
+        several = any(r.ranks > 1 for r in self.results)
+        return sum(r.is_compared and (r.ranks > 1 or not several) for r in self.results)
+
+    @property
+    def exit_code(self) -> int:
+        """0: all rows agree or are not possible. 1: the script's own configuration differs or fails, or nobody knows which row
+        that is. 3: nothing differs, and some could be compared in part, or not at all. 4: nothing was compared on several
+        ranks. 5: only rows that are not the script's own configuration differ or fail.
+        """
+        rows = self.results
+        yours = [r for r in rows if r.yours] or rows
+        if not any(r.is_compared for r in rows):
+            return NOTHING_COMPARED
+        if any(r.is_bad for r in rows):
+            return YOURS_DIFFERS if any(r.is_bad for r in yours) else OTHERS_DIFFER
+        if not self.compared:
+            return NOTHING_COMPARED
+        whole = all(r.agrees for r in rows) and any(r.is_equal for r in yours) and not self.interrupted
+        return 0 if whole else NOT_ALL_TESTED
 
     @property
     def holds(self) -> bool:
         """Every row agrees or is not possible, and one was compared: on several ranks, if any row has several."""
-        compared = [r.ranks for r in self.results if r.is_equal]
-        several = any(r.ranks > 1 for r in self.results)
-        return all(r.agrees for r in self.results) and max(compared, default=0) > (1 if several else 0)
+        return self.exit_code == 0
 
     @property
     def holds_in_part(self) -> bool:
         """No row speaks against it, and some could be compared in part alone."""
-        rows = self.results
-        return not self.holds and any(r.is_partly_equal for r in rows) and all(r.agrees or r.is_partly_equal for r in rows)
+        return self.exit_code == NOT_ALL_TESTED
 
     def to_json(self) -> dict[str, Any]:
         """For JSON, which has no word for nan and infinity: they are null."""
         rows = [_without_nan(asdict(r)) for r in self.results]
-        return {"holds": self.holds, "dtype": self.dtype, "notes": self.notes, "rows": rows}
+        facts = {"holds": self.holds, "exit_code": self.exit_code, "interrupted": self.interrupted, "dtype": self.dtype}
+        return {**facts, "notes": self.notes, "rows": rows}
 
 
 def _without_nan(value: Any) -> Any:

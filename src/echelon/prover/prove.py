@@ -70,9 +70,11 @@ def prove(
     require(device in (None, "cpu", "cuda"), "device", "'cpu', 'cuda' or None", device)
     flags(float64=float64, sgd=sgd, bf16=bf16, eager=eager)
     rows = matrix(strategies, ranks, accumulation, sgd=sgd, parts=parts, bf16=bf16, yours=strategies is None, eager=eager)
-    return prove_target(
-        Target(make_unit=make_unit, make_data=make_data, device=device), rows, updates, float64, seed, on_result, timeout_s
-    )
+    target = Target(make_unit=make_unit, make_data=make_data, device=device)
+    proof = prove_target(target, rows, updates, float64, seed, on_result, timeout_s)
+    if proof.interrupted:
+        raise KeyboardInterrupt
+    return proof
 
 
 def prove_target(
@@ -89,6 +91,8 @@ def prove_target(
 
     Args:
         logs: folder for what the ranks of failed rows wrote; by default a temporary one each, which stays.
+    Returns:
+        What was compared, also where it was interrupted.
     """
     updates = whole("updates", updates, at_least=1)
     if timeout_s is not None:
@@ -103,14 +107,11 @@ def prove_target(
                 f"{most} ranks have {gpus} GPU{'s' if gpus > 1 else ''} here: everything ran on the CPU. `--device cuda --ranks "
                 f"{gpus}` proves as much as fits on the GPU{'s' if gpus > 1 else ''}."
             )
-        unfit: dict[str, list[str]] = {}
-        for row in run.fitting(rows):
-            result = run.row(row)
-            if row.fits_some and result.verdict == "not possible":
-                unfit.setdefault(result.message, []).append(row.name)
-                continue
-            run.proof.results.append(result)
-            if on_result is not None:
-                on_result(result)
-        run.proof.notes += [f"Not for this model: {'; '.join(dict.fromkeys(names))}. {why}" for why, names in unfit.items()]
+        try:
+            for result in run.results(rows):
+                run.proof.results.append(result)
+                if on_result is not None:
+                    on_result(result)
+        except KeyboardInterrupt:  # what was compared is worth showing
+            run.proof.interrupted = True
         return run.proof

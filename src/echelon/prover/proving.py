@@ -21,8 +21,9 @@ import torch
 from echelon.contracts.errors import RankFailedError
 from echelon.loop.target import Target
 from echelon.prover import causes
+from echelon.prover.fitting import Fitting
 from echelon.prover.judge import compare, mean_loss
-from echelon.prover.matrix import AS_WRITTEN, Row
+from echelon.prover.matrix import Row
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import IN_PART, Proof, Result, by_float64
 from echelon.prover.ran import (
@@ -82,9 +83,7 @@ class Proving:
         self.folder, self.updates, self.dtype = folder, updates, dtype
         self._on_ranks = OnRanks(target, folder, updates, seed, timeout_s, logs)
         self.proof = Proof(str(dtype).removeprefix("torch."))
-        self.kind = ""
-        self.overridable = True
-        self.idle = False
+        self._fitting = Fitting(self.row, self._say)
         self._references: dict[Any, Computed] = {}
         self._batches: dict[Any, Any] = {}
         self._bitwise: dict[str, dict[str, torch.Tensor]] = {}
@@ -94,32 +93,15 @@ class Proving:
         self._count = 0
         self._tested_compiled = False
 
-    def fitting(self, rows: list[Row]) -> Iterator[Row]:
-        """The rows as far as this script allows: one that wraps its module by hand can only be run as written, one that trains
-        nothing once.
-        """
-        first, rest = rows[0], rows[1:]
-        yield first
-        if self.idle:
-            return
-        if self.overridable or not self.kind:
-            own = self.kind == "TrainUnit"  # accumulates by itself, makes its own optimizer, computes in its own precision
-            yield from (
-                row for row in rest if not (own and (row.optimizer == "sgd" or (row.accumulation or 1) > 1 or row.precision))
-            )
-            return
-        self.proof.notes.append(
-            "The script makes its module parallel itself, or has no strategy to choose: "
-            "it was run as written, on each number of ranks."
-        )
-        for ranks in sorted({row.ranks for row in rest} - {first.ranks}):
-            yield replace(first, ranks=ranks) if first.yours else Row(AS_WRITTEN, ranks)
+    def results(self, rows: list[Row]) -> Iterator[Result]:
+        """Of the rows, as far as this script allows."""
+        return self._fitting.results(rows)
 
     def row(self, row: Row) -> Result:
         """Run one row, find or compute its reference, and compare."""
         self._count += 1
         here = self.folder / f"row-{self._count}"
-        result = Result(row.label, row.ranks)
+        result = Result(row.label, row.ranks, yours=row.yours)
         try:
             ran = self._on_ranks.row(row, here, self.dtype)
             if ran.records[0]["is_double"]:
@@ -129,6 +111,8 @@ class Proving:
                 ran = self._on_ranks.row(row, here, self.dtype)
         except RankFailedError as error:
             result.verdict, result.message = self._on_ranks.failure(error, f"row-{self._count}")
+            if result.verdict == "failed":
+                self._fitting.failed(str(error), row.ranks, began=(here / "initial.pt").exists())
             return result
         try:
             self._compare(row, result, ran)
@@ -239,14 +223,13 @@ class Proving:
 
     def _compare(self, row: Row, result: Result, ran: Ran) -> None:
         records = ran.records
-        self.kind = records[0]["kind"]
-        if (row.strategy is not None or row.yours) and self.kind and not records[0]["overridable"]:
-            self.overridable = False
-            if not row.yours:
-                result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label
+        self._fitting.name(row, result, ran)
         if not records[0]["updates"]:
-            self.idle = not self.kind
-            what = "no optimizer took a step before it ended" if self.kind else "it never called echelon's train, fit or prepare"
+            what = (
+                "no optimizer took a step before it ended"
+                if records[0]["kind"]
+                else "it never called echelon's train, fit or prepare"
+            )
             result.verdict, result.message = "failed", f"there is nothing to compare: {what}."
             return
         self._say_how(ran)

@@ -79,7 +79,9 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         recorder.record.constant_draws = row.constant_draws
         recorder.cannot_draw_constantly = row.is_compiled
         recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
-        recorder.record.overridable = chosen is not None and chosen.used
+        if chosen is not None and chosen.used:
+            record = recorder.record
+            record.overridable, record.own_strategy, record.is_own = True, chosen.own, chosen.is_own
         # A few updates: there is nothing to keep.
         return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 

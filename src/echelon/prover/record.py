@@ -152,6 +152,7 @@ class StepRecorder(Callback):
         record.is_replica = is_replica(unit)
         _place(record, unit)
         record.loader = type(dataloader).__name__
+        record.accumulation = getattr(unit, "gradient_accumulation_steps", 1)
         record.global_batch = getattr(dataloader, "global_batch", None)
         record.samples_by_rank = _samples_by_rank(dataloader)
         # Workers that train by themselves have gradients of their own.

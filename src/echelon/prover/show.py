@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from echelon.prover.causes import CAUSES
-from echelon.prover.proof import Proof, Result
+from echelon.prover.matrix import YOURS
+from echelon.prover.proof import NOTHING_COMPARED, Proof, Result
 
-__all__ = ["HEADER", "details", "line", "page", "summary"]
+__all__ = ["HEADER", "blocks", "conclusion", "details", "line", "page", "summary"]
 
 _COLUMNS = (
     ("strategy", 37),  # "tp, sequence parallel, accumulation 2"
@@ -21,6 +24,7 @@ _COLUMNS = (
     ("verdict", 12),
 )
 _MESSAGE_LINES = 12
+_MOST_NAMES = 8  # of rows of which the same is said
 HEADER = "  ".join(f"{name:>{width}}" if i else f"{name:<{width}}" for i, (name, width) in enumerate(_COLUMNS))
 
 
@@ -34,7 +38,7 @@ def line(result: Result) -> str:
 
 def _cells(r: Result) -> list[str]:
     return [
-        r.label,
+        _name(r),
         str(r.ranks),
         _small(r.loss),
         _small(r.gradient),
@@ -49,31 +53,64 @@ def _small(value: float | None) -> str:
     return "" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
+def _name(result: Result) -> str:
+    return f"{result.label} ({YOURS})" if result.yours and result.label != YOURS else result.label
+
+
 def details(result: Result) -> list[str]:
     """What there is to say about a row beyond its numbers."""
     lines = []
+    for cause, seen in result.causes:
+        lines += [f"likely cause: {cause}", f"  seen: {seen}", f"  {CAUSES[cause]}"]
     if result.first is not None:
         f = result.first
         lines.append(
             f"first difference: update {f.update}, {f.phase}, {f.tensor}: "
             f"{f.relative:.1e} relative, rounding allows {f.tolerance:.1e}"
         )
-    for cause, seen in result.causes:
-        lines += [f"likely cause: {cause}", f"  seen: {seen}", f"  {CAUSES[cause]}"]
     if result.verdict == "DIFFERS" and result.first is not None and not result.causes:
         lines.append("no cause of the catalogue explains it")
     lines += [f"note: {note}" for note in result.notes]
     if result.message:
-        lines += _without_libraries(result.message.strip().splitlines())[:_MESSAGE_LINES]
+        lines += _of_the_script(result.message.strip().partition("\n\nTraceback (most recent call last):")[0].splitlines())
     return lines
 
 
-def _without_libraries(lines: list[str]) -> list[str]:
-    """Of the stacks of ranks that did not end: only frames of the script's own."""
-    if not any(line.startswith("--- rank") for line in lines):
-        return lines
+def _of_the_script(lines: list[str]) -> list[str]:
+    """Of a failure, or the stacks of ranks that did not end: only frames of the script's own, and the latest of these."""
     libraries = ("site-packages", "/lib/python", str(Path(__file__).parents[1]))
-    return [line for line in lines if line and "thread 0x" not in line and not any(part in line for part in libraries)]
+    shown: list[str] = []
+    ours = False
+    for text in lines:
+        if text.lstrip().startswith('File "'):
+            ours = any(part in text for part in libraries)
+        elif not text.startswith("      "):  # what stands in that line
+            ours = False
+        if text.strip() and not ours and "thread 0x" not in text and "more frames in libraries" not in text:
+            shown.append(text)
+    return shown if len(shown) <= _MESSAGE_LINES else [*shown[: _MESSAGE_LINES // 2], "...", *shown[-_MESSAGE_LINES // 2 :]]
+
+
+def blocks(results: list[Result]) -> list[tuple[str, list[str]]]:
+    """What there is to say about rows, once for all of which the same is to be said: which ones, and the first one's details."""
+    groups: dict[Any, list[Result]] = {}
+    for result in results:
+        if details(result):
+            said = re.sub(r"[0-9]+", "", (result.message.strip().splitlines() or [""])[-1])  # numbers differ by rank
+            cause = tuple(cause for cause, _ in result.causes) or said
+            groups.setdefault((result.verdict, cause, tuple(result.notes)), []).append(result)
+    return [(_rows(group, len(results)), details(group[0])) for group in groups.values()]
+
+
+def _rows(group: list[Result], count: int) -> str:
+    ranks: dict[str, list[str]] = {}
+    for result in group:
+        ranks.setdefault(_name(result), []).append(str(result.ranks))
+    named = [f"{name} on {' and '.join(of)}" for name, of in ranks.items()]
+    if len(group) == count > 2:
+        return f"all {count} rows ({group[0].verdict}); of {named[0]}:"
+    more = f"; {len(named) - _MOST_NAMES} more" if len(named) > _MOST_NAMES else ""
+    return f"{'; '.join(named[:_MOST_NAMES])}{more} ({group[0].verdict}):"
 
 
 def summary(proof: Proof) -> list[str]:
@@ -90,26 +127,57 @@ def summary(proof: Proof) -> list[str]:
             f"far as {proof.dtype} can tell: rounding noise moves them in every implementation, and they are not compared. "
             "--float64 shows that nothing else does."
         )
-    bad = [r for r in proof.results if not (r.agrees or r.is_partly_equal)]
-    partly = sum(r.is_partly_equal for r in proof.results)
-    refused = sum(r.verdict == "not possible" for r in proof.results)
-    compared = sum(r.is_equal for r in proof.results)
-    if bad:
-        lines.append(f"{len(bad)} of {len(proof.results)} rows do not train as one process does.")
-    elif partly:
-        agree = (
-            f"{compared} {'row agrees' if compared == 1 else 'rows agree'} with one process in plain PyTorch, "
-            if compared
-            else ""
+    return [*lines, conclusion(proof)]
+
+
+def conclusion(proof: Proof) -> str:
+    rows, code = proof.results, proof.exit_code
+    early = "Interrupted. " if proof.interrupted else ""
+    count = f"Of {len(rows)} row{'s' if len(rows) > 1 else ''} {_counts(rows)}."
+    if code == NOTHING_COMPARED:
+        refused = all(r.verdict == "not possible" for r in rows)
+        why = (
+            " before it could be" if proof.interrupted else ": " + ("no row is possible here" if refused else count.lower()[:-1])
         )
-        lines.append(f"{agree}{partly} {'was' if partly == 1 else 'were'} compared in part: what was not tested stands there.")
-    elif not proof.holds:
-        lines.append(f"Nothing is proved: {refused} of {len(proof.results)} rows are not possible here.")
-    else:
-        few = f" {refused} {'is' if refused == 1 else 'are'} not possible here." if refused else ""
-        rows = "The one row trains" if compared == 1 else f"All {compared} rows train"
-        lines.append(f"{rows} as one process in plain PyTorch does, to the rounding of {proof.dtype}.{few}")
-    return lines
+        return f"{early}Nothing was compared{why if rows else ''}."
+    yours = [r for r in rows if r.yours]
+    if code == 0:
+        alike = "The one row trains" if len(rows) == 1 else f"All {len(rows)} rows train"
+        if all(r.is_equal for r in rows):
+            return f"{alike} as one process in plain PyTorch does, to the rounding of {proof.dtype}."
+    return " ".join(filter(None, (early.strip(), _of_yours(yours), count)))
+
+
+def _of_yours(yours: list[Result]) -> str:
+    if not yours:
+        return ""
+    name = f"The script's own configuration ({yours[0].label})"
+    if any(r.is_bad for r in yours):
+        differs = any(r.verdict == "DIFFERS" for r in yours)
+        return f"{name} {'does not train as one process in plain PyTorch does' if differs else 'fails'}."
+    if all(r.agrees for r in yours) and any(r.is_equal for r in yours):
+        return f"{name} trains as one process in plain PyTorch does."
+    return f"{name} was {'compared in part' if any(r.is_compared for r in yours) else 'not compared'}."
+
+
+def _counts(rows: list[Result]) -> str:
+    counts = {
+        "agree": sum(r.is_equal for r in rows),
+        "in part": sum(r.is_partly_equal for r in rows),
+        "differ": sum(r.verdict == "DIFFERS" for r in rows),
+        "undecided": sum(r.verdict == "undecided" for r in rows),
+        "failed": sum(r.verdict == "failed" for r in rows),
+        "not possible": sum(r.verdict == "not possible" for r in rows),
+    }
+    words = {  # of one, of several
+        "agree": ("agrees", "agree"),
+        "in part": ("was compared in part", "were compared in part"),
+        "differ": ("differs", "differ"),
+        "undecided": ("is undecided", "are undecided"),
+        "failed": ("failed", "failed"),
+        "not possible": ("is not possible here", "are not possible here"),
+    }
+    return ", ".join(f"{n} {words[what][n > 1]}" for what, n in counts.items() if n)
 
 
 def page(proof: Proof, title: str) -> str:
@@ -119,10 +187,8 @@ def page(proof: Proof, title: str) -> str:
     for result in proof.results:
         kind = "good" if result.agrees else "part" if result.is_partly_equal else "bad"
         body.append(f"<tr class={kind}>" + "".join(f"<td>{escape(c)}</td>" for c in _cells(result)) + "</tr>")
-        text = details(result)
-        if text:
-            body.append(f"<tr class=detail><td colspan={len(_COLUMNS)}><pre>{escape(chr(10).join(text))}</pre></td></tr>")
-    below = "".join(f"<p>{escape(text)}</p>" for text in summary(proof))
+    below = "".join(f"<p>{escape(rows)}<pre>{escape(chr(10).join(text))}</pre>" for rows, text in blocks(proof.results))
+    below += "".join(f"<p>{escape(text)}</p>" for text in summary(proof))
     return _PAGE.format(title=escape(title), head=head, body="\n".join(body), below=below)
 
 
@@ -139,8 +205,7 @@ th:first-child, td:first-child {{ text-align: left }}
 tr.good td:last-child {{ color: light-dark(#17692f, #7ddb98) }}
 tr.bad td:last-child {{ color: light-dark(#b3261e, #ff9a90); font-weight: 600 }}
 tr.part td:last-child {{ color: light-dark(#7a5200, #f0c060); font-weight: 600 }}
-tr.detail td {{ text-align: left }}
-pre {{ margin: 0; white-space: pre-wrap }}
+pre {{ margin: 0 0 0 2rem; white-space: pre-wrap }}
 </style>
 <h1>{title}</h1>
 <div><table><thead><tr>{head}</tr></thead><tbody>

@@ -1,0 +1,114 @@
+"""Which of the rows a script allows, as those that were run show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from echelon.prover.matrix import AS_WRITTEN, Row
+from echelon.prover.proof import Result
+from echelon.prover.ran import Ran
+
+__all__ = ["Fitting"]
+
+
+@dataclass
+class Fitting:
+    """
+    Args:
+        run: a row.
+        say: adds a note to the proof.
+    Attributes:
+        kind: of the unit.
+        overridable: the strategy can be another one than the script's.
+        idle: the script never trains.
+    """
+
+    run: Callable[[Row], Result]
+    say: Callable[[str], None]
+    kind: str = ""
+    overridable: bool = True
+    idle: bool = False
+    _yours: tuple[str, int, int] | None = None  # strategy, ranks, accumulation
+    _failures: dict[str, set[int]] = field(default_factory=dict)  # numbers of ranks by their last line
+    _hopeless: set[int] = field(default_factory=set)  # numbers of ranks
+
+    def results(self, rows: list[Row]) -> Iterator[Result]:
+        """Of the rows, as far as this script allows."""
+        unfit: dict[str, list[str]] = {}
+        for row in self._rows(rows):
+            result = self._of_yours(row, rows) if row is rows[0] and row.yours else self.run(row)
+            if row.fits_some and result.verdict == "not possible":
+                unfit.setdefault(result.message, []).append(row.name)
+            else:
+                yield result
+        for why, names in unfit.items():
+            self.say(f"Not for this model: {'; '.join(dict.fromkeys(names))}. {why}")
+
+    def _rows(self, rows: list[Row]) -> Iterator[Row]:
+        """A script that wraps its module by hand can only be run as written; one that trains nothing, once."""
+        done: set[int] = set()
+        left_out = 0
+        for row in rows:
+            if self.idle:
+                return
+            # A step of one's own accumulates by itself, makes its own optimizer, computes in its own precision.
+            differs = row.optimizer == "sgd" or (row.accumulation or 1) > 1 or row.precision is not None
+            if row.ranks in self._hopeless:
+                left_out += 1
+            elif not self.overridable:
+                self.say(
+                    "The script makes its module parallel itself, or has no strategy to choose: "
+                    "it was run as written, on each number of ranks."
+                )
+                if row.ranks not in done:
+                    yield replace(rows[0], ranks=row.ranks) if rows[0].yours else Row(AS_WRITTEN, row.ranks)
+            elif not (self.kind == "TrainUnit" and differs) and not self._is_done(row):
+                yield row
+            done.add(row.ranks)
+        if left_out:
+            self.say(f"{left_out} more rows were left out: the script fails with the same error on so many ranks.")
+
+    def _of_yours(self, row: Row, rows: list[Row]) -> Result:
+        """The script's own configuration, on as few of the numbers of ranks as it can have."""
+        refused = None
+        for ranks in dict.fromkeys([*sorted({r.ranks for r in rows if r.ranks > 1}), 1]):
+            result = self.run(replace(row, ranks=ranks))
+            if result.verdict != "not possible":
+                return result
+            refused = refused or result
+        assert refused is not None
+        return refused
+
+    def _is_done(self, row: Row) -> bool:
+        """It is the script's own configuration, which was run already."""
+        if self._yours is None or row.precision or row.parts or row.optimizer != "script" or not isinstance(row.strategy, str):
+            return False
+        return (row.strategy, row.ranks, row.accumulation) == self._yours
+
+    def failed(self, error: str, ranks: int, *, began: bool) -> None:
+        """What fails in one process, or twice before it trains, need not be seen again."""
+        seen = self._failures.setdefault(error.strip().rpartition("\n")[2], set())
+        again = bool(seen)
+        seen.add(ranks)
+        if 1 in seen or (again and not began):
+            self._hopeless |= seen
+
+    def name(self, row: Row, result: Result, ran: Ran) -> None:
+        """Say which strategy a row had, and whether it is the script's own; learn from it."""
+        record = ran.records[0]
+        self.kind = record["kind"]
+        accumulation = row.accumulation or record["accumulation"]
+        if self.kind and not record["overridable"]:
+            self.overridable = False
+            result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label
+            result.yours = row.accumulation is None
+        elif row.yours and self.kind:
+            own = record["own_strategy"]
+            if not (ran.row.half or (ran.row.compiles and ran.row.is_compiled)):  # in which no other row is as the script's own
+                self._yours = own, row.ranks, accumulation
+            result.label = Row(own, row.ranks, None, accumulation).label
+        elif self._yours is not None:
+            is_script = row.optimizer == "script" and not (row.precision or row.parts)
+            result.yours = bool(record["is_own"]) and is_script and accumulation == self._yours[2]
+        self.idle = not record["updates"] and not self.kind
