@@ -12,6 +12,7 @@ import pytest
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.run_dir import RunDir, read_json
+from echelon.launcher.cluster import kubernetes
 from echelon.launcher.cluster.jobs import job_of
 from echelon.launcher.protocol import JobState
 from tests import forked
@@ -110,3 +111,16 @@ def test_two_pods_run_as_processes(echelon_command: Any, tmp_path: Path, fails: 
 def test_what_cannot_be_is_refused(echelon_command: Any, words: tuple[str, ...], reason: str) -> None:
     said = echelon_command(*(words if words[0] == "submit" else ("submit", *words)))
     assert said.returncode == 2 and reason in said.stderr and not said.stdout
+
+
+@pytest.mark.parametrize(("index", "uid"), [("x", "1"), ("2", "1"), ("-1", "1"), (None, "1"), ("0", None)])
+def test_variables_that_a_job_sets_are_named_where_they_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path, index: str | None, uid: str | None
+) -> None:
+    for name, value in (("JOB_COMPLETION_INDEX", index), ("JOB_UID", uid)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    spec = json.dumps({"target": "train.py", "nodes": 2})
+    assert kubernetes.main([str(tmp_path / "run"), "host-{}", spec]) == 2
+    assert "JOB_COMPLETION_INDEX must be a number below 2" in capfd.readouterr().err

@@ -204,3 +204,9 @@ def test_torch_still_keeps_a_history_of_its_memory() -> None:
     """On a machine with a GPU, bench/gpu writes one; here these must at least be there."""
     assert callable(torch.cuda.memory._record_memory_history) and callable(torch.cuda.memory._dump_snapshot)
     assert memory_history.begin and memory_history.write and memory_history.end
+
+
+def test_a_bad_value_of_the_environment_is_blamed_on_its_variable() -> None:
+    for text in ("x", "steps=0:1", "steps=1:9999"):
+        with pytest.raises(UsageError, match=r"^ECHELON_PROFILE must"):
+            Profile.from_env({"ECHELON_PROFILE": text})

@@ -453,3 +453,9 @@ def test_the_command_refuses_a_tracker_before_it_starts_anything(echelon_command
     (tmp_path / "train.py").write_text("")
     done = echelon_command("run", "--track", "neptune", "train.py")
     assert done.returncode == 2 and "got 'neptune'" in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_a_bad_value_of_the_environment_is_blamed_on_its_variable(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_TRACK", "neptune")
+    with pytest.raises(UsageError, match=r"^ECHELON_TRACK must be names"):
+        trackers.trackers(run)

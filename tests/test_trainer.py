@@ -492,3 +492,16 @@ def test_what_each_process_builds_for_itself_is_what_building_sets() -> None:
     progress = {*vars(unit)}
     unit.build_from(torch.nn.Linear(4, 1), AutoOptions(device=torch.device("cpu")))
     assert {*vars(unit)} - progress == BUILT and before >= progress | BUILT
+
+
+class BuiltInRanks(Regression):
+    """Built in the ranks, by the class itself; it needs no arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(strategy="ddp")
+
+
+def test_a_class_may_build_the_unit_in_the_ranks() -> None:
+    trainer = Trainer(devices=2, max_epochs=1)
+    trainer.fit(BuiltInRanks, loader())
+    assert len(trainer.predict(BuiltInRanks, DataLoader(data().tensors[0], 8))) > 0

@@ -35,9 +35,11 @@ class Profile:
     ranks: tuple[int, ...] | None = (0,)
 
     @classmethod
-    def parse(cls, text: str) -> Profile:
+    def parse(cls, text: str, what: str = "--profile") -> Profile:
         """From `steps=10:12`, `steps=10` or `steps=10:12,ranks=0+3`; `ranks=all` is all, and without it rank 0 alone.
 
+        Args:
+            what: gave the text, for messages.
         Raises:
             UsageError: anything else.
         """
@@ -47,13 +49,13 @@ class Profile:
         ranks = said.get("ranks", "0")
         known = len(said) == len(pairs) and set(said) <= {"steps", "ranks"}
         are_ranks = ranks == "all" or _RANKS.fullmatch(ranks) is not None
-        require(known and steps is not None and are_ranks, "--profile", _FORM, text)
+        require(known and steps is not None and are_ranks, what, _FORM, text)
         assert steps is not None
         first, last = int(steps[1]), int(steps[2] or steps[1])
         if not 1 <= first <= last:
-            raise UsageError(f"--profile must name steps from 1 on, the first one first, got {text}. Write steps=10:12.")
+            raise UsageError(f"{what} must name steps from 1 on, the first one first, got {text}. Write steps=10:12.")
         if last - first >= _MOST_STEPS:
-            raise UsageError(f"--profile must name at most {_MOST_STEPS} steps, got {last - first + 1}. Three tell as much.")
+            raise UsageError(f"{what} must name at most {_MOST_STEPS} steps, got {last - first + 1}. Three tell as much.")
         return cls(first, last, None if ranks == "all" else tuple(sorted({int(rank) for rank in ranks.split("+")})))
 
     def check_ranks(self, ranks: int) -> None:
@@ -75,7 +77,7 @@ class Profile:
         Raises:
             UsageError: the variable does not hold what the launcher writes.
         """
-        return cls.parse(env[VARIABLE]) if env.get(VARIABLE) else None
+        return cls.parse(env[VARIABLE], VARIABLE) if env.get(VARIABLE) else None
 
 
 def wants_memory_snapshot(env: Mapping[str, str] = os.environ) -> bool:

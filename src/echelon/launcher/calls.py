@@ -24,11 +24,12 @@ from typing import IO, Any
 
 from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
 from echelon.contracts.files import open_file
-from echelon.launcher.workarounds import in_bootstrap, prepare_main
+from echelon.launcher.workarounds import ImportEndsError, bootstrap_may_end, in_bootstrap, prepare_main
 
 __all__ = [
     "Call",
     "checksum",
+    "end_bootstrap",
     "load_call",
     "load_exception",
     "load_value",
@@ -83,6 +84,17 @@ def refuse_in_bootstrap(what: str) -> None:
         )
 
 
+def end_bootstrap(what: str) -> None:
+    """A script without a main guard trains at its top level: a rank that imports it has all it needs, and goes no further.
+
+    Raises:
+        UsageError: this is a rank that was started by another function than a Trainer's, importing.
+    """
+    if bootstrap_may_end():
+        raise ImportEndsError
+    refuse_in_bootstrap(what)
+
+
 def pack(call: Call, copied: Callable[[str], str] = lambda path: path) -> bytes:
     """A call as bytes: by reference, with the caller's main module to import; what cannot be, by value with cloudpickle.
 
@@ -92,8 +104,13 @@ def pack(call: Call, copied: Callable[[str], str] = lambda path: path) -> bytes:
         UsageError: it can be sent in neither way.
     """
     main = {k: copied(v) if k == "init_main_from_path" else v for k, v in main_module().items()}
+    main["may_end"] = _is_ours(call.function)  # a function of the script's own may stand behind
     path = [copied(p) for p in call.path]
     return pickle.dumps((main, path, list(call.argv), _pickled((call.function, list(call.arguments)), call.function)))
+
+
+def _is_ours(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("echelon.")
 
 
 def _pickled(call: Any, function: Callable[..., Any]) -> bytes:
@@ -175,8 +192,9 @@ def load_call(path: str, sha256: str) -> Call:
         sys.path[:] = search
     if argv:
         sys.argv[:] = argv
+    may_end = main.pop("may_end")
     if main:
-        prepare_main(main)
+        prepare_main(main, may_end=may_end)
     function, arguments = pickle.loads(data)
     return Call(function, arguments, search, argv)
 

@@ -7,6 +7,7 @@ will do. For each, a test in tests/test_workarounds.py fails when it is no longe
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import io
@@ -16,12 +17,15 @@ import os
 import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Mapping
 from multiprocessing import spawn
 from typing import Any
 
 __all__ = [
+    "ImportEndsError",
+    "bootstrap_may_end",
     "close_failed",
     "has_destroyed_groups",
     "in_bootstrap",
@@ -105,23 +109,46 @@ def write_open_files() -> None:
                 logger.debug("a %s could not be written at the end", type(thing).__name__, exc_info=True)
 
 
-def prepare_main(main: Mapping[str, Any]) -> None:
+class ImportEndsError(BaseException):
+    """The script that is imported has come to where it starts this very rank. No `except Exception` of its own stops it."""
+
+
+def prepare_main(main: Mapping[str, Any], *, may_end: bool = False) -> None:
     """Import the caller's script under another name than `__main__`, as a child of `multiprocessing` does.
 
     Args:
         main: what `multiprocessing.spawn.get_preparation_data` told of the script in the caller's process.
+        may_end: the import may end by an ImportEndsError; what the script has defined until then stays.
     """
     process: Any = multiprocessing.current_process()
-    process._inheriting = True  # whoever starts processes at the script's top level is told not to
+    path = main.get("init_main_from_path") if may_end else None
+    process._inheriting = ImportEndsError if path else True  # whoever starts processes at its top level is told not to
     try:
-        spawn.prepare(dict(main))
+        if path is None:
+            spawn.prepare(dict(main))
+        else:
+            _import_until_it_ends(path)
     finally:
         del process._inheriting
+
+
+def _import_until_it_ends(path: str) -> None:
+    """As multiprocessing's own import, whose names would be lost with the error."""
+    module = types.ModuleType("__mp_main__")
+    module.__file__ = path
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    with io.open_code(path) as file, contextlib.suppress(ImportEndsError):
+        exec(compile(file.read(), path, "exec"), vars(module))
 
 
 def in_bootstrap() -> bool:
     """Whether `prepare_main`, or multiprocessing, imports the caller's script at this moment."""
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
+
+
+def bootstrap_may_end() -> bool:
+    """Whether an ImportEndsError ends that import."""
+    return getattr(multiprocessing.current_process(), "_inheriting", False) is ImportEndsError
 
 
 # ---- dragonhpc 0.15 (no upstream issue known)

@@ -24,7 +24,7 @@ from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.machine import visible_devices
 from echelon.contracts.numbers import whole
-from echelon.launcher.calls import refuse_in_bootstrap
+from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks
 from echelon.loop.accept import callbacks_of, check_loader, no_end
@@ -180,7 +180,7 @@ class Trainer:
     # --- where
 
     def _go(self, phase: str, unit: Any, loaders: tuple[Any, Any], ckpt_path: str | Path | None) -> Any:
-        refuse_in_bootstrap(f"trainer.{phase}")
+        end_bootstrap(f"trainer.{phase}")
         # A module can be called, too; it would be taken for a function that builds a unit.
         if not isinstance(unit, Unit) and (not callable(unit) or isinstance(unit, torch.nn.Module)):
             first = " The unit comes first, then the loader." if any(isinstance(each, Unit) for each in loaders) else ""

@@ -145,7 +145,8 @@ def work_in_rank(plan: Plan, work: Work) -> Done:
     else:
         metrics, outputs = work_here(plan, work)
     world = World.current(torch.device("cpu"))
-    data_rank, _ = getattr(unit, "data_rank_and_size", None) or (world.rank, world.size)
+    said = unit.data_rank_and_size if isinstance(unit, Unit) else None  # a class may be the function that builds one
+    data_rank, _ = said or (world.rank, world.size)
     if world.rank:
         divided = isinstance(work.loaders[0], (BaseLoader, DataLoader))  # other iterables give every rank the same
         return Done(metrics, data_rank, outputs if divided else [])

@@ -135,7 +135,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("spec", type=json.loads, help="what to run")
     arguments = parser.parse_args(argv)
     os.umask(0o077)
-    node, spec = int(os.environ["JOB_COMPLETION_INDEX"]), JobSpec(**arguments.spec)
+    spec, index = JobSpec(**arguments.spec), os.environ.get("JOB_COMPLETION_INDEX", "")
+    if not index.isascii() or not index.isdigit() or int(index) >= spec.nodes or not os.environ.get("JOB_UID"):
+        say(
+            f"JOB_COMPLETION_INDEX must be a number below {spec.nodes}, and JOB_UID the Job's uid, got {index!r} and "
+            f"{os.environ.get('JOB_UID')!r}. Both are set by the manifest that `echelon submit` writes: apply it unchanged."
+        )
+        return 2
+    node = int(index)
     hosts = [arguments.host.replace("{}", str(index)) for index in range(spec.nodes)]
     # What Slurm tells the launcher of a node. A Job that is applied again has another uid.
     env = {"SLURM_JOB_ID": os.environ["JOB_UID"], "SLURM_STEP_NODELIST": ",".join(hosts), "SLURM_NODEID": str(node)}

@@ -64,18 +64,20 @@ def _id(run: RunDir) -> str:
     return f"{name}-{hashlib.sha256(os.fsencode(run.path.absolute())).hexdigest()[:12]}"
 
 
-def names_of(text: str) -> list[str]:
+def names_of(text: str, what: str = "--track") -> list[str]:
     """The trackers of `tensorboard,wandb`.
 
+    Args:
+        what: gave the text, for messages.
     Raises:
         UsageError: one that is not known, or not installed here.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in TRACKERS:
-            raise UsageError(f"--track must be names of {', '.join(TRACKERS)}, with commas between them, got {name!r}.")
+            raise UsageError(f"{what} must be names of {', '.join(TRACKERS)}, with commas between them, got {name!r}.")
         if name != "csv" and importlib.util.find_spec(name) is None:
-            raise UsageError(f"--track {name} needs a package that is not installed: pip install 'echelon[{name}]'.")
+            raise UsageError(f"{what}: {name} needs a package that is not installed: pip install 'echelon[{name}]'.")
     return list(dict.fromkeys(names))
 
 
@@ -175,7 +177,7 @@ def trackers(run: RunDir) -> list[TrackerSink]:
     Raises:
         UsageError: one is not known, or not installed.
     """
-    names = names_of(os.environ.get(TRACK_VARIABLE, ""))
+    names = names_of(os.environ.get(TRACK_VARIABLE, ""), TRACK_VARIABLE)
     keys = {name: (os.getpid(), name, run.path.absolute()) for name in names}
     for key in _made.keys() - keys.values():
         other = _made.pop(key)

@@ -24,7 +24,7 @@ from echelon.compat.lightning.pytorch.returning import bring_back, keeps
 from echelon.compat.lightning.pytorch.running import Running
 from echelon.compat.lightning.pytorch.session import PHASES, Session, Work
 from echelon.contracts.errors import UsageError
-from echelon.launcher.calls import refuse_in_bootstrap
+from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.loop.rebuild import recall, remembered
 from echelon.loop.state import EntryPoint, State
@@ -200,7 +200,7 @@ class ModuleRuns(Running):
     # --- a call
 
     def run_module(self, call: str, given: Any, loaders: tuple[Any, Any], datamodule: Any, ckpt_path: Any) -> Any:
-        refuse_in_bootstrap(f"trainer.{call}")
+        end_bootstrap(f"trainer.{call}")
         module = self._module(call, given)
         if isinstance(loaders[0], LightningDataModule):
             loaders, datamodule = (None, None), loaders[0]
