@@ -150,6 +150,24 @@ def test_what_is_trained_in_eval_mode_for_no_clear_reason_is_told(
     assert ("such as encoder, and stay so" in caplog.text) == is_told
 
 
+class Distilled(Fits):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = Headed().requires_grad_(False).eval()
+        self.modes: set[bool] = set()
+
+    def on_train_epoch_start(self, state: ech.State) -> None:
+        super().on_train_epoch_start(state)
+        self.modes |= {each.training for each in self.teacher.modules()}
+
+
+def test_a_frozen_teacher_stays_in_eval_mode() -> None:
+    """Its dropout drew, and its statistics moved."""
+    unit = Distilled()
+    ech.fit(unit, [batch(4, i) for i in range(2)], [batch(4, 5)], max_epochs=2)
+    assert unit.modes == {False} and unit.seen == set()
+
+
 def test_the_wrapper_of_ddp_says_the_mode_of_what_it_wraps(ranks: Ranks) -> None:
     assert ranks(2, _mode_of_wrapper) == [False, False]
 

@@ -40,10 +40,14 @@ def in_mode(inner: Unit, mode: str) -> Iterator[None]:
 def begin_training(root: nn.Module) -> None:
     """Train mode, but for the parts that somebody put in eval mode on purpose: these stay as they are.
 
-    A model that is in eval mode as a whole came so: `from_pretrained` returns it like that. So does a part that has
-    `from_pretrained` itself and parameters to train. Any other part in eval mode was put there, since modules are built in train
-    mode. A part of several layers that is trained may have come so, too, from a loader of its author's: that is said.
+    A model that is in eval mode as a whole came so, as `from_pretrained` returns it; but one that is frozen as a whole, too, such
+    as a teacher, stays so. A part that has `from_pretrained` itself and parameters to train came so as well. Any other part in
+    eval mode was put there, since modules are built in train mode. A part of several layers that is trained may have come so,
+    too, from a loader of its author's: that is said.
     """
+    trains = [p.requires_grad for p in root.parameters()]
+    if trains and not any(trains) and not root.training:
+        return
     model = root
     while len(children := list(model.children())) == 1 and not any(True for _ in model.parameters(recurse=False)):
         if not model.training:
