@@ -436,3 +436,39 @@ def test_a_fault_in_a_stage_is_told_of_its_own_rank(ranks: Ranks, way: str, at: 
     half = dims.get("dp_replicate", 1)
     assert caught.value.rank // half == (at > 1)
     assert "\nValueError: a fault of one rank alone" in str(caught.value)
+
+
+class _Tied(nn.Module):
+    """The first and the last layer, of other stages, have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(3, 3), nn.ModuleList(_Block() for _ in range(4))
+        self.last = nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def _tied(frozen_on: int) -> Any:
+    def freeze(state: Any, unit: Any) -> None:
+        if dist.get_rank() == frozen_on and unit.train_progress.num_steps_completed == 4:
+            unit.module.first.weight.requires_grad_(False)
+
+    torch.manual_seed(0)
+    unit = Regression(module=_Tied().double(), strategy=ech.Parallel(pp=2), gradient_accumulation_steps=2)
+    data = [(torch.randn(4, 3).double(), torch.randn(4, 3).double()) for _ in range(8)]
+    callback: Any = type("Freezes", (ech.Callback,), {"on_train_step_end": lambda self, *given: freeze(*given)})()
+    ech.train(unit, data, max_epochs=1, callbacks=[callback])
+    return unit.module.first.weight.detach()
+
+
+@pytest.mark.standing_ranks
+@pytest.mark.parametrize("frozen_on", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_copies_of_a_tied_weight_stay_equal_where_one_is_frozen(ranks: Ranks, frozen_on: int) -> None:
+    one, other = ranks(2, _tied, frozen_on)
+    assert torch.equal(one, other)

@@ -1,7 +1,8 @@
 """Parameters that several stages use: tied ones, and those that lie in no unit. Each stage that uses one keeps a copy.
 
 The copies start equal, and their gradients are summed over these stages before anything looks at them, so that they stay equal.
-Communication: a broadcast at the start, an all-reduce of each one's gradient after the last backward pass of a window.
+Communication: a broadcast at the start, after the last backward pass of a window an all-reduce of who
+has gradients, and one of each gradient.
 """
 
 from __future__ import annotations
@@ -46,18 +47,23 @@ class Shared:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """After the last backward pass. A copy without a gradient counts as zero; without any, none has one. Collective."""
+        """After the last backward pass. A copy without a gradient counts as zero; without any, none has one. Collective.
+
+        A copy may be frozen on one rank alone, so that every rank asks for all of them.
+        """
+        by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for parameter, group in self._kept:
-            if not parameter.requires_grad:
-                continue
-            grad = None if parameter.grad is None else local(parameter.grad)
-            has = torch.tensor([grad is not None], dtype=torch.int32, device=local(parameter).device)
+            by_group.setdefault(group, []).append(parameter)
+        for group, kept in by_group.items():
+            flags = [float(p.requires_grad and p.grad is not None) for p in kept]
+            has = torch.tensor(flags, device=local(kept[0]).device)
             dist.all_reduce(has, op=dist.ReduceOp.SUM, group=group)
-            if not int(has):
-                continue
-            if grad is None:
-                whole = parameter.grad = torch.zeros_like(parameter)
-                grad = local(whole)
-            total = grad.contiguous()
-            dist.all_reduce(total, group=group)
-            grad.copy_(total)
+            for parameter, count in zip(kept, has.tolist(), strict=True):
+                if not count:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                grad = local(parameter.grad)
+                total = grad.contiguous()
+                dist.all_reduce(total, group=group)
+                grad.copy_(total)
