@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 import echelon as ech
 from echelon.contracts.errors import RankFailedError
 from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.early_stop import EarlyStopChecker
+from echelon.loop.trainer_rank import kept_global_batch
 from tests.conftest import Ranks
 from tests.models import whole
 from tests.units import Regression
@@ -264,18 +266,20 @@ def _early_stopping_on_one(strategy: str, folder: Path) -> Any:
     return _train(_Unit(strategy), callbacks=[early] if not _odd() else [])
 
 
-def _other_folder(strategy: str, folder: Path) -> Any:
-    """As on machines that have a disk each: of a file that is not on one of them."""
+def _other_folder(strategy: str, folder: Path, *, all_of_it: bool = False) -> Any:
+    """As on machines that have a disk each: of a file, or a checkpoint, that is not on one of them."""
     _train(_Unit(strategy), callbacks=[ech.DistributedCheckpointSaver(folder / "all", save_every_n_epochs=1)])
     dist.barrier()
     own, before = folder / f"disk{dist.get_rank()}", Path.cwd()
     shutil.copytree(folder / "all", own)
     (saved,) = (each.name for each in own.iterdir() if each.name.startswith("step"))
     if _odd():
-        (own / saved / "tensors-00000.safetensors").unlink()
+        shutil.rmtree(own / saved) if all_of_it else (own / saved / "tensors-00000.safetensors").unlink()
     os.chdir(own)
     try:
         dist.barrier()
+        if all_of_it:
+            return kept_global_batch(Path(saved), DataLoader([1]), 2, 1)
         unit = _Unit(strategy)
         ech.DistributedCheckpointSaver.restore(saved, unit)
     finally:
@@ -318,6 +322,17 @@ def test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all(ranks: Ranks, 
     got = ranks(2, _outcome, _other_folder, strategy, tmp_path)
     assert got[0] == got[1] and got[0][0] == "CheckpointCorruptError"
     assert "another one for rank 1, without files that others see: tensors-00000.safetensors" in got[0][1]
+
+
+def _no_folder(strategy: str, folder: Path) -> Any:
+    return _other_folder(strategy, folder, all_of_it=True)
+
+
+@pytest.mark.standing_ranks
+def test_a_checkpoint_that_one_rank_does_not_see_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    got = ranks(2, _outcome, _no_folder, "ddp", tmp_path)
+    assert got[0] == got[1] and got[0][0] == "CheckpointCorruptError"
+    assert "another one for rank 1" in got[0][1]
 
 
 DISAGREE = "RanksDisagreeError"

@@ -310,11 +310,12 @@ def planned(data_size: int) -> int:
 
 def kept_global_batch(path: Path, loader: Any, data_size: int, accumulation: int) -> int | None:
     """The global batch of a checkpoint that more ranks wrote, each with this DataLoader's batch size; None of any other.
+    Collective.
 
     Raises:
         UsageError: these ranks cannot share it.
     """
-    if not isinstance(loader, DataLoader) or is_distributed(loader) or not path.is_dir():
+    if not isinstance(loader, DataLoader) or is_distributed(loader) or not agree.from_rank0(path.is_dir):
         return None
     own = (loader.batch_size or 1) * accumulation
     return kept(path, commit.verify(path), own, data_size, accumulation, "batch_size of the DataLoader")
