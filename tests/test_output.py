@@ -251,6 +251,13 @@ def test_a_limit_of_open_files_that_is_too_low_for_the_ranks_is_named_before_the
     assert b"68 open files for 14 ranks, got 64" in err and b"Traceback" not in err, err.decode()
 
 
+def test_a_rank_that_has_closed_its_standard_streams_still_says_how_it_failed(started: Started) -> None:
+    body = "import os\nfor fd in range(3): os.close(fd)\nif os.environ['RANK'] == '1': raise ValueError('planted')\n"
+    process = started.run("--ranks", "2", started.script(body))
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1 and b"rank 1 failed" in err and b"ValueError: planted" in err, err.decode()
+
+
 def test_a_run_that_cannot_begin_for_a_full_disk_says_so_in_a_line(started: Started) -> None:
     process = started.run("--ranks", "1", started.script("pass"), preexec_fn=_limit_files(10))
     _, err = process.communicate(timeout=50)

@@ -213,9 +213,10 @@ def _leave_room_for_files() -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
-        os.close(os.dup(2))
+        os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError:
-        os.close(0)  # nobody reads any more
+        with contextlib.suppress(OSError):  # the program may have closed it
+            os.close(0)  # nobody reads any more
 
 
 def _has_no_group() -> bool:
