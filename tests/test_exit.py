@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,3 +31,22 @@ def test_a_rank_stuck_in_its_exit_is_named_and_ended(ranks: Ranks, monkeypatch: 
         ranks(2, _fails_and_stays)
     assert isinstance(caught.value.__cause__, ValueError)
     assert time.monotonic() - began < 30
+
+
+FORKS = """
+import os, sys
+import echelon as ech
+ech.init_from_env()
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+print("the child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_child_that_a_rank_has_forked_ends_as_it_wants(echelon_command: Callable[..., Any], tmp_path: Path, ranks: str) -> None:
+    """An ordinary end of the interpreter would wait there for the group's threads, which only the rank has."""
+    (tmp_path / "t.py").write_text(FORKS)
+    said = echelon_command("run", "--device", "cpu", "--ranks", ranks, "t.py")
+    assert said.returncode == 0 and "the child ended with 7" in said.stdout, said.stderr

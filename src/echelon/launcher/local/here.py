@@ -27,7 +27,7 @@ from echelon.launcher.local.output import output_to
 from echelon.launcher.local.placement import bound
 from echelon.launcher.local.processes import kill_children
 from echelon.launcher.local.run import path_without_launcher, rank_environment
-from echelon.launcher.local.worker import Start, run_program
+from echelon.launcher.local.worker import Start, end, run_program
 from echelon.launcher.records import rank_record
 
 __all__ = ["run_here"]
@@ -67,7 +67,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
         try:
             code = run_program(start)
             if os.getpid() != pid:  # a child that the program forked and that came back here
-                sys.exit(code)
+                end(code)
         finally:
             sys.stdout, sys.stderr = out, err
             with contextlib.suppress(OSError):  # the run's folder may be known by a relative name, and the program elsewhere
