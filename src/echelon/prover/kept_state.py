@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from echelon.loop.own.unit import LoopUnit
 from echelon.loop.unit import Unit
 from echelon.prover.generators import is_library, own_modules
 from echelon.prover.micro import digest
@@ -139,16 +140,19 @@ def _counts_only(module: nn.Module) -> bool:
 @functools.cache
 def _set_by_libraries(kind: type) -> frozenset[str]:
     """The attributes that library classes among its bases set: theirs, and no state of the script's."""
+    stored = set().union(*(_set_by(each) for each in kind.__mro__ if is_library(each.__module__)))
+    return frozenset({*stored, "training", "_parameters", "_buffers", "_modules"})
+
+
+@functools.cache
+def _set_by(kind: type) -> frozenset[str]:
     codes = [
         code
-        for each in kind.__mro__
-        if is_library(each.__module__)
-        for value in vars(each).values()
+        for value in vars(kind).values()
         for function in (value, getattr(value, "fget", None), getattr(value, "fset", None))
         if (code := getattr(function, "__code__", None)) is not None
     ]
-    stored = {i.argval for code in codes for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
-    return frozenset({*stored, "training", "_parameters", "_buffers", "_modules"})
+    return frozenset(i.argval for code in codes for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
 
 
 def _is_open(value: Any) -> bool:
@@ -219,3 +223,7 @@ def agreeing(states: Iterable[State]) -> dict[str, Any]:
     first, *others = states
     apart = set().union(*(unlike(first, other) | (first.keys() - other.keys()) for other in others))
     return {path: value for path, value in first.items() if path not in apart}
+
+
+for _kind in (*LoopUnit.__mro__, nn.Module):  # once in the server that forks the ranks: it reads thousands of instructions
+    _set_by(_kind)

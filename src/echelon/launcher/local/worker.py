@@ -57,6 +57,7 @@ SLOW_MODULES = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "echelon.loop.auto",
+    "echelon.loop.checkpointing.saver",
 )
 
 # By which a rank is asked for its stack. Real-time signals are nobody's: a training script may want SIGUSR2 for itself.
