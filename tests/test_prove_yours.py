@@ -49,6 +49,11 @@ def test_a_right_script_passes_as_it_runs(script: str, args: tuple[str, ...], ra
     assert proof.holds and any(ran in note for note in proof.notes), [*show.details(row), *proof.notes]
 
 
+def test_what_is_drawn_between_two_backward_passes_is_no_mistake() -> None:
+    proof = _prove("two_passes_with_dropout")
+    assert proof.holds, show.details(proof.results[0])
+
+
 def test_compiled_code_that_no_row_ran_is_said() -> None:
     """The mask of the backward pass is then the forward pass's, and the row agrees."""
     proof = _prove("compiled_within_a_budget", eager=True)

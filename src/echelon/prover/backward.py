@@ -7,14 +7,13 @@ had. Nothing else is asked of a program: neither that its loss is smooth, nor th
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values
 from echelon.prover.values import named_values
-from echelon.prover.workarounds import before_backward
+from echelon.prover.workarounds import seeding_backward
 
 __all__ = ["backward_draws"]
 
@@ -36,7 +35,7 @@ def backward_draws(reference: Reference) -> dict[str, Any]:
     tries = []
     for seed in (1, 1, 2):
         reference.sources.restore(states)
-        with before_backward(functools.partial(torch.manual_seed, seed)):
+        with seeding_backward(seed):
             tries.append(_pass(reference, data))
     (loss, one), (again, same), (third, other) = tries
     if not loss == again == third:

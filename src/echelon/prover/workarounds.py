@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 __all__ = [
-    "before_backward",
     "noting_autocast",
     "noting_collectives",
     "noting_compilation",
     "noting_seeds",
     "scaling_losses",
+    "seeding_backward",
     "without_autocast",
 ]
 
@@ -166,14 +166,15 @@ def scaling_losses(factor: float, made: Callable[[], None], stepped: Callable[[]
 
 
 @contextlib.contextmanager
-def before_backward(act: Callable[[], Any]) -> Iterator[None]:
-    """Call `act` as each backward pass begins, whoever asks for it."""
+def seeding_backward(seed: int) -> Iterator[None]:
+    """Begin each backward pass from this seed, whoever asks for it; what follows draws as if it had drawn nothing."""
     original = torch.autograd.backward
 
     @functools.wraps(original)
     def acting(*args: Any, **options: Any) -> None:
-        act()
-        original(*args, **options)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            original(*args, **options)
 
     with _replaced(torch.autograd, "backward", acting):
         yield
