@@ -38,6 +38,7 @@ from echelon.prover.proof import (
 from echelon.prover.prove import Proof, prove_target
 from echelon.prover.row_strategy import with_options_of
 from echelon.prover.verdict import Difference
+from echelon.prover.wide import without_narrow_casts
 from tests import forked
 from tests.conftest import clean_environment
 
@@ -75,6 +76,8 @@ MISTAKES = {
     "same_worker_seeds": ("identical augmentation", None),
     "same_masks_of_a_collator": ("identical augmentation", None),
     "files_of_a_rank": ("samples that depend on the rank", None),
+    "same_worker_init": ("identical augmentation", None),
+    "hardest_of_a_shuffle": ("an operation over the whole batch", "forward"),
     "boxes_of_a_batch": ("loss weighted per rank", "forward"),
     "baseline_of_a_rank": ("the forward pass keeps state", "forward"),
 }
@@ -683,6 +686,36 @@ def test_a_batch_is_what_its_samples_are_put_together(batch: Any) -> None:
     assert digest(join(parts, [1, 2])) == digest(batch) and type(join(parts, [1, 2])) is type(batch)
     with pytest.raises(NotDivisible):
         Samples({"x": torch.ones(2), "y": torch.ones(3)}, 5)
+
+
+def test_random_numbers_are_those_of_float32_in_float64() -> None:
+    """So that initial values, and the order of a shuffle after them, are the same."""
+
+    def drawn() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        layers = [nn.Linear(7, 5), nn.Embedding(9, 4), nn.GRU(3, 4), nn.Conv2d(2, 3, 3), nn.MultiheadAttention(8, 2)]
+        nn.init.trunc_normal_(layers[0].weight)
+        nn.init.orthogonal_(layers[1].weight)
+        noise = [torch.randn(3, 4), torch.rand(3), torch.randn_like(layers[0].weight), torch.empty(4).exponential_()]
+        chances = torch.full((9,), 0.5)
+        choices = [
+            torch.bernoulli(chances),
+            torch.multinomial(chances, 3),
+            nn.functional.dropout(torch.ones(40)),
+            torch.randperm(9),
+        ]
+        return [*(p for layer in layers for p in layer.parameters()), *noise, *choices]
+
+    single = drawn()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with without_narrow_casts():
+            double = drawn()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(single, double, strict=True):
+        assert other.dtype is (torch.float64 if one.is_floating_point() else one.dtype)
+        assert torch.allclose(one.double(), other.double(), atol=1e-6)
 
 
 def test_a_matrix_of_nothing_is_refused() -> None:

@@ -12,6 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +37,7 @@ from echelon.prover.ran import (
     fill,
     in_float64,
     in_words,
+    of_same_samples,
     with_constant_draws,
 )
 from echelon.prover.rank import (
@@ -447,9 +449,12 @@ class Proving:
         if seen.ran.dtype is not torch.float64:
             try:
                 wide = self._on_ranks.row(seen.ran.row, in_float64(seen.ran.folder), torch.float64)
-                reference = self._reference(wide)
-                final = Judged(wide, reference, compare(wide.folder, reference.folder, wide.records, wide.dtype))
-                why = self._settled(final) or ""
+                if not of_same_samples(seen.ran, wide):
+                    why = "it has other samples there"
+                else:
+                    reference = self._reference(wide)
+                    final = Judged(wide, reference, compare(wide.folder, reference.folder, wide.records, wide.dtype))
+                    why = self._settled(final) or ""
                 if not why:
                     return final, ""
             except RankFailedError as error:
@@ -531,13 +536,14 @@ class Proving:
         if len(ranks) < 2:
             return []
         replay = self._on_ranks.replay(ran, self.folder)
-        seeds = {r["workers_seed"] for r in ranks}
-        if seeds != {None} and len(seeds) < len(ranks):
+        began = [r["workers_began"] for r in ranks]
+        alike = {name for a, b in combinations(began, 2) for name in a if a[name] == b.get(name)}
+        if alike:
             with contextlib.suppress(RankFailedError):
-                drawn = self._on_ranks.launch(run_worker_draws, 1, replay)["draws"]
+                drawn = sorted(alike.intersection(self._on_ranks.launch(run_worker_draws, 1, replay)["draws"]))
                 if drawn:
-                    said = f"data workers of several ranks have the same seed, and reading a sample draws from {', '.join(drawn)}"
-                    return [("identical augmentation", said)]
+                    said = f"data workers of several ranks begin with the same RNG state of {', '.join(drawn)}"
+                    return [("identical augmentation", f"{said}, from which reading a sample draws")]
         if ranks[0]["loader"] == "Loader" and not ranks[0]["left_out"] and seen.reference.facts["joined"]:
             updates = of_updates(ranks)
             others = unlike_one_process(updates, self._rows(replay, sum(rows.total() for rows in updates)))

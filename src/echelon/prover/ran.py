@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from echelon.prover.matrix import Row
-from echelon.prover.micro import Micro, NotJoinable, digest, join
+from echelon.prover.micro import Micro, NotJoinable, digest, join, widened
 from echelon.prover.proof import Result
 from echelon.prover.reference import by_index, micros_in_order
 from echelon.prover.verdict import SMALL_SHARE, Verdict, larger
@@ -24,6 +24,7 @@ __all__ = [
     "fill",
     "in_float64",
     "in_words",
+    "of_same_samples",
     "with_constant_draws",
 ]
 
@@ -132,6 +133,16 @@ def data_of(row: Row, records: list[dict[str, Any]]) -> tuple[Any, ...]:
     if not row.constant_draws and any(m.streams for u in merged for m in u):
         return how, epochs, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
     return how, epochs, tuple(map(_digest_of_samples, merged))
+
+
+def of_same_samples(one: Ran, other: Ran) -> bool:
+    """Whether both trained on the same micro-batches, to the digits of float32: else they tell nothing of each other."""
+
+    def digests(ran: Ran) -> list[int]:
+        micros = [m for record in ran.records for update in record["updates"] for m in update]
+        return [digest(widened(m.plain, torch.float32)) for m in micros]
+
+    return all(a == b for a, b in zip(digests(one), digests(other), strict=False))
 
 
 def _digest_of_samples(micros: list[Micro]) -> Any:

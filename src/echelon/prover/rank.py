@@ -232,14 +232,13 @@ def run_samples(replay: Replay, count: int) -> dict[str, Any]:
 
 
 def run_worker_draws(replay: Replay) -> dict[str, Any]:
-    """`draws`: whether reading a sample draws random numbers, of the streams that a DataLoader seeds in its workers."""
+    """`draws`: from which RNGs reading samples and collating them draws."""
 
     def read(unit: Any, dataloader: Any) -> dict[str, Any]:
-        sources = Sources(None, "dataset")
+        sources = Sources((dataloader.dataset, dataloader.collate_fn), "loader")
         before = sources.states()
-        for index in range(min(len(dataloader.dataset), _FIRST_SAMPLES)):
-            dataloader.dataset[index]
-        return {"draws": sorted(drawn_between(before, sources.states()).keys() & set(GLOBAL))}
+        dataloader.collate_fn([dataloader.dataset[i] for i in range(min(len(dataloader.dataset), _FIRST_SAMPLES))])
+        return {"draws": sorted(drawn_between(before, sources.states()))}
 
     return replay.instead_of_training(read, replay.dtype)
 

@@ -44,7 +44,7 @@ class RankRecord:
     streams: dict[str, tuple[int, int]] = field(default_factory=dict)
     resting: list[list[str]] = field(default_factory=list)  # by update: modules in evaluation mode as it begins
     reading: dict[str, tuple[int, int]] = field(default_factory=dict)  # as `streams`, of reading the first samples
-    workers_seed: int | None = None  # a checksum of the stream from which a DataLoader draws the seed of its workers
+    workers_began: dict[str, int] = field(default_factory=dict)  # RNG states of a DataLoader's first worker, by checksum
     plan: Plan | None = None  # which samples the first epoch has for this rank, if the loader tells
     rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
     step_s: list[float] = field(default_factory=list)

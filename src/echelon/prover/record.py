@@ -35,7 +35,7 @@ from echelon.prover.kept_state import ABSENT, KeptState, digests_of
 from echelon.prover.micro import Micro, digest, widened
 from echelon.prover.peak import PeakMemory
 from echelon.prover.rank_record import RankRecord
-from echelon.prover.samples import Reading, plan_of
+from echelon.prover.samples import Reading, plan_of, worker_streams
 from echelon.prover.turns import Enough
 from echelon.prover.values import (
     is_replica,
@@ -330,8 +330,7 @@ class StepRecorder(Callback):
         if self.record.plan is None and not self.record.updates:
             self.record.plan = plan_of(self._loader)
             if isinstance(self._loader, DataLoader) and self._loader.num_workers:
-                own = self._loader.generator
-                self.record.workers_seed = digest(torch.get_rng_state() if own is None else own.get_state())
+                self.record.workers_began = worker_streams(self._loader)
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         self._began = time.perf_counter()

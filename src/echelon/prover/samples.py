@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
@@ -295,6 +296,26 @@ def unlike_one_process(updates: list[Counter[int]], one: list[int]) -> str | Non
             return f"update {k}: {lacking} of {rows.total()} samples are others than one process has for it"
         begin = end
     return None
+
+
+def worker_streams(loader: DataLoader[Any]) -> dict[str, int]:
+    """The RNG states with which the first data worker begins, by checksum: as torch seeds it, and then `worker_init_fn`."""
+    sources = Sources((loader.dataset, loader.collate_fn), "loader")
+    before = sources.states()
+    own = None if loader.generator is None else loader.generator.get_state()
+    try:
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        if loader.worker_init_fn is not None:
+            with contextlib.suppress(Exception):  # it may ask for its worker, which is none
+                loader.worker_init_fn(0)
+        return {name: digest(state) for name, state in sources.states().items()}
+    finally:
+        sources.restore(before)
+        if own is not None:
+            loader.generator.set_state(own)
 
 
 def reads_alike(loader: Any) -> bool:

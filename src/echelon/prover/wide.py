@@ -4,6 +4,9 @@
 narrowest part, and float64 could decide nothing. So would be a model and batches in half precision, and what Muon and its like
 compute in bfloat16: products that each sharding sums up in another order.
 
+Random operators take other numbers from an RNG for float64 than for float32, after which all is other: initial values, noise, the
+order of a shuffle. So they draw in float32 here, and what they drew is widened.
+
 torch 2.13 has no public name for TorchDispatchMode. The public TorchFunctionMode will not do: it is off in a backward pass, in
 which checkpointed blocks run their forward pass again, and would do so in another type.
 """
@@ -53,11 +56,37 @@ class _Wide(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return _drawn(func, args, kwargs)
         dtype = kwargs.get("dtype")
         # What an optimizer makes in half precision meets what it casts.
-        if dtype in _HALF if self._rests else dtype in (*_SINGLE, *_HALF) and _is_cast(args, dtype):
+        if dtype in _HALF if self._rests else dtype in _SINGLE and _is_cast(args, dtype):
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What is drawn from shapes and chances alone: in float32, then widened. Others compute with what they draw."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in _IN_PLACE and args[0].dtype is torch.float64:
+        return args[0].copy_(func(torch.empty_like(args[0], dtype=torch.float32), *args[1:], **kwargs))
+    if name in _FROM_CHANCES and args[0].dtype is torch.float64:
+        drawn = func(args[0].float(), *args[1:], **kwargs)
+        return drawn.double() if drawn.is_floating_point() else drawn
+    if name in _FACTORIES and _type_of(args, kwargs) is torch.float64:
+        return func(*args, **{**kwargs, "dtype": torch.float32}).double()
+    return func(*args, **kwargs)
+
+
+def _type_of(args: Any, kwargs: dict[str, Any]) -> torch.dtype:
+    like = args[0].dtype if isinstance(args[0], torch.Tensor) else torch.get_default_dtype()
+    dtype: torch.dtype = kwargs.get("dtype") or like
+    return dtype
+
+
+_IN_PLACE = ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_")
+_FROM_CHANCES = ("bernoulli", "multinomial")
+_FACTORIES = ("rand", "randn", "rand_like", "randn_like")
 
 
 def _is_cast(args: Any, dtype: torch.dtype) -> bool:
