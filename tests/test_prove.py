@@ -57,7 +57,12 @@ MISTAKES = {
     "batch_norm": ("batch norm over the local batch", "forward"),
     "summed_gradients": ("a wrong scale", "gradient"),
     "initial_values_apart": ("different initial parameters", "forward"),
-    "learning_rates_apart": ("parameters that drift apart", None),
+    "learning_rates_apart": ("another learning rate", None),
+    "rate_of_a_shard": ("another learning rate", "update"),
+    "noise_on_a_shard": ("a change on one rank's shard", "update"),
+    "clipping_in_a_window": ("gradients changed in the middle of an update", "gradient"),
+    "noise_on_parameters": ("parameters that drift apart", None),
+    "noise_on_gradients": ("gradients that each rank changes", None),
     "another_learning_rate": ("another learning rate", "update"),
     "clipping_on_each_rank": ("clipping on each rank", "gradient"),
     "contrast": ("an operation over the whole batch", "forward"),
@@ -79,12 +84,13 @@ MISTAKES = {
     "same_worker_init": ("identical augmentation", None),
     "hardest_of_a_shuffle": ("an operation over the whole batch", "forward"),
     "boxes_of_a_batch": ("loss weighted per rank", "forward"),
+    "baseline_of_a_loop": ("the forward pass keeps state", "forward"),
     "baseline_of_a_rank": ("the forward pass keeps state", "forward"),
 }
 
 
-def _prove(script: str, strategies: list[str], ranks: list[int], updates: int = 3) -> Proof:
-    rows = matrix(strategies, ranks, [1], sgd=False)
+def _prove(script: str, strategies: list[str], ranks: list[int], updates: int = 3, accumulation: int = 1) -> Proof:
+    rows = [row for row in matrix(strategies, ranks, [accumulation], sgd=False) if row.accumulation == accumulation]
     return prove_target(Target(script=str(PLANTED / f"{script}.py")), rows, updates, False)
 
 
@@ -130,7 +136,9 @@ FIRST = {cause: script for script, (cause, _) in reversed(MISTAKES.items())}.val
 
 @pytest.mark.parametrize("script", [pytest.param(m, marks=() if m in FIRST else pytest.mark.full) for m in MISTAKES])
 def test_a_planted_mistake_is_named(script: str) -> None:
-    proof = _prove(script, ["fsdp" if "stale" in script else "ddp"], [2])
+    proof = _prove(
+        script, ["fsdp" if "stale" in script or "shard" in script else "ddp"], [2], accumulation=2 if "window" in script else 1
+    )
     (row,) = proof.results
     cause, phase = MISTAKES[script]
     assert row.verdict == "DIFFERS" and not proof.holds, row
@@ -145,6 +153,7 @@ UNUSUAL = (
     *("right_objects", "right_lists", "right_two_optimizers", "right_sharded_ddp", "right_generators"),
     *("right_sync_batch_norm", "right_gathered_views", "right_class_weights", "right_augmentation"),
     *("right_augmented_batches", "right_teacher", "right_boxes", "right_width_of_a_batch", "right_packed"),
+    "right_calls_of_a_loop",
 )
 
 

@@ -13,11 +13,22 @@ from typing import Any
 
 import torch
 
-from echelon.prover.kept_state import unlike
+from echelon.prover.kept_state import VARIABLE, unlike
 from echelon.prover.micro import digest
 from echelon.prover.verdict import Verdict
 
-__all__ = ["CAUSES", "from_mistakes", "from_records", "from_verdict", "state_apart"]
+__all__ = [
+    "CAUSES",
+    "CHANGE_EVERYTHING",
+    "from_mistakes",
+    "from_records",
+    "from_verdict",
+    "gradients_apart",
+    "is_of_one_rank",
+    "not_repeatable",
+    "of_shards",
+    "state_apart",
+]
 
 # Of the elements that are no small part of a gradient: more than so many, and this share, may not be zero.
 _NO_SMALL_PART, _LEAST_LOST, _MOST_LOST = 1e-2, 8, 0.1
@@ -41,12 +52,21 @@ CAUSES = {
     "batch norm over the local batch": "its statistics are those of a micro-batch: use SyncBatchNorm, or another normalisation",
     "parameters that drift apart": "gradients are the same on all ranks, what follows is not: learning rates, states, averages",
     "another learning rate": "the optimizer steps with another rate than in one process",
+    "a change on one rank's shard": "that rank alone changes its part of the gradients or parameters: hooks, noise, states",
+    "gradients that each rank changes": "after they were reduced: by noise, clipping or hooks that are not the same on all ranks",
+    "gradients changed in the middle of an update": "only some of its batches are in them: clip by window.clip_grad_norm_",
     "clipping on each rank": "every rank clips its own gradient: reduce first, then clip",
     "a wrong scale": "all gradients are a constant times what they should be",
     "different initial parameters": "the model is not built from the same seed, or is changed before it is made parallel",
     "a loss that depends on the rank": "the same samples have another loss on another rank, or with another number of ranks",
     "the forward pass keeps state": "what one pass leaves for the next comes from a rank's own samples: reduce it over the ranks",
     "an operation over the whole batch": "the loss of a batch is not the mean of the losses of its parts",
+}
+
+
+CHANGE_EVERYTHING = {
+    *("identical dropout", "modules in evaluation mode on some ranks", "other random numbers in the backward pass"),
+    *("gradients that are still scaled", "gradients that underflow"),
 }
 
 
@@ -140,20 +160,32 @@ def _differing(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     names = _unlike([r["initial_digests"] for r in records])
     if names:
         return [("different initial parameters", f"{names[0]} is not the same on all ranks before the first update")]
+    names_apart = {
+        what: next(
+            (
+                (k, n)
+                for k, each in enumerate(zip(*(r[f"{what}_digests"] for r in records), strict=False))
+                if (n := _unlike(each))
+            ),
+            None,
+        )
+        for what in ("gradient", "buffer", "parameter")
+    }
     found: list[tuple[str, str]] = []
-    for what, cause in (
-        ("gradient", "missing all-reduce"),
-        ("buffer", "unsynchronised buffers"),
-        ("parameter", "parameters that drift apart"),
-    ):
-        if what == "parameter" and found:
-            break
-        for k, of_ranks in enumerate(zip(*(r[f"{what}_digests"] for r in records), strict=False)):
-            names = _unlike(of_ranks)
-            if names:
-                found.append((cause, f"update {k}: the {what} {names[0]} is not the same on all ranks"))
-                break
-    return found
+    drifted = names_apart["parameter"]
+    for what, cause in (("gradient", "missing all-reduce"), ("buffer", "unsynchronised buffers")):
+        apart = names_apart[what]
+        if apart is not None and (drifted is None or apart[0] <= drifted[0]):  # and not because parameters were apart before
+            found.append((cause, f"update {apart[0]}: the {what} {apart[1][0]} is not the same on all ranks"))
+    if found or drifted is None:
+        return found
+    k, names = drifted
+    rates = {r["rank"]: r["rates"][k] for r in records}
+    other = next((rank for rank in rates if rates[rank] != rates[0]), None)
+    if other is not None:
+        seen = f"update {k}: {_rates(rates[other])} on rank {other}, on rank 0 {_rates(rates[0])}"
+        return [("another learning rate", seen)]
+    return [("parameters that drift apart", f"update {k}: the parameter {names[0]} is not the same on all ranks")]
 
 
 def state_apart(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
@@ -177,6 +209,15 @@ def state_apart(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]
     return []
 
 
+def not_repeatable(state: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Why the first forward pass, run again, has another loss."""
+    variables = [name for name in state if name.startswith(VARIABLE)]
+    if not variables:
+        return [("random numbers that nobody can repeat", "the first forward pass gave another loss when it was run again")]
+    seen = f"the first batch, given again, has another loss: {variables[0]} changes from one to the next"
+    return [("the forward pass keeps state", seen)]
+
+
 def _unlike(digests: Sequence[Mapping[str, int]]) -> list[str]:
     return [n for n in digests[0] if len({d.get(n) for d in digests}) > 1]
 
@@ -198,9 +239,17 @@ def from_verdict(verdict: Verdict, records: list[dict[str, Any]], facts: Mapping
         if left_out or (first.phase == "update" and verdict.unmoved):
             name = left_out[0] if left_out else verdict.unmoved[0]
             return [("an untracked or stale optimizer parameter", f"{name} did not change in update {first.update}")]
-    mine, right = records[0]["rates"][first.update], facts["rates"][first.update]
-    if first.phase == "update" and mine != right and all(r["rates"][first.update] == mine for r in records):
-        return [("another learning rate", f"update {first.update}: {_rates(mine)}, in one process {_rates(right)}")]
+    for record in records:
+        if record["changed_within"] is not None and record["changed_within"] <= first.update:
+            where = f"update {record['changed_within']}, rank {record['rank']}"
+            seen = f"{where}: between two of its batches, as by torch.nn.utils.clip_grad_norm_"
+            return [("gradients changed in the middle of an update", seen)]
+    right = facts["rates"][first.update]
+    for record in records if first.phase == "update" else ():
+        mine = record["rates"][first.update]
+        if set(mine) - set(right):
+            where = f" on rank {record['rank']}" if any(r["rates"][first.update] != mine for r in records) else ""
+            return [("another learning rate", f"update {first.update}: {_rates(mine)}{where}, in one process {_rates(right)}")]
     return []
 
 
@@ -222,6 +271,33 @@ def of_underflow(mine: Mapping[str, torch.Tensor], right: Mapping[str, torch.Ten
             if lost > _MOST_LOST:
                 return [("gradients that underflow", f"in {half} {lost:.0%} of the gradient of {name} are zero, in float64 not")]
     return []
+
+
+def of_shards(
+    verdict: Verdict, mine: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], owners: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """Whether all elements that differ are those of some ranks.
+
+    Args:
+        mine, right: gradients or parameters of the update and the phase in which something differs first.
+        owners: whose the elements of a parameter are, or the whole of it.
+    """
+    errors: dict[int, float] = {}
+    for name, owner in owners.items():
+        if name not in mine or name not in right or mine[name].shape != getattr(owner, "shape", mine[name].shape):
+            continue
+        error = (mine[name].double() - right[name].double()).abs() / (float(right[name].abs().max()) or 1.0)
+        whose = owner if isinstance(owner, torch.Tensor) else torch.full(error.shape, owner)
+        for rank in whose.unique().tolist():
+            errors[rank] = max(errors.get(rank, 0.0), float(error[whose == rank].max()))
+    most = max(errors.values(), default=0.0)
+    guilty = sorted(rank for rank, error in errors.items() if error > 1e-2 * most)
+    if not 0 < len(guilty) < len(errors) or verdict.first is None:
+        return []
+    ranks = f"rank {guilty[0]}" if len(guilty) == 1 else f"ranks {', '.join(map(str, guilty))}"
+    what = "gradients" if verdict.first.phase == "gradient" else "parameters"
+    seen = f"update {verdict.first.update}: what differs in the {what} is on {ranks}; the shards of the others are right"
+    return [("a change on one rank's shard", seen)]
 
 
 def of_split(has_better_weights: bool, error: float, batch_norms: list[str]) -> tuple[str, str]:
@@ -298,6 +374,28 @@ def _of_parts(mistakes: Mapping[str, Any], right: Mapping[str, Any], gap: float,
         "loss weighted per rank",
         "other weights of the micro-batches give the right gradient (an AutoUnit's: its method weight)",
     )
+
+
+def gradients_apart(records: list[dict[str, Any]]) -> int | None:
+    """The first update whose gradients are not the same on all ranks."""
+    each = enumerate(zip(*(r["gradient_digests"] for r in records), strict=False))
+    return next((k for k, of_ranks in each if _unlike(of_ranks)), None)
+
+
+def is_of_one_rank(
+    mine: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], records: list[dict[str, Any]], k: int
+) -> bool:
+    """Whether gradients that are not the same on all ranks are those that the first rank computed by itself."""
+    names = _unlike([r["gradient_digests"][k] for r in records])
+    alone = mistakes.get(f"rank {records[0]['rank']} alone")
+    if alone is None or not names:
+        return True
+
+    def of_names(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {n: gradients[n] for n in names if n in gradients}
+
+    own = of_names(mine["gradients"])
+    return _distance(own, of_names(alone["gradients"])) * 10 <= _distance(own, of_names(right["gradients"]))
 
 
 def _wrong_scale(mine: Mapping[str, Any], right: Mapping[str, Any], gap: float) -> list[tuple[str, str]]:

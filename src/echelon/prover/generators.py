@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import random
 import sys
+import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["GLOBAL", "Sources", "drawn_between", "is_library", "own_modules"]
+__all__ = ["GLOBAL", "Sources", "drawn_between", "is_library", "own_frames", "own_modules"]
 
 GLOBAL = ("torch", "numpy", "python")
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "torchvision", "numpy", "echelon", "_pytest", "pytest"} - {"__main__"}
@@ -132,7 +133,19 @@ def _held(unit: Any, name: str) -> dict[str, Any]:
             for name, inner in role(value):
                 if _ROLES[type(inner)] is not None and id(inner) not in seen:
                     waiting.append((f"{path}.{name}" if name else path, inner, depth + 1))
+    for frame in own_frames():
+        local = {f"{frame.f_code.co_name}.{n}": each for n, each in frame.f_locals.items() if isinstance(each, _KINDS)}
+        found.update({path: each for path, each in local.items() if id(each) not in seen})
     return found
+
+
+def own_frames() -> Iterator[types.FrameType]:
+    """The calls of the script's own functions that are under way in its thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name != "<module>" and not is_library(frame.f_globals.get("__name__")):
+            yield frame
+        frame = frame.f_back
 
 
 def own_modules(unit: Any) -> list[types.ModuleType]:

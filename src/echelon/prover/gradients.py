@@ -27,6 +27,7 @@ class GradientWatch:
         self.pause: Callable[[], Any] = contextlib.nullcontext
         self.looks = True
         self.held: set[str] = set()
+        self.owners: dict[str, int] = {}  # the rank that steps for a parameter, where ranks divide them
         self.strangers = 0  # parameters in an optimizer that belong to no module of the unit
         self.rates: list[list[float]] = []  # by update: of the groups of the optimizer that stepped first
         self._values: dict[str, torch.Tensor] = {}
@@ -51,6 +52,9 @@ class GradientWatch:
             named = [(prefix + n, p, each) for prefix, each in prepared_of(self._unit) for n, p in each.named_parameters()]
             self.strangers = max(self.strangers, len(mine - {id(p) for _, p, _ in named}))
             self.held |= {name for name, p, _ in named if id(p) in mine}
+            for each in tracked:
+                owners = {} if (divided := Partition.of(each)) is None else divided.owners
+                self.owners.update({name: owners[p] for name, p, _ in named if p in owners})
             for name, parameter, prepared in named if self.looks else ():
                 if id(parameter) in others or not (id(parameter) in mine or not self._stepped):
                     continue

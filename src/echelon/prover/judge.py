@@ -310,6 +310,9 @@ class _Comparison:
             self._differs(k, phase, tensor, difference / scale, allowed / scale)
 
     def _differs(self, k: int, phase: str, tensor: str, relative: float, tolerance: float) -> None:
+        column = {"gradient": "gradient", "update": "parameter"}.get(phase)
+        if column is not None and tensor != "gradient norm":  # also of what is zero in truth, and of what one side has alone
+            setattr(self.verdict, column, larger(getattr(self.verdict, column), relative))
         if self.verdict.first is None:
             self.verdict.first = Difference(k, phase, tensor, relative, tolerance)
 

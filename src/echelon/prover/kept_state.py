@@ -1,8 +1,8 @@
 """What a unit keeps from one forward pass to the next beside what it trains: counters, queues, running means, teachers.
 
 One process makes other passes than the ranks did, so that such state would not be theirs. It is found as generators are
-(`generators.py`): attributes of the unit and of modules, and the globals of the script's own modules; its name is its path. Not
-seen are the local variables of a loop's function, which Python lets nobody set, and what is sharded.
+(`generators.py`): attributes of the unit and of modules, and the globals of the script's own modules; its name is its path. The
+local variables of a loop's function are seen, but Python lets nobody set them. What is sharded is not seen.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.unit import Unit
-from echelon.prover.generators import is_library, own_modules
+from echelon.prover.generators import is_library, own_frames, own_modules
 from echelon.prover.micro import digest
 from echelon.prover.values import modules_of, parameters_of
 
-__all__ = ["ABSENT", "KeptState", "agreeing", "digests_of", "unlike"]
+__all__ = ["ABSENT", "VARIABLE", "KeptState", "agreeing", "digests_of", "of_loop", "unlike"]
 
 _MOST_BYTES = 64 * 2**20  # that are copied of a unit, and of one tensor that is looked at
+_MOST_BYTES_OF_LOOP = 2**20
 _MOST_ITEMS = 10_000
 _MOST_OBJECTS = 20_000
 _DEEPEST = 6
 ABSENT = "echelon: not there"
+VARIABLE = "the loop's "  # how the names of local variables begin
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 _CLOSED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, DataLoader, Dataset, Sampler, torch.Generator)
 
@@ -65,6 +67,8 @@ class KeptState:
             return
         places = self._places()
         for path, value in state.items():
+            if path.startswith(VARIABLE):
+                continue
             names, name = places.get(path, (None, ""))
             if names is None:
                 owner, _, name = path.rpartition(".")
@@ -100,6 +104,28 @@ class KeptState:
                 elif depth < _DEEPEST and _is_open(inner):
                     waiting.append((here, inner, depth + 1))
         return found
+
+
+def of_loop() -> dict[str, Any]:
+    """Of the script's functions that are running: local variables that their loop reads before it sets them."""
+    found: dict[str, Any] = {}
+    for frame in own_frames():
+        names = _read_first(frame.f_code, frame.f_lasti)
+        own = {name: value for name, value in frame.f_locals.items() if name in names}
+        found.update({VARIABLE + n: _copied(v) for n, v in own.items() if _is_state(v) and _bytes(v) < _MOST_BYTES_OF_LOOP})
+    return found
+
+
+@functools.cache
+def _read_first(code: types.CodeType, at: int) -> frozenset[str]:
+    """Local names that are read before they are set, from `at` to where the loop around it begins again."""
+    first: dict[str, bool] = {}
+    for each in dis.get_instructions(code):
+        if each.offset > at and each.opname.startswith("JUMP_BACKWARD") and each.argval <= at:
+            break
+        if each.offset > at and each.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST", "STORE_DEREF")):
+            first.setdefault(each.argval, each.opname.startswith("LOAD"))
+    return frozenset(name for name, is_read in first.items() if is_read)
 
 
 def digests_of(state: State) -> dict[str, int]:

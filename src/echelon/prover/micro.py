@@ -88,9 +88,9 @@ class Micro:
 
     @property
     def data(self) -> Any:
-        """The batch, in a process that knows its classes."""
+        """The batch, in a process that knows its classes; what is done with it changes nothing here."""
         unpacker = _Unpacker(io.BytesIO(self.packed))
-        unpacker.tensors = self.tensors
+        unpacker.tensors = [tensor.clone() for tensor in self.tensors]
         return unpacker.load()
 
 

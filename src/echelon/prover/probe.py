@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from echelon.prover.kept_state import unlike
+from echelon.contracts.errors import UsageError
+from echelon.prover.kept_state import VARIABLE, unlike
 from echelon.prover.micro import Micro, NotJoinable, digest, joined
 from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values, by_index
 from echelon.prover.values import named_values
@@ -43,11 +44,16 @@ def probe(reference: Reference) -> dict[str, Any]:
                 seen.append(tensor.dtype)
             return tensor
 
-        with contextlib.suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(kept, lambda t: t):
+        # A loop computes its loss by itself.
+        with contextlib.suppress(RuntimeError, UsageError), torch.autograd.graph.saved_tensors_hooks(kept, lambda t: t):
             facts["narrowest"] = _narrowest(reference.loss_of(micro.data), seen)
         now = reference.sources.states()
         first, second = (_pass(reference, micro.data, now) for _ in range(2))
         facts["repeatable"] = abs(first - second) <= 1e-4 * abs(first) or first != first
+        variables = sorted({p for u in reference.updates for m in u for p in m.state if p.startswith(VARIABLE)})
+        if variables and not facts["repeatable"]:
+            names = VARIABLE + ", ".join(each.removeprefix(VARIABLE) for each in variables)
+            facts["state"][names] = variables
     return facts
 
 
@@ -90,19 +96,25 @@ def _state_that_matters(reference: Reference) -> dict[str, list[str]]:
     micros = [m for update in reference.updates for m in update]
     one, begin = micros[0], reference.kept.values()
     groups: dict[str, list[str]] = {}
-    for path in sorted(set().union(*(m.state for m in micros))):
+    for path in sorted(p for p in set().union(*(m.state for m in micros)) if not p.startswith(VARIABLE)):
         first, *rest = path.split(".")
         keeps = first.endswith("module") or not rest  # of a model outside, such as a teacher, all belongs together
         groups.setdefault(path if keeps else f"{first}.{rest[0]}" if first == "script" else first, []).append(path)
     as_it_was = {path: value for path, value in {**begin, **one.state}.items() if any(path in g for g in groups.values())}
     usual, again = (_tried(reference, one, as_it_was) for _ in range(2))
     found: dict[str, list[str]] = {}
-    for name, paths in list(groups.items())[:_MOST_STATES] if _are_close(usual, again) else ():
+    every = [m.state for m in micros if unlike(as_it_was, m.state) or m.state.keys() - as_it_was.keys()]
+    every = every[:: max(1, len(every) // 4)] if _are_close(usual, again) else []
+    if all(_are_close(usual, _tried(reference, one, {**as_it_was, **each})) for each in every):
+        groups = {}  # together they do nothing: none of them is tried alone
+    for name, paths in list(groups.items())[:_MOST_STATES]:
         others = ({p: m.state[p] for p in paths if p in m.state} for m in reversed(micros))
         other = next((each for each in others if unlike(as_it_was, each) or each.keys() - as_it_was.keys()), None)
         with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # parts that only fit together
             if other is not None and not _are_close(usual, _tried(reference, one, {**as_it_was, **other})):
                 found[name] = paths
+    if groups and not found:  # such as a teacher, and when it learns
+        found = groups
     reference.kept.restore(begin)
     return found
 

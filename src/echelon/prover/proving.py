@@ -24,6 +24,7 @@ from echelon.loop.target import Target
 from echelon.prover import causes
 from echelon.prover.fitting import Fitting
 from echelon.prover.judge import compare, mean_loss
+from echelon.prover.kept_state import VARIABLE
 from echelon.prover.matrix import Row
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import IN_PART, Proof, Result, by_float64
@@ -38,6 +39,7 @@ from echelon.prover.ran import (
     in_float64,
     in_words,
     of_same_samples,
+    values_of_first,
     with_constant_draws,
 )
 from echelon.prover.rank import (
@@ -60,10 +62,6 @@ __all__ = ["Proving"]
 
 _SHAKES = 3
 _RESCALED = 0.25
-_CHANGE_EVERYTHING = {
-    *("identical dropout", "modules in evaluation mode on some ranks", "other random numbers in the backward pass"),
-    *("gradients that are still scaled", "gradients that underflow"),
-}
 _CONSTANT_UPDATES = 2  # the second, since an optimizer's first may hide a scale
 _NEVER_ROUNDING = 1e3  # times its tolerance: no further sample of rounding would change that
 _MOST_EXCUSED = 0.5  # of all elements, in float64, where an excuse means a gradient of nothing
@@ -272,24 +270,23 @@ class Proving:
 
     def _state(self, ran: Ran, reference: Computed) -> dict[str, list[str]]:
         """What the unit keeps between passes, as far as it matters: paths by name."""
-        if not any(m.state for r in ran.records for u in r["updates"] for m in u):
-            return {}
-        found: dict[str, list[str]] = self._probed(ran, reference)["state"]
-        return found
+        keeps = any(m.state for r in ran.records for u in r["updates"] for m in u)
+        return dict(self._probed(ran, reference)["state"]) if keeps else {}
 
     def _with_state(self, seen: Judged) -> Judged:
         """Against a reference whose passes begin with the state that the ranks had, where it matters and one has no other."""
         state = self._state(seen.ran, seen.reference) if seen.ran.is_auto and not seen.ran.row.restores else {}
         if not state:
             return seen
-        ran = replace(seen.ran, row=replace(seen.ran.row, restores=frozenset(p for paths in state.values() for p in paths)))
+        records = [u for r in seen.ran.records for u in r["updates"]]
+        ran = replace(seen.ran, row=replace(seen.ran.row, restores=frozenset(p for u in records for m in u for p in m.state)))
         try:
             reference = self._reference(ran)
         except RankFailedError:
             return seen
         self._say(f"The forward pass keeps state ({', '.join(state)}): passes of the reference began with what the ranks had.")
-        half = ran.narrow is not None
-        return Judged(ran, reference, compare(ran.folder, reference.folder, ran.records, ran.dtype, half=half))
+        verdict = compare(ran.folder, reference.folder, ran.records, ran.dtype, half=ran.narrow is not None)
+        return Judged(ran, reference, verdict)
 
     def _of_backward(self, ran: Ran) -> list[tuple[str, str]]:
         """A mistake that no reference shows: it makes it, too, or draws other numbers than compiled code."""
@@ -340,7 +337,9 @@ class Proving:
         if (not drew and seen.reference.facts["joined"]) or ran.row.workers:
             return
         speaks = any(r["communicates"] for r in records)
-        unsure = result.verdict == "not possible" or (result.verdict == "DIFFERS" and drew and speaks)
+        unsure = result.verdict == "not possible"
+        if drew and result.verdict == "DIFFERS":  # collectives, and a loop's variables, are not repeated as they were
+            unsure = speaks or any(name.startswith(VARIABLE) for name in self._state(ran, seen.reference))
         if seen.is_recorded or not (result.is_equal or unsure):
             return
         why = "batches cannot be joined into one"
@@ -496,15 +495,14 @@ class Proving:
         def add(found: list[tuple[str, str]]) -> None:
             result.causes += [cause for cause in found if cause[0] not in known]
 
-        if known & _CHANGE_EVERYTHING:
+        if known & causes.CHANGE_EVERYTHING:
             return
-        apart = causes.state_apart(ran.records, self._state(ran, reference)) if not result.causes else []
-        if apart:
-            add(apart)
-            return
-        if not result.causes and not self._probed(ran, reference)["repeatable"]:
-            add([("random numbers that nobody can repeat", "the first forward pass gave another loss when it was run again")])
-            return
+        if not result.causes:
+            add(causes.state_apart(ran.records, self._state(ran, reference)))
+            if not result.causes and not self._probed(ran, reference)["repeatable"]:
+                add(causes.not_repeatable(self._state(ran, reference)))
+            if result.causes:
+                return
         if not ran.is_auto and not result.causes and any(m.streams for r in ran.records for u in r["updates"] for m in u):
             result.verdict, result.first = "not possible", None
             result.message = (
@@ -512,23 +510,35 @@ class Proving:
                 "there is nothing to compare with. The draws of an AutoUnit can be repeated micro-batch by micro-batch."
             )
             return
+        k = causes.gradients_apart(ran.records)
+        if k is not None and known == {"missing all-reduce"} and (verdict.first is None or verdict.first.update >= k):
+            tried = self._tried_mistakes(final, k)
+            if tried is not None and not causes.is_of_one_rank(*tried, ran.records, k):
+                result.causes = [("gradients that each rank changes", result.causes[0][1])]
+            return
         if verdict.first is not None:
-            add(causes.from_verdict(verdict, ran.records, reference.facts))
-            if verdict.first.phase in ("forward", "gradient"):
+            add(found := causes.from_verdict(verdict, ran.records, reference.facts))
+            if not result.causes and verdict.first.phase in ("gradient", "update"):
+                add(causes.of_shards(verdict, *values_of_first(final), ran.records[0]["owners"]))
+            if verdict.first.phase in ("forward", "gradient") and not found:
                 add(self._mistakes(final))
 
     def _mistakes(self, final: Judged) -> list[tuple[str, str]]:
-        ran, verdict = final.ran, final.verdict
-        assert verdict.first is not None
-        k = verdict.first.update
+        assert final.verdict.first is not None
+        tried = self._tried_mistakes(final, final.verdict.first.update)
+        return causes.from_mistakes(final.verdict, *tried, final.ran.records[0]["batch_norms"]) if tried is not None else []
+
+    def _tried_mistakes(self, final: Judged, k: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None:
+        """The row's and the right values of update k, and what likely mistakes would give."""
+        ran = final.ran
         try:
             mistakes = self._on_ranks.launch(run_mistakes, 1, self._on_ranks.replay(ran, self.folder), k)
         except RankFailedError:  # the row differs whether or not it can be said why
-            return []
+            return None
         folders = ran.folder, final.reference.folder
         mine, right = (load_values(folder / f"update-{k:03d}.pt") for folder in folders)
         mine["loss"], mine["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0]["norms"][k]
-        return causes.from_mistakes(verdict, mine, right, mistakes, ran.records[0]["batch_norms"])
+        return mine, right, mistakes
 
     def _of_samples(self, result: Result, ran: Ran, seen: Judged) -> list[tuple[str, str]]:
         """Causes that the samples show by themselves: whose they are, and what reading them draws."""

@@ -12,6 +12,7 @@ from echelon.prover.matrix import Row
 from echelon.prover.micro import Micro, NotJoinable, digest, join, widened
 from echelon.prover.proof import Result
 from echelon.prover.reference import by_index, micros_in_order
+from echelon.prover.values import load_values
 from echelon.prover.verdict import SMALL_SHARE, Verdict, larger
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "in_float64",
     "in_words",
     "of_same_samples",
+    "values_of_first",
     "with_constant_draws",
 ]
 
@@ -87,6 +89,15 @@ def in_float64(folder: Path) -> Path:
 
 def with_constant_draws(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}{CONSTANT}")
+
+
+def values_of_first(judged: Judged) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The row's and the right gradients or parameters, where something differs first."""
+    first = judged.verdict.first
+    assert first is not None
+    kind, file = "gradients" if first.phase == "gradient" else "parameters", f"update-{first.update:03d}.pt"
+    mine, right = (load_values(folder / file)[kind] for folder in (judged.ran.folder, judged.reference.folder))
+    return mine, right
 
 
 def fill(result: Result, verdict: Verdict) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from echelon.prover.micro import Micro
 from echelon.prover.samples import Plan
@@ -36,6 +37,8 @@ class RankRecord:
     held: set[str] = field(default_factory=set)  # parameters that some optimizer of this rank holds
     strangers: int = 0  # parameters in an optimizer that belong to no module of the unit
     trainable: set[str] = field(default_factory=set)
+    owners: dict[str, Any] = field(default_factory=dict)  # the rank of each element, of parameters that are split
+    changed_within: int | None = None  # the update in the middle of which the loop changed gradients
     narrow: str = ""  # the type of parameters that are kept in half precision
     flattened: bool = False  # in the older FullyShardedDataParallel: gradients cannot be seen whole
     batch_norms: list[str] = field(default_factory=list)

@@ -26,12 +26,14 @@ from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import ActivePhase, State, step_under_way
+from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_name
+from echelon.parallel.shards import local
 from echelon.parallel.sync_batchnorm import HostSyncBatchNorm
 from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.gradients import GradientWatch
-from echelon.prover.kept_state import ABSENT, KeptState, digests_of
+from echelon.prover.kept_state import ABSENT, KeptState, digests_of, of_loop
 from echelon.prover.micro import Micro, digest, widened
 from echelon.prover.peak import PeakMemory
 from echelon.prover.rank_record import RankRecord
@@ -43,6 +45,7 @@ from echelon.prover.values import (
     modules_of,
     named_values,
     number_in,
+    owners_of,
     parameters_of,
     prepared_of,
     switch_off_dropout,
@@ -87,6 +90,7 @@ class StepRecorder(Callback):
         self._kept: KeptState | None = None
         self._kept_before: dict[str, Any] = {}
         self._kept_digests: dict[str, int] = {}  # as the latest pass left it
+        self._loop_digests: dict[str, int] = {}
         self._moved: set[str] = set()  # what ever changed of it
         self._in_pass = self._was_scaled = False
         self.cannot_draw_constantly = False  # compiled code does not
@@ -124,7 +128,8 @@ class StepRecorder(Callback):
         if self.dtype is not torch.float64 and any(p.dtype is torch.float64 for _, p in parameters_of(unit)):
             self.record.is_double = True
             raise Enough
-        parameters = whole_parameters(unit)
+        owners, parameters = owners_of(unit), whole_parameters(unit)
+        self.record.owners = owners if not self.rank else {}
         self.record.initial_digests = {n: digest(p) for n, p in parameters.items()}
         self._write("initial", parameters=parameters, buffers=self._buffers())
         self._gradients = GradientWatch(unit)
@@ -219,6 +224,12 @@ class StepRecorder(Callback):
             nonlocal before
             data = widened(data, self.dtype, unit.device)
             before = self._begin_pass()
+            if accumulated and accumulated != gradients() and self.record.changed_within is None:
+                self.record.changed_within = len(self.record.updates)
+            variables, known = of_loop(), self._loop_digests
+            self._loop_digests = digests_of(variables)
+            self._moved |= {n for n, each in self._loop_digests.items() if known.get(n, each) != each}
+            self._kept_before.update(variables)
             return data
 
         def taken(state: State, data: Any, weight: Any, loss: Any) -> None:
@@ -228,6 +239,17 @@ class StepRecorder(Callback):
             nonlocal before
             before = self._states()
 
+        original, accumulated = unit.backward, 0
+
+        def backward(state: State, micro_batch: MicroBatch[Any], loss: torch.Tensor) -> None:
+            nonlocal accumulated
+            original(state, micro_batch, loss)
+            accumulated = 0 if micro_batch.is_last else gradients()
+
+        def gradients() -> int:
+            return digest([local(p.grad) for _, p in parameters_of(unit) if p.grad is not None])
+
+        unit.backward = backward  # type: ignore[method-assign]
         unit.given, unit.seeded, unit.taken, unit.left_out = given, seeded, taken, lambda: self._micros.clear()
         self._watch_clipping(unit)
 
@@ -395,6 +417,7 @@ class StepRecorder(Callback):
             self._gradients.remove()
             self.record.held, self.record.strangers = self._gradients.held, self._gradients.strangers
             self.record.rates = self._gradients.rates
+            self.record.owners.update(self._gradients.owners)
         self.record.peak_bytes = self.memory.peak()
         self.record.unknown_draw = self._draws.unknown
         torch.save(vars(self.record), self.folder / f"rank{self.rank}.pt")

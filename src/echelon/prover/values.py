@@ -15,6 +15,7 @@ from echelon.parallel import shards
 from echelon.parallel.experts.loads import Routers
 from echelon.parallel.prepared import Prepared
 from echelon.prover.parts import stage_files
+from echelon.world.init import rank_info
 
 __all__ = [
     "as_real",
@@ -26,6 +27,7 @@ __all__ = [
     "modules_of",
     "named_values",
     "number_in",
+    "owners_of",
     "parameters_of",
     "prepared_of",
     "switch_off_dropout",
@@ -85,6 +87,13 @@ def whole_parameters(unit: Any) -> dict[str, torch.Tensor]:
         for _, prepared in prepared_of(unit):
             gathered.enter_context(prepared.gathered())
         return {n: whole(p) for n, p in parameters_of(unit)}
+
+
+def owners_of(unit: Any) -> dict[str, torch.Tensor]:
+    """Of parameters that are split over ranks, which rank has each element. Collective."""
+    rank = float(rank_info().rank)
+    split = {n: p.detach() for n, p in parameters_of(unit) if shards.is_split(p)}
+    return {n: whole(torch.full_like(p, rank, dtype=torch.float32)).to(torch.int32) for n, p in split.items()}
 
 
 def named_values(unit: Any) -> dict[str, torch.Tensor]:
