@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from echelon.prover.wide import tensor_first
+
 __all__ = ["ConstantDraws"]
 
 _SEED = 20_261_126
@@ -37,9 +39,7 @@ class ConstantDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        options = dict(kwargs or {})
-        if args and isinstance(args[0], (int, float, complex)) and func._schema.arguments[0].type.kind() == "TensorType":
-            args = torch.tensor(args[0]), *args[1:]  # torch hands over wrapped numbers as numbers, and does not take them back
+        options, args = dict(kwargs or {}), tensor_first(func, args)
         if not self.active or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **options)
         name = func._schema.name.removeprefix("aten::")

@@ -22,7 +22,7 @@ from echelon.loop.target import Target
 from echelon.parallel.memory_budget import keeping_random
 from echelon.prover.backward import backward_draws
 from echelon.prover.constant_draws import ConstantDraws
-from echelon.prover.generators import GLOBAL, Sources, drawn_between
+from echelon.prover.generators import GLOBAL
 from echelon.prover.matrix import Row
 from echelon.prover.micro import checksums, on_host, widened
 from echelon.prover.mistakes import mistakes_of
@@ -32,7 +32,7 @@ from echelon.prover.record import StepRecorder
 from echelon.prover.reference import How, Reference, Shake
 from echelon.prover.references import reference_of
 from echelon.prover.row_strategy import RowStrategy
-from echelon.prover.samples import Epoch, reads_alike
+from echelon.prover.samples import Epoch, drawn_by_reading, reads_alike
 from echelon.prover.splits import split
 from echelon.prover.turns import Enough, Turns
 from echelon.prover.values import prepared_of
@@ -141,6 +141,7 @@ class Replay:
         def with_unit(unit: Any, dataloader: Any) -> dict[str, Any]:
             records = load_records(self.data)
             reference = reference_of(unit, records, Path(self.folder), self.dtype, how, shake or Shake())
+            reference.loader = dataloader
             reference.constant_draws, reference.restores = self.row.constant_draws, self.row.restores
             return work(reference)
 
@@ -235,10 +236,7 @@ def run_worker_draws(replay: Replay) -> dict[str, Any]:
     """`draws`: from which RNGs reading samples and collating them draws."""
 
     def read(unit: Any, dataloader: Any) -> dict[str, Any]:
-        sources = Sources((dataloader.dataset, dataloader.collate_fn), "loader")
-        before = sources.states()
-        dataloader.collate_fn([dataloader.dataset[i] for i in range(min(len(dataloader.dataset), _FIRST_SAMPLES))])
-        return {"draws": sorted(drawn_between(before, sources.states()))}
+        return {"draws": sorted(drawn_by_reading(dataloader) or ())}
 
     return replay.instead_of_training(read, replay.dtype)
 
@@ -250,6 +248,7 @@ def run_epoch(replay: Replay) -> dict[str, Any]:
         epochs: list[Epoch] = []
         ends = time.monotonic() + _EPOCH_S
         for _ in range(2):
+            rng.seed(len(epochs))
             epochs.append(Epoch())
             for step in Feed(dataloader):
                 epochs[-1].add(widened(on_host(step.batch), replay.dtype), step.samples)
@@ -261,7 +260,9 @@ def run_epoch(replay: Replay) -> dict[str, Any]:
             break
         if not epochs:
             return {}
-        epochs[0].repeats = len(epochs) == 2 and epochs[0].rows == epochs[1].rows
+        # Workers may be seeded alike for every epoch.
+        quiet = not getattr(dataloader, "num_workers", 0) or drawn_by_reading(dataloader) == set()
+        epochs[0].repeats = quiet and len(epochs) == 2 and epochs[0].rows == epochs[1].rows
         return {"epoch": epochs[0]}
 
     return replay.instead_of_training(read, replay.dtype)

@@ -127,6 +127,7 @@ class Reference(ABC):
         self.draws: list[int] = []  # checksums of the RNG states after every forward pass that drew
         self.state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=[]))
         self._epoch: int | None = None
+        self.loader: Any = None  # the script's
         self.constant_draws = False  # so that passes that drew can be joined
         self.kept = KeptState(unit)
         self.restores: frozenset[str] = frozenset()  # of the state that the unit keeps, what is put back as the ranks had it

@@ -319,15 +319,27 @@ def worker_streams(loader: DataLoader[Any]) -> dict[str, int]:
 
 
 def reads_alike(loader: Any) -> bool:
-    """Whether a batch of the first samples is the same when it is read again: no random numbers are drawn for it."""
+    """Whether a batch of the first samples is the same when it is read again, and no random numbers are drawn for it."""
     try:
-        dataset, collate = loader.dataset, loader.collate_fn or default_collate
-        first, sources = range(min(len(dataset), _FIRST_SAMPLES)), Sources((dataset, collate), "loader")
-        before = sources.states()
-        one, again = (digest(plain(collate([dataset[i] for i in first]))) for _ in range(2))
+        one, again = (digest(plain(loader.collate_fn(first_samples(loader)))) for _ in range(2))
     except Exception:  # a dataset of the user's own can be anything
         return False
-    return one == again and not drawn_between(before, sources.states())
+    return one == again and drawn_by_reading(loader) == set()
+
+
+def drawn_by_reading(loader: Any) -> set[str] | None:
+    """The RNGs from which reading samples and collating them draws, in this process; None where nothing can be read by index."""
+    try:
+        sources = Sources((loader.dataset, loader.collate_fn), "loader")
+        before = sources.states()
+        loader.collate_fn(first_samples(loader))
+        return set(drawn_between(before, sources.states()))
+    except Exception:  # a dataset of the user's own can be anything
+        return None
+
+
+def first_samples(loader: Any) -> list[Any]:
+    return [loader.dataset[i] for i in range(min(len(loader.dataset), _FIRST_SAMPLES))]
 
 
 def _overlap(count: int, total: int, what: str) -> str:

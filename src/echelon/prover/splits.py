@@ -11,6 +11,7 @@ hardest ones: under a strategy such a program trains another model than one proc
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from echelon.loop.own.unit import LoopUnit
 from echelon.prover.micro import Micro, NotDivisible, Samples
 from echelon.prover.mistakes import best_shares
 from echelon.prover.reference import AutoReference, Pass, Reference, Values
+from echelon.prover.samples import first_samples, reads_alike
 
 __all__ = ["split"]
 
@@ -38,17 +40,10 @@ def split(reference: Reference) -> dict[str, Any]:
     reference.begin(write=False)
     reference.enter_epoch(reference.updates[0][0].epoch)
     found: dict[str, Any] = {"why_not": "no batch has two samples", "error": 0.0, "best": False, "allowed": 0.0}
-    for micro in _largest(reference.updates):
-        try:
-            samples = Samples(micro.data, micro.samples)
-        except NotDivisible as why:
-            found["why_not"] = str(why)
-            continue
-        if samples.count < 2:
-            continue
-        whole = _pass(reference, micro.data, micro)
-        for cut in sorted({1, samples.count // 2}):
-            parts = [_pass(reference, samples.part(*ends), micro) for ends in ((0, cut), (cut, samples.count))]
+    for count, part, micro in _divisible(reference, found):
+        whole = _pass(reference, part(0, count), count, micro)
+        for cut in sorted({1, count // 2}):
+            parts = [_pass(reference, part(*ends), ends[1] - ends[0], micro) for ends in ((0, cut), (cut, count))]
             error = _error(whole, parts)
             if error > found["error"]:
                 found["error"], found["best"] = error, _has_better_weights(whole, parts)
@@ -56,15 +51,32 @@ def split(reference: Reference) -> dict[str, Any]:
     return found
 
 
-def _largest(updates: list[list[Micro]]) -> list[Micro]:
-    """A few of the batches, those first that weigh most."""
-    return sorted((m for u in updates for m in u), key=lambda m: -m.weight)[:_MOST_BATCHES]
+def _divisible(reference: Reference, found: dict[str, Any]) -> Iterator[tuple[int, Callable[[int, int], Any], Micro]]:
+    """How many samples a batch has, and what gives it from one sample to before another one: of those that weigh most; or, if
+    none can be taken apart, of a batch that the loader's collate function makes of its first samples.
+    """
+    loader = reference.loader
+    micros = sorted((m for u in reference.updates for m in u), key=lambda m: -m.weight)
+    divisible = 0
+    for micro in micros[:_MOST_BATCHES]:
+        try:
+            samples = Samples(micro.data, micro.samples)
+        except NotDivisible as why:
+            found["why_not"] = str(why)
+            continue
+        divisible += 1
+        if samples.count > 1:
+            yield samples.count, samples.part, micro
+    if not divisible and reads_alike(loader):
+        values = first_samples(loader)
+        yield len(values), lambda begin, end: loader.collate_fn(values[begin:end]), micros[0]
 
 
 _Pass = tuple[float, Values, float]  # loss, gradients, weight
 
 
-def _pass(reference: AutoReference, data: Any, micro: Micro) -> _Pass:
+def _pass(reference: AutoReference, data: Any, samples: int, micro: Micro) -> _Pass:
+    reference.unit._samples = samples  # as a loader says it, for the weight
     loss = reference.backward([Pass(data, 1.0, micro.streams, micro.state)])
     gradients = {n: g.double() for n, g in reference.gradients().items()}
     reference.module.zero_grad()

@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["without_narrow_casts"]
+__all__ = ["tensor_first", "without_narrow_casts"]
 
 _SINGLE, _HALF = (torch.float32,), (torch.bfloat16, torch.float16)
 
@@ -55,7 +55,7 @@ class _Wide(TorchDispatchMode):
         self._rests = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = tensor_first(func, args), kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             return _drawn(func, args, kwargs)
         dtype = kwargs.get("dtype")
@@ -63,6 +63,13 @@ class _Wide(TorchDispatchMode):
         if dtype in _HALF if self._rests else dtype in _SINGLE and _is_cast(args, dtype):
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+def tensor_first(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """torch hands a tensor that stands for a number to a dispatch mode as a number, and does not take it back (2.13)."""
+    if args and isinstance(args[0], (int, float, complex)) and func._schema.arguments[0].type.kind() == "TensorType":
+        return torch.tensor(args[0]), *args[1:]
+    return args
 
 
 def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
