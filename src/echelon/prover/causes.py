@@ -42,7 +42,7 @@ CAUSES = {
     "samples that ranks share": "each rank goes through all of the data by itself: give echelon.Loader, or a DistributedSampler",
     "identical dropout": "data-parallel ranks draw the same random numbers: when the model is built, seed each by its rank",
     "identical augmentation": "ranks change their samples by the same random numbers: seed each by its rank",
-    "random numbers that nobody can repeat": "the forward pass draws from a source that prove cannot find, or keeps state",
+    "a forward pass that cannot be repeated": "the forward pass draws from a source that prove cannot find, or keeps state",
     "other random numbers in the backward pass": "what is computed again draws anew: the gradient is not that of the loss",
     "gradients that are still scaled": "clip and look at gradients after scaler.unscale_(optimizer)",
     "gradients that underflow": "they are too small for the type that they are computed in: use a gradient scaler, or bfloat16",
@@ -56,6 +56,7 @@ CAUSES = {
     "gradients that each rank changes": "after they were reduced: by noise, clipping or hooks that are not the same on all ranks",
     "gradients changed in the middle of an update": "only some of its batches are in them: clip by window.clip_grad_norm_",
     "clipping on each rank": "every rank clips its own gradient: reduce first, then clip",
+    "collectives without a gradient": "all_gather and all_reduce of torch.distributed carry none: take torch.distributed.nn's",
     "a wrong scale": "all gradients are a constant times what they should be",
     "different initial parameters": "the model is not built from the same seed, or is changed before it is made parallel",
     "a loss that depends on the rank": "the same samples have another loss on another rank, or with another number of ranks",
@@ -213,7 +214,7 @@ def not_repeatable(state: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
     """Why the first forward pass, run again, has another loss."""
     variables = [name for name in state if name.startswith(VARIABLE)]
     if not variables:
-        return [("random numbers that nobody can repeat", "the first forward pass gave another loss when it was run again")]
+        return [("a forward pass that cannot be repeated", "the first forward pass gave another loss when it was run again")]
     seen = f"the first batch, given again, has another loss: {variables[0]} changes from one to the next"
     return [("the forward pass keeps state", seen)]
 
@@ -315,15 +316,16 @@ def _rates(rates: list[float]) -> str:
 
 
 def from_mistakes(
-    verdict: Verdict, mine: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], batch_norms: list[str]
+    verdict: Verdict, mine: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], record: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
     """Which way of putting the ranks' shares together gives this row's gradients instead of the right ones.
 
     Args:
         mine, right: `loss` and `gradients` of the row and of the reference at the update that first differs.
         mistakes: the same by way, as the reference computed it.
-        batch_norms: names of the model's batch-norm modules.
+        record: a rank's, with the names of the model's batch-norm modules, and whether passes speak to other ranks.
     """
+    batch_norms = record["batch_norms"]
     gap = _distance(mine["gradients"], right["gradients"])
     loss_gap = abs(mine["loss"] - right["loss"]) if mine["loss"] is not None and right["loss"] is not None else 0.0
 
@@ -343,11 +345,17 @@ def from_mistakes(
         found.append(("batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch of all ranks by itself"))
     elif explains("unweighted"):
         found.append(("loss weighted per rank", "micro-batches of other sizes count the same"))
-    for way in mistakes:
-        if way.startswith("rank ") and explains(way):
-            found.append(("missing all-reduce", f"the gradients are those of {way}"))
-            break
-    return found or _by_rank(mistakes, batch_norms) or _wrong_scale(mine, right, gap)
+    else:
+        alone = next((way for way in mistakes if way.startswith("rank ") and explains(way)), None)
+        found += [("missing all-reduce", f"the gradients are those of {alone}")] if alone is not None else []
+    found = found or _wrong_scale(mine, right, gap)
+    if found or not record["communicates"]:
+        return found or _by_rank(mistakes, batch_norms)
+    if verdict.first is None or verdict.first.phase != "gradient":
+        return []  # a rank's loss is another with what others send than without
+    return [
+        ("collectives without a gradient", "the loss is right, its gradient is not, and the forward pass speaks to other ranks")
+    ]
 
 
 def _by_rank(mistakes: Mapping[str, Any], batch_norms: list[str]) -> list[tuple[str, str]]:

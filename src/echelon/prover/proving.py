@@ -526,7 +526,7 @@ class Proving:
     def _mistakes(self, final: Judged) -> list[tuple[str, str]]:
         assert final.verdict.first is not None
         tried = self._tried_mistakes(final, final.verdict.first.update)
-        return causes.from_mistakes(final.verdict, *tried, final.ran.records[0]["batch_norms"]) if tried is not None else []
+        return causes.from_mistakes(final.verdict, *tried, final.ran.records[0]) if tried is not None else []
 
     def _tried_mistakes(self, final: Judged, k: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None:
         """The row's and the right values of update k, and what likely mistakes would give."""
