@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import pty
 import runpy
 import subprocess
 import sys
@@ -387,6 +389,21 @@ def launch_script(how: str, script: Path) -> None:
     options: Any = {"cwd": script.parent, "env": clean_environment(), "capture_output": True, "text": True, "timeout": 90}
     done = subprocess.run([sys.executable, *command, str(script)], **options)
     assert done.returncode == 0, done.stderr
+
+
+def test_progress_is_shown_on_a_terminal_by_ranks_that_a_trainer_starts(tmp_path: Path) -> None:
+    script, seen = tmp_path / "train.py", b""
+    script.write_text(
+        SCRIPT.format(root=str(Path(__file__).parents[1]), out=str(tmp_path / "out.pt"), guard="__name__ == '__main__'")
+    )
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(script)]
+    running = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    with contextlib.suppress(OSError), os.fdopen(ours, "rb", buffering=0) as terminal:  # closed by the last who had it
+        while data := terminal.read(4096):
+            seen += data
+    assert running.wait() == 0 and b"step 4/4" in seen, seen
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,9 @@ def run_local(
         signal n stopped the job.
     """
     requests = Requests(job.stop_after_s)
-    given = {**os.environ, "ECHELON_SCREEN": "launcher"}  # rank 0 need not draw progress: the screen here does
+    given = dict(os.environ)
+    if screen is not None or not terminal.is_terminal(sys.stderr):  # else rank 0 writes its progress, as one process would
+        given["ECHELON_SCREEN"] = "launcher"
     with _sigusr1_asks(requests):
         if server is None:  # this process becomes the server; libgomp reads the number when torch is imported, below
             threads = rank_environment(job, run, given, job.ranks, restart=False)["OMP_NUM_THREADS"]
