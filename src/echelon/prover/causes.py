@@ -67,7 +67,7 @@ CAUSES = {
 
 CHANGE_EVERYTHING = {
     *("identical dropout", "modules in evaluation mode on some ranks", "other random numbers in the backward pass"),
-    *("gradients that are still scaled", "gradients that underflow"),
+    *("gradients that are still scaled", "gradients that underflow", "parameters that drift apart"),
 }
 
 

@@ -60,7 +60,7 @@ class _Wide(TorchDispatchMode):
             return _drawn(func, args, kwargs)
         dtype = kwargs.get("dtype")
         # What an optimizer makes in half precision meets what it casts.
-        if dtype in _HALF if self._rests else dtype in _SINGLE and _is_cast(args, dtype):
+        if dtype in _HALF if self._rests else dtype in (*_SINGLE, *_HALF) and _is_cast(args, dtype):
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
 
