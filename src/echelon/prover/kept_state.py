@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import re
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -124,7 +125,9 @@ def _read_first(code: types.CodeType, at: int) -> frozenset[str]:
         if each.offset > at and each.opname.startswith("JUMP_BACKWARD") and each.argval <= at:
             break
         if each.offset > at and each.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST", "STORE_DEREF")):
-            first.setdefault(each.argval, each.opname.startswith("LOAD"))
+            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)  # two at once since Python 3.13
+            for name, how in zip(names, re.findall("LOAD|STORE", each.opname), strict=False):
+                first.setdefault(name, how == "LOAD")
     return frozenset(name for name, is_read in first.items() if is_read)
 
 
