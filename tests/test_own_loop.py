@@ -542,8 +542,9 @@ def _drawn_with_weights() -> None:
 
 def _wrong(call: str) -> None:
     model, optimizer, _, loader = _parts()
+    other = nn.Linear(1, 1)
     given = {
-        "two models": (model, nn.Linear(1, 1), optimizer, loader),
+        "two models": (model, other, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1), loader),
         "two optimizers": (model, optimizer, torch.optim.SGD(model.parameters(), lr=0.1), loader),
         "no loader": (model, optimizer),
         "a number": (model, optimizer, loader, 3),

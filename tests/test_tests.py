@@ -23,7 +23,6 @@ STILL_PRIVATE = {
     ("test_output.py", "_model"),
     ("test_output.py", "_partial"),
     ("test_progress.py", "_count"),
-    ("test_progress.py", "_duration"),
     ("test_trainer.py", "_local_ranks"),
     ("test_watch.py", "_numbers"),
 }

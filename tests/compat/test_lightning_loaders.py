@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 import echelon
 from echelon.compat.lightning.pytorch import Callback, LightningModule, Trainer
 from echelon.compat.lightning.pytorch.callbacks import ModelCheckpoint
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import CheckpointMismatchError, UsageError
 from echelon.contracts.overrides import Overrides, impose
 from tests.models import largest_difference
 from tests.units import Regression
@@ -216,7 +216,7 @@ def test_a_batch_size_of_todays_counts(ranks: Any, tmp_path: Path) -> None:
     ranks(2, trained, str(tmp_path / "two"), None, None, 1)
     saved = str(tmp_path / "two/epoch=0-step=3.ckpt")
     module = Line()
-    with pytest.raises(UsageError, match="epoch's end"):
+    with pytest.raises(CheckpointMismatchError, match="epoch's end"):
         Trainer(max_epochs=2, **QUIET).fit(module, DataLoader(numbers(), batch_size=12, shuffle=True), ckpt_path=saved)
 
 

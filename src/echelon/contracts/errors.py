@@ -23,7 +23,6 @@ EchelonError
 from __future__ import annotations
 
 __all__ = [
-    "TOLD_BY",
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointInUseError",
