@@ -73,6 +73,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
     recorder = StepRecorder(Path(folder), updates, dtype, draws, every)
 
     def watch(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
+        building.close()
         _adapt(unit, row)
         if row.yours and any(prepared.works_alone for _, prepared in prepared_of(unit)):
             raise UsageError("workers that meet now and then train other numbers than one process: there is nothing to compare.")
@@ -85,8 +86,10 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         # A few updates: there is nothing to keep.
         return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 
-    with contextlib.ExitStack() as head:
+    with contextlib.ExitStack() as head, contextlib.ExitStack() as building:
         seeded = head.enter_context(_deciding(decided, row, dtype, seed, None if row.is_compiled else draws))
+        if dtype is torch.float64 and row.compiles and compiled is None:  # its model and data are drawn as in float32, too
+            building.enter_context(without_narrow_casts())
         head.enter_context(noting_collectives(recorder.communicated))
         head.enter_context(noting_autocast(recorder.computes_in))
         head.enter_context(noting_compilation(lambda: _compiles(recorder, row, head)))
@@ -291,7 +294,7 @@ def _deciding(
                 head.enter_context(without_autocast())
             if decided.compile is False:
                 head.enter_context(torch.compiler.set_stance("force_eager"))
-            if dtype is torch.float64 and not (row.yours and row.compiles):  # which would run uncompiled then
+            if dtype is torch.float64 and not (row.compiles and decided.compile is None):  # which would run uncompiled then
                 head.enter_context(without_narrow_casts())
             yield seeded
     finally:
