@@ -157,7 +157,7 @@ UNUSUAL = (
     *("right_objects", "right_lists", "right_two_optimizers", "right_sharded_ddp", "right_generators"),
     *("right_sync_batch_norm", "right_gathered_views", "right_class_weights", "right_augmentation"),
     *("right_augmented_batches", "right_teacher", "right_boxes", "right_width_of_a_batch", "right_packed"),
-    *("right_graphs", "right_worker_seeds", "right_calls_of_a_loop"),
+    *("right_graphs", "right_worker_seeds", "right_calls_of_a_loop", "right_noise_of_a_loop", "right_copied_teacher"),
 )
 
 

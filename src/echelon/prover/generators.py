@@ -120,6 +120,8 @@ def _held(unit: Any, name: str) -> dict[str, Any]:
     waiting: deque[tuple[str, Any, int]] = deque([(name, unit, 0)])
     for module in own_modules(unit):
         waiting.append((module.__name__.replace("__main__", "script"), module, 0))
+    for frame in own_frames():
+        waiting += [(f"{frame.f_code.co_name}.{n}", each, 0) for n, each in frame.f_locals.items() if _ROLES[type(each)]]
     seen = {id(torch.default_generator)}
     while waiting and len(seen) < _MOST_OBJECTS:
         path, value, depth = waiting.popleft()
@@ -133,9 +135,6 @@ def _held(unit: Any, name: str) -> dict[str, Any]:
             for name, inner in role(value):
                 if _ROLES[type(inner)] is not None and id(inner) not in seen:
                     waiting.append((f"{path}.{name}" if name else path, inner, depth + 1))
-    for frame in own_frames():
-        local = {f"{frame.f_code.co_name}.{n}": each for n, each in frame.f_locals.items() if isinstance(each, _KINDS)}
-        found.update({path: each for path, each in local.items() if id(each) not in seen})
     return found
 
 

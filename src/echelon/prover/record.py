@@ -95,6 +95,10 @@ class StepRecorder(Callback):
         self._in_pass = self._was_scaled = False
         self.cannot_draw_constantly = False  # compiled code does not
 
+    def __deepcopy__(self, memo: Any) -> StepRecorder:
+        """It hangs in a module's hooks, which a copy of the module has, too."""
+        return self
+
     # --- before training
 
     def attach(self, unit: Any, dataloader: Any, *, unseeded: set[str]) -> None:
