@@ -23,6 +23,18 @@ pytestmark = pytest.mark.standing_ranks
 X, Y = batch(16, 0)
 
 
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, is_plain: bool) -> None:
+    if is_plain:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return
+    with ech.window(model) as window:
+        window.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _lerp(average: Any, model: Any) -> None:
     for e, p in zip(average.parameters(), model.parameters(), strict=True):
         e.lerp_(p, 0.1)
@@ -72,15 +84,7 @@ def _averaged(way: str, strategy: str, folder: Path | None = None, epochs: int =
         if epoch == until:
             break
         for x, y in loader:
-            if is_plain:
-                nn.functional.mse_loss(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                with ech.window(model) as window:
-                    window.backward(nn.functional.mse_loss(model(x), y))
-                    optimizer.step()
-                    optimizer.zero_grad()
+            update(model, optimizer, x, y, is_plain)
             with torch.no_grad():
                 WAYS[way](average, model)
         average.eval()
@@ -149,15 +153,7 @@ def _put(strategy: str) -> dict[str, torch.Tensor]:
     if not is_plain:
         model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy=strategy)
     for x, y in loader:
-        if is_plain:
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            with ech.window(model) as window:
-                window.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
+        update(model, optimizer, x, y, is_plain)
         for p in model.parameters():
             p.data = p.data.clamp(-0.4, 0.4)
     return whole(model)

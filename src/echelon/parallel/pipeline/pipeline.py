@@ -59,11 +59,9 @@ class Pipeline:
         self._learned: OrderedDict[Any, Learned] = OrderedDict()  # by kind, the latest last
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._under_way: Window | None = None
-        self._compared: tuple[Any, Any] = (
-            None,
-            None,
-        )  # which parameters were trained, and the flags, when ranks last compared them
-        self._of_all: tuple[Any, Any] = ((), ())  # the same of every rank
+        # Which parameters are trained, and the flags, as ranks compared them last; and the same of every rank.
+        self._compared: tuple[Any, Any] = (None, None)
+        self._of_all: tuple[Any, Any] = ((), ())
         self.is_trying = False
 
     # --- training
