@@ -26,6 +26,7 @@ import io
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -86,9 +87,8 @@ _servers: dict[tuple[tuple[str, str], ...], tuple[subprocess.Popen[bytes], socke
 
 
 def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+    """Read, not set and set back: of two threads that do so at once, the later one would leave its own mask behind."""
+    return int(re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)[1], 8)  # type: ignore[index]
 
 
 def can_fork(command: Sequence[str], options: Mapping[str, Any]) -> bool:

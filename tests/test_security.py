@@ -480,7 +480,7 @@ def test_s10_root_believes_root_alone_and_a_user_root_too(tmp_path: Path) -> Non
 def _root_and_a_user(folder: Path) -> None:
     run = RunDir.create(folder, "a", begin=False)
     sha256 = _job_in(run.path)
-    for path in (run.path / "job", run.path / "job" / "job.json"):
+    for path in (run.path, run.path / "job", run.path / "job" / "job.json"):
         path.chmod(path.stat().st_mode | 0o055)  # so that others could read it at all
     code = f"""
 import os, sys
