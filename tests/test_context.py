@@ -250,7 +250,7 @@ def _own_loop() -> float:
     batches = [tokens(2, 16, i, ignored=0.3) for i in range(6)]
     module = lm()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, foreach=False)
-    model, optimizer, loader = ech.prepare(module, optimizer, batches, strategy="cp=2", gradient_accumulation_steps=2)
+    model, optimizer, loader = ech.prepare(module, optimizer, batches, strategy="cp=2", accumulate=2)
     for batch in loader:
         with ech.window(model, weight=int((batch["targets"] != -100).sum())) as window:
             loss = F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())

@@ -11,7 +11,7 @@ loader = DataLoader(TensorDataset(x, y), batch_size=16)
 held_out = DataLoader(TensorDataset(x, y), batch_size=32)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-model, optimizer, loader, held_out = ech.prepare(model, optimizer, loader, held_out, gradient_accumulation_steps=2)
+model, optimizer, loader, held_out = ech.prepare(model, optimizer, loader, held_out, accumulate=2)
 
 for epoch in ech.epochs(loader, 3):
     for inputs, labels in loader:

@@ -9,7 +9,7 @@ x = torch.randn(256, 8)
 loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=16)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-model, optimizer, loader = ech.prepare(model, optimizer, loader, gradient_accumulation_steps=4)
+model, optimizer, loader = ech.prepare(model, optimizer, loader, accumulate=4)
 
 for epoch in ech.epochs(loader, 3):
     for inputs, labels in loader:

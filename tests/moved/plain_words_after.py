@@ -19,7 +19,7 @@ tokens = (torch.arange(96 * 9).reshape(96, 9) * 5) % 17
 loader = DataLoader(tokens, batch_size=8)
 model = Model()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-model, optimizer, loader = ech.prepare(model, optimizer, loader, gradient_accumulation_steps=4)
+model, optimizer, loader = ech.prepare(model, optimizer, loader, accumulate=4)
 
 for epoch in ech.epochs(loader, 3):
     for batch in loader:

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from echelon.checkpoint.layout import Stateful
 from echelon.checkpoint.policy import Keep
 from echelon.contracts.errors import UsageError, require
+from echelon.contracts.older_words import translated
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.torch_loader import is_distributed
@@ -57,17 +58,21 @@ logger = logging.getLogger(__name__)
 # Checkpoints that stay of a folder that `prepare` is given: the newest, and two to go back to.
 _KEPT = 3
 
+_OLDER = {"gradient_accumulation_steps": "accumulate", "activation_checkpoint_params": "recompute"}
+_WORDS = ("strategy", "precision", "checkpoints", "callbacks", "compile", "device")
+
 
 def prepare(
     *objects: Any,
     strategy: Strategy | str | None = "ddp",
     precision: str | torch.dtype | Precision | Float8 | None = None,
-    gradient_accumulation_steps: int | None = None,
+    accumulate: int | None = None,
     checkpoints: str | Path | DistributedCheckpointSaver | None = None,
     callbacks: Sequence[Callback] = (),
     compile: Compile = None,
-    activation_checkpoint_params: Preset = None,
+    recompute: Preset = None,
     device: torch.device | None = None,
+    **older: Any,
 ) -> Any:
     """Make a loop's model, optimizer and loaders parallel. Every rank calls it; it joins the ranks if they have not met.
 
@@ -79,29 +84,32 @@ def prepare(
             to evaluate on (those after the first), and objects with `state_dict` and `load_state_dict` to be saved as well, also
             modules that the optimizer does not train: a copy, such as an average of the weights, is split as the model is. A
             torch DataLoader's batch size is that of one process, which the ranks share; with a DistributedSampler, each rank's.
-        strategy, precision, compile, activation_checkpoint_params, device: as in AutoUnit.
-        gradient_accumulation_steps: batches of a rank in an update; by default the loader's, 1 for a DataLoader.
+        strategy, precision, compile, recompute, device: as in AutoUnit.
+        accumulate: batches of a rank in an update; by default the loader's, 1 for a DataLoader.
         checkpoints: a folder, in which every epoch is saved, and what a stop interrupts; or a DistributedCheckpointSaver. What is
             there is restored, before this returns. Of a folder the last 3 stay; a saver keeps all, or `keep_last_n_checkpoints`.
         callbacks: as in `train`.
+        older: older names of these arguments, which are translated with a warning.
     Returns:
         what was given, in its order: the model as the strategy has it, the same optimizer and scheduler, loaders that give
         this rank's batches on its device. One object alone comes back as it is, not in a tuple.
     Raises:
         UsageError: on all ranks: an optimizer of other parameters, several models or optimizers, what is none of these.
     """
+    renamed = translated("prepare", older, _OLDER, {"accumulate": accumulate, "recompute": recompute}, others=_WORDS)
+    accumulate, recompute = renamed["accumulate"], renamed["recompute"]
     refuse_prepared(objects, strategy)
     parts = _Parts.of(objects)
     device = device or init_from_env()
     greet()
-    loader, steps = training_loader(parts.loader, gradient_accumulation_steps)
+    loader, steps = training_loader(parts.loader, accumulate)
     unit = _unit(
         parts,
         strategy=strategy,
         precision=precision,
         gradient_accumulation_steps=steps,
         compile=compile,
-        activation_checkpoint_params=activation_checkpoint_params,
+        activation_checkpoint_params=recompute,
         device=device,
     )
     evaluation = {id(each): EvaluationBatches(each, unit) for each in parts.evaluation}

@@ -1,0 +1,58 @@
+"""Older spellings of arguments: they are translated, with a DeprecationWarning that says the new one."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+
+__all__ = ["is_now", "translated", "unknown"]
+
+
+def translated(
+    function: str,
+    older: Mapping[str, Any],
+    words: Mapping[str, str],
+    own: Mapping[str, Any],
+    *,
+    others: Iterable[str] = (),
+) -> dict[str, Any]:
+    """`own` with the values that came under older names.
+
+    Args:
+        older: what the function was given besides its own arguments, by name.
+        words: the new name of each older one.
+        own: what it was given of its own; None is not given.
+        others: more names that it knows.
+    Raises:
+        UsageError: a value under both names; a name that is neither, with the nearest that is.
+    """
+    found = dict(own)
+    for name, value in older.items():
+        if name not in words:
+            raise unknown(function, name, [*own, *others, *words])
+        new = words[name]
+        if value is not None and found.get(new) is not None:
+            raise UsageError(f"{function} was given {name} and {new}, which are the same. Give {new} alone.")
+        is_now(f"{function}({name}=...)", f"{new}=...")
+        found[new] = value if value is not None else found.get(new)
+    return found
+
+
+def is_now(older: str, new: str) -> None:
+    """Warn of an older spelling, at the line outside of echelon that has it."""
+    frame, level = sys._getframe(0), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "echelon":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"{older} is now {new}", DeprecationWarning, stacklevel=level)
+
+
+def unknown(function: str, name: str, known: Iterable[str], remedy: str = "") -> UsageError:
+    """What is wrong with a name that `function` does not know."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    remedy = remedy or (f"Is it {near[0]}?" if near else f"It knows {', '.join(known)}.")
+    return UsageError(f"{function} has no argument {name!r}. {remedy}")
