@@ -16,38 +16,12 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # the two views: (B, 32), (B, 24)
-
-
-class Gather(torch.autograd.Function):
-    """(b, D) on each rank -> the rows of all ranks (ranks x b, D), in the order of the ranks; differentiable.
-
-    Other ranks' losses depend on this rank's rows, too: what they contribute to its gradient is summed up over the ranks. Each
-    loss is the mean over a rank's own rows, and the strategy averages the gradients of the parameters over the ranks, so this is
-    the gradient of the mean over all rows. Dividing here, or detaching the other ranks' rows, would make it another one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, rows.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def gather(rows: torch.Tensor) -> torch.Tensor:
-    return Gather.apply(rows) if dist.is_initialized() else rows  # no launcher, no group
 
 
 class Towers(nn.Module):
@@ -70,9 +44,10 @@ class Contrast(ech.AutoUnit[Pair]):
 
     def compute_loss(self, state: ech.State, data: Pair) -> tuple[torch.Tensor, torch.Tensor]:
         one, other, scale = self.module(*data)  # (b, D) each
-        mine = torch.arange(len(one), device=one.device) + ech.World.current().rank * len(one)  # its rows among all
-        to_other = scale * one @ gather(other).T  # (b, ranks x b)
-        to_one = scale * other @ gather(one).T
+        mine = ech.gathered_rows(one)  # where this rank's rows are among all
+        to_other = scale * one @ ech.gather(other).T  # (b, rows of all ranks)
+        to_one = scale * other @ ech.gather(one).T
+        # Gradients of other ranks' losses come back to the rows: nothing is to be divided by the ranks, or detached.
         loss = (F.cross_entropy(to_other, mine) + F.cross_entropy(to_one, mine)) / 2
         return loss, to_other.argmax(1) == mine
 
@@ -118,7 +93,7 @@ def main() -> None:
 
     ech.evaluate(unit, eval_loader)
     found = unit.found.compute()  # every rank calls it
-    if ech.RankInfo().rank == 0:
+    if ech.is_main():
         print(f"the right one of 256 views is found for {found:.1%} of held-out things (by chance 0.4%)")
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
@@ -64,15 +63,6 @@ class TableNet(nn.Module):
         return self.mlp(torch.cat([*vectors, numbers], 1)).squeeze(1)
 
 
-def gather(values: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks, which may have different numbers of them. Every rank calls it."""
-    if not dist.is_initialized():  # no launcher, no group
-        return values
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, values.cpu())
-    return torch.cat(parts)
-
-
 def roc_auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     """How often a positive row has a higher score than a negative one; ties count half."""
     _, level, count = torch.unique(scores, return_inverse=True, return_counts=True)
@@ -102,7 +92,7 @@ class Claims(ech.AutoUnit[Row]):
 
     def on_eval_epoch_end(self, state: ech.State) -> None:
         scores, labels = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
-        self.auc = roc_auc(gather(scores), gather(labels))
+        self.auc = roc_auc(ech.gather(scores), ech.gather(labels))
         self.seen.clear()
 
 

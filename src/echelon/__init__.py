@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from echelon.parallel.fsdp2 import FSDP2Strategy
     from echelon.parallel.linear_cross_entropy import linear_cross_entropy
     from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
+    from echelon.parallel.over_ranks import all_mean, gather, gathered_rows
     from echelon.parallel.parallelize import prepare_ddp, prepare_fsdp, prepare_fsdp2, prepare_module
     from echelon.parallel.precision import Precision
     from echelon.parallel.recipe import TorchCompileParams
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
     from echelon.parallel.tensor_plans import tp_plan
     from echelon.parallel.zero import ZeROStrategy
     from echelon.prover.prove import Proof, prove
-    from echelon.world.init import World, init_from_env
+    from echelon.world.init import World, init_from_env, is_main, rank, world_size
     from echelon.world.rng import seed
 
 __all__ = [
@@ -131,6 +132,7 @@ __all__ = [
     "Weighted",
     "World",
     "ZeROStrategy",
+    "all_mean",
     "auxiliary_loss",
     "balance_experts",
     "checkpoint_wrapper",
@@ -142,8 +144,11 @@ __all__ = [
     "evaluating",
     "expert_loads",
     "fit",
+    "gather",
+    "gathered_rows",
     "get_logger",
     "init_from_env",
+    "is_main",
     "launch",
     "linear_cross_entropy",
     "on_meta",
@@ -155,6 +160,7 @@ __all__ = [
     "prepare_fsdp2",
     "prepare_module",
     "prove",
+    "rank",
     "save_pretrained",
     "seed",
     "slurm_fn",
@@ -164,6 +170,7 @@ __all__ = [
     "train",
     "whole_sequence",
     "window",
+    "world_size",
     "write_tokens",
 ]
 
@@ -222,7 +229,8 @@ _NAMES = {
     "parallel.tensor_plans": ["tp_plan"],
     "parallel.zero": ["ZeROStrategy"],
     "prover.prove": ["Proof", "prove"],
-    "world.init": ["World", "init_from_env"],
+    "parallel.over_ranks": ["all_mean", "gather", "gathered_rows"],
+    "world.init": ["World", "init_from_env", "is_main", "rank", "world_size"],
     "world.rng": ["seed"],
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

@@ -12,6 +12,7 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.loop.metrics import load_share, share_of
+from echelon.parallel.over_ranks import without_samples
 from echelon.parallel.sync_batchnorm import without_rows
 
 __all__ = ["explain_one_sample", "standing_in", "uncounted"]
@@ -23,7 +24,7 @@ _STATE = (torch.Tensor, list, dict, int, float, type(None))
 @contextlib.contextmanager
 def standing_in(unit: Any) -> Iterator[None]:
     """Around its forward and backward pass: neither the statistics of batch norm nor metrics take it in."""
-    with uncounted(unit), without_rows(unit.prepared.module):
+    with uncounted(unit), without_rows(unit.prepared.module), without_samples():
         yield
 
 

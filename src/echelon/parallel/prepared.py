@@ -23,6 +23,7 @@ from echelon.parallel.fixed_order import clip_in_order_
 from echelon.parallel.loose import Joined, average_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
+from echelon.parallel.over_ranks import knows_its_data
 from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.same_calls import SameCalls
 from echelon.parallel.same_draws import SameDraws
@@ -96,6 +97,7 @@ class Prepared(Generic[M]):
         self._frozen: list[nn.Parameter] = []  # nor theirs, if they are unfrozen
         self._joined, self._reduces = Joined(module.parameters() if averaged else ()), True
         self._after_step: list[Callable[[], None]] = []
+        knows_its_data(self)
 
     @staticmethod
     def of(module: nn.Module, world: World) -> Prepared[Any]:

@@ -16,27 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.parallel.over_ranks import summed
 from echelon.world.agree import is_joined
 
 __all__ = ["HostSyncBatchNorm", "LocalBatchNorm", "on_host", "revert_sync_batchnorm", "sync_batchnorm", "without_rows"]
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of all ranks' values, on every rank. Not torch's own differentiable all-reduce, which is going out of use."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group, total = group, values.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, None]:
-        return _sum_over_ranks(gradients[0], ctx.group), None  # every rank's loss depends on every rank's values
-
-
-def _sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class HostSyncBatchNorm(nn.BatchNorm1d):
@@ -60,12 +43,12 @@ class HostSyncBatchNorm(nn.BatchNorm1d):
         over = [d for d in range(input.dim()) if d != 1]  # all but the channels
         shape = [1, -1, *[1] * (input.dim() - 2)]
         count = input.new_full((1,), input.numel() // input.shape[1])
-        sums = _sum_over_ranks(torch.cat([input.sum(over), count]), group)
+        sums = summed(torch.cat([input.sum(over), count]), group)
         n, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
         if n <= 1:  # on all ranks alike
             raise ValueError(f"batch norm needs more than one value per channel over all ranks, got input {tuple(input.shape)}")
         centred = input - mean.view(shape)
-        var = _sum_over_ranks(centred.square().sum(over), group) / n
+        var = summed(centred.square().sum(over), group) / n
         if self.training and self.track_running_stats:
             self._count(mean.detach(), var.detach() * (n / (n - 1)))
         out: torch.Tensor = centred * torch.rsqrt(var + self.eps).view(shape)

@@ -19,6 +19,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.observer import observing
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.target import Target
+from echelon.parallel import over_ranks
 from echelon.parallel.memory_budget import keeping_random
 from echelon.prover.backward import backward_draws
 from echelon.prover.constant_draws import ConstantDraws
@@ -91,6 +92,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         if dtype is torch.float64 and row.compiles and compiled is None:  # its model and data are drawn as in float32, too
             building.enter_context(without_narrow_casts())
         head.enter_context(noting_collectives(recorder.communicated))
+        head.enter_context(over_ranks.heard(recorder.communicated))
         head.enter_context(noting_autocast(recorder.computes_in))
         head.enter_context(noting_compilation(lambda: _compiles(recorder, row, head)))
         head.enter_context(scaling_losses(1.0, recorder.scales, recorder.scaled))

@@ -30,7 +30,7 @@ from echelon.world.handshake import Said, greet, greeted
 from echelon.world.meeting import Facts, meet, refusal
 from echelon.world.store import store_of
 
-__all__ = ["World", "ensure_group", "init_from_env", "rank_info"]
+__all__ = ["World", "ensure_group", "init_from_env", "is_main", "rank", "rank_info", "world_size"]
 
 
 # torch's default is 30 minutes, which is what a hang then costs. A collective that takes ten has gone wrong.
@@ -85,6 +85,21 @@ def rank_info() -> RankInfo:
     if local is None and torch.cuda.is_initialized():
         local = torch.cuda.current_device()
     return RankInfo(rank, rank % local_size if local is None or local >= local_size else local, 0, size, local_size)
+
+
+def rank() -> int:
+    """This process's number among the ranks, also before they have met; 0 alone."""
+    return rank_info().rank
+
+
+def world_size() -> int:
+    """How many ranks there are, also before they have met; 1 alone."""
+    return rank_info().world_size
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, which prints and writes what one process alone should."""
+    return rank() == 0
 
 
 def init_from_env(

@@ -1,0 +1,169 @@
+"""What a training script asks of all ranks at once: `gather`, `gathered_rows`, `all_mean`.
+
+Over the ranks that have other samples: those that share samples, as with tensor parallelism, count once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from echelon.contracts.errors import UsageError
+from echelon.world import agree
+
+__all__ = ["all_mean", "gather", "gathered_rows", "heard", "knows_its_data", "summed", "without_samples"]
+
+N = TypeVar("N", float, torch.Tensor)
+
+# The modules that were made parallel and are still there, the latest last: they know which ranks have other samples.
+_prepared: list[weakref.ref[Any]] = []
+# Called before each of these collectives: `prove` must know that a script's steps speak to other ranks.
+_listeners: list[Callable[[], None]] = []
+# Whether the pass under way only stands in, on a rank without samples: nobody else shall see its rows.
+_standing_in: list[bool] = []
+
+
+def knows_its_data(prepared: Any) -> None:
+    """Of a module that was made parallel: its axes say over which ranks to gather, until another is made."""
+    _prepared[:] = [*(kept for kept in _prepared if kept() is not None), weakref.ref(prepared)]
+
+
+@contextlib.contextmanager
+def without_samples() -> Iterator[None]:
+    """Around a pass of a rank that has no samples and computes any: the others gather none of it."""
+    _standing_in.append(True)
+    try:
+        yield
+    finally:
+        _standing_in.pop()
+
+
+@contextlib.contextmanager
+def heard(listener: Callable[[], None]) -> Iterator[None]:
+    """Call `listener` whenever the script gathers or averages over ranks."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def gather(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """The rows of all ranks, in the order of the ranks; without other ranks the tensor itself. Every rank calls it.
+
+    Gradients go back to the rows' ranks, summed over all losses that used them. So a loss that is a mean over this rank's rows,
+    each compared with all, trains as one process does on the whole batch, and so does the same loss of all rows on every rank.
+    Nothing is to be divided or detached.
+
+    Args:
+        tensor: ranks may have different numbers of rows, also none. A rank that has only padding gives none.
+        dim: along which they are laid end to end.
+    Raises:
+        UsageError: on all ranks: other types, or other sizes than along `dim`.
+    """
+    for listener in _listeners:
+        listener()
+    groups = _groups()
+    if _standing_in and groups:
+        tensor = tensor.narrow(dim, 0, 0)
+    for group in reversed(groups):
+        tensor = _Gathered.apply(tensor, dim, _rows(tensor, dim, group), group)  # type: ignore[no-untyped-call]
+    return tensor
+
+
+def gathered_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Where this rank's rows are in `gather(tensor)`: their numbers, int64. Every rank calls it."""
+    groups = _groups()
+    start, count = 0, 0 if _standing_in and groups else len(tensor)
+    for group in reversed(groups):
+        sizes = agree.gather(count, group)
+        start, count = start + sum(sizes[: dist.get_rank(group)]), sum(sizes)
+    rows = start + torch.arange(len(tensor), device=tensor.device)
+    return rows.clamp(max=max(count - 1, 0)) if _standing_in else rows
+
+
+def all_mean(value: N, weight: float = 1.0) -> N:
+    """The mean over all ranks, weighted: of a number, or of tensors of one shape, with gradients. Every rank calls it.
+
+    For what a step needs at once; `ech.Mean` sums over many steps and meets the other ranks once. Give `weight=len(batch)` where
+    ranks have different numbers of samples.
+    """
+    for listener in _listeners:
+        listener()
+    groups = _groups()
+    if not groups:
+        return value
+    kept = torch.as_tensor(value) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+    counts = 0.0 if _standing_in else weight
+    total: torch.Tensor = torch.cat([(kept * counts).reshape(-1), kept.new_tensor([counts])])
+    for group in groups:
+        total = summed(total, group)
+    mean = (total[:-1] / total[-1]).reshape(kept.shape)
+    return mean if isinstance(value, torch.Tensor) else mean.item()
+
+
+def summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The sum over the ranks of a group, differentiable. Not torch's own differentiable all-reduce, which is going out of use."""
+    return _Sum.apply(tensor, group)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _groups() -> list[dist.ProcessGroup | None]:
+    """The axes of ranks that have other samples, outermost first; none in one process."""
+    if not agree.is_joined():
+        return []
+    alive = [prepared for kept in reversed(_prepared) if (prepared := kept()) is not None]
+    parallel = next((prepared for prepared in alive if prepared.data_rank_and_size is not None), None)
+    if parallel is None or parallel.data_rank_and_size[1] == dist.get_world_size():
+        return [None]
+    return [axis.group for axis in parallel.averaged]
+
+
+def _rows(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> list[int]:
+    """How many each rank of the group has, once all have the same but for these."""
+    shape = list(tensor.shape)
+    told = agree.gather([shape[dim], str(tensor.dtype), shape[:dim], shape[dim + 1 :]], group)
+    if any(each[1:] != told[0][1:] for each in told):
+        shown = ", ".join(f"rank {i}: {each[1]} of {each[2]} x rows x {each[3]}" for i, each in enumerate(told))
+        raise UsageError(f"gather: tensors must have one type, and one shape but for dimension {dim}, on all ranks, got {shown}.")
+    return [each[0] for each in told]
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' rows; backward, the sum over the ranks of what each rank's loss sends to this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
+        rows = tensor.transpose(0, dim).contiguous()
+        most = max(sizes)
+        if rows.shape[0] < most:  # gloo and NCCL want equal sizes
+            rows = torch.cat([rows, rows.new_zeros(most - rows.shape[0], *rows.shape[1:])])
+        parts = [torch.empty_like(rows) for _ in sizes]
+        dist.all_gather(parts, rows, group=group)
+        whole = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return whole.transpose(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        rank = dist.get_rank(ctx.group)
+        total = summed(gradients[0], ctx.group)  # differentiable again, as a gradient penalty needs
+        return total.narrow(ctx.dim, sum(ctx.sizes[:rank]), ctx.sizes[rank]), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, on every rank; its gradient is the same sum, as each rank's loss depends on every rank's values."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group, total = group, tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return summed(gradients[0], ctx.group), None
