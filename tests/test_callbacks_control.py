@@ -190,7 +190,8 @@ def test_a_missing_attribute_is_an_error_on_all_ranks(ranks: Ranks) -> None:
     """In TorchTNT rank 0 raises, and the others wait for it."""
     first, second = ranks(2, _early_stops_without_attribute)
     assert first == second
-    assert all("has no such attribute" in text for text in first[:2]) and "no single number: str" in first[2]
+    assert all("no such number" in text for text in first[:2])
+    assert "no single number: str" in first[2]
 
 
 # --- Lambda
@@ -441,6 +442,86 @@ def test_the_fourth_argument_of_torchtnts_release_is_a_frequency() -> None:
 
     stopping = Theirs("loss", EarlyStopChecker("min", 1), "step", 3)
     assert (stopping.phase, stopping.interval_freq) == ("train", 3)
+
+
+class Logs(Regression):
+    """Its accuracy is logged alone: in evaluations 1, 2, 3, 2, 2, 2, ..., the same over the ranks only on average."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(lr=0.0, **options)
+        self.logs_on = (0, 1)
+
+    def on_eval_step_end(self, state: ech.State, data: Any, step: int, loss: Any, outputs: Any) -> None:
+        me = rank() if torch.distributed.is_initialized() else 0
+        if me in self.logs_on:
+            epoch = self.eval_progress.num_epochs_completed
+            state.log("accuracy", min(epoch, 2) - (epoch > 2) + me)
+
+
+def _stops_by_what_was_logged(name: str, mode: Any, **options: Any) -> tuple[int, dict[str, Any]]:
+    unit = Logs(strategy="ddp")
+    stopping = EarlyStopping(name, mode=mode, patience=3, **options)
+    ech.fit(unit, [batch(2, 0)], [batch(2, 1)], max_epochs=20, callbacks=[stopping])
+    return unit.train_progress.num_epochs_completed, unit.train_progress.early_stopping
+
+
+def _stops_by_each_name() -> list[Any]:
+    return [_stops_by_what_was_logged(*each) for each in (("accuracy", None), ("eval_accuracy", "max"))]
+
+
+def test_what_was_logged_in_evaluations_stops_a_run_by_its_name(ranks: Ranks) -> None:
+    """The third value is the best; three checks later it ends. The number is the mean over the ranks, on each of them."""
+    for found in ranks(2, _stops_by_each_name):
+        assert found == [(6, {"accuracy": [3, 2.5]}), (6, {"eval_accuracy": [3, 2.5]})]
+
+
+def _names_nothing() -> str:
+    with pytest.raises(UsageError) as caught:
+        _stops_by_what_was_logged("acuracy", "max")
+    return str(caught.value)
+
+
+def test_a_name_that_is_none_is_refused_with_those_that_there_are(ranks: Ranks) -> None:
+    first, second = ranks(2, _names_nothing)
+    assert first == second and "'acuracy'" in first
+    assert all(name in first for name in ("eval_accuracy", "eval_loss", "loss"))
+
+
+def test_early_stopping_says_what_is_better_or_asks() -> None:
+    assert EarlyStopping("val_accuracy").checker.mode == "max" and EarlyStopping("eval_loss").checker.mode == "min"
+    with pytest.raises(UsageError, match="mode must be 'min' or 'max' for a number named 'quality'"):
+        EarlyStopping("quality")
+    with pytest.raises(UsageError, match="left out with patience"):
+        EarlyStopping("quality", EarlyStopChecker("min", 1), patience=2)
+
+
+class OfTraining(Regression):
+    """Logs in training, also at an epoch's end."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        state.log("steps", 1.0)
+        return super().compute_loss(state, data)
+
+    def on_train_epoch_end(self, state: ech.State) -> None:
+        state.log("epochs", 1.0)
+
+
+def test_numbers_of_training_and_of_its_epochs_ends_can_be_monitored() -> None:
+    for name, mode in (("steps", "min"), ("epochs", "max"), ("loss", "max")):
+        unit = OfTraining(lr=0.0)
+        ech.train(unit, [batch(2, 0)] * 2, max_epochs=9, callbacks=[EarlyStopping(name, mode=mode, patience=2)])  # type: ignore[arg-type]
+        assert unit.train_progress.num_epochs_completed == 3, name
+
+
+def test_the_simple_form_remembers_across_a_resume(tmp_path: Path) -> None:
+    def trained(patience: int) -> int:
+        unit, loader = Regression(lr=0.0), ech.Loader(torch.utils.data.TensorDataset(*batch(8, 0)), 8)
+        saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=1)
+        saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
+        ech.train(unit, loader, max_epochs=20, callbacks=[EarlyStopping("loss", patience=patience, min_delta=1e-6), saver])
+        return unit.train_progress.num_epochs_completed
+
+    assert [trained(patience) for patience in (2, 2, 4)] == [3, 3, 5]
 
 
 class Stalls(Regression):

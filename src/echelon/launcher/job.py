@@ -255,13 +255,13 @@ def parse_rank_range(text: str) -> tuple[int | None, int]:
     return least, most
 
 
-_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s?": 1.0}
+_UNITS = {"d": 86400.0, "h": 3600.0, "m(?:in)?": 60.0, "s?": 1.0}
 _WHOLE = re.compile(r"\s*[-+]?[0-9]{1,9}\s*")
 _AMOUNT = r"[0-9]{1,12}(?:\.[0-9]{1,12})?"
 
 
 def parse_duration(text: str, what: str = "a duration") -> float:
-    """Seconds from "90", "90s", "55m", "1h30m" or "2d".
+    """Seconds from "90", "90s", "55m", "10min", "1h30m" or "2d".
 
     Args:
         what: the option or the variable, for the error.

@@ -214,16 +214,21 @@ class Run:
             evaluation_due.after_epoch(stage.here, progress)
         elif within_fit:
             self.unit.train_progress.evaluation_due = False
+        self.state.settle_logged = partial(self._settle_logged, stage)
         stage.call(stage.hooks.epoch_end)
+        self.state.settle_logged = None
         self._settle_logged(stage)
+        self._inner.numbers_settled(self.state, stage.phase)
 
     def _settle_logged(self, stage: Stage) -> None:
         """The numbers that were logged in this epoch and are not written yet."""
         state, phase = self.state, stage.phase
         together = stage.trains or state.entry_point is EntryPoint.FIT or self._inner.meets_at_end(phase)
         found = state.logged.end_phase(phase, together=together)
+        progress = self.unit.train_progress if isinstance(self.unit, TrainUnit) else stage.progress
+        if phase == "eval":
+            state.logged.evaluated_at = progress.num_steps_completed
         if state.recorder is not None and found:
-            progress = self.unit.train_progress if isinstance(self.unit, TrainUnit) else stage.progress
             prefix = "" if stage.trains else f"{phase}_"
             state.recorder.numbers(progress.num_steps_completed, {prefix + name: value for name, value in found.items()})
 
@@ -271,6 +276,8 @@ class Run:
         within_fit = self.state.entry_point is EntryPoint.FIT
         if within_fit or self._inner.meets_at_end(stage.phase):
             whole = not agree.any_rank(not whole)  # without collectives in it, ranks leave an evaluation one by one
+        if not whole:
+            self.state.logged.discard(stage.phase)
         if within_fit and not whole:
             stage.progress.abandon_epoch()
         if whole:

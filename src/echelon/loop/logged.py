@@ -119,10 +119,14 @@ class Logged:
 
     Attributes:
         weight: what a mean weighs a value by: a number, or a 0-dim tensor.
+        latest: the latest numbers that are settled, by phase and name, for whoever monitors one; on all ranks alike.
+        evaluated_at: the steps of training when an evaluation was last settled; None before the first.
     """
 
     def __init__(self) -> None:
         self.weight: Any = 1.0
+        self.latest: dict[str, dict[str, Any]] = {}
+        self.evaluated_at: int | None = None
         self._takes_part: set[str] = set()  # by a loss: in the update under way, or in an evaluation
         self._totals: dict[str, dict[str, _Total]] = {}  # by phase
         self._metrics: dict[str, dict[str, Any]] = {}
@@ -201,6 +205,7 @@ class Logged:
         totals, takes_part = self._totals.pop("train", {}), self._took_part("train")
         if told is None:
             self._settled = _settle(totals, None, None) if totals else {}
+            self.latest["train"] = {**self.latest.get("train", {}), **self._settled}
             return
         loggers, a, aa, b, bb, ranks = map(round, told)
         if not loggers:
@@ -210,6 +215,8 @@ class Logged:
             self._settled = _settle(totals, group, device)
         else:
             self._settled = _gathered("they log in an update", totals, {}, takes_part=takes_part)
+        if self._settled:
+            self.latest["train"] = {**self.latest.get("train", {}), **self._settled}
 
     def end_phase(self, phase: str, *, together: bool) -> dict[str, float]:
         """Settle what is left of a phase, at an epoch's end: numbers by name. Collective if `together`, or if it has something.
@@ -226,6 +233,7 @@ class Logged:
         for name in sorted(metrics):  # on all ranks alike: each value is taken together over them
             found[name] = float(metrics[name].compute())
             metrics[name].reset()
+        self.latest[phase] = {**self.latest.get(phase, {}), **found}
         return found
 
     def _took_part(self, phase: str) -> bool:
@@ -239,10 +247,10 @@ class Logged:
         settled, self._settled = self._settled, {}
         return settled
 
-    def discard(self) -> None:
-        """Forget what an unfinished update has logged."""
-        self._totals.pop("train", None)
-        self._takes_part.discard("train")
+    def discard(self, phase: str = "train") -> None:
+        """Forget what an unfinished update, or an evaluation that was cut short, has logged."""
+        self._totals.pop(phase, None)
+        self._takes_part.discard(phase)
 
 
 def _check_name(name: str) -> None:

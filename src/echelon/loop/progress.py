@@ -24,6 +24,7 @@ class Progress:
         evaluation_due: within `fit`, an evaluation belongs here that has not come to its end; a run that resumes begins with it.
         skipped: ranges of steps, each as (first, one after the last), that count and are not trained on.
         latest_loss: of the latest epoch, where the unit says it and it is finite: a run that resumes knows it, too.
+        early_stopping: by the number's name, how often it has not improved, and its best value.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Progress:
         self.evaluation_due = False
         self.skipped: list[tuple[int, int]] = []
         self.latest_loss: float | None = None
+        self.early_stopping: dict[str, list[float]] = {}
 
     def increment_step(self) -> None:
         self.num_steps_completed += 1
@@ -69,7 +71,9 @@ class Progress:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {**vars(self), "skipped": [list(each) for each in self.skipped]}
+        state = {**vars(self), "skipped": [list(each) for each in self.skipped]}
+        state["early_stopping"] = {name: list(seen) for name, seen in self.early_stopping.items()}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
@@ -85,6 +89,7 @@ class Progress:
         self.skipped = [(_whole("skipped", first), _whole("skipped", stop)) for first, stop in skipped]
         self.evaluation_due = bool(state_dict.get("evaluation_due", False))
         self.latest_loss = _loss(state_dict.get("latest_loss"))
+        self.early_stopping = _seen(state_dict.get("early_stopping", {}))
         for name, count in counts.items():
             setattr(self, name, count)
 
@@ -93,6 +98,20 @@ def _loss(value: Any) -> float | None:
     if value is not None and not (isinstance(value, float) and math.isfinite(value)):
         raise CheckpointCorruptError(f"the latest_loss of a progress must be a finite number, got {reprlib.repr(value)}.")
     return value
+
+
+def _seen(value: Any) -> dict[str, list[float]]:
+    is_right = isinstance(value, dict) and all(
+        isinstance(name, str)
+        and isinstance(each, (list, tuple))
+        and len(each) == 2
+        and isinstance(each[0], int)
+        and isinstance(each[1], float)
+        for name, each in value.items()
+    )
+    if not is_right:
+        raise CheckpointCorruptError(f"early_stopping of a progress must be pairs of numbers by name, got {reprlib.repr(value)}.")
+    return {name: list(each) for name, each in value.items()}
 
 
 def _whole(name: str, value: Any) -> int:

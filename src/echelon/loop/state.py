@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -223,6 +223,7 @@ class State:
     recorder: Recorder | None = None
     stop_requested = False  # by this rank
     logged: Any = None
+    settle_logged: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -247,6 +248,7 @@ class State:
             EntryPoint.TEST: ActivePhase.TEST,
         }[entry_point]
         self.recorder, self.logged = None, Logged()
+        self.settle_logged = None  # while an epoch's end is called: takes the numbers logged so far together. Collective
         self.alone = True  # a world of one; the loop knows better
         self.stop_requested = False
         self.stopped_by_script = False  # on this rank: not by a signal, so that the run is to end and not to resume later

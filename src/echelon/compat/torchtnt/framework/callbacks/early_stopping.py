@@ -7,6 +7,9 @@ from typing import Any, Literal
 from echelon.contracts.errors import UsageError
 from echelon.loop.callbacks import early_stopping
 from echelon.loop.early_stop import EarlyStopChecker
+from echelon.loop.monitored import Unknown
+from echelon.loop.state import State
+from echelon.world import agree
 
 __all__ = ["EarlyStopping"]
 
@@ -32,9 +35,13 @@ class EarlyStopping(early_stopping.EarlyStopping):
             phase, interval_freq = "train", phase
         super().__init__(monitored_attr, early_stop_checker, interval, phase, interval_freq)
 
-    def _read(self, unit: Any) -> float | str:
-        if not hasattr(unit, self.monitored_attr):
-            return f"Unit does not have attribute '{self.monitored_attr}', unable to read monitored attribute to determine " + (
-                "whether to stop early."
-            )
-        return super()._read(unit)
+    def _number(self, state: State, unit: Any) -> float:
+        try:
+            return super()._number(state, unit)
+        except Unknown:
+            if agree.from_rank0(lambda: hasattr(unit, self.monitored_attr)):
+                raise
+            raise self.refusal(
+                f"Unit does not have attribute '{self.monitored_attr}', unable to read monitored attribute to determine whether "
+                "to stop early."
+            ) from None
