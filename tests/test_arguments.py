@@ -48,7 +48,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (unit, {"module": 3}, "a torch.nn.Module, got 3"),
     (unit, {"module": nn.Linear}, r"a torch.nn.Module, got <class .*Write Linear\(...\)"),
     (unit, {"device": "nope"}, "a torch.device or None, got 'nope'"),
-    (unit, {"strategy": 3}, "one of 'noop', .*got 3"),
+    (unit, {"strategy": 3}, "layout must be one of 'none', .*got 3"),
     (unit, {"precision": 16}, "'fp32', .*got 16"),
     (unit, {"clip_grad_norm": "a"}, "above 0, or None for no clipping, got 'a'"),
     (unit, {"clip_grad_norm": NAN}, "above 0, or None for no clipping, got nan"),

@@ -296,7 +296,7 @@ def test_a_strategy_for_a_wrapped_module_is_refused(ranks: Ranks) -> None:
 
 
 def test_an_unknown_strategy_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"strategy must be one of 'noop', 'dp', 'ddp', 'fsdp', .*, got 'ddpp'"):
+    with pytest.raises(UsageError, match=r"layout must be one of 'none', 'ddp', 'fsdp', .*, got 'ddpp'"):
         Regression(strategy="ddpp")
 
 
@@ -500,9 +500,9 @@ def test_a_module_that_is_frozen_as_a_whole_is_not_blamed_on_detach() -> None:
 
 @pytest.mark.parametrize("strategy", [{"name": "ddp"}, ["ddp"], 3])
 def test_a_strategy_that_is_no_name_is_refused(strategy: Any) -> None:
-    with pytest.raises(UsageError, match="must be one of 'noop'"):
+    with pytest.raises(UsageError, match="must be one of 'none'"):
         Regression(strategy=strategy)
-    with pytest.raises(UsageError, match="must be one of 'noop'"):
+    with pytest.raises(UsageError, match="must be one of 'none'"):
         ech.prepare_module(net(), torch.device("cpu"), strategy=strategy)
 
 

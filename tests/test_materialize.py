@@ -19,7 +19,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel import STRATEGIES
+from echelon.parallel import LAYOUTS
 from echelon.parallel.materialize import materialize
 from tests.conftest import Ranks
 from tests.models import Net, batch
@@ -307,12 +307,12 @@ def _plain_sums() -> dict[str, float]:
     ("size", "named"),
     # DiLoCo's outer optimizer trains to other numbers.
     [
-        (2, [s for s in STRATEGIES if s not in ("dp", "diloco")]),
-        pytest.param(4, [s for s in STRATEGIES if s != "diloco"], marks=pytest.mark.full),
+        (2, [s for s in (*LAYOUTS, "tp") if s != "diloco"]),
+        pytest.param(4, [s for s in (*LAYOUTS, "tp") if s != "diloco"], marks=pytest.mark.full),
     ],
 )
 def test_every_strategy_gives_the_values_of_a_plain_build_and_trains(ranks: Ranks, size: int, named: list[str]) -> None:
-    strategies: list[Any] = [s for s in named if s != "dp"]
+    strategies: list[Any] = list(named)
     strategies += [ech.FSDPStrategy(cpu_offload=True), ech.TPStrategy(size=2)] if size == 4 else []
     results = ranks(size, _under_each, strategies)
     want = _plain_sums()

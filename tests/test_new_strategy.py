@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.parallel import STRATEGIES
+from echelon.parallel import LAYOUTS
 from tests.conftest import Ranks
 from tests.models import Batch, batch, plain_training
 from tests.pipeline import TwoStages
@@ -36,7 +36,7 @@ def batches() -> list[list[Batch]]:
 
 
 def _train() -> tuple[dict[str, torch.Tensor], Steps, float]:
-    STRATEGIES["two_stages"] = TwoStages  # the one line
+    LAYOUTS["two_stages"] = TwoStages  # the one line
     unit = Steps(strategy="two_stages", gradient_accumulation_steps=2, clip_grad_norm=0.3)
     ech.train(unit, [micro for window in batches() for micro in window], max_epochs=1)
     names = NAMES[torch.distributed.get_rank()]
@@ -65,7 +65,7 @@ def test_a_pipeline_trains_as_one_process_does(ranks: Ranks) -> None:
 
 
 def _evaluate() -> tuple[float, float]:
-    STRATEGIES["two_stages"] = TwoStages
+    LAYOUTS["two_stages"] = TwoStages
     unit = Regression(strategy="two_stages")
     ech.evaluate(unit, [batch(4, 0), batch(3, 1)])
     ech.test(unit, [batch(4, 0), batch(3, 1)])

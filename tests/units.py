@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.parallel import STRATEGIES
+from echelon.parallel import LAYOUTS
 from tests.models import Batch, net
 
-# Strategies over several ranks, each on its own share of the data.
-PARALLEL = [
-    name for name in STRATEGIES if name not in ("noop", "dp", "tp", "parallel", "local_sgd", "diloco")
-]  # "parallel" alone is "fsdp"
+# Layouts over several ranks, each on its own share of the data.
+PARALLEL = [name for name in LAYOUTS if name not in ("none", "local_sgd", "diloco")]
 
 # In `make test` a test of one strategy each has ddp, zero1 and fsdp: whole parameters, with the optimizer whole or divided, and
 # shards. The others are forms of fsdp; that all train the same numbers is tests/test_equivalence.py's.

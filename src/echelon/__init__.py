@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from echelon.contracts.version import __version__ as __version__
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from echelon.observe.loggers.ranks import get_logger
     from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_wrapper
     from echelon.parallel.axes import data_axes
-    from echelon.parallel.composed import Parallel
+    from echelon.parallel.composed import Layout
     from echelon.parallel.context_active import positions, whole_sequence
     from echelon.parallel.ddp import DDPStrategy
     from echelon.parallel.deferred import on_meta
@@ -92,6 +93,7 @@ __all__ = [
     "Float8",
     "GroupedExperts",
     "HSDPStrategy",
+    "Layout",
     "Loader",
     "LoaderOptions",
     "LocalSGDStrategy",
@@ -100,7 +102,6 @@ __all__ = [
     "MoE",
     "NOOPStrategy",
     "Packed",
-    "Parallel",
     "PhaseState",
     "Policy",
     "Precision",
@@ -211,7 +212,7 @@ _NAMES = {
     "parallel.activation": ["ActivationCheckpointParams", "checkpoint_wrapper"],
     "parallel.axes": ["data_axes"],
     "parallel.context_active": ["positions", "whole_sequence"],
-    "parallel.composed": ["Parallel"],
+    "parallel.composed": ["Layout"],
     "parallel.ddp": ["DDPStrategy"],
     "parallel.deferred": ["on_meta"],
     "parallel.dp": ["DPStrategy"],
@@ -237,6 +238,9 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Parallel":
+        warnings.warn("echelon.Parallel is now echelon.Layout", DeprecationWarning, stacklevel=2)
+        name = "Layout"
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'echelon' has no attribute {name!r}")

@@ -52,7 +52,7 @@ _TIED = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TPStrategy(Strategy):
     """Split single layers over `size` neighbouring ranks, and the data over the groups of them.
 

@@ -122,7 +122,7 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts: (..., dim) -> (..., dim). In one process plain PyTorch; `Parallel(ep=n)` divides the experts.
+    """A mixture of experts: (..., dim) -> (..., dim). In one process plain PyTorch; `Layout(ep=n)` divides the experts.
 
     Args:
         dim: features of a token.
