@@ -25,7 +25,7 @@ class Steps(Regression):
         self.losses: list[float] = []
         self.reported: list[tuple[int, int, bool]] = []
 
-    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.units.TrainStepResults) -> None:
         super().on_train_step_end(state, data, step, results)
         self.losses.append(float(results.loss))
         self.reported.append((step, len(data[0]), results.total_grad_norm is not None))
@@ -68,7 +68,7 @@ def _evaluate() -> tuple[float, float]:
     LAYOUTS["two_stages"] = TwoStages
     unit = Regression(strategy="two_stages")
     ech.evaluate(unit, [batch(4, 0), batch(3, 1)])
-    ech.test(unit, [batch(4, 0), batch(3, 1)])
+    ech.units.test(unit, [batch(4, 0), batch(3, 1)])
     return unit.eval_loss, unit.test_loss
 
 
@@ -79,7 +79,7 @@ def test_a_pipeline_evaluates_by_its_last_stage_alone(ranks: Ranks) -> None:
         assert evaluated == tested == pytest.approx(alone.eval_loss, rel=1e-12)
 
 
-class Watched(ech.Prepared[Any]):
+class Watched(ech.layouts.Prepared[Any]):
     """One process whose windows and updates are noted."""
 
     def __init__(self, module: Any) -> None:
@@ -103,7 +103,7 @@ class Watched(ech.Prepared[Any]):
 class Watching(ech.Strategy):
     name = "watching"
 
-    def prepare(self, module: Any, world: ech.World, recipe: Any) -> ech.Prepared[Any]:
+    def prepare(self, module: Any, world: ech.launching.World, recipe: Any) -> ech.layouts.Prepared[Any]:
         return Watched(module)
 
 

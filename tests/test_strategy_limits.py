@@ -54,13 +54,13 @@ def _misfits() -> dict[str, str]:
         "devices": lambda: Regression(strategy=ech.DDPStrategy(device_ids=[0])),
         "grads": lambda: Regression(strategy=ech.FSDPStrategy(mixed_precision=low)),
         "offload": lambda: Regression(strategy=ech.FSDPStrategy(cpu_offload="yes")),  # type: ignore[arg-type]
-        "container": lambda: Regression(strategy=ech.FSDP2Strategy(modules_to_shard=["blocks"])),
-        "class": lambda: Regression(strategy=ech.FSDP2Strategy(modules_to_shard=[nn.Conv2d])),
-        "nothing": lambda: Regression(strategy=ech.FSDP2Strategy(shard_predicates=[lambda n, m: False])),
+        "container": lambda: Regression(strategy=ech.layouts.FSDP2Strategy(modules_to_shard=["blocks"])),
+        "class": lambda: Regression(strategy=ech.layouts.FSDP2Strategy(modules_to_shard=[nn.Conv2d])),
+        "nothing": lambda: Regression(strategy=ech.layouts.FSDP2Strategy(shard_predicates=[lambda n, m: False])),
         "loose": lambda: Regression(module=(m := net()), strategy=ech.FSDPStrategy(ignored_modules=[m.last])),
-        "sizes": lambda: Regression(strategy=ech.HSDPStrategy(shard_size=3)),
-        "both sizes": lambda: Regression(strategy=ech.HSDPStrategy(shard_size=2, replicate_size=2)),
-        "frozen": lambda: ech.prepare_ddp(net().requires_grad_(False), CPU),
+        "sizes": lambda: Regression(strategy=ech.layouts.HSDPStrategy(shard_size=3)),
+        "both sizes": lambda: Regression(strategy=ech.layouts.HSDPStrategy(shard_size=2, replicate_size=2)),
+        "frozen": lambda: ech.layouts.prepare_ddp(net().requires_grad_(False), CPU),
         "twice": lambda: Regression(module=wrapped, strategy="fsdp"),
         "meta": lambda: Regression(module=bare, strategy="zero1"),
         "meta, unfilled": lambda: Regression(module=empty, strategy=ech.FSDPStrategy(param_init_fn=lambda m: None)),
@@ -169,7 +169,7 @@ class Looked(nn.Module):
 class _Closing(ech.TrainUnit[Any]):
     def __init__(self, strategy: Any) -> None:
         super().__init__()
-        self.module = ech.prepare_module(net(), CPU, strategy=strategy)
+        self.module = ech.layouts.prepare_module(net(), CPU, strategy=strategy)
         self.optimizer = torch.optim.LBFGS(self.module.parameters(), lr=0.1)
 
     def train_step(self, state: ech.State, data: Any) -> None:

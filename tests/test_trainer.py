@@ -228,7 +228,7 @@ class ByHand(ech.TrainUnit[Batch]):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
-        self.module = ech.prepare_ddp(net(), torch.device("cpu"))
+        self.module = ech.layouts.prepare_ddp(net(), torch.device("cpu"))
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
 
     def train_step(self, state: ech.State, data: Batch) -> None:

@@ -51,13 +51,13 @@ class Regression(ech.AutoUnit[Batch]):
         optimizer = kind(module.parameters(), lr=self.lr, **({"momentum": 0.9} if self.kind == "SGD" else {}))
         return optimizer, (self.schedule(optimizer) if self.schedule else None)
 
-    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.units.TrainStepResults) -> None:
         self.steps.append(step)
         if results.total_grad_norm is not None:
             self.norms.append(float(results.total_grad_norm))
 
 
-class Numbers(ech.TrainUnit[Any], ech.EvalUnit[Any], ech.PredictUnit[Any], ech.TestUnit[Any]):
+class Numbers(ech.TrainUnit[Any], ech.EvalUnit[Any], ech.PredictUnit[Any], ech.units.TestUnit[Any]):
     """Its batches are numbers; each step writes its number down, and sets it as `value`."""
 
     def __init__(self) -> None:

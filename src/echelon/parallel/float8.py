@@ -72,7 +72,7 @@ class Float8:
         found, needed = torch.cuda.get_device_capability(device), _NEEDED[self.recipe]
         if found < needed:
             if found >= _NEEDED["tensorwise"]:
-                remedy = "Take precision=echelon.Float8(recipe='tensorwise')."
+                remedy = "Take precision=echelon.layouts.Float8(recipe='tensorwise')."
             raise UsageError(
                 f"precision 'float8' with recipe {self.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or "
                 f"more, got {torch.cuda.get_device_name(device)} with {found[0]}.{found[1]}. {remedy}"

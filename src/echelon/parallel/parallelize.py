@@ -160,7 +160,7 @@ def prepare_module(
 
     Args:
         precision: what a sharded layout gathers parameters in. The forward passes are yours, and so is the autocast around
-            them: `with echelon.Precision.of("bf16").autocast(device):`.
+            them: `with echelon.layouts.Precision.of("bf16").autocast(device):`.
     """
     decided = overrides()
     chosen = decided.precision or precision

@@ -165,7 +165,7 @@ def prepare_module(
     enable_compiled_autograd: bool = False,
     global_mesh: GlobalMeshCoordinator | None = None,
 ) -> nn.Module:
-    """As `echelon.prepare_module`.
+    """As `echelon.layouts.prepare_module`.
 
     Args:
         enable_compiled_autograd: compile backward passes, too, from now on in this process.
@@ -195,7 +195,7 @@ def prepare_module(
 
 
 def prepare_fsdp(module: nn.Module, device: torch.device, strategy: FSDPStrategy | None = None) -> nn.Module:
-    """As `echelon.prepare_fsdp`: `fully_shard` in place. The module has the older class's `no_sync` and `clip_grad_norm_`."""
+    """As `echelon.layouts.prepare_fsdp`: `fully_shard` in place, with the older class's `no_sync` and `clip_grad_norm_`."""
     return _with_older_methods(parallelize.prepare_fsdp(module, device, strategy))
 
 
@@ -205,7 +205,7 @@ def prepare_fsdp2(
     strategy: FSDP2Strategy | None = None,
     global_mesh: GlobalMeshCoordinator | None = None,
 ) -> nn.Module:
-    """As `echelon.prepare_fsdp2`; a mesh with several copies keeps them."""
+    """As `echelon.layouts.prepare_fsdp2`; a mesh with several copies keeps them."""
     chosen = on_mesh(strategy or FSDP2Strategy(), global_mesh)
     assert isinstance(chosen, FSDP2Strategy)
     return parallelize.prepare_fsdp2(module, device, chosen)
