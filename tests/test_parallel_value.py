@@ -86,7 +86,7 @@ VALUES = [
     ech.Layout(dp_replicate=2, cp=2, ep=2),
     ech.DDPStrategy(),
     ech.FSDPStrategy(),
-    ech.LocalSGDStrategy(),
+    ech.layouts.LocalSGDStrategy(),
 ]
 
 
@@ -113,9 +113,9 @@ def test_a_value_is_shown_by_the_options_it_was_given(value: Any, text: str) -> 
 def test_older_keywords_are_understood_and_say_the_new_one() -> None:
     net = torch.nn.Linear(2, 1)
     with pytest.warns(DeprecationWarning, match=r"prepare_module\(strategy=\.\.\.\) is now layout="):
-        ech.prepare_module(net, torch.device("cpu"), strategy="noop")  # type: ignore[call-arg]
+        ech.layouts.prepare_module(net, torch.device("cpu"), strategy="noop")  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="was given strategy and layout, which are the same"):
-        ech.prepare_module(net, torch.device("cpu"), strategy="noop", layout="none")  # type: ignore[call-arg]
+        ech.layouts.prepare_module(net, torch.device("cpu"), strategy="noop", layout="none")  # type: ignore[call-arg]
     with pytest.warns(DeprecationWarning, match=r"Trainer\(strategy=\.\.\.\) is now layout="):
         assert ech.Trainer(1, strategy="fsdp2").layout == ech.FSDPStrategy()  # type: ignore[call-arg]
     with pytest.warns(DeprecationWarning, match="Parallel is now echelon.Layout"):
