@@ -92,6 +92,71 @@ def _frozen_later(strategy: str, folder: Path) -> Any:
     return _train(_Unit(strategy), callbacks=[_at("on_train_step_end", freeze)])
 
 
+def _trains(unit: Any, name: str, *, so: bool) -> None:
+    for each, parameter in unit.prepared.named_parameters():
+        if each.startswith(name):
+            parameter.requires_grad_(so)
+
+
+def _unfrozen_later(strategy: str, folder: Path, *, hook: str = "on_train_step_end") -> Any:
+    torch.manual_seed(0)
+    module = _Two().double()
+    module.spare.requires_grad_(False)
+    unit = Regression(module=module, strategy=strategy)
+    thaw = _at(hook, lambda state, unit: _trains(unit, "spare", so=unit.train_progress.num_steps_completed > 0))
+    ech.train(unit, _data(), max_epochs=2, callbacks=[thaw])
+    return unit
+
+
+def _unfrozen_with_an_epoch(strategy: str, folder: Path) -> Any:
+    return _unfrozen_later(strategy, folder, hook="on_train_epoch_start")
+
+
+class _Wide(nn.Module):
+    """Its blocks are gathered, and reduced, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 16), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def _block_frozen_later(strategy: str, folder: Path) -> Any:
+    torch.manual_seed(0)
+    unit = Regression(module=_Wide().double(), strategy=strategy)
+    freeze = _at("on_train_step_end", lambda state, unit: _trains(unit, "blocks.1", so=False))
+    return _train(unit, callbacks=[freeze])
+
+
+class _Freezes(_Unit):
+    """Within a step, where no rank hears of another before the backward pass."""
+
+    everywhere = False
+
+    def weight(self, data: Any) -> Any:
+        if self.step() in (2, 3) and (_odd() or self.everywhere):
+            _trains(self, "spare", so=self.step() == 3)
+        return super().weight(data)
+
+
+class _FreezesEverywhere(_Freezes):
+    everywhere = True
+
+
+def _frozen_in_a_step(strategy: str, folder: Path) -> Any:
+    return _train(_Freezes(strategy))
+
+
+def _frozen_in_a_step_everywhere(strategy: str, folder: Path) -> Any:
+    return _train(_FreezesEverywhere(strategy))
+
+
 class _Skips(_Unit):
     def compute_loss(self, state: Any, data: Any) -> Any:
         out = self.module(data[0], not _odd() or self.step() < 2)
@@ -338,7 +403,10 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_told_to_all(ranks: Ranks, tm
 DISAGREE = "RanksDisagreeError"
 TOLD: list[tuple[Case, list[str], str]] = [
     (_frozen, ["fsdp", "hsdp"], "spare.weight is frozen on one and trained on another"),
-    (_frozen_later, ["fsdp", "zero2"], "had one of spare.weight"),
+    (_frozen_later, ["ddp", "fsdp", "zero1", "zero2"], "spare.weight was frozen on rank 1 and not on rank 0"),
+    (_unfrozen_later, ["fsdp", "ddp", "zero1"], "spare.weight was unfrozen on rank 1 and not on rank 0"),
+    (_unfrozen_with_an_epoch, ["ddp", "fsdp"], "spare.weight was unfrozen on rank 1 and not on rank 0"),
+    (_block_frozen_later, ["fsdp", "ddp"], "blocks.1.0.weight was frozen on rank 1 and not on rank 0"),
     (_no_gradient, ["fsdp", "zero2"], "spare"),
     (_logs, ["ddp", "fsdp"], "rank 0: nothing, rank 1: mine"),
     (_logs_in_evaluation, ["ddp", "fsdp"], "rank 0: nothing, rank 1: mine"),
@@ -371,7 +439,10 @@ def test_all_ranks_are_told_the_same(ranks: Ranks, tmp_path: Path, case: Case, s
 
 @pytest.mark.standing_ranks
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.full)])
-@pytest.mark.parametrize("case", [_empty_batch, _asks_to_stop, _stops_in_eval, _optimizer_without_rate, _optimizer_of_its_own])
+@pytest.mark.parametrize(
+    "case",
+    [_empty_batch, _asks_to_stop, _stops_in_eval, _optimizer_without_rate, _optimizer_of_its_own, _frozen_in_a_step_everywhere],
+)
 def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path, case: Case, strategy: str) -> None:
     (first, steps, mine), (second, others_steps, others) = ranks(2, _outcome, case, strategy, tmp_path)
     assert (first, second) == ("done", "done") and steps == others_steps
@@ -379,7 +450,7 @@ def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path, case: Case, strateg
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("case", [_callback_raises, _loss_raises, _loss_without_gradient, _no_gradient])
+@pytest.mark.parametrize("case", [_callback_raises, _loss_raises, _loss_without_gradient, _no_gradient, _frozen_in_a_step])
 def test_a_fault_of_one_rank_ends_all(ranks: Ranks, tmp_path: Path, case: Case, strategy: str) -> None:
     if case is _no_gradient and strategy != "ddp":
         return  # all are told
@@ -387,6 +458,7 @@ def test_a_fault_of_one_rank_ends_all(ranks: Ranks, tmp_path: Path, case: Case, 
         ranks(2, case, strategy, tmp_path)
     said = str(caught.value)
     words = {_loss_without_gradient: "compute_loss returned", _no_gradient: "must depend on all trained parameters"}
+    words[_frozen_in_a_step] = "spare.weight was frozen on rank 1 and not on another"
     assert words.get(case, "a fault of one rank alone") in said
 
 

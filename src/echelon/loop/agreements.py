@@ -15,6 +15,7 @@ from echelon.loop.progress import Progress
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.unit import Unit
 from echelon.parallel.apart import ranks_apart
+from echelon.parallel.same_trained import SameTrained
 from echelon.world import agree
 
 __all__ = ["CutShort", "cuts_evaluation", "on_calls", "on_end", "on_lengths", "on_limits", "on_optimizers"]
@@ -40,10 +41,12 @@ def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callbac
     agree.same_on_all("where training begins and ends", limits, "Give all ranks the same limits and the same checkpoint.")
 
 
-def on_optimizers(unit: Unit) -> None:
+def on_optimizers(unit: Unit) -> SameTrained | None:
     """Before the first step: ranks that share a model train the same of it, and alike. Copies would drift apart, or shards of one
     parameter be trained in different ways, in silence; a backward pass would wait for gradients that others do not have.
 
+    Returns:
+        what looks whether they go on to do so, for the modules that they share; None where they share none.
     Raises:
         RanksDisagreeError: on all ranks, with what differs.
     """
@@ -64,10 +67,15 @@ def on_optimizers(unit: Unit) -> None:
         if not held or not ids.isdisjoint(held):  # else of what each rank has for itself
             rates = [float(g["lr"]) for g in groups if isinstance(g.get("lr"), (int, float, torch.Tensor))]
             told[name] = [type(optimizer).__name__, *rates]
-    frozen = {f"{name}.{n}": None for name, each in shared.items() for n, p in each.named_parameters() if not p.requires_grad}
-    kinds = agree.kinds([told, list(frozen)])
+    for prepared in shared.values():
+        prepared.reshard()
+    named = {f"{name}.{n}": p for name, each in shared.items() for n, p in each.named_parameters()}
+    kinds = agree.kinds([told, [n for n, p in named.items() if not p.requires_grad]])
     if len(kinds) == 1:
-        return
+        trained = SameTrained(named.items()) if named and agree.is_joined() else None
+        for prepared in unit.prepared_modules().values():
+            prepared.trained = trained
+        return trained
     (optimizers, first), (others, second) = kinds[:2]
     for name in {**optimizers, **others}:
         one, another = optimizers.get(name, ["none"]), others.get(name, ["none"])

@@ -273,7 +273,7 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
             self._look_at(loss, micro_batch.data)
         window.add(loss.detach(), 0 if prepared.is_replica else weight)
         if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
-            window.start_reduction(state.stop_requested, state.logged.signature(), prepared.calls)
+            window.start_reduction(state.stop_requested, state.logged.signature(), prepared.calls, prepared.trained)
         if clock.running is not None and not prepared.takes_windows:
             clock.running.enter(BACKWARD)
         assert window.reference is not None

@@ -32,6 +32,7 @@ from echelon.loop.steps import Between, Steps
 from echelon.loop.undivided import warn_of_same_samples
 from echelon.loop.unit import TrainUnit
 from echelon.parallel.around import Watches
+from echelon.parallel.same_trained import SameTrained
 from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
 from echelon.world.handshake import greet
@@ -67,7 +68,7 @@ class Run:
                 launched,
             )
         self._agree_after_step: Callable[[], None] | None = None
-        self._watches: Watches | None = None
+        self._doubts: list[Watches | SameTrained] = []  # in which a rank asks all to compare
 
     # --- the whole run
 
@@ -104,8 +105,8 @@ class Run:
         self._begin(stage)
         if state.eval_state is not None:
             check_evaluation(self._stages["eval"])
-        self._watches = check_tracked(self._inner)
-        agreements.on_optimizers(self._inner)
+        watches = check_tracked(self._inner)
+        self._doubts = [each for each in (watches, agreements.on_optimizers(self._inner)) if each is not None]
         self._agree_on_agreeing()
         self._agree_to_stop()
         self._take_up_streams()
@@ -125,8 +126,7 @@ class Run:
         state = self.state
         if state.recorder is not None:
             state.recorder.flush()
-        if self._watches is not None and agree.any_rank(self._watches.in_doubt):
-            self._watches.check()
+        self._settle_doubts()
         state.stopped_by_script = state.should_stop and agree.any_rank(state.stopped_by_script)
         self._inner.phase_ended(state, "train")
         stage.call(stage.hooks.end)
@@ -184,6 +184,7 @@ class Run:
     def _open_epoch(self, stage: Stage) -> Steps:
         if stage.progress.num_steps_completed_in_epoch == 0:
             stage.call(stage.hooks.epoch_start)
+            self._settle_doubts()  # hooks of an epoch's beginning freeze and unfreeze
         evaluates = self.state.eval_state is not None
         return Steps(stage, Between(self._agree_after_step, self._evaluate_if_due if evaluates else None))
 
@@ -309,13 +310,19 @@ class Run:
             self._act_upon(*agree.any_ranks(self._flags()))
 
     def _flags(self) -> list[bool]:
-        """A wish to stop; and, of a unit that steps by itself, whether something is to be compared."""
-        stop = self.state.stop_requested
-        return [stop] if self._watches is None else [stop, self._watches.in_doubt]
+        """A wish to stop, and what is to be compared."""
+        return [self.state.stop_requested, *[each.in_doubt for each in self._doubts]]
 
-    def _act_upon(self, stop: bool, doubt: bool = False) -> None:
-        if doubt and self._watches is not None:
-            self._watches.check()
+    def _settle_doubts(self) -> None:
+        self._compare(*agree.any_ranks([each.in_doubt for each in self._doubts]))
+
+    def _compare(self, *doubts: bool) -> None:
+        for each, doubt in zip(self._doubts, doubts, strict=True):
+            if doubt:
+                each.check()
+
+    def _act_upon(self, stop: bool, *doubts: bool) -> None:
+        self._compare(*doubts)
         if stop:
             self.state.agree_to_stop()
 

@@ -26,11 +26,14 @@ from echelon.loop.loss import weighted
 from echelon.loop.progress import Progress
 from echelon.parallel.same_calls import SAME, SameCalls
 from echelon.parallel.same_draws import SameDraws
+from echelon.parallel.same_trained import SameTrained
 from echelon.world.agree import gather
 
 __all__ = ["Window"]
 
 
+# What a rank in doubt sends in the place of its loss: that all are is known by the sum.
+_IN_DOUBT = 2.0**60
 # If so many updates of a run have no weight, and no other had one, nothing will be trained at all.
 _NONE_IN = 10
 
@@ -112,18 +115,33 @@ class Window:
             self._weight = self._weight + weight
             self._is_sum = True
 
-    def start_reduction(self, wants_stop: bool, logged: Sequence[float] = NOBODY, calls: SameCalls | None = None) -> None:
+    def start_reduction(
+        self,
+        wants_stop: bool,
+        logged: Sequence[float] = NOBODY,
+        calls: SameCalls | None = None,
+        trained: SameTrained | None = None,
+    ) -> None:
         """Begin to sum up over the ranks; the backward pass runs meanwhile. Collective, in the same order on every rank.
 
         Args:
             logged: the signature of what this rank has logged.
             calls: knows what this rank has done with the module.
+            trained: knows whether it trains other parameters than before. Only a rank that does waits for the others here.
+        Raises:
+            RanksDisagreeError: this rank has frozen or unfrozen a parameter, and others have not.
         """
+        in_doubt = trained is not None and trained.in_doubt
         called = SAME if calls is None else calls.signature()
         more = (*called, *logged)
         has_more = wants_stop or any(logged) or (calls is not None and calls.has_news)
         drawn = () if self.draws is None else (self.draws.signature(),)
-        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, more, has_more, drawn, self.group)
+        told = _IN_DOUBT if in_doubt else None
+        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, more, has_more, drawn, self.group, told)
+        if trained is not None and in_doubt:
+            if not self._reduction.all_told(_IN_DOUBT):
+                raise trained.differs_from_some()
+            trained.check()
 
     def _weighted_sum(self) -> torch.Tensor:
         """In float64, as a sum over many ranks needs."""
@@ -198,6 +216,7 @@ class _Reduction:
         has_more: bool,
         drawn: Sequence[float],
         group: dist.ProcessGroup | None,
+        instead: float | None,
     ) -> None:
         self._on_device = not loss.is_cpu
         self._weight_on_device = self._on_device and isinstance(weight, torch.Tensor)
@@ -208,12 +227,19 @@ class _Reduction:
             *more,
             1.0,
         ]
-        self._host = torch.tensor([math.nan if has_more else self._mine[0], self._mine[1], *drawn], dtype=torch.float64)
+        sent = [self._mine[0], self._mine[1]] if instead is None else [math.nan, instead]
+        self._host = torch.tensor([math.nan if has_more else sent[0], sent[1], *drawn], dtype=torch.float64)
         self.told: list[float] = []  # the sums of what ranks have logged, and of ones
         self.called: list[float] | None = None
         self.drawn = 0.0
         self._works = [dist.all_reduce(self._host, group=group, async_op=True)]
         self._loss, self._weight, self._group = loss, weight, group
+
+    def all_told(self, instead: float) -> bool:
+        """Whether every rank has sent this in the place of its loss. Waits for the message."""
+        assert self._works[0] is not None
+        self._works[0].wait()
+        return float(self._host[1]) == instead * dist.get_world_size(self._group)
 
     def wait(self) -> tuple[Any, Any, bool]:
         if self._on_device:

@@ -27,6 +27,7 @@ from echelon.parallel.over_ranks import knows_its_data
 from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.same_calls import SameCalls
 from echelon.parallel.same_draws import SameDraws
+from echelon.parallel.same_trained import SameTrained
 from echelon.parallel.shards import reshard
 from echelon.parallel.state import ModuleState, module_state
 from echelon.world import agree
@@ -67,6 +68,7 @@ class Prepared(Generic[M]):
         works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
         calls: compares what the ranks do with the module, once `compare_calls` was called; None where they need not do the same.
+        trained: while ranks train, knows whether they train the same parameters of the modules that they share.
         draws: likewise, the random numbers of ranks that share layers.
         explaining: makes a context around passes, in which errors of torch's that say nothing of their cause are UsageErrors.
     """
@@ -85,6 +87,7 @@ class Prepared(Generic[M]):
     doubts_parts = False
     computes_in: torch.dtype | None = None
     calls: SameCalls | None = None
+    trained: SameTrained | None = None
     draws: SameDraws | None = None
     explaining: Callable[[], AbstractContextManager[Any]] = staticmethod(lambda: NO_CONTEXT)
 

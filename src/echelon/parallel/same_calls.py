@@ -189,11 +189,10 @@ class _EquallyMany:
     ) -> Any:
         if (own := output_tensor.numel()) >= self._most:  # more, after layers were unfrozen
             return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-        sent, mine = input_tensor.new_zeros(group.size(), self._most), output_tensor.new_empty(self._most)
+        sent = input_tensor.new_zeros(group.size(), self._most)
         sent[:, :own] = input_tensor.view(group.size(), own)
-        reduce_scatter_single(mine, sent.view(-1), group=group, op=op)
-        output_tensor.copy_(mine[:own])
-        return None
+        output_tensor.resize_(self._most)  # in place: copies of the shards all-reduce it next, and torch reads its beginning
+        return reduce_scatter_single(output_tensor, sent.view(-1), group=group, op=op, async_op=async_op)
 
 
 def _most_of_a_rank(parameter: Any) -> int:
