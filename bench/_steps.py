@@ -282,7 +282,7 @@ def _loader(ranks: int) -> Callable[[], Any]:
     data = range(1 << 30)
 
     def first() -> Any:
-        options = ech.data.LoaderOptions(dp=(ranks - 1, ranks))
+        options = ech.LoaderOptions(dp=(ranks - 1, ranks))
         return next(iter(ech.Loader(data, 4 * ranks, seed=1, collate_fn=list, options=options)))
 
     return first
@@ -298,7 +298,7 @@ def _agreed(act: Callable[[], Any]) -> Callable[[int], Callable[[], Any]]:
     return lambda ranks: act
 
 
-_VALUE = {"max_steps": 1000, "folder": "/runs/0001"}
+_VALUE = {"max_updates": 1000, "folder": "/runs/0001"}
 
 STEPS = [
     Step("agree: any_rank", _agreed(lambda: agree.any_rank(False)), constant=True),

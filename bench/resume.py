@@ -78,9 +78,9 @@ def ours(folder: Path, width: int) -> None:
 
     ech.init_from_env()
     unit, loader = Fit(module=model(width), strategy="ddp"), ech.Loader(data(), BATCH)
-    saver = ech.DistributedCheckpointSaver(folder / "c", save_every_n_train_steps=SAVED_AT)
+    saver = ech.DistributedCheckpointSaver(folder / "c", save_every_n_updates=SAVED_AT)
     went_on = saver.restore_from_latest(folder / "c", unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=KILLED_AT + 5, callbacks=[saver])
+    ech.train(unit, loader, max_updates=KILLED_AT + 5, callbacks=[saver])
 
 
 def theirs(folder: Path, width: int) -> None:

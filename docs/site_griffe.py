@@ -1,4 +1,4 @@
-"""Docstrings describe arguments that belong together in one entry, `max_epochs, max_steps: ...`; the site gives each its own."""
+"""Docstrings describe arguments that belong together in one entry, `max_epochs, max_updates:`; the site gives each its own."""
 
 from __future__ import annotations
 

@@ -52,9 +52,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3)
     arguments = parser.parse_args()
-    group = ech.launching.CollectiveGroup(
-        train, (arguments.epochs,), policies=ech.launching.System().cpu_policies(arguments.ranks)
-    )
+    group = ech.CollectiveGroup(train, (arguments.epochs,), policies=ech.System().cpu_policies(arguments.ranks))
     group.init()
     group.start()
     try:

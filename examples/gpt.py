@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.data import ByteText, split_files
+from echelon.data.text import ByteText, split_files
 
 VOCABULARY = 256  # bytes
 
@@ -69,7 +69,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if name.endswith(("out.weight", "mlp.2.weight")) else 0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.bytes(x) + self.positions(ech.nn.positions(x))  # of this rank's part of the window, if ranks share it
+        h = self.bytes(x) + self.positions(ech.positions(x))  # of this rank's part of the window, if ranks share it
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))
@@ -126,7 +126,7 @@ def another_run(own: Path, resume: str) -> Path:
     if resume:
         given = Path(resume)
         return given / "checkpoints" if (given / "checkpoints").is_dir() else given
-    newest = (ech.evidence.RunDir.current() or ech.evidence.RunDir(own.parent)).newest_sibling_with_checkpoint("gpt")
+    newest = (ech.RunDir.current() or ech.RunDir(own.parent)).newest_sibling_with_checkpoint("gpt")
     if newest is None:
         raise SystemExit("--resume: no run of this script with a checkpoint is in runs/. Name its folder: --resume runs/NAME")
     return newest.checkpoints
@@ -174,11 +174,10 @@ def main() -> None:
         device=device,
         strategy=args.strategy,
         precision=args.precision,
-        gradient_accumulation_steps=args.accumulate,
         lr=args.lr,
         steps=args.steps,
     )
-    run = ech.evidence.RunDir.current()
+    run = ech.RunDir.current()
     own = run.checkpoints if run is not None else Path("runs") / "gpt" / "checkpoints"
     # This run goes on where it was killed or stopped: started again by the launcher, by a cluster, or under the same --name.
     restore = ech.DistributedCheckpointSaver.restore_from_latest
@@ -187,10 +186,10 @@ def main() -> None:
         if not restore(other, unit, train_dataloader=train_loader):
             raise SystemExit(f"--resume: {other} holds no checkpoint")
     saver = ech.DistributedCheckpointSaver(
-        own, save_every_n_train_steps=args.save_every * args.accumulate, keep_last_n_checkpoints=2, async_checkpoint=True
+        own, save_every_n_updates=args.save_every, keep_last_n_checkpoints=2, async_checkpoint=True
     )
 
-    ech.train(unit, train_loader, max_steps=args.steps * args.accumulate, callbacks=[saver])
+    ech.train(unit, train_loader, max_updates=args.steps, callbacks=[saver])
     ech.evaluate(unit, eval_loader)
     in_stages = unit.prepared.stage[1] > 1  # of a pipeline, which computes losses and predictions of whole batches only
     sample = "" if in_stages else continue_text(unit, "import os\n\n\ndef ", 200, args.context)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import transformers as tf
 
 import echelon as ech
-from echelon.data import split_files
+from echelon.data.text import split_files
 
 BYTES = 256  # the vocabulary of a model without a tokenizer
 Batch = dict[str, torch.Tensor]  # "input_ids" and "labels": (B, T)
@@ -112,9 +112,9 @@ def main() -> None:
     # With LoRA a checkpoint has the adapters only; the model's own weights are read from its folder each time.
     saver = ech.DistributedCheckpointSaver(
         args.checkpoints,
-        save_every_n_train_steps=100,
+        save_every_n_updates=100,
         keep_last_n_checkpoints=2,
-        options=ech.callbacks.SaveOptions(only_trained=bool(args.lora)),
+        options=ech.SaveOptions(only_trained=bool(args.lora)),
     )
     if source.is_dir() and args.lora:
         saver.restore(source, unit)
@@ -123,7 +123,7 @@ def main() -> None:
         saver.restore(source, unit)
     ech.evaluate(unit, eval_loader)
     before = unit.eval_loss
-    ech.train(unit, train_loader, max_steps=args.updates, callbacks=[saver])
+    ech.train(unit, train_loader, max_updates=args.updates, callbacks=[saver])
     ech.evaluate(unit, eval_loader)
     ech.save_pretrained(unit, args.out, merged=args.merge)  # every rank calls it
     if ech.RankInfo().rank == 0:

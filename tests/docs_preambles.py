@@ -41,7 +41,7 @@ BEFORE = {
     "unit": _BUILT,
     "classes": _UNIT,
     "dataset": _UNIT + "unit = Unit(module=Model(), gradient_accumulation_steps=2)\n",
-    "saver": _BUILT + 'saver = ech.DistributedCheckpointSaver("checkpoints", save_every_n_train_steps=8)\n',
+    "saver": _BUILT + 'saver = ech.DistributedCheckpointSaver("checkpoints", save_every_n_updates=8)\n',
     "checkpoint": f"""{_UNIT}
 import safetensors.torch
 
@@ -54,7 +54,7 @@ class Renamed(torch.nn.Module):
         return self.head(self.backbone(x))
 
 unit, other, loader = Unit(module=Model()), Unit(module=Renamed()), ech.Loader(data, global_batch=32)
-best, options = ech.callbacks.BestCheckpointConfig("eval_loss", "min"), ech.callbacks.SaveOptions(restart=True)
+best, options = ech.BestCheckpointConfig("eval_loss", "min"), ech.SaveOptions(restart=True)
 folder = "runs/a/checkpoints"
 saver = ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1, best_checkpoint_config=best, options=options)
 unit.on_eval_step_end = lambda state, data, step, loss, outputs: setattr(unit, "eval_loss", float(loss))
@@ -130,9 +130,9 @@ def fit(lr):
 _SCRIPT = (
     _UNIT
     + """\
-run = ech.evidence.RunDir.current()
+run = ech.RunDir.current()
 unit, loader = Unit(module=Model(), strategy="ddp"), ech.Loader(data, global_batch=32)
-saver = ech.DistributedCheckpointSaver(run.checkpoints, save_every_n_train_steps=4)
+saver = ech.DistributedCheckpointSaver(run.checkpoints, save_every_n_updates=4)
 saver.restore_from_latest(run.checkpoints, unit, train_dataloader=loader)
 ech.train(unit, loader, max_epochs=2, callbacks=[saver])
 """

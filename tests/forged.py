@@ -201,7 +201,7 @@ def restored(where: Any, **options: Any) -> int:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("two")
-    ech.train(make_unit("noop"), make_loader(), max_steps=4, callbacks=[Saver(folder, save_every_n_train_steps=2)])
+    ech.train(make_unit("noop"), make_loader(), max_updates=4, callbacks=[Saver(folder, save_every_n_updates=2)])
     return folder
 
 

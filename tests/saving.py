@@ -35,21 +35,21 @@ def make_loader() -> ech.Loader:
 
 def train_and_save(folder: Path, strategy: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
     unit = make_unit(strategy, **options)
-    ech.train(unit, make_loader(), max_steps=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
+    ech.train(unit, make_loader(), max_updates=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
     return whole(unit.module)
 
 
 def resume(folder: Path, strategy: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
     unit, loader = make_unit(strategy, seed=99, **options), make_loader()
     assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=steps)
+    ech.train(unit, loader, max_updates=steps)
     assert unit.train_progress.num_steps_completed == steps
     return whole(unit.module)
 
 
 def uninterrupted(strategy: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
     unit = make_unit(strategy, **options)
-    ech.train(unit, make_loader(), max_steps=steps)
+    ech.train(unit, make_loader(), max_updates=steps)
     return whole(unit.module)
 
 

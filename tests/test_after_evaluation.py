@@ -26,7 +26,7 @@ def _saved_after_an_evaluation(strategy: str, folder: str) -> tuple[int, float, 
     batches = [batch(4, 10 * dist.get_rank() + i) for i in range(3)]
     unit = Regression(strategy=strategy, optimizer="AdamW")
     saver = ech.DistributedCheckpointSaver(f"{folder}/{strategy}")
-    ech.fit(unit, batches, batches[:1], max_epochs=1, evaluate_every_n_steps=1, callbacks=[saver])
+    ech.fit(unit, batches, batches[:1], max_epochs=1, evaluate_every_n_updates=1, callbacks=[saver])
     again = Regression(strategy=strategy, optimizer="AdamW")
     ech.DistributedCheckpointSaver.restore_from_latest(f"{folder}/{strategy}", again)
     pairs = list(zip(_moments(unit), _moments(again), strict=True))

@@ -48,7 +48,7 @@ def _bits(strategy: str, optimizer: str, saved: str | None = None, stop: int | N
     )
     loader, callbacks = ech.Loader(_rows(), 16), []
     if saved is not None and stop is not None:
-        callbacks = [ech.DistributedCheckpointSaver(saved, save_every_n_train_steps=stop * unit.gradient_accumulation_steps)]
+        callbacks = [ech.DistributedCheckpointSaver(saved, save_every_n_updates=stop)]
     elif saved is not None:
         ech.DistributedCheckpointSaver.restore_from_latest(saved, unit, train_dataloader=loader)
     ech.train(unit, loader, max_epochs=2 if stop is not None else 3, callbacks=callbacks)

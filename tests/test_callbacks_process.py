@@ -42,7 +42,7 @@ def run(entry: str, end: type[BaseException] | None, callback: ech.Callback, dur
     unit = Numbers()
     try:
         if entry == "fit":
-            ech.fit(unit, [1, 2, 3], [1, 2], max_epochs=1, evaluate_every_n_steps=1, callbacks=[callback, after])
+            ech.fit(unit, [1, 2, 3], [1, 2], max_epochs=1, evaluate_every_n_updates=1, callbacks=[callback, after])
         elif entry == "train":
             ech.train(unit, [1, 2, 3], max_epochs=1, callbacks=[callback, after])
         else:

@@ -494,7 +494,7 @@ def _said_at_saves(strategy: str, change: str, folder: Path) -> list[str]:
     log.addHandler(handler)
     try:
         unit = Regression(module=_model(), strategy=strategy)
-        saver = ech.DistributedCheckpointSaver(folder / f"{strategy} {change}", save_every_n_train_steps=2)
+        saver = ech.DistributedCheckpointSaver(folder / f"{strategy} {change}", save_every_n_updates=2)
         data = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS)
         ech.train(unit, data, max_epochs=1, callbacks=[Changes(CHANGES[change]), saver])
     finally:
@@ -538,7 +538,7 @@ def _two_saves_of_four(folder: Path) -> list[str]:
     log.addHandler(handler)
     try:
         unit = Regression(module=Scaled(), strategy="dp_replicate=2,dp_shard=2")
-        saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=2)
+        saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=2)
         ech.train(unit, _loader(STEPS), max_epochs=1, callbacks=[Changes(_on_rank_0), saver])
     finally:
         log.removeHandler(handler)

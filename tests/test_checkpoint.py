@@ -56,15 +56,15 @@ def test_at_the_same_ranks_a_resumed_run_is_bit_equal_with_dropout(ranks: Ranks,
 def _save_each(folder: Path, **options: Any) -> list[str]:
     unit = make_unit("ddp", gradient_accumulation_steps=2)
     loader = ech.Loader(DATA, 8, seed=1, accumulation=2)
-    ech.train(unit, loader, max_steps=8, callbacks=[ech.DistributedCheckpointSaver(folder, **options)])
+    ech.train(unit, loader, max_updates=8, callbacks=[ech.DistributedCheckpointSaver(folder, **options)])
     return sorted(p.name for p in folder.iterdir())
 
 
-def test_saves_wait_for_the_windows_end_and_old_ones_go(ranks: Ranks, tmp_path: Path) -> None:
-    """Every third step falls into the middle of a window of two: steps 4 and 6, and 8 at the end."""
-    names = ranks(2, _save_each, tmp_path / "a", save_every_n_train_steps=3)[0]
-    assert names == ["step-00000004", "step-00000006", "step-00000008"]
-    names = ranks(2, _save_each, tmp_path / "b", save_every_n_train_steps=2, keep_last_n_checkpoints=2)[0]
+def test_saves_count_updates_and_old_ones_go(ranks: Ranks, tmp_path: Path) -> None:
+    """Each update has two micro-batches: after 3 and 6 updates, and after 8 at the end."""
+    names = ranks(2, _save_each, tmp_path / "a", save_every_n_updates=3)[0]
+    assert names == ["step-00000003", "step-00000006", "step-00000008"]
+    names = ranks(2, _save_each, tmp_path / "b", save_every_n_updates=2, keep_last_n_checkpoints=2)[0]
     assert names == ["step-00000006", "step-00000008"]
 
 
@@ -84,7 +84,7 @@ def test_a_saver_takes_a_group_of_all_ranks_alone(ranks: Ranks, tmp_path: Path) 
 
 def _saves_into_its_own(folder: Path) -> str:
     """As `datetime.now()` in its name has it."""
-    saver = ech.DistributedCheckpointSaver(folder / f"rank{dist.get_rank()}", save_every_n_train_steps=2)
+    saver = ech.DistributedCheckpointSaver(folder / f"rank{dist.get_rank()}", save_every_n_updates=2)
     unit = Regression(strategy="ddp")
     with pytest.raises(RanksDisagreeError) as caught:
         ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
@@ -100,13 +100,13 @@ def test_ranks_that_name_other_folders_are_told_before_they_train(ranks: Ranks, 
 def test_saves_by_epoch_and_by_evaluation(tmp_path: Path) -> None:
     unit = make_unit("noop")
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=2, save_every_n_eval_epochs=1)
-    ech.fit(unit, make_loader(), [batch(2, 0)], max_epochs=2, evaluate_every_n_steps=5, callbacks=[saver])
+    ech.fit(unit, make_loader(), [batch(2, 0)], max_epochs=2, evaluate_every_n_updates=5, callbacks=[saver])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005", "step-00000006", "step-00000010", "step-00000012"]
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
-    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=4)
-    ech.train(make_unit("noop"), make_loader(), max_steps=4, callbacks=[saver])
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=4)
+    ech.train(make_unit("noop"), make_loader(), max_updates=4, callbacks=[saver])
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
 
 
@@ -117,19 +117,19 @@ def _reference(steps: int, **options: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("at", [5, 6, 7, 12])
 def test_a_save_on_an_epochs_last_step_resumes_in_the_next_epoch(tmp_path: Path, at: int) -> None:
     """Six steps an epoch: the sixth is saved before the epoch is closed."""
-    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=at)
-    ech.train(make_unit("noop"), make_loader(), max_steps=at, callbacks=[saver])
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=at)
+    ech.train(make_unit("noop"), make_loader(), max_updates=at, callbacks=[saver])
     assert largest_difference(resume(tmp_path, "noop", 15), _reference(15)) == 0
 
 
 def test_looking_into_a_loader_does_not_move_the_training() -> None:
     unit, loader = make_unit("noop"), make_loader()
     next(iter(loader))
-    ech.train(unit, loader, max_steps=3)
+    ech.train(unit, loader, max_updates=3)
     other = make_unit("noop")
-    ech.train(other, loader, max_steps=3)  # a loader that was stopped in mid-epoch, and another unit
+    ech.train(other, loader, max_updates=3)  # a loader that was stopped in mid-epoch, and another unit
     assert largest_difference(whole(unit.module), _reference(3)) == 0 == largest_difference(whole(other.module), _reference(3))
-    ech.train(unit, loader, max_steps=8)  # the first goes on where it stood
+    ech.train(unit, loader, max_updates=8)  # the first goes on where it stood
     assert largest_difference(whole(unit.module), _reference(8)) == 0
 
 
@@ -137,7 +137,7 @@ def test_a_restored_unit_places_a_loader_that_was_not_restored(tmp_path: Path) -
     train_and_save(tmp_path, "noop", 4)
     unit = make_unit("noop", seed=9)
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
-    ech.train(unit, make_loader(), max_steps=8)
+    ech.train(unit, make_loader(), max_updates=8)
     assert largest_difference(whole(unit.module), _reference(8)) == 0
 
 
@@ -173,7 +173,7 @@ def _accumulated(folder: Path, accumulation: int, updates: int, resume: bool) ->
     if resume:
         ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
     saver = ech.DistributedCheckpointSaver(folder)
-    ech.train(unit, loader, max_steps=updates * accumulation, callbacks=[saver])
+    ech.train(unit, loader, max_updates=updates, callbacks=[saver])
     return whole(unit.module), unit.window.updates
 
 
@@ -204,11 +204,11 @@ def test_a_layer_that_never_got_a_gradient_resumes(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     first = unit()
-    ech.train(first, make_loader(), max_steps=3, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    ech.train(first, make_loader(), max_updates=3, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
     second = unit()
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, second)
     for each in (first, second):
-        ech.train(each, make_loader(), max_steps=8)
+        ech.train(each, make_loader(), max_updates=8)
     assert largest_difference(whole(first.module), whole(second.module)) == 0
 
 
@@ -222,7 +222,7 @@ def test_what_cannot_be_read_back_is_refused_when_it_is_saved(tmp_path: Path) ->
     unit = make_unit("noop")
     unit.odd = Odd()  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match=r"the state of odd.path is a PosixPath"):
-        ech.train(unit, make_loader(), max_steps=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+        ech.train(unit, make_loader(), max_updates=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
     assert commit.latest(tmp_path) is None
 
 
@@ -237,8 +237,8 @@ def test_a_flipped_bit_is_found_when_it_is_restored(tmp_path: Path) -> None:
 
 
 def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
-    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=2)
-    ech.train(make_unit("noop"), make_loader(), max_steps=4, callbacks=[saver])
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=2)
+    ech.train(make_unit("noop"), make_loader(), max_updates=4, callbacks=[saver])
     newest = tmp_path / "step-00000004"
     assert commit.latest(tmp_path) == newest
     (newest / "state.safetensors").write_bytes((newest / "state.safetensors").read_bytes()[:-1])
@@ -278,8 +278,8 @@ KILLED = """
             armed = False
             return path
 
-    saver = Saver({folder!r}, save_every_n_train_steps=2, keep_last_n_checkpoints=1)
-    ech.train(make_unit("noop"), make_loader(), max_steps=4, callbacks=[saver])
+    saver = Saver({folder!r}, save_every_n_updates=2, keep_last_n_checkpoints=1)
+    ech.train(make_unit("noop"), make_loader(), max_updates=4, callbacks=[saver])
     print("calls", calls)
 """
 
@@ -332,7 +332,7 @@ def test_another_model_is_refused_on_all_ranks_and_the_parameter_named(ranks: Ra
 def test_weights_alone_can_be_restored(tmp_path: Path) -> None:
     want = train_and_save(tmp_path, "noop", 4)
     unit = make_unit("noop", seed=5)
-    options = ech.callbacks.RestoreOptions(restore_optimizers=False, restore_train_progress=False, restore_lr_schedulers=False)
+    options = ech.RestoreOptions(restore_optimizers=False, restore_train_progress=False, restore_lr_schedulers=False)
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit, restore_options=options)
     assert largest_difference(whole(unit.module), want) == 0
     assert unit.train_progress.num_steps_completed == 0 and not unit.optimizer.state
@@ -374,13 +374,13 @@ def test_a_frozen_layer_is_saved_and_has_no_optimizer_state(tmp_path: Path) -> N
         return Regression(module=module, optimizer="AdamW")
 
     unit, other = frozen(0), frozen(3)
-    ech.train(unit, make_loader(), max_steps=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    ech.train(unit, make_loader(), max_updates=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, other)
     assert largest_difference(whole(unit.module), whole(other.module)) == 0
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
-@pytest.mark.parametrize("name", ["save_every_n_train_steps", "save_every_n_epochs", "keep_last_n_checkpoints"])
+@pytest.mark.parametrize("name", ["save_every_n_updates", "save_every_n_epochs", "keep_last_n_checkpoints"])
 def test_intervals_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"^{name} must be a whole number of at least 1, or None for .*, got {value!r}."):
         ech.DistributedCheckpointSaver(tmp_path, **{name: value})
@@ -393,8 +393,8 @@ def test_intervals_that_make_no_sense_are_refused(tmp_path: Path, name: str, val
 def test_a_saver_names_what_it_wants(tmp_path: Path, name: str, value: Any, what: str) -> None:
     with pytest.raises(UsageError, match=f"^{name} must be {what}, got {value!r}"):
         ech.DistributedCheckpointSaver(tmp_path, **{name: value})
-    with pytest.raises(UsageError, match=r"^keep_every_n_train_steps must be a whole number of at least 1"):
-        ech.callbacks.SaveOptions(keep_every_n_train_steps=0)
+    with pytest.raises(UsageError, match=r"^keep_every_n_updates must be a whole number of at least 1"):
+        ech.SaveOptions(keep_every_n_updates=0)
 
 
 class Scored(Regression):
@@ -412,8 +412,8 @@ class Scored(Regression):
 def test_the_last_step_of_an_epoch_is_saved_as_the_beginning_of_the_next(tmp_path: Path) -> None:
     """With a loader that has no state, and with the score of these weights."""
     data = [batch(2, i) for i in range(5)]
-    best = ech.callbacks.BestCheckpointConfig("score", "max")
-    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=5, best_checkpoint_config=best)
+    best = ech.BestCheckpointConfig("score", "max")
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=5, best_checkpoint_config=best)
     ech.fit(Scored(), data, data[:1], max_epochs=2, callbacks=[saver])
     found = {path.name: commit.verify(path)["metrics"]["score"] for path in commit.candidates(tmp_path)}
     assert found == {"step-00000005": 5.0, "step-00000010": 10.0}
@@ -428,7 +428,7 @@ def test_the_last_step_of_an_epoch_is_saved_as_the_beginning_of_the_next(tmp_pat
 
 def test_an_epoch_that_was_whole_when_it_was_saved_is_not_trained_again(tmp_path: Path) -> None:
     data = [batch(2, i) for i in range(5)]
-    ech.train(Regression(), data, max_steps=5, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    ech.train(Regression(), data, max_updates=5, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
     unit = Regression()
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
     unit.train_progress.num_epochs_completed, unit.train_progress.num_steps_completed_in_epoch = 0, 5  # as a kill leaves it

@@ -54,15 +54,15 @@ def _train_behind(folder: Path, strategy: str) -> dict[str, Any]:
                 released.set()
 
     unit = make_unit(strategy, dropout=0.3)
-    saver = Saver(folder, save_every_n_train_steps=3, async_checkpoint=True)
-    ech.train(unit, make_loader(), max_steps=6, callbacks=[Release(), saver])
+    saver = Saver(folder, save_every_n_updates=3, async_checkpoint=True)
+    ech.train(unit, make_loader(), max_updates=6, callbacks=[Release(), saver])
     return whole(unit.module)
 
 
 def _resume_from_3(folder: Path, strategy: str) -> dict[str, Any]:
     unit, loader = make_unit(strategy, seed=9, dropout=0.3), make_loader()
     Saver.restore(folder / "step-00000003", unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=6)
+    ech.train(unit, loader, max_updates=6)
     return whole(unit.module)
 
 
@@ -83,9 +83,9 @@ def test_the_loop_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: p
             if len(seen) == 5:
                 released.set()
 
-    saver = Saver(tmp_path, save_every_n_train_steps=6, async_checkpoint=True)
-    early = Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True, options=ech.callbacks.SaveOptions(on_busy="skip"))
-    ech.train(make_unit("noop"), make_loader(), max_steps=5, callbacks=[early, Watch()])
+    saver = Saver(tmp_path, save_every_n_updates=6, async_checkpoint=True)
+    early = Saver(tmp_path, save_every_n_updates=2, async_checkpoint=True, options=ech.SaveOptions(on_busy="skip"))
+    ech.train(make_unit("noop"), make_loader(), max_updates=5, callbacks=[early, Watch()])
     assert seen[:4] == [(1, None), (2, None), (3, None), (4, None)]  # written behind, and step 4 skipped
     assert _names(tmp_path) == [2, 5]  # the end of training waits, and is saved
     del saver
@@ -98,16 +98,16 @@ def test_a_busy_save_is_waited_for_or_skipped(tmp_path: Path, caplog: pytest.Log
         _slowly(patch, released)
         timer = threading.Timer(0.5, released.set)
         timer.start()
-        options = ech.callbacks.SaveOptions(on_busy=on_busy)  # type: ignore[arg-type]
-        saver = Saver(tmp_path / on_busy, save_every_n_train_steps=1, async_checkpoint=True, options=options)
+        options = ech.SaveOptions(on_busy=on_busy)  # type: ignore[arg-type]
+        saver = Saver(tmp_path / on_busy, save_every_n_updates=1, async_checkpoint=True, options=options)
         with caplog.at_level(logging.WARNING):
-            ech.train(make_unit("noop"), make_loader(), max_steps=4, callbacks=[saver])
+            ech.train(make_unit("noop"), make_loader(), max_updates=4, callbacks=[saver])
         timer.join()
         patch.undo()
         assert _names(tmp_path / on_busy) == names
     assert "step 2 is not saved: the save before it is still being written" in caplog.text
     with pytest.raises(UsageError, match="'wait' or 'skip'"):
-        ech.callbacks.SaveOptions(on_busy="perhaps")  # type: ignore[arg-type]
+        ech.SaveOptions(on_busy="perhaps")  # type: ignore[arg-type]
 
 
 def _fails_behind(folder: Path, end: int) -> tuple[str, int]:
@@ -122,9 +122,7 @@ def _fails_behind(folder: Path, end: int) -> tuple[str, int]:
         return real(self, folder)
 
     Snapshot.write = write  # type: ignore[method-assign]
-    saver = Saver(
-        folder, save_every_n_train_steps=2, async_checkpoint=True, options=ech.callbacks.SaveOptions(tolerated_failures=0)
-    )
+    saver = Saver(folder, save_every_n_updates=2, async_checkpoint=True, options=ech.SaveOptions(tolerated_failures=0))
 
     class Wait(ech.Callback):
         """The rank that fails has failed before its next step."""
@@ -136,7 +134,7 @@ def _fails_behind(folder: Path, end: int) -> tuple[str, int]:
 
     unit = make_unit("ddp")
     with pytest.raises(CheckpointWriteError) as caught:
-        ech.train(unit, make_loader(), max_steps=end, callbacks=[Wait(), saver])
+        ech.train(unit, make_loader(), max_updates=end, callbacks=[Wait(), saver])
     return str(caught.value), unit.train_progress.num_steps_completed
 
 
@@ -163,9 +161,9 @@ def _fails_once(folder: Path, asynchronous: bool) -> int:
         return real(self, place)
 
     Snapshot.write = write  # type: ignore[method-assign]
-    saver = Saver(folder, save_every_n_train_steps=2, async_checkpoint=asynchronous)
+    saver = Saver(folder, save_every_n_updates=2, async_checkpoint=asynchronous)
     unit = make_unit("ddp")
-    ech.train(unit, make_loader(), max_steps=6, callbacks=[saver])
+    ech.train(unit, make_loader(), max_updates=6, callbacks=[saver])
     return unit.train_progress.num_steps_completed
 
 
@@ -180,9 +178,9 @@ def test_an_error_of_the_run_ends_the_thread(tmp_path: Path) -> None:
         def on_train_step_end(self, state: ech.State, unit: Any) -> None:
             raise ValueError("bad")
 
-    saver = Saver(tmp_path, save_every_n_train_steps=1, async_checkpoint=True)
+    saver = Saver(tmp_path, save_every_n_updates=1, async_checkpoint=True)
     with pytest.raises(ValueError, match="bad"):
-        ech.train(make_unit("noop"), make_loader(), max_steps=3, callbacks=[saver, Bad()])
+        ech.train(make_unit("noop"), make_loader(), max_updates=3, callbacks=[saver, Bad()])
     assert not [t for t in threading.enumerate() if t.name.startswith("echelon-save")]
     assert commit.latest(tmp_path) in (None, tmp_path / "step-00000001")
 
@@ -194,8 +192,8 @@ def test_buffers_are_used_again(tmp_path: Path) -> None:
         def on_train_step_end(self, state: ech.State, unit: Any) -> None:
             places.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
 
-    saver = Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True)
-    ech.train(make_unit("noop"), make_loader(), max_steps=6, callbacks=[saver, Look()])
+    saver = Saver(tmp_path, save_every_n_updates=2, async_checkpoint=True)
+    ech.train(make_unit("noop"), make_loader(), max_updates=6, callbacks=[saver, Look()])
     assert len(places[1]) > 20 and places[1] == places[3] == places[5]
     assert not saver._buffers.items()  # given back with the run
 
@@ -216,8 +214,8 @@ def test_a_gpus_buffers_are_made_before_the_first_save_by_a_thread_in_a_few_piec
         return real(*args, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
-    saver = Saver(tmp_path, save_every_n_train_steps=3, async_checkpoint=True)
-    ech.train(unit, make_loader(), max_steps=4, callbacks=[saver])
+    saver = Saver(tmp_path, save_every_n_updates=3, async_checkpoint=True)
+    ech.train(unit, make_loader(), max_updates=4, callbacks=[saver])
     assert [name for name, _ in made].count("echelon-buffers") == 1 and len(
         made
     ) <= 2  # and what a save alone has: positions, RNGs
@@ -344,8 +342,8 @@ def test_what_the_program_changes_once_a_save_was_called_is_not_in_it(
         else:
             meddling = type("Meddling", (ech.Callback,), {when: meddle})()
         folder = tmp_path / change.__name__
-        saver = Saver(folder, save_every_n_train_steps=2, async_checkpoint=True)
-        ech.train(unit, make_loader(), max_steps=3, callbacks=[Note(), saver, meddling])
+        saver = Saver(folder, save_every_n_updates=2, async_checkpoint=True)
+        ech.train(unit, make_loader(), max_updates=3, callbacks=[Note(), saver, meddling])
         assert kept.pop("changed")
         other = _with_a_bag(9)
         Saver.restore(folder / "step-00000002", other)
@@ -377,7 +375,7 @@ def test_a_change_by_another_thread_meanwhile_is_noticed_and_copied_again(
     """Notices if torch gives its count of changes, `_version`, another name."""
     unit = _with_a_bag(0)
     thread = _Restless(monkeypatch, unit.frozen.weight, times=2)
-    ech.train(unit, make_loader(), max_steps=3, callbacks=[Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True)])
+    ech.train(unit, make_loader(), max_updates=3, callbacks=[Saver(tmp_path, save_every_n_updates=2, async_checkpoint=True)])
     assert thread.left == 0 and "another thread changed the state" in caplog.text
     other = _with_a_bag(9)
     Saver.restore(tmp_path / "step-00000002", other)
@@ -387,11 +385,9 @@ def test_a_change_by_another_thread_meanwhile_is_noticed_and_copied_again(
 def test_a_state_that_another_thread_never_lets_rest_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unit = _with_a_bag(0)
     _Restless(monkeypatch, unit.frozen.weight, times=1000)
-    saver = Saver(
-        tmp_path, save_every_n_train_steps=2, async_checkpoint=True, options=ech.callbacks.SaveOptions(tolerated_failures=0)
-    )
+    saver = Saver(tmp_path, save_every_n_updates=2, async_checkpoint=True, options=ech.SaveOptions(tolerated_failures=0))
     with pytest.raises(CheckpointWriteError, match="Pause it while a checkpoint is taken"):
-        ech.train(unit, make_loader(), max_steps=6, callbacks=[saver])
+        ech.train(unit, make_loader(), max_updates=6, callbacks=[saver])
     assert commit.latest(tmp_path) is None
 
 
@@ -409,7 +405,7 @@ def test_a_synchronous_save_that_another_thread_changed_meanwhile_is_written_aga
         return memoryview(data)
 
     monkeypatch.setattr(tensorfile, "as_bytes", as_bytes)
-    Saver(tmp_path).save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), unit)
+    Saver(tmp_path).save(ech.State(entry_point=ech.EntryPoint.TRAIN), unit)
     other = _with_a_bag(9)
     Saver.restore(tmp_path / "step-00000000", other)
     assert not left and torch.equal(other.frozen.weight, unit.frozen.weight)
@@ -420,7 +416,7 @@ def test_tensors_of_inference_mode_are_saved(tmp_path: Path) -> None:
     unit = _with_a_bag(0)
     with torch.inference_mode():
         unit.bag.tensor = torch.full((3,), 4.0)
-    ech.train(unit, make_loader(), max_steps=3, callbacks=[Saver(tmp_path, save_every_n_train_steps=2, async_checkpoint=True)])
+    ech.train(unit, make_loader(), max_updates=3, callbacks=[Saver(tmp_path, save_every_n_updates=2, async_checkpoint=True)])
     other = _with_a_bag(9)
     Saver.restore(tmp_path / "step-00000002", other)
     assert other.bag.tensor.tolist() == [4.0] * 3
@@ -440,7 +436,7 @@ def _fails_to_say(folder: Path) -> str:
     unit: Any = make_unit("ddp")
     unit.own = Own()
     with pytest.raises(CheckpointError) as caught:
-        ech.train(unit, make_loader(), max_steps=3, callbacks=[Saver(folder, save_every_n_train_steps=2, async_checkpoint=True)])
+        ech.train(unit, make_loader(), max_updates=3, callbacks=[Saver(folder, save_every_n_updates=2, async_checkpoint=True)])
     return str(caught.value)
 
 

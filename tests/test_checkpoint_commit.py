@@ -39,7 +39,7 @@ Saver = ech.DistributedCheckpointSaver
 
 def _train(folder: Path | str, steps: int, unit: Any = None, **options: Any) -> Any:
     unit = unit or make_unit("noop")
-    ech.train(unit, make_loader(), max_steps=steps, callbacks=[Saver(folder, **options)])
+    ech.train(unit, make_loader(), max_updates=steps, callbacks=[Saver(folder, **options)])
     return unit
 
 
@@ -47,7 +47,7 @@ def _train(folder: Path | str, steps: int, unit: Any = None, **options: Any) -> 
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("two")
-    _train(folder, 4, save_every_n_train_steps=2)
+    _train(folder, 4, save_every_n_updates=2)
     return folder
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_newest_is_named_and_the_older_one_taken(two: Path, tmp_path: 
     # The run goes on from step 2 and saves step 4 again; the damaged one is kept for whoever wants to see it.
     unit = make_unit("noop", seed=9)
     Saver.restore_from_latest(folder, unit)
-    _train(folder, 6, unit, save_every_n_train_steps=2)
+    _train(folder, 6, unit, save_every_n_updates=2)
     assert largest_difference(whole(unit.module), uninterrupted("noop", 6)) == 0
     assert sorted(p.name for p in folder.iterdir()) == [
         "corrupt-step-00000004",
@@ -243,7 +243,7 @@ def test_a_run_that_ends_leaves_no_lease_whatever_ended_it(tmp_path: Path) -> No
             raise ValueError("bad")
 
     with pytest.raises(ValueError, match="bad"):
-        ech.train(make_unit("noop"), make_loader(), max_steps=2, callbacks=[Saver(tmp_path, save_every_n_train_steps=1), Bad()])
+        ech.train(make_unit("noop"), make_loader(), max_updates=2, callbacks=[Saver(tmp_path, save_every_n_updates=1), Bad()])
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -251,7 +251,7 @@ def test_a_restart_sets_the_older_runs_checkpoints_aside(tmp_path: Path) -> None
     train_and_save(tmp_path, "noop", 4)
     with pytest.raises(CheckpointError, match=r"SaveOptions\(restart=True\)"):
         _train(tmp_path, 2)
-    _train(tmp_path, 2, options=ech.callbacks.SaveOptions(restart=True))
+    _train(tmp_path, 2, options=ech.SaveOptions(restart=True))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["replaced-step-00000004", "step-00000002"]
 
 
@@ -259,7 +259,7 @@ def test_a_restart_sets_the_older_runs_checkpoints_aside(tmp_path: Path) -> None
 
 
 def test_which_checkpoints_go() -> None:
-    config = ech.callbacks.BestCheckpointConfig
+    config = ech.BestCheckpointConfig
     metrics = {s: {"loss": v} for s, v in {1: 5.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 3.0}.items()}
     steps = [1, 2, 3, 4, 5]
     assert Keep().doomed(steps, {}) == []
@@ -280,9 +280,9 @@ def test_the_best_stays_and_can_be_restored(tmp_path: Path) -> None:
         def on_train_step_start(self, state: ech.State, unit: Any) -> None:
             unit.score = float([5, 1, 9, 0, 2, float("nan")][unit.train_progress.num_steps_completed])
 
-    best = ech.callbacks.BestCheckpointConfig("score", "max")
-    saver = Saver(tmp_path, save_every_n_train_steps=1, keep_last_n_checkpoints=2, best_checkpoint_config=best)
-    ech.train(make_unit("noop"), make_loader(), max_steps=6, callbacks=[Rising(), saver])
+    best = ech.BestCheckpointConfig("score", "max")
+    saver = Saver(tmp_path, save_every_n_updates=1, keep_last_n_checkpoints=2, best_checkpoint_config=best)
+    ech.train(make_unit("noop"), make_loader(), max_updates=6, callbacks=[Rising(), saver])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003", "step-00000006"]
     unit = make_unit("noop")
     assert Saver.restore_from_best(tmp_path, unit, "score", "max")
@@ -296,7 +296,7 @@ def test_nothing_is_removed_before_the_new_one_is_there(tmp_path: Path, monkeypa
     Saver.restore_from_latest(tmp_path, unit)
     monkeypatch.setattr(commit, "commit", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(CheckpointWriteError, match="No space left on device"):
-        _train(tmp_path, 4, unit, save_every_n_train_steps=1, keep_last_n_checkpoints=1)
+        _train(tmp_path, 4, unit, save_every_n_updates=1, keep_last_n_checkpoints=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
     commit.verify(tmp_path / "step-00000002")
 
@@ -315,9 +315,9 @@ def _fails_on(rank: int, folder: Path, **options: Any) -> tuple[str, int, int]:
 
     Snapshot.write = write  # type: ignore[method-assign]
     unit, text = make_unit("ddp"), ""
-    saver = Saver(folder, save_every_n_train_steps=1, **options)
+    saver = Saver(folder, save_every_n_updates=1, **options)
     try:
-        ech.train(unit, make_loader(), max_steps=6, callbacks=[saver])
+        ech.train(unit, make_loader(), max_updates=6, callbacks=[saver])
     except CheckpointWriteError as error:
         text = str(error)
     return text, unit.train_progress.num_steps_completed, saver.failures
@@ -329,9 +329,7 @@ def test_a_full_disk_on_one_rank_is_told_to_all_and_training_goes_on(ranks: Rank
     assert ranks(2, _fails_on, 1, tmp_path / "c", **options) == [("", 6, 0)] * 2
     left = sorted(p.name for p in (tmp_path / "c").iterdir())
     assert left == [manifest.named(step) for step in (3, 4, 5, 6)]
-    for text, step, failures in ranks(
-        2, _fails_on, 1, tmp_path / "d", options=ech.callbacks.SaveOptions(tolerated_failures=0), **options
-    ):
+    for text, step, failures in ranks(2, _fails_on, 1, tmp_path / "d", options=ech.SaveOptions(tolerated_failures=0), **options):
         assert "rank 1: OSError: [Errno 28] No space left on device" in text and "GB free" in text
         assert failures == 1 and step <= 3
     assert commit.latest(tmp_path / "d") is None

@@ -67,7 +67,7 @@ def test_nothing_in_the_folder_keeps_a_run_from_starting(folder: Path, tmp_path:
     pipe(folder / "step-00000008")
     unit, loader = make_unit("noop", seed=9), make_loader()
     assert Saver.restore_from_latest(folder, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=6, callbacks=[Saver(folder, keep_last_n_checkpoints=1)])
+    ech.train(unit, loader, max_updates=6, callbacks=[Saver(folder, keep_last_n_checkpoints=1)])
     assert (elsewhere / "precious").read_text() == "x"
     assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
     assert [p.name for p in manifest.committed(folder)] == ["step-00000006"]
@@ -85,7 +85,7 @@ def test_what_cannot_be_removed_is_left_where_it_is_and_the_step_is_saved(
         real(where)
 
     monkeypatch.setattr(commit, "remove_tree", refuse)
-    ech.train(make_unit("noop"), make_loader(), max_steps=2, callbacks=[Saver(tmp_path)])
+    ech.train(make_unit("noop"), make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
     assert "Permission denied" in caplog.text
     assert sorted(p.name for p in tmp_path.iterdir()) == [".staged-step-00000002", OLD]
 
@@ -96,7 +96,7 @@ def test_a_url_with_something_else_in_the_place_of_a_checkpoint(bucket: tuple[st
     fs.pipe_file("/hostile/.staged-x", b"a file")
     unit, loader = make_unit("noop", seed=9), make_loader()
     assert Saver.restore_from_latest(url, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=6, callbacks=[Saver(url)])
+    ech.train(unit, loader, max_updates=6, callbacks=[Saver(url)])
     assert not fs.exists("/hostile/step-00000009") and not fs.exists("/hostile/.staged-x")
 
 
@@ -180,10 +180,10 @@ def test_a_complete_run_in_a_read_only_folder_ends_well_and_another_is_refused(
         unit, loader = make_unit("noop", seed=9), make_loader()
         Saver.restore_from_latest(folder, unit, train_dataloader=loader)
         if steps == 4:
-            ech.train(unit, loader, max_steps=steps, callbacks=[ech.callbacks.RollBack(saver := Saver(folder)), saver])
+            ech.train(unit, loader, max_updates=steps, callbacks=[ech.RollBack(saver := Saver(folder)), saver])
             continue
         with pytest.raises(CheckpointWriteError, match="Read-only file system"):
-            ech.train(unit, loader, max_steps=steps, callbacks=[Saver(folder)])
+            ech.train(unit, loader, max_updates=steps, callbacks=[Saver(folder)])
     assert sorted(p.name for p in folder.rglob("*")) == before
 
 
@@ -231,7 +231,7 @@ def test_names_from_files_do_nothing_to_the_terminal(
     assert main(["ckpt", "export", str(folder / NEW), str(tmp_path / "out")]) == 2
     with pytest.raises(CheckpointMismatchError) as caught:
         Saver.restore(folder / NEW, make_unit("noop"))
-    Saver.restore(folder / NEW, make_unit("noop"), restore_options=ech.callbacks.RestoreOptions(strict=False))
+    Saver.restore(folder / NEW, make_unit("noop"), restore_options=ech.RestoreOptions(strict=False))
     head = json.dumps({f"a{EVIL}": {"dtype": f"F{EVIL}", "shape": [], "data_offsets": [0, 0]}}).encode()
     write(tmp_path / "theirs.safetensors", head, b"")
     assert main(["ckpt", "import", str(tmp_path / "theirs.safetensors"), str(tmp_path / "ours")]) == 1
@@ -354,10 +354,10 @@ def test_a_state_is_refused_when_it_is_saved_and_not_when_it_is_read(tmp_path: P
         unit = make_unit("noop")
         unit.held = Holds(bad)
         with pytest.raises(CheckpointError, match=r"too deep|is not saved"):
-            ech.train(unit, make_loader(), max_steps=1, callbacks=[Saver(tmp_path)])
+            ech.train(unit, make_loader(), max_updates=1, callbacks=[Saver(tmp_path)])
     unit, nested = make_unit("noop"), functools.reduce(lambda inner, _: ({1: inner},), range(36), 0)
     unit.held, unit.config = Holds(nested), {"deep": DEEP, "long": "x" * 2_000_000, "kept": 1}
-    ech.train(unit, make_loader(), max_steps=1, callbacks=[Saver(tmp_path)])
+    ech.train(unit, make_loader(), max_updates=1, callbacks=[Saver(tmp_path)])
     unit.held = Holds(None)
     assert make_unit("noop") and Saver.restore_from_latest(tmp_path, unit) and unit.held.value == nested
     assert manifest.read(tmp_path / "step-00000001")["config"]["user"] == {"kept": 1}
@@ -383,7 +383,7 @@ def test_a_fused_optimizer_never_gets_a_state_of_another_shape(tmp_path: Path) -
         made.configure_optimizers_and_lr_scheduler = lambda module: (torch.optim.AdamW(module.parameters(), fused=True), None)
         return made
 
-    ech.train(unit(), make_loader(), max_steps=1, callbacks=[Saver(tmp_path)])
+    ech.train(unit(), make_loader(), max_updates=1, callbacks=[Saver(tmp_path)])
     checkpoint = tmp_path / "step-00000001"
     name = f"optimizer.state.{TENSOR.removeprefix('module.')}.exp_avg"
     shape = list(net().state_dict()[TENSOR.removeprefix("module.")].shape)

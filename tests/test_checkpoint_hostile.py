@@ -182,7 +182,7 @@ def test_a_run_goes_on_past_a_forged_checkpoint_and_sets_it_aside(folder: Path) 
     forge(folder / NEW, *FORGED["no pieces"])
     unit, loader = make_unit("noop", seed=9), make_loader()
     Saver.restore_from_latest(folder, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=6, callbacks=[Saver(folder)])
+    ech.train(unit, loader, max_updates=6, callbacks=[Saver(folder)])
     assert sorted(p.name for p in folder.iterdir()) == ["corrupt-step-00000004", OLD, "step-00000006"]
 
 

@@ -33,7 +33,7 @@ from tests.units import Regression
 pytestmark = pytest.mark.standing_ranks
 
 Saver = ech.DistributedCheckpointSaver
-Options = ech.callbacks.RestoreOptions
+Options = ech.RestoreOptions
 
 
 # --- what changed
@@ -67,7 +67,7 @@ def test_other_data_is_shown_in_a_table_and_needs_to_be_allowed(tmp_path: Path, 
 
 def test_what_the_loader_accepts_is_allowed_and_both_lists_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train_and_save(tmp_path, "noop", 2)
-    other = ech.Loader(DATA, 4, seed=2, tail="drop", options=ech.data.LoaderOptions(accept_changes={"seed"}))
+    other = ech.Loader(DATA, 4, seed=2, tail="drop", options=ech.LoaderOptions(accept_changes={"seed"}))
     with pytest.raises(CheckpointMismatchError, match=r"allow_changes=\('global_batch',\)"):
         Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=other)
     with caplog.at_level(logging.INFO):
@@ -100,7 +100,7 @@ class Foreign(list[Any]):
 
 def test_a_foreign_loaders_state_is_not_compared(tmp_path: Path) -> None:
     loader = Foreign([batch(4, 0)] * 3)
-    ech.train(make_unit("noop"), loader, max_steps=2, callbacks=[Saver(tmp_path)])
+    ech.train(make_unit("noop"), loader, max_updates=2, callbacks=[Saver(tmp_path)])
     other = Foreign([batch(4, 0)] * 3)
     other.state = {"seed": 2}  # type: ignore[misc]
     Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=other)
@@ -118,7 +118,7 @@ def test_the_saved_options_of_an_optimizer_go_on_and_the_scripts_are_named(
             return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
     Chosen.options = {"lr": 0.1, "weight_decay": 0.2, "foreach": True}
-    ech.train(Chosen(step_lr_interval="step"), make_loader(), max_steps=2, callbacks=[Saver(tmp_path)])
+    ech.train(Chosen(step_lr_interval="step"), make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
     Chosen.options = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.5, 0.5), "foreach": False}
     unit = Chosen(step_lr_interval="step")
     with caplog.at_level(logging.INFO):
@@ -154,7 +154,7 @@ def _in_turn(rates: Any, *more: Any, longer: int = 9) -> Any:
 def test_another_schedule_is_refused_and_another_length_of_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One took the other's state without a word, or failed with an IndexError; a longer one stayed as short as it was."""
     rates = torch.optim.lr_scheduler
-    ech.train(Scheduled(_in_turn(rates)), make_loader(), max_steps=4, callbacks=[Saver(tmp_path)])
+    ech.train(Scheduled(_in_turn(rates)), make_loader(), max_updates=4, callbacks=[Saver(tmp_path)])
     other = Scheduled(_in_turn(rates, lambda optimizer: rates.ExponentialLR(optimizer, 0.9)))
     with pytest.raises(
         CheckpointMismatchError, match=r"lr_scheduler +SequentialLR of Li.*NOT harmless(?s:.*)\('lr_scheduler',\)"
@@ -204,7 +204,7 @@ def test_another_config_of_the_users_is_shown_and_harmless(tmp_path: Path, caplo
 
     unit = make_unit("noop")
     unit.config = {"width": 8}  # type: ignore[attr-defined]
-    ech.train(unit, make_loader(), max_steps=1, callbacks=[Saver(tmp_path)])
+    ech.train(unit, make_loader(), max_updates=1, callbacks=[Saver(tmp_path)])
     manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
     assert manifest["config"] == json.loads(json.dumps(changes.facts(unit, make_loader())))
     unit.config = Config(width=9)  # type: ignore[attr-defined]
@@ -294,7 +294,7 @@ def _frozen_groups(strategy: str, seed: int, averages: bool) -> Any:
     if strategy == "fsdp1":  # wrapped by hand
         module = FSDP(module, device_id=torch.device("cpu"), use_orig_params=True)
         return Grouped(module=module, step_lr_interval="step")
-    swa = ech.units.SWAParams(1, 1, ema_decay=0.5) if averages else None
+    swa = ech.SWAParams(1, 1, ema_decay=0.5) if averages else None
     return Grouped(module=module, strategy=strategy, swa_params=swa, step_lr_interval="step")
 
 
@@ -310,7 +310,7 @@ def _result(unit: Any) -> dict[str, torch.Tensor]:
 
 def _save_grouped(folder: Path, kinds: list[str], averages: bool) -> None:
     for kind in kinds:
-        ech.train(_frozen_groups(kind, 0, averages), make_loader(), max_steps=4, callbacks=[Saver(folder / kind)])
+        ech.train(_frozen_groups(kind, 0, averages), make_loader(), max_updates=4, callbacks=[Saver(folder / kind)])
 
 
 def _resume_grouped(folder: Path, pairs: list[tuple[str, str]], averages: bool) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def _resume_grouped(folder: Path, pairs: list[tuple[str, str]], averages: bool) 
     for source, kind in pairs:
         unit, loader = _frozen_groups(kind, 7, averages), make_loader()
         Saver.restore_from_latest(folder / source, unit, train_dataloader=loader)
-        ech.train(unit, loader, max_steps=7)
+        ech.train(unit, loader, max_updates=7)
         results[f"{source} -> {kind}"] = _result(unit)
     return results
 
@@ -335,7 +335,7 @@ def test_groups_frozen_layers_and_averages_go_on_under_another_strategy(
     ranks: Ranks, tmp_path: Path, averages: bool, kinds: list[str], all_pairs: bool
 ) -> None:
     unit = _frozen_groups("noop", 0, averages)
-    ech.train(unit, make_loader(), max_steps=7)
+    ech.train(unit, make_loader(), max_updates=7)
     want = _result(unit)
     ranks(2, _save_grouped, tmp_path, kinds, averages)
     next_ones, second_next = (list(zip(kinds, kinds[by:] + kinds[:by], strict=True)) for by in (1, 2))
@@ -361,7 +361,7 @@ def test_tensors_that_are_cast_are_listed_and_an_optimizers_state_is_not_cut_sho
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, dtype in (("wide", torch.float32), ("short", torch.bfloat16)):
-        ech.train(_typed(dtype), _typed_loader(dtype), max_steps=2, callbacks=[Saver(tmp_path / name)])
+        ech.train(_typed(dtype), _typed_loader(dtype), max_updates=2, callbacks=[Saver(tmp_path / name)])
     narrow = _typed(torch.bfloat16, seed=5)
     with pytest.raises(CheckpointMismatchError, match=r"optimizer.state.*exp_avg\s+float32\s+bfloat16"):
         Saver.restore_from_latest(tmp_path / "wide", narrow)
@@ -376,7 +376,7 @@ def test_tensors_that_are_cast_are_listed_and_an_optimizers_state_is_not_cut_sho
     wide = _typed(torch.float32)  # nothing is lost in this direction
     report = Saver.restore(tmp_path / "short" / "step-00000002", wide)
     assert report.cast["optimizer.state.first.weight.exp_avg"] == ("bfloat16", "float32")
-    ech.train(wide, _typed_loader(torch.float32), max_steps=3)
+    ech.train(wide, _typed_loader(torch.float32), max_updates=3)
 
 
 class Exact(torch.optim.Optimizer):
@@ -401,7 +401,7 @@ def test_an_optimizer_that_keeps_more_digits_than_its_parameters_gets_them_back(
             return Exact(module.parameters()), None
 
     unit, other = (Own(module=net(seed, torch.bfloat16)) for seed in (0, 1))
-    ech.train(unit, _typed_loader(torch.bfloat16), max_steps=3, callbacks=[Saver(tmp_path)])
+    ech.train(unit, _typed_loader(torch.bfloat16), max_updates=3, callbacks=[Saver(tmp_path)])
     assert Saver.restore(tmp_path / "step-00000003", other).cast == {}
     for a, b in zip(unit.module.parameters(), other.module.parameters(), strict=True):
         one, two = unit.optimizer.state[a], other.optimizer.state[b]
@@ -453,13 +453,13 @@ def test_every_optimizer_goes_on_bit_by_bit_also_where_it_had_no_state_yet(tmp_p
             return Any_(module=Late().double())
 
         unit, fresh, ahead = made(0), made(1), made(2)
-        ech.train(ahead, make_loader(), max_steps=5)
-        ech.train(unit, make_loader(), max_steps=3, callbacks=[Saver(tmp_path / name)])
+        ech.train(ahead, make_loader(), max_updates=5)
+        ech.train(unit, make_loader(), max_updates=3, callbacks=[Saver(tmp_path / name)])
         for other in (fresh, ahead):
             Saver.restore_from_latest(tmp_path / name, other)
             other.module.calls = 3
         for each in (unit, fresh, ahead):
-            ech.train(each, make_loader(), max_steps=6)
+            ech.train(each, make_loader(), max_updates=6)
         wrong[name] = max(largest_difference(whole(unit.module), whole(other.module)) for other in (fresh, ahead))
     assert {name: d for name, d in wrong.items() if d != 0} == {}
 
@@ -481,16 +481,16 @@ def test_an_optimizer_with_a_closure_goes_on(tmp_path: Path) -> None:
             self.optimizer.step(closure)
 
     unit, other = Closure(0), Closure(1)
-    ech.train(unit, make_loader(), max_steps=3, callbacks=[Saver(tmp_path)])
+    ech.train(unit, make_loader(), max_updates=3, callbacks=[Saver(tmp_path)])
     Saver.restore_from_latest(tmp_path, other)
     for each in (unit, other):
-        ech.train(each, make_loader(), max_steps=6)
+        ech.train(each, make_loader(), max_updates=6)
     assert largest_difference(whole(unit.module), whole(other.module)) == 0
 
 
 def test_an_optimizer_without_its_modules_and_parameters_that_are_new_to_it(tmp_path: Path) -> None:
     unit = make_unit("noop")
-    ech.train(unit, make_loader(), max_steps=2, callbacks=[Saver(tmp_path)])
+    ech.train(unit, make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
     other = make_unit("noop", seed=4)
     Saver.restore_from_latest(tmp_path, other, restore_options=Options(restore_modules=False))
     assert largest_difference(whole(other.module), whole(net(4))) == 0
@@ -513,7 +513,7 @@ def test_a_parameter_that_no_module_of_the_unit_holds_is_in_the_state_of_its_opt
         def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
             return torch.optim.AdamW([*module.parameters(), nn.Parameter(torch.full((2,), self.lr))]), None
 
-    ech.train(Loose(), make_loader(), max_steps=2, callbacks=[Saver(tmp_path)])
+    ech.train(Loose(), make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
     other = Loose(lr=7.0)
     with caplog.at_level(logging.WARNING):
         Saver.restore_from_latest(tmp_path, other)
@@ -559,7 +559,7 @@ def _differing(folder: Path) -> list[str]:
 def test_a_unit_that_differs_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
     unit = Regression(module=net(0), optimizer="AdamW")
     unit.note = Noted()  # type: ignore[attr-defined]
-    ech.train(unit, make_loader(), max_steps=2, callbacks=[Saver(tmp_path / "c")])
+    ech.train(unit, make_loader(), max_updates=2, callbacks=[Saver(tmp_path / "c")])
     for texts in ranks(2, _differing, tmp_path / "c", timeout_s=20):
         shape, state, optimizer, load, data = texts
         assert "module.first.weight" in shape and "(16, 4)" in shape
@@ -638,7 +638,7 @@ def _was_untied(path: Path, strategy: str, want: torch.Tensor) -> tuple[str, dic
     with pytest.raises(CheckpointMismatchError) as refused:
         Saver.restore(path, unit)
     assert largest_difference(before, whole(unit.module)) == 0.0
-    report = Saver.restore(path, unit, restore_options=ech.callbacks.RestoreOptions(strict=False, restore_optimizers=False))
+    report = Saver.restore(path, unit, restore_options=ech.RestoreOptions(strict=False, restore_optimizers=False))
     return str(refused.value), {n: torch.equal(v, want) for n, v in whole(unit.module).items()}, report.unexpected
 
 
@@ -649,7 +649,7 @@ def test_a_tied_parameter_that_was_saved_with_two_values_is_refused(
 ) -> None:
     module = Untied(0).double()
     if kind == "ours":
-        ech.train(Regression(module=module), [batch(4, 0)], max_epochs=1, callbacks=[Saver(tmp_path, save_every_n_train_steps=1)])
+        ech.train(Regression(module=module), [batch(4, 0)], max_epochs=1, callbacks=[Saver(tmp_path, save_every_n_updates=1)])
         (path,) = tmp_path.glob("step-*")
     else:
         path = tmp_path / "model.safetensors"
@@ -734,10 +734,10 @@ def test_a_url_is_a_folder_like_any_other(tmp_path: Path) -> None:
 
     url = "memory://bucket/run"
     fs = fsspec.filesystem("memory")
-    saver = Saver(url, save_every_n_train_steps=2, keep_last_n_checkpoints=2)
+    saver = Saver(url, save_every_n_updates=2, keep_last_n_checkpoints=2)
     assert not Saver.restore_from_latest(url, make_unit("noop"))
     fs.pipe_file("/bucket/run/step-00000009/tensors-00000.safetensors", b"of a killed save")
-    ech.train(make_unit("noop"), make_loader(), max_steps=6, callbacks=[saver])
+    ech.train(make_unit("noop"), make_loader(), max_updates=6, callbacks=[saver])
     assert sorted(p.rsplit("/", 1)[1] for p in fs.ls("/bucket/run", detail=False)) == ["step-00000004", "step-00000006"]
     unit, loader = make_unit("noop", seed=9), make_loader()
     newest = "/bucket/run/step-00000006/tensors-00000.safetensors"
@@ -746,7 +746,7 @@ def test_a_url_is_a_folder_like_any_other(tmp_path: Path) -> None:
     fs.pipe_file(newest, bytes(data))
     assert Saver.restore_from_latest(url, unit, train_dataloader=loader)
     assert unit.train_progress.num_steps_completed == 4
-    ech.train(unit, loader, max_steps=8, callbacks=[Saver(url, async_checkpoint=True, save_every_n_train_steps=4)])
+    ech.train(unit, loader, max_updates=8, callbacks=[Saver(url, async_checkpoint=True, save_every_n_updates=4)])
     assert largest_difference(whole(unit.module), uninterrupted("noop", 8)) == 0
     assert Saver.restore_from_latest(url, unit) and unit.train_progress.num_steps_completed == 8
 

@@ -74,7 +74,7 @@ class ByHand(ech.TrainUnit[Any]):
 
     def __init__(self, strategy: str) -> None:
         super().__init__()
-        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), strategy=strategy)
+        self.module = ech.prepare_module(net(), torch.device("cpu"), strategy=strategy)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
 
     def train_step(self, state: ech.State, data: Any) -> None:
@@ -99,7 +99,7 @@ def waits_in_four_steps(folder: str) -> dict[str, int]:
             "and a saver that is not due",
             Quiet,
             sized,
-            lambda at: [ech.DistributedCheckpointSaver(at, save_every_n_train_steps=100)],
+            lambda at: [ech.DistributedCheckpointSaver(at, save_every_n_updates=100)],
         ),
         ("a callback that may stop", Quiet, sized, lambda at: [Asks()]),
         ("a hook of the unit's that may stop", Regression, sized, lambda at: []),

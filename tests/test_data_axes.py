@@ -77,7 +77,7 @@ def beside() -> dict[str, Any]:
 def declared_copies() -> nn.Module:
     mesh = grid("dp", "cp")
     module = fully_shard(net(), mesh=mesh["dp", "cp"]._flatten("dp_cp"))
-    ech.layouts.data_axes(module, mesh["dp"])
+    ech.data_axes(module, mesh["dp"])
     return module
 
 
@@ -205,7 +205,7 @@ def _divides_its_own(folder: str) -> list[float]:
         x, y = batch(16, 0)
         mine = [(x[i + dist.get_rank() :: 8], y[i + dist.get_rank() :: 8]) for i in (0, 2, 4, 6)]
         unit = _Own(module)
-        saver = ech.DistributedCheckpointSaver(f"{folder}/{len(units)}", save_every_n_train_steps=2)
+        saver = ech.DistributedCheckpointSaver(f"{folder}/{len(units)}", save_every_n_updates=2)
         ech.train(unit, mine, max_epochs=1, callbacks=[saver])
         assert ech.DistributedCheckpointSaver.restore_from_latest(f"{folder}/{len(units)}", _Own(module))
         units.append(unit)
@@ -239,14 +239,14 @@ def _refused() -> dict[str, str]:
 
 
 def _declared(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    ech.layouts.data_axes(module, mesh)
+    ech.data_axes(module, mesh)
     return module
 
 
 def test_what_cannot_be_known_is_refused_and_the_axis_named(ranks: Ranks) -> None:
     for said in ranks(4, _refused):
         for name in ("by hand", "by a strategy", "ddp"):
-            assert "'cp'" in said[name] and "echelon.layouts.data_axes(module, mesh[" in said[name], said[name]
+            assert "'cp'" in said[name] and "echelon.data_axes(module, mesh[" in said[name], said[name]
         for name in ("sharded twice", "whole"):
             assert "'cp'" in said[name] and 'FSDPStrategy(device_mesh=mesh["dp"])' in said[name], said[name]
         assert "'cp'" in said["some ranks"] and "4 ranks" in said["some ranks"] and "fully_shard" in said["some ranks"]

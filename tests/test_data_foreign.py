@@ -78,8 +78,8 @@ def _trained(make: Any, steps: int, folder: Path, begin: int | None) -> dict[str
     if begin is not None:
         ech.seed(50)
         Saver.restore(folder / f"step-{begin:08d}", unit, train_dataloader=loader)
-    callbacks = [Saver(folder, save_every_n_train_steps=1)] if begin is None else []
-    ech.train(unit, loader, max_steps=steps, callbacks=callbacks)
+    callbacks = [Saver(folder, save_every_n_updates=1)] if begin is None else []
+    ech.train(unit, loader, max_updates=steps, callbacks=callbacks)
     return whole(unit.module)
 
 
@@ -116,7 +116,7 @@ def test_a_length_that_is_wrong_after_a_restart_loses_no_batch(tmp_path: Path) -
     for length in (2, 4, 6, 9):
         loader, unit = Rest(length), Regression(module=net())
         folder = tmp_path / str(length)
-        ech.train(unit, loader, max_steps=2, callbacks=[Saver(folder)])
+        ech.train(unit, loader, max_updates=2, callbacks=[Saver(folder)])
         again, unit = Rest(length), Regression(module=net())
         Saver.restore_from_latest(folder, unit, train_dataloader=again)
         ech.train(unit, again, max_epochs=1)
@@ -151,7 +151,7 @@ def test_a_save_from_which_no_run_can_go_on_exactly_is_told_once(
             told.append(sum("middle of an epoch" in r.message for r in caplog.records))
 
     with caplog.at_level(logging.WARNING):
-        saver = Saver(tmp_path, save_every_n_train_steps=3, save_every_n_epochs=1)
+        saver = Saver(tmp_path, save_every_n_updates=3, save_every_n_epochs=1)
         ech.train(Regression(module=net()), make(), max_epochs=2, callbacks=[saver, Watch()])
     assert told == ([0] * 12 if text is None else [0, 0] + [1] * 10)
     assert text is None or text in caplog.text
@@ -190,7 +190,7 @@ def _told(loader: str) -> str:
     log = logging.getLogger("echelon.loop.undivided")
     log.addHandler(handler)
     try:
-        ech.train(Regression(strategy="ddp"), made[loader](), max_steps=2)
+        ech.train(Regression(strategy="ddp"), made[loader](), max_updates=2)
     finally:
         log.removeHandler(handler)
     return "".join(records)

@@ -16,7 +16,7 @@ from echelon.data.fingerprint import checksum
 def _loader(
     data: Any = range(40), size: int = 8, *, fingerprint: str | None = None, accept_changes: Any = (), **options: Any
 ) -> ech.Loader:
-    more = ech.data.LoaderOptions(dp=(0, 1), fingerprint=fingerprint, accept_changes=accept_changes)
+    more = ech.LoaderOptions(dp=(0, 1), fingerprint=fingerprint, accept_changes=accept_changes)
     return ech.Loader(data, size, options=more, **options)
 
 
@@ -136,7 +136,7 @@ def test_the_loop_goes_on_where_an_accepted_global_batch_says() -> None:
             self.seen += data.tolist()
 
     unit, loader = Sees(), _loader(range(80), 8, shuffle=False)
-    ech.train(unit, loader, max_steps=3)
+    ech.train(unit, loader, max_updates=3)
     other = _loader(range(80), 4, shuffle=False, accept_changes={"global_batch"})
     other.load_state_dict(loader.state_dict())
     ech.train(unit, other, max_epochs=1)

@@ -79,7 +79,7 @@ class _Counter(Iterator[int]):
 
 
 def _stream(dataset: Any, rank: int = 0, ranks: int = 2, **options: Any) -> ech.StreamLoader:
-    return ech.StreamLoader(dataset, 8, options=ech.data.LoaderOptions(dp=(rank, ranks)), **options)
+    return ech.StreamLoader(dataset, 8, options=ech.LoaderOptions(dp=(rank, ranks)), **options)
 
 
 def _all(loader: ech.StreamLoader) -> list[list[int]]:
@@ -197,7 +197,7 @@ def _saved_and_restored(folder: Path, steps: int, resume: bool, workers: int) ->
     unit, loader = Sees(), ech.StreamLoader(Counted(), 8, num_workers=workers)
     if resume:
         assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
+    ech.train(unit, loader, max_updates=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
     return unit.seen
 
 
@@ -213,7 +213,7 @@ def test_a_run_over_streams_goes_on_exactly_through_checkpoints(ranks: Ranks, tm
 def _workers_left() -> int:
     gc.disable()  # which would end them, too, but with torch's five seconds of patience for each
     try:
-        ech.train(Sees(), ech.StreamLoader(Counted(), 8, num_workers=2), max_steps=3)
+        ech.train(Sees(), ech.StreamLoader(Counted(), 8, num_workers=2), max_updates=3)
         return len(multiprocessing.active_children())
     finally:
         gc.enable()
@@ -248,21 +248,21 @@ def test_other_workers_or_another_split_are_refused() -> None:
 
 def test_an_iterable_without_state_is_told_when_it_would_begin_anew() -> None:
     unit, loader = Sees(), _stream(Plain(), 0, 1)
-    ech.train(unit, loader, max_steps=3)
+    ech.train(unit, loader, max_updates=3)
     with pytest.raises(UsageError, match="Plain cannot resume in the middle of an epoch: neither it nor its iterator has"):
-        ech.train(unit, loader, max_steps=5)
+        ech.train(unit, loader, max_updates=5)
 
 
 def test_a_unit_in_mid_epoch_and_a_fresh_stream_do_not_go_together() -> None:
     unit = Sees()
-    ech.train(unit, _stream(Counted(), 0, 1), max_steps=3)
+    ech.train(unit, _stream(Counted(), 0, 1), max_updates=3)
     with pytest.raises(UsageError, match="resumes after micro-batch 3 of epoch 0, but the stream is at 0"):
-        ech.train(unit, _stream(Counted(), 0, 1), max_steps=5)
+        ech.train(unit, _stream(Counted(), 0, 1), max_updates=5)
 
 
 def test_stopping_and_training_on_loses_nothing() -> None:
     unit, loader = Sees(), _stream(Counted(64), 0, 1)
-    ech.train(unit, loader, max_steps=3)
+    ech.train(unit, loader, max_updates=3)
     ech.train(unit, loader, max_epochs=1)
     assert sum(unit.seen, []) == list(range(64))
 

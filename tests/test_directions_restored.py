@@ -18,7 +18,7 @@ from tests.standing import StandingRanksBySize
 pytestmark = pytest.mark.standing_ranks
 
 Saver = ech.DistributedCheckpointSaver
-SAVED, ALL = 4, 8  # steps before the save, and in all; an update has two
+SAVED, ALL = 2, 4  # updates before the save, and in all; each of two micro-batches
 
 # name: ranks, strategy
 LAYOUTS: dict[str, tuple[int, Any]] = {
@@ -53,14 +53,14 @@ def _train(strategy: Any, folder: str, steps: int, restores: bool) -> None:
     unit, loader = _unit(strategy), _data()
     if restores:
         assert Saver.restore_from_latest(folder, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=steps, callbacks=[Saver(folder, save_every_n_train_steps=SAVED)])
+    ech.train(unit, loader, max_updates=steps, callbacks=[Saver(folder, save_every_n_updates=SAVED)])
 
 
 def _copy(strategy: Any, source: str, target: str) -> None:
     """Read a checkpoint, and write it as this layout does."""
     unit, loader = _unit(strategy), _data()
     Saver.restore(f"{source}/step-{SAVED:08d}", unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=SAVED, callbacks=[Saver(target, save_every_n_train_steps=SAVED)])
+    ech.train(unit, loader, max_updates=SAVED, callbacks=[Saver(target, save_every_n_updates=SAVED)])
 
 
 def _values(folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ run = RunDir.current()
 unit = Line(module=torch.nn.Linear(4, 1, dtype=torch.float64), strategy="ddp")
 saver = ech.DistributedCheckpointSaver(run.checkpoints)
 saver.restore_from_latest(run.checkpoints, unit, train_dataloader=loader)
-ech.train(unit, loader, max_steps=60, callbacks=[saver])
+ech.train(unit, loader, max_updates=60, callbacks=[saver])
 info = ech.RankInfo()
 print(f"rank {info.rank} of {info.world_size} trained to {unit.train_progress.num_steps_completed}", flush=True)
 """

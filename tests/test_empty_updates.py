@@ -43,7 +43,7 @@ def _plain() -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
     schedule = _halved(optimizer)
     for _ in range(EPOCHS):
-        for x, y, chosen in _loader(options=ech.data.LoaderOptions(dp=(0, 1))):
+        for x, y, chosen in _loader(options=ech.LoaderOptions(dp=(0, 1))):
             if chosen.any():
                 optimizer.zero_grad()
                 (((module(x) - y).square().mean(1) * chosen).sum() / chosen.sum()).backward()
@@ -80,7 +80,7 @@ def _trained(strategy: str, accumulation: int, folder: str) -> tuple[dict[str, t
     for at in (3 * accumulation, None):  # dies behind an update without weight, and before another
         unit = Masked(strategy=strategy, gradient_accumulation_steps=accumulation, clip_grad_norm=1e9)
         loader = _loader(accumulation=accumulation)
-        saver = ech.DistributedCheckpointSaver(f"{folder}/{strategy}", save_every_n_train_steps=accumulation)
+        saver = ech.DistributedCheckpointSaver(f"{folder}/{strategy}", save_every_n_updates=1)
         saver.restore_from_latest(f"{folder}/{strategy}", unit, train_dataloader=loader)
         with contextlib.suppress(KeyError):
             ech.train(unit, loader, max_epochs=EPOCHS, callbacks=[saver, *([Dying(at)] if at is not None else [])])

@@ -47,38 +47,42 @@ def _ended(unit: Bad, per_epoch: int = 8, **limits: Any) -> tuple[int, str]:
 
 
 def test_ten_in_a_row_end_the_run_and_name_the_first() -> None:
-    steps, told = _ended(Bad(range(11, 100)), max_steps=50)
+    steps, told = _ended(Bad(range(11, 100)), max_updates=50)
     assert steps == 21  # the eleventh is not begun
-    assert "not finite in 10 updates in a row, the first of them update 11 (step 11: batch 3 of epoch 1, counted from 0)" in told
-    assert "(nan)" in told and "Checkpoints up to step 11 are from before" in told and "stop_after_nonfinite_losses=None" in told
+    assert "not finite in 10 updates in a row, the first of them update 11 (batch 3 of epoch 1, counted from 0)" in told
+    assert (
+        "(nan)" in told
+        and "Checkpoints up to step-00000011 are from before" in told
+        and "stop_after_nonfinite_losses=None" in told
+    )
 
 
 def test_a_row_that_ends_in_time_and_one_that_is_accepted_do_not() -> None:
-    assert _ended(Bad([*range(3, 12), *range(13, 22)], math.inf), max_steps=30) == (30, "")
-    assert _ended(Bad(range(3, 100), stop_after_nonfinite_losses=None), max_steps=30) == (30, "")
-    steps, told = _ended(Bad(range(3, 100), -math.inf, stop_after_nonfinite_losses=2), max_steps=30)
+    assert _ended(Bad([*range(3, 12), *range(13, 22)], math.inf), max_updates=30) == (30, "")
+    assert _ended(Bad(range(3, 100), stop_after_nonfinite_losses=None), max_updates=30) == (30, "")
+    steps, told = _ended(Bad(range(3, 100), -math.inf, stop_after_nonfinite_losses=2), max_updates=30)
     assert steps == 5 and "2 updates in a row" in told and "(-inf)" in told
 
 
 def test_an_accumulated_update_names_its_micro_batches() -> None:
     steps, told = _ended(Bad([13, 17], gradient_accumulation_steps=4, stop_after_nonfinite_losses=2), max_epochs=4)
-    assert steps == 20 and "update 3 (step 12: batches 4 to 7 of epoch 1, counted from 0)" in told
+    assert steps == 20 and "update 3 (batches 4 to 7 of epoch 1, counted from 0)" in told
 
 
 def test_a_run_without_one_finite_loss_is_an_error_however_short_and_a_bad_end_is_told(caplog: Any, tmp_path: Path) -> None:
     saver = ech.DistributedCheckpointSaver(tmp_path)
-    steps, told = _ended(Bad(range(100)), max_steps=3, callbacks=[saver])
+    steps, told = _ended(Bad(range(100)), max_updates=3, callbacks=[saver])
     assert steps == 3 and "in 3 updates in a row, the first of them update 0" in told
     assert not list(tmp_path.glob("step-*"))  # nothing to go on from
-    assert _ended(Bad([6, 7]), max_steps=8) == (8, "")
+    assert _ended(Bad([6, 7]), max_updates=8) == (8, "")
     (record,) = [r for r in caplog.records if "has not been finite" in r.getMessage()]
     assert record.levelno == logging.WARNING and "the last 2 updates, from update 6" in record.getMessage()
 
 
 def test_who_catches_it_and_mends_the_weights_may_go_on() -> None:
     unit = Bad(range(3, 13))
-    assert _ended(unit, max_steps=30)[0] == 13
-    assert _ended(unit, max_steps=30) == (30, "")
+    assert _ended(unit, max_updates=30)[0] == 13
+    assert _ended(unit, max_updates=30) == (30, "")
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "10"])
@@ -90,15 +94,15 @@ def test_a_number_of_losses_that_makes_no_sense_is_refused(value: Any) -> None:
 class _Late(FiniteWatch):
     """Reads as on a GPU."""
 
-    def take(self, loss: Any, own: torch.Tensor, update: int, micro_batches: int, progress: Any) -> None:
-        super().take(torch.as_tensor(loss, dtype=torch.float64), own, update, micro_batches, progress)
+    def take(self, loss: Any, own: torch.Tensor, micro_batches: int, progress: Any) -> None:
+        super().take(torch.as_tensor(loss, dtype=torch.float64), own, micro_batches, progress)
 
 
 def _late_on_ranks(strategy: str) -> tuple[int, str]:
     finite._is_elsewhere = lambda loss: True  # type: ignore[assignment]
     unit = Bad(range(11, 100), only=1, strategy=strategy)
     unit._finite = _Late(10)
-    return _ended(unit, max_steps=80)
+    return _ended(unit, max_updates=80)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -110,7 +114,7 @@ def test_all_ranks_end_at_the_same_update_and_know_whose_loss_it_was(ranks: Rank
 
 
 def _at_once_on_ranks(strategy: str) -> tuple[int, str]:
-    return _ended(Bad(range(11, 100), only=1, strategy=strategy), max_steps=80)
+    return _ended(Bad(range(11, 100), only=1, strategy=strategy), max_updates=80)
 
 
 def test_a_bad_end_names_the_rank_whose_loss_it_was(ranks: Ranks) -> None:
@@ -125,7 +129,7 @@ def _warned_on_ranks(strategy: str) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     finite.logger.addHandler(handler)
     try:
-        assert _ended(Bad([6, 7], only=1, strategy=strategy), max_steps=8) == (8, "")
+        assert _ended(Bad([6, 7], only=1, strategy=strategy), max_updates=8) == (8, "")
     finally:
         finite.logger.removeHandler(handler)
     return said
@@ -145,7 +149,7 @@ def test_the_end_of_training_reads_what_is_left(monkeypatch: pytest.MonkeyPatch)
     for steps, first in ((25, 5), (40, 25)):
         unit = Bad(range(first, 100))
         unit._finite = _Late(10)
-        ended, told = _ended(unit, max_steps=steps)
+        ended, told = _ended(unit, max_updates=steps)
         assert ended == steps and f"first of them update {first}" in told
 
 
@@ -157,9 +161,9 @@ def test_roll_back_comes_first(tmp_path: Path) -> None:
             return made
 
     unit = Once([9, 14], stop_after_nonfinite_losses=1)
-    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=4)
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=4)
     data = torch.utils.data.TensorDataset(*batch(64, 0))
-    ech.train(unit, ech.Loader(data, 4, seed=1), max_steps=30, callbacks=[ech.callbacks.RollBack(saver, deviations=None), saver])
+    ech.train(unit, ech.Loader(data, 4, seed=1), max_updates=30, callbacks=[ech.RollBack(saver, deviations=None), saver])
     assert unit.train_progress.skipped == [(9, 10), (14, 15)] and unit.train_progress.num_steps_completed == 30
 
 
@@ -172,17 +176,17 @@ class Steep(Regression):
 
 
 def _half(unit_type: type[Regression], **scaler: Any) -> Regression:
-    return unit_type(precision=ech.layouts.Precision(torch.float16, **scaler), module=net(dtype=torch.float32))
+    return unit_type(precision=ech.Precision(torch.float16, **scaler), module=net(dtype=torch.float32))
 
 
 def test_gradients_that_no_scale_makes_finite_end_the_run() -> None:
     unit, data = _half(Steep), [batch(8, i, torch.float32) for i in range(8)]
     with pytest.raises(NonFiniteError, match=r"gradients were inf or nan in 33 updates in a row, .* down to 7\.6\d*e-06"):
-        ech.train(unit, data, max_steps=100)
+        ech.train(unit, data, max_updates=100)
     assert unit.train_progress.num_steps_completed == 33
 
 
 def test_a_scale_that_begins_far_too_high_is_let_come_down() -> None:
     unit, data = _half(Regression, init_scale=2.0**60), [batch(8, i, torch.float32) for i in range(8)]
-    ech.train(unit, data, max_steps=80)
+    ech.train(unit, data, max_updates=80)
     assert unit.grad_scaler is not None and unit.grad_scaler.get_scale() < 2.0**40

@@ -20,7 +20,7 @@ from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
-Saver, Options = ech.DistributedCheckpointSaver, ech.callbacks.RestoreOptions
+Saver, Options = ech.DistributedCheckpointSaver, ech.RestoreOptions
 DATA = torch.utils.data.TensorDataset(*batch(48, 0))
 
 
@@ -66,7 +66,7 @@ def _loader() -> ech.Loader:
 
 def _saved(folder: Path, steps: int = 2, **options: Any) -> Any:
     unit = _unit(**options)
-    ech.train(unit, _loader(), max_steps=steps, callbacks=[Saver(folder)])
+    ech.train(unit, _loader(), max_updates=steps, callbacks=[Saver(folder)])
     return unit
 
 
@@ -91,7 +91,7 @@ class Hand(ech.TrainUnit[Any]):
 def test_state_that_the_unit_has_no_more_is_refused_when_strict_and_listed_otherwise(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = ech.State(entry_point=ech.units.EntryPoint.TRAIN)
+    state = ech.State(entry_point=ech.EntryPoint.TRAIN)
     Saver(tmp_path).save(state, Hand())
     path, without = tmp_path / "step-00000000", {"a": ("a", "of_a", "schedule"), "of_a": ("of_a", "schedule")}.get(name, (name,))
     with pytest.raises(CheckpointMismatchError, match=rf"(?s){name}\s+saved\s+-.*strict=False.*allow_changes=\(.*'{name}'"):
@@ -104,7 +104,7 @@ def test_state_that_the_unit_has_no_more_is_refused_when_strict_and_listed_other
 
 
 def test_what_options_or_another_kind_of_unit_leave_behind_is_no_error(tmp_path: Path) -> None:
-    state = ech.State(entry_point=ech.units.EntryPoint.TRAIN)
+    state = ech.State(entry_point=ech.EntryPoint.TRAIN)
     Saver(tmp_path).save(state, Hand())
     path = tmp_path / "step-00000000"
     options = Options(restore_optimizers=False, restore_lr_schedulers=False, restore_metrics=False)
@@ -124,7 +124,7 @@ def test_what_options_or_another_kind_of_unit_leave_behind_is_no_error(tmp_path:
 
 
 def test_state_that_appeared_is_refused_when_strict(tmp_path: Path) -> None:
-    Saver(tmp_path).save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), Hand("schedule", "counter", "of_b"))
+    Saver(tmp_path).save(ech.State(entry_point=ech.EntryPoint.TRAIN), Hand("schedule", "counter", "of_b"))
     with pytest.raises(CheckpointMismatchError, match=r"(?s)counter\s+-\s+wanted.*of_b\s+-\s+wanted.*schedule\s+-\s+wanted"):
         Saver.restore(tmp_path / "step-00000000", Hand())
 
@@ -135,7 +135,7 @@ def test_state_that_appeared_stays_as_it_is_where_it_is_named(ranks: Ranks, tmp_
 
 
 def _appeared(folder: Path) -> str:
-    Saver(folder).save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), Hand("counter", "of_b"))
+    Saver(folder).save(ech.State(entry_point=ech.EntryPoint.TRAIN), Hand("counter", "of_b"))
     unit = Hand("of_b")
     with pytest.raises(CheckpointMismatchError, match=r"allow_changes=.* as the script made it") as refused:
         Saver.restore(folder / "step-00000000", unit)
@@ -158,7 +158,7 @@ def test_a_position_of_somebody_elses_loader_that_is_not_given_is_told(tmp_path:
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     unit, own = _unit(), Own([batch(8, i) for i in range(4)])
-    ech.train(unit, own, max_steps=2, callbacks=[Saver(tmp_path)])
+    ech.train(unit, own, max_updates=2, callbacks=[Saver(tmp_path)])
     Saver.restore(tmp_path / "step-00000002", _unit(), train_dataloader=own)
     assert "train_dataloader=" not in caplog.text
     Saver.restore(tmp_path / "step-00000002", _unit())
@@ -171,7 +171,7 @@ RENAMED = {"module.encoder": "module.backbone", "module.head": "module.out"}
 def _goes_on_renamed(folder: Path, strategy: str) -> dict[str, Any]:
     unit, loader = _unit(Net("backbone", "decoder", "out", seed=7), strategy), _loader()
     Saver.restore_from_latest(folder, unit, train_dataloader=loader, restore_options=Options(rename=RENAMED))
-    ech.train(unit, loader, max_steps=4)
+    ech.train(unit, loader, max_updates=4)
     return whole(unit.module)
 
 
@@ -216,7 +216,7 @@ def test_layers_of_equal_shapes_are_suggested_and_the_suggestion_works(tmp_path:
     for extra in (None, "more"):
         folder = tmp_path / str(extra)
         before, after = Model("model", extra), Model("net", extra)
-        Saver(folder).save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), before)
+        Saver(folder).save(ech.State(entry_point=ech.EntryPoint.TRAIN), before)
         with pytest.raises(CheckpointMismatchError, match=r"rename=\{'model': 'net'\}"):
             Saver.restore_from_latest(folder, after)
         with torch.no_grad():
@@ -233,8 +233,8 @@ def test_a_module_that_became_a_part_of_another_is_found_as_suggested(tmp_path: 
     with pytest.raises(CheckpointMismatchError, match=r"rename=\{'module': 'module.0'\}"):
         Saver.restore_from_latest(tmp_path, other, train_dataloader=loader)
     Saver.restore_from_latest(tmp_path, other, train_dataloader=loader, restore_options=Options(rename={"module": "module.0"}))
-    ech.train(other, loader, max_steps=4)
-    ech.train(saved, _loader(), max_steps=4)
+    ech.train(other, loader, max_updates=4)
+    ech.train(saved, _loader(), max_updates=4)
     assert all(torch.equal(a, b) for a, b in zip(other.module.parameters(), saved.module.parameters(), strict=True))
 
 
@@ -265,7 +265,7 @@ def test_modules_that_became_parts_of_one_and_parts_that_became_modules_are_foun
 ) -> None:
     """The suggestion was made, and then refused."""
     saved, loader = Parts(apart=apart), _loader()
-    ech.train(saved, loader, max_steps=2, callbacks=[Saver(tmp_path)])
+    ech.train(saved, loader, max_updates=2, callbacks=[Saver(tmp_path)])
     names = {"body": "both.body", "head": "both.head"}
     names = names if apart else {new: old for old, new in names.items()}
     other = Parts(apart=not apart, seed=7)
@@ -342,7 +342,7 @@ def test_a_submodule_that_was_wrapped_or_frozen_since_keeps_its_names(tmp_path: 
     assert report is True
     got, want = [list(m.parameters()) for m in (unit.module, saved.module)]
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    ech.train(unit, loader, max_steps=4, callbacks=[Saver(tmp_path / "more")])
+    ech.train(unit, loader, max_updates=4, callbacks=[Saver(tmp_path / "more")])
     Saver.restore_from_latest(tmp_path / "more", _unit())
 
 

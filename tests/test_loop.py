@@ -25,7 +25,7 @@ from tests.models import batch, net
 from tests.units import Regression
 
 
-class Plain(ech.TrainUnit[int], ech.EvalUnit[int], ech.PredictUnit[int], ech.units.TestUnit[int]):
+class Plain(ech.TrainUnit[int], ech.EvalUnit[int], ech.PredictUnit[int], ech.TestUnit[int]):
     """Writes down what it was given."""
 
     def __init__(self, log: list[str] | None = None) -> None:
@@ -76,7 +76,7 @@ def test_hooks_run_in_torchtnts_order() -> None:
 def test_fit_evaluates_inside_the_epoch_after_the_step() -> None:
     log: list[str] = []
     unit = Plain(log)
-    ech.fit(unit, [1, 2, 3, 4], [1], max_epochs=1, evaluate_every_n_steps=2, evaluate_every_n_epochs=None)
+    ech.fit(unit, [1, 2, 3, 4], [1], max_epochs=1, evaluate_every_n_updates=2, evaluate_every_n_epochs=None)
     assert log == ["unit.train_step"] * 2 + ["unit.eval_step"] + ["unit.train_step"] * 2 + ["unit.eval_step"]
 
 
@@ -95,16 +95,16 @@ def _evaluated(length: int, **options: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("length", "options", "at"),
     [
-        (100, {"max_steps": 7}, [7]),  # within the first epoch
-        (4, {"max_steps": 10}, [4, 8, 10]),
-        (4, {"max_steps": 8}, [4, 8]),  # not twice
-        (4, {"max_steps": 8, "evaluate_every_n_epochs": 3}, [8]),
-        (100, {"max_steps": 7, "evaluate_every_n_steps": 3, "evaluate_every_n_epochs": None}, [3, 6, 7]),
-        (100, {"max_steps": 6, "evaluate_every_n_steps": 3}, [3, 6]),
-        (iter(range(100)), {"max_steps": 7}, [7]),  # a loader without a length
-        (100, {"max_steps": 7, "evaluate_every_n_epochs": None}, []),  # nobody asked for any
+        (100, {"max_updates": 7}, [7]),  # within the first epoch
+        (4, {"max_updates": 10}, [4, 8, 10]),
+        (4, {"max_updates": 8}, [4, 8]),  # not twice
+        (4, {"max_updates": 8, "evaluate_every_n_epochs": 3}, [8]),
+        (100, {"max_updates": 7, "evaluate_every_n_updates": 3, "evaluate_every_n_epochs": None}, [3, 6, 7]),
+        (100, {"max_updates": 6, "evaluate_every_n_updates": 3}, [3, 6]),
+        (iter(range(100)), {"max_updates": 7}, [7]),  # a loader without a length
+        (100, {"max_updates": 7, "evaluate_every_n_epochs": None}, []),  # nobody asked for any
         (4, {"max_epochs": 3, "evaluate_every_n_epochs": 2}, [8]),  # epochs: as the interval says
-        (100, {"max_steps": 0}, []),
+        (100, {"max_updates": 0}, []),
     ],
 )
 def test_fit_that_max_steps_ends_is_evaluated_at_its_end(length: Any, options: dict[str, Any], at: list[int]) -> None:
@@ -123,13 +123,13 @@ def test_a_stop_of_the_scripts_own_is_not_evaluated() -> None:
                 state.stop()
 
     log: list[str] = []
-    ech.fit(Plain(log), [1] * 100, [1], max_steps=9, callbacks=[Stops()])
+    ech.fit(Plain(log), [1] * 100, [1], max_updates=9, callbacks=[Stops()])
     assert log == ["unit.train_step"] * 7
 
 
 def test_an_epochs_last_step_is_evaluated_once_though_both_intervals_end() -> None:
     log: list[str] = []
-    ech.fit(Plain(log), [1, 2], [1], max_epochs=1, evaluate_every_n_steps=2, evaluate_every_n_epochs=1)
+    ech.fit(Plain(log), [1, 2], [1], max_epochs=1, evaluate_every_n_updates=2, evaluate_every_n_epochs=1)
     assert log.count("unit.eval_step") == 1
 
 
@@ -138,13 +138,13 @@ def test_every_epoch_runs_as_many_steps_as_allowed(limit: int) -> None:
     """TorchTNT with prefetch runs every other epoch empty when the limit is the loader's length."""
     for unit in (Plain(), Regression(enable_prefetch=True)):
         data = [1, 2, 3] if isinstance(unit, Plain) else [batch(2, i) for i in range(3)]
-        ech.train(unit, data, max_epochs=3, max_steps_per_epoch=limit)
+        ech.train(unit, data, max_epochs=3, updates_per_epoch=limit)
         assert unit.train_progress.num_steps_completed == 3 * min(limit, 3)
 
 
 def test_no_batch_of_one_epoch_leaks_into_the_next() -> None:
     unit = Plain()
-    ech.train(unit, [0, 1, 2], max_epochs=3, max_steps_per_epoch=2)
+    ech.train(unit, [0, 1, 2], max_epochs=3, updates_per_epoch=2)
     assert unit.seen == [0, 1, 0, 1, 0, 1]
 
 
@@ -159,7 +159,7 @@ def test_samplers_with_a_generator_give_what_a_for_loop_gives() -> None:
     ech.train(unit, loader(), max_epochs=3)
     assert unit.seen == [int(row) for _ in range(3) for row in plain]
     cut, plain = loader(), loader()
-    ech.train(read, cut, max_epochs=2, max_steps_per_epoch=2)
+    ech.train(read, cut, max_epochs=2, updates_per_epoch=2)
     assert read.seen == [int(row) for _ in range(2) for row in itertools.islice(plain, 2)]
 
     class Stream:
@@ -182,7 +182,7 @@ def test_samplers_with_a_generator_give_what_a_for_loop_gives() -> None:
 def test_max_steps_in_mid_epoch_does_not_count_the_epoch() -> None:
     log: list[str] = []
     unit = Plain()
-    ech.train(unit, [0, 1, 2], max_steps=4, callbacks=[_recording(log, "cb", ech.Callback)()])
+    ech.train(unit, [0, 1, 2], max_updates=4, callbacks=[_recording(log, "cb", ech.Callback)()])
     assert unit.train_progress.num_epochs_completed == 1
     assert unit.train_progress.num_steps_completed_in_epoch == 1
     assert log.count("cb.on_train_epoch_end") == 1 and log[-1] == "cb.on_train_end"
@@ -190,7 +190,7 @@ def test_max_steps_in_mid_epoch_does_not_count_the_epoch() -> None:
 
 def test_max_steps_at_the_end_of_an_epoch_counts_it() -> None:
     unit = Plain()
-    ech.train(unit, [0, 1, 2], max_steps=6)
+    ech.train(unit, [0, 1, 2], max_updates=6)
     assert unit.train_progress.num_epochs_completed == 2
 
 
@@ -199,7 +199,7 @@ class StopAfter(ech.Callback):
         self.step, self.rank = step, rank
 
     def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-        if unit.train_progress.num_steps_completed == self.step and ech.launching.World.current().rank == self.rank:
+        if unit.train_progress.num_steps_completed == self.step and ech.World.current().rank == self.rank:
             state.stop()
 
 
@@ -228,13 +228,13 @@ def test_a_stop_finishes_the_update_under_way(ranks: Ranks) -> None:
 
 class StopsInEvaluation(ech.Callback):
     def on_eval_end(self, state: ech.State, unit: Any) -> None:
-        if ech.launching.World.current().rank == 1:
+        if ech.World.current().rank == 1:
             state.stop()
 
 
 def _stop_in_evaluation() -> int:
     unit = Regression(strategy="ddp")
-    ech.fit(unit, [batch(2, 0)] * 4, [batch(2, 1)], max_epochs=3, evaluate_every_n_steps=2, callbacks=[StopsInEvaluation()])
+    ech.fit(unit, [batch(2, 0)] * 4, [batch(2, 1)], max_epochs=3, evaluate_every_n_updates=2, callbacks=[StopsInEvaluation()])
     return unit.train_progress.num_steps_completed
 
 
@@ -244,7 +244,7 @@ def test_a_stop_from_an_evaluation_takes_no_further_step(ranks: Ranks) -> None:
 
 class StopsOnRank1(ech.Callback):
     def on_eval_step_end(self, state: ech.State, unit: Any) -> None:
-        if ech.launching.World.current().rank == 1:
+        if ech.World.current().rank == 1:
             state.stop()
 
 
@@ -310,7 +310,7 @@ def test_a_step_that_runs_out_of_something_else_says_where() -> None:
 
 class StopsInLoss(Regression):
     def compute_loss(self, state: ech.State, data: Any) -> Any:
-        if self.train_progress.num_steps_completed == 2 and ech.launching.World.current().rank == 1:
+        if self.train_progress.num_steps_completed == 2 and ech.World.current().rank == 1:
             state.stop()
         return super().compute_loss(state, data)
 
@@ -329,7 +329,7 @@ def test_a_stop_inside_a_step_travels_with_the_windows_own_message(ranks: Ranks)
 
 
 def _other_lengths(kind: str) -> str:
-    rank = ech.launching.World.current().rank
+    rank = ech.World.current().rank
     data: Any = [batch(2, i) for i in range(3 - rank)]
     if kind.startswith("unsized"):
         data = iter(data)
@@ -352,13 +352,13 @@ def test_ranks_with_other_numbers_of_batches_are_named_not_hung(ranks: Ranks, ki
 
 def _other_limits() -> str:
     with pytest.raises(RanksDisagreeError) as caught:
-        ech.train(Regression(strategy="ddp"), [batch(2, 0)] * 9, max_steps=3 + ech.launching.World.current().rank)
+        ech.train(Regression(strategy="ddp"), [batch(2, 0)] * 9, max_updates=3 + ech.World.current().rank)
     return str(caught.value)
 
 
 def test_ranks_with_other_limits_are_named_not_hung(ranks: Ranks) -> None:
     for text in ranks(2, _other_limits, timeout_s=20):
-        assert "'max_steps': 3" in text and "'max_steps': 4" in text
+        assert "'max_updates': 3" in text and "'max_updates': 4" in text
 
 
 def _launched_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +378,7 @@ def test_launched_ranks_that_have_not_joined_are_not_taken_for_a_world_of_one(
 
 def _uneven_prediction() -> int:
     unit = Plain()
-    ech.predict(unit, list(range(3 - ech.launching.World.current().rank)))
+    ech.predict(unit, list(range(3 - ech.World.current().rank)))
     return len(unit.seen)
 
 
@@ -395,7 +395,7 @@ def test_predict_runs_as_often_as_it_is_called() -> None:
 
 def test_test_is_a_phase_of_its_own() -> None:
     unit = Plain()
-    ech.units.test(unit, [1, 2])
+    ech.test(unit, [1, 2])
     assert unit.seen == [1, 2] and unit.test_progress.num_epochs_completed == 1
 
 
@@ -423,10 +423,10 @@ class Pairs(Plain):
 @pytest.mark.parametrize(
     ("limits", "epochs", "steps"),
     [
-        ({"max_steps": 2}, 0, 2),
-        ({"max_steps": 1}, 0, 1),
-        ({"max_epochs": 2, "max_steps_per_epoch": 2}, 2, 4),
-        ({"max_steps": 4}, 1, 4),
+        ({"max_updates": 2}, 0, 2),
+        ({"max_updates": 1}, 0, 1),
+        ({"max_epochs": 2, "updates_per_epoch": 2}, 2, 4),
+        ({"max_updates": 4}, 1, 4),
     ],
 )
 def test_limits_count_steps_however_many_batches_each_fetches(limits: Any, epochs: int, steps: int, sized: bool) -> None:
@@ -448,7 +448,7 @@ def test_a_step_that_fetches_nothing_still_counts() -> None:
             assert self.train_progress.num_steps_completed < 5
 
     unit = Idle()
-    ech.train(unit, [1, 2], max_steps=5)
+    ech.train(unit, [1, 2], max_updates=5)
     assert unit.train_progress.num_steps_completed == 5
 
 
@@ -497,16 +497,16 @@ def test_modes_are_restored_module_by_module() -> None:
 
 def test_a_used_up_iterator_is_an_error_not_an_endless_loop(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UsageError, match="gave no batch"):
-        ech.train(Plain(), iter([1, 2]), max_steps=5)
+        ech.train(Plain(), iter([1, 2]), max_updates=5)
     ech.train(Plain(), iter([1, 2]), max_epochs=2)
     assert "gave no batch" in caplog.text
 
 
 def test_going_on_in_mid_epoch_with_a_loader_without_state_warns(caplog: pytest.LogCaptureFixture) -> None:
     unit = Plain()
-    ech.train(unit, [1, 2, 3], max_steps=2)
+    ech.train(unit, [1, 2, 3], max_updates=2)
     assert not caplog.text
-    ech.train(unit, [1, 2, 3], max_steps=4)
+    ech.train(unit, [1, 2, 3], max_updates=4)
     assert "has no state" in caplog.text
 
 
@@ -539,7 +539,7 @@ def test_sampler_epochs_are_set() -> None:
 @pytest.mark.parametrize(
     "value", [-1, 1.5, True, "10", math.nan, np.float64(2.5), np.bool_(True), torch.tensor(True), torch.ones(2), [1]]
 )
-@pytest.mark.parametrize("name", ["max_epochs", "max_steps", "max_steps_per_epoch"])
+@pytest.mark.parametrize("name", ["max_epochs", "max_updates", "updates_per_epoch"])
 def test_limits_that_make_no_sense_are_refused(name: str, value: Any) -> None:
     limits = {"max_epochs": 1} | {name: value}
     with pytest.raises(UsageError, match=f"Invalid value provided for {name}: .* must be a whole number of at least 0, or None"):
@@ -548,24 +548,24 @@ def test_limits_that_make_no_sense_are_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, 0.5, False])
 def test_an_evaluation_after_every_zeroth_step_is_refused(value: Any) -> None:
-    with pytest.raises(UsageError, match="evaluate_every_n_steps must be a whole number of at least 1, or None for never"):
-        ech.fit(Plain(), [1], [1], max_epochs=1, evaluate_every_n_steps=value)
+    with pytest.raises(UsageError, match="evaluate_every_n_updates must be a whole number of at least 1, or None for never"):
+        ech.fit(Plain(), [1], [1], max_epochs=1, evaluate_every_n_updates=value)
 
 
 @pytest.mark.parametrize("value", [2, 2.0, 6 / 3, np.int64(2), np.float32(2), np.array(2), torch.tensor(2), torch.tensor(2.0)])
 def test_whole_numbers_are_limits_however_they_are_written(value: Any) -> None:
     for limits, steps in (
-        ({"max_steps": value}, 2),
+        ({"max_updates": value}, 2),
         ({"max_epochs": value}, 6),
-        ({"max_epochs": 1, "max_steps_per_epoch": value}, 2),
+        ({"max_epochs": 1, "updates_per_epoch": value}, 2),
     ):
         unit = Plain()
         ech.train(unit, [1, 2, 3], **limits)
         assert unit.train_progress.num_steps_completed == steps
-    assert _evaluated(6, max_epochs=1, evaluate_every_n_steps=value) == [2, 4, 6]
+    assert _evaluated(6, max_epochs=1, evaluate_every_n_updates=value) == [2, 4, 6]
 
 
-@pytest.mark.parametrize("limits", [{"max_epochs": 0}, {"max_steps": 0}, {"max_steps": 0.0, "max_epochs": math.inf}])
+@pytest.mark.parametrize("limits", [{"max_epochs": 0}, {"max_updates": 0}, {"max_updates": 0.0, "max_epochs": math.inf}])
 def test_nothing_to_do_is_done_without_a_step(limits: Any) -> None:
     unit = Plain()
     ech.train(unit, [1, 2], **limits)
@@ -579,7 +579,7 @@ def test_training_without_an_end_must_be_asked_for() -> None:
                 state.stop()
 
     for call in (ech.train, lambda unit, loader, **more: ech.fit(unit, loader, [1], **more)):
-        with pytest.raises(UsageError, match=r"needs max_epochs or max_steps.*max_epochs=math\.inf"):
+        with pytest.raises(UsageError, match=r"needs max_epochs or max_updates.*max_epochs=math\.inf"):
             call(Plain(), [1, 2])
         unit = Plain()
         call(unit, [1, 2], max_epochs=math.inf, callbacks=[Stops()])
@@ -659,7 +659,7 @@ def test_a_mock_of_a_unit_is_trained_and_evaluated() -> None:
     for unit in (MagicMock(spec=Plain), MagicMock(spec=Plain())):
         with pytest.raises(UnitError, match=r"set its train_progress = Progress\(\)"):
             ech.train(unit, [1], max_epochs=1)
-        unit.train_progress, unit.eval_progress = ech.units.Progress(), ech.units.Progress()
+        unit.train_progress, unit.eval_progress = ech.Progress(), ech.Progress()
         ech.fit(unit, [1, 2], [3], max_epochs=2)
         assert [call.args[1] for call in unit.train_step.call_args_list] == [1, 2, 1, 2]
         assert [call.args[1] for call in unit.eval_step.call_args_list] == [3, 3]

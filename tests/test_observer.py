@@ -39,9 +39,9 @@ def test_calls_by_a_name_that_was_imported_before_are_seen() -> None:
         return [*callbacks, added]
 
     with observing(watch):
-        train(unit, [1, 2], max_steps=2, callbacks=[mine])
-        fit(unit, train_dataloader=[3], eval_dataloader=[4], max_steps=3)
-    train(unit, [5], max_steps=4)
+        train(unit, [1, 2], max_updates=2, callbacks=[mine])
+        fit(unit, train_dataloader=[3], eval_dataloader=[4], max_updates=3)
+    train(unit, [5], max_updates=4)
     assert seen == [(unit, [1, 2], [mine]), (unit, [3], [])]
     assert (mine.steps, added.steps) == (2, 3)
 
@@ -60,8 +60,8 @@ def test_what_an_observer_raises_ends_the_call_and_the_looking_on() -> None:
 
     unit = _Unit()
     with pytest.raises(Enough), observing(stop):
-        train(unit, [1], max_steps=1)
-    train(unit, [1], max_steps=1)
+        train(unit, [1], max_updates=1)
+    train(unit, [1], max_updates=1)
     assert unit.train_progress.num_steps_completed == 1
 
 

@@ -50,7 +50,7 @@ class Seeing(Regression):
         self.seen: list[list[int]] = []
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if state.active_phase is ech.units.ActivePhase.TRAIN:
+        if state.active_phase is ech.ActivePhase.TRAIN:
             self.seen.append(data[2].tolist())
         return super().compute_loss(state, data[:2])
 
@@ -105,7 +105,7 @@ def test_the_middle_of_an_epoch_is_gone_on_from(name: str, tmp_path: Path) -> No
     seen, trained = _run(LOADERS[name], None, {}, None, None)
     again: list[list[int]] = []
     for dies in (2, 4, 6, 11, None):
-        own, parameters = _run(LOADERS[name], str(tmp_path), {"save_every_n_train_steps": 1}, dies, None)
+        own, parameters = _run(LOADERS[name], str(tmp_path), {"save_every_n_updates": 1}, dies, None)
         again += own
     assert again == seen and parameters == trained
 

@@ -254,7 +254,7 @@ def _interrupted(
 ) -> tuple[dict[str, torch.Tensor], float, list[int], int | None]:
     """Parameters, the average, the steps that were taken, and the exit code."""
     average, steps, code = Average(), [], None
-    saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=2) if folder is not None else None
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1) if folder is not None else None
     model, optimizer, scheduler, loader, average = ech.prepare(
         *_parts(dropout=0.3, accumulation=2), average, strategy=strategy, checkpoints=saver
     )

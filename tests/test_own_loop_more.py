@@ -220,7 +220,7 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 def _looks_first(look: str, folder: Path | None = None, counts: bool = False) -> tuple[list[float], list[str]]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    saver = None if folder is None else ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=1)
+    saver = None if folder is None else ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
     model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=_strategy(), checkpoints=saver)
     losses = []
     LOOKS[look](loader)
@@ -373,7 +373,7 @@ def _drawing(folder: Path, stops_after: int, counts: bool) -> dict[str, torch.Te
     """Draws before its first epoch, and before each epoch's batches."""
     torch.manual_seed(0)
     model = net(dropout=0.4)
-    saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=1)
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=_strategy(), checkpoints=saver)
     held_out = list(DataLoader(DATA, 8))  # its order draws a number
@@ -432,7 +432,7 @@ def test_a_loader_can_be_asked_and_told_as_before(ranks: Ranks) -> None:
 def _sets_epochs(folder: str, stop_after: int | None = None) -> dict[str, torch.Tensor]:
     """`set_epoch` is called for epochs that were trained, too, before the run comes to where it goes on."""
     model = net()
-    saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=1)
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = ech.prepare(
         model, optimizer, ech.Loader(TensorDataset(*batch(24, 0)), 8), checkpoints=saver, strategy="noop"

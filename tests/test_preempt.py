@@ -75,8 +75,8 @@ def _fit(unit: Interrupted, folder: Path | None, restored: bool = False, **optio
             unit,
             loader,
             ech.Loader(EVAL, 4, shuffle=False),
-            max_steps=STEPS,
-            evaluate_every_n_steps=EVERY,
+            max_updates=STEPS,
+            evaluate_every_n_updates=EVERY,
             evaluate_every_n_epochs=None,
             callbacks=callbacks,
         )
@@ -95,7 +95,7 @@ def _stopped(folder: Path, strategy: str, moment: str, number: int, only: int | 
     unit = Interrupted(strategy, moment, number, only)
     options: dict[str, Any] = {}
     if moment == "save":
-        publish, options = commit.publish, {"save_every_n_train_steps": 5}
+        publish, options = commit.publish, {"save_every_n_updates": 5}
 
         def interrupted(*args: Any) -> Any:
             if unit.train_progress.num_steps_completed == 5:
@@ -166,7 +166,7 @@ def test_a_signal_at_any_moment_is_agreed_on_saved_and_leaves_no_trace(
 
 def _best(folder: Path, first: bool, moment: str = "") -> tuple[Any, ...]:
     unit = Interrupted("ddp", moment, signal.SIGTERM, 1)
-    best = ech.callbacks.BestCheckpointConfig("eval_loss", "min")
+    best = ech.BestCheckpointConfig("eval_loss", "min")
     code = _fit(unit, folder, restored=not first, best_checkpoint_config=best, keep_last_n_checkpoints=2)
     return code, unit.eval_loss, [manifest.read(path)["metrics"] for path in commit.committed(folder)]
 
@@ -247,14 +247,14 @@ def _outside(moment: str, number: int, only: int | None) -> list[str]:
         at("joined")
         unit, loader = Regression(strategy="ddp"), ech.Loader(DATA, 8, seed=1)
         at("before training")
-        ech.train(unit, loader, max_steps=3, callbacks=[Stops()])
+        ech.train(unit, loader, max_updates=3, callbacks=[Stops()])
         at("between")
-        for run in (ech.evaluate, ech.predict, ech.units.test):
+        for run in (ech.evaluate, ech.predict, ech.test):
             if moment == run.__name__ or moment == "last save":
                 data = EVAL.tensors[0] if run is ech.predict else EVAL
                 run(unit, ech.Loader(data, 8, shuffle=False), callbacks=[Stops()])  # type: ignore[arg-type]
         at("after")
-        ech.train(unit, loader, max_steps=6, callbacks=[])
+        ech.train(unit, loader, max_updates=6, callbacks=[])
         reached.append("trained again")
     except SystemExit as end:
         return [*reached, str(end.code)]
@@ -346,7 +346,7 @@ RESTORING = """
     saver = ech.DistributedCheckpointSaver("c")
     saver.restore_from_latest("c", unit, train_dataloader=loader)
     print("begins at", unit.train_progress.num_steps_completed)
-    ech.train(unit, loader, max_steps=steps, callbacks=[saver])
+    ech.train(unit, loader, max_updates=steps, callbacks=[saver])
 """
 
 
@@ -410,7 +410,7 @@ ALONE = """
     unit, loader = Unit(), ech.Loader(DATA, 8, seed=1)
     saver = ech.DistributedCheckpointSaver("c")
     saver.restore_from_latest("c", unit, train_dataloader=loader)
-    ech.fit(unit, loader, ech.Loader(EVAL, 8), max_steps=4, callbacks=[saver])
+    ech.fit(unit, loader, ech.Loader(EVAL, 8), max_updates=4, callbacks=[saver])
     print("after fit:", unit.train_progress.num_steps_completed, unit.eval_loss == unit.eval_loss)
 """
 

@@ -56,7 +56,7 @@ def test_the_line_holds_memory_and_the_slowest_rank() -> None:
 
 def test_a_slow_rank_is_said_once_and_stands_in_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.observe.sinks.progress.RANKS_EVERY_S", 0.0)
-    run = ech.evidence.RunDir.create(tmp_path, "slow")
+    run = ech.RunDir.create(tmp_path, "slow")
     run.metrics.write_text("")
     stream = io.StringIO()
     screen = RunScreen(run, stream)
@@ -159,22 +159,22 @@ def test_numbers_that_json_lacks_become_words() -> None:
 
 
 def test_a_run_folder_gets_a_record_for_every_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ech.evidence.RunDir.create(tmp_path, "here")
+    run = ech.RunDir.create(tmp_path, "here")
     for name, value in run.to_env().items():
         monkeypatch.setenv(name, value)
     unit = Regression(gradient_accumulation_steps=2, clip_grad_norm=1.0)
     ech.fit(unit, [batch(4, 0), batch(2, 1), batch(3, 2)], [batch(5, 3)], max_epochs=1)
     training = [r for r in read_lines(run.metrics) if "loss" in r]
     evaluation = [r for r in read_lines(run.metrics) if "eval_loss" in r]
-    assert [(r["step"], r["update"]) for r in training] == [(2, 1), (3, 2)]
+    assert [r["step"] for r in training] == [1, 2]  # updates
     assert all(r["grad_norm"] > 0 and r["lr"] == 0.1 and r["samples_per_s"] > 0 for r in training)
-    assert evaluation == [{"step": 3, "eval_loss": unit.eval_loss, "time": evaluation[0]["time"]}]
+    assert evaluation == [{"step": 2, "eval_loss": unit.eval_loss, "time": evaluation[0]["time"]}]
     events = [e["event"] for e in read_lines(run.events(0))]
     assert events == ["train_start", "eval_start", "eval_end", "train_end"]
 
 
 def test_a_failed_run_says_so_in_its_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ech.evidence.RunDir.create(tmp_path, "here")
+    run = ech.RunDir.create(tmp_path, "here")
     for name, value in run.to_env().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError):
@@ -184,7 +184,7 @@ def test_a_failed_run_says_so_in_its_events(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_run_that_is_read_whole_at_once_is_shown_in_its_order(tmp_path: Path) -> None:
     """A busy machine: the launcher looks for the first time when all is over."""
-    run = ech.evidence.RunDir.create(tmp_path, "short")
+    run = ech.RunDir.create(tmp_path, "short")
     stream = io.StringIO()
     screen = RunScreen(run, stream)
     events = [

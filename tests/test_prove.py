@@ -258,7 +258,7 @@ class Full(Auto):
     def configure_optimizers_and_lr_scheduler(self, module):
         return torch.optim.AdamW(module.parameters(), fused=True), None
 net = nn.Sequential(Block(), Block(), nn.Linear(4, 1))
-again = ech.layouts.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, Block))
+again = ech.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, Block))
 ech.train(Full(module=net, strategy="fsdp", activation_checkpoint_params=again), loader(), max_epochs=1)
 """
 
@@ -437,7 +437,9 @@ def test_parameters_in_half_precision_are_compared_in_float64(tmp_path: Path, ma
 
 
 def test_training_in_two_parts_is_compared_as_far_as_the_first_goes(tmp_path: Path) -> None:
-    text = "u = Auto(module=model(), strategy='ddp')\nech.train(u, loader(), max_steps=2)\nech.train(u, loader(), max_epochs=2)\n"
+    text = (
+        "u = Auto(module=model(), strategy='ddp')\nech.train(u, loader(), max_updates=2)\nech.train(u, loader(), max_epochs=2)\n"
+    )
     (row,) = prove_target(_script(tmp_path, text), matrix(["ddp"], [2], [1], sgd=False), 4, False).results
     assert row.verdict == "agrees" and row.updates == 2, row
 

@@ -62,11 +62,11 @@ def _whole_and_resumed(folder: str, kinds: list[str]) -> list[float]:
     for kind in kinds:
         path = Path(folder) / kind
         unit = _made(kind)
-        saver = ech.DistributedCheckpointSaver(path, save_every_n_train_steps=SAVED_AT)
-        ech.train(unit, ech.Loader(DATA, 16, seed=2), max_steps=STEPS, callbacks=[saver])
+        saver = ech.DistributedCheckpointSaver(path, save_every_n_updates=SAVED_AT)
+        ech.train(unit, ech.Loader(DATA, 16, seed=2), max_updates=STEPS, callbacks=[saver])
         again, loader = _made(kind), ech.Loader(DATA, 16, seed=2)
         ech.DistributedCheckpointSaver.restore(path / f"step-{SAVED_AT:08}", again, train_dataloader=loader)
-        ech.train(again, loader, max_steps=STEPS)
+        ech.train(again, loader, max_updates=STEPS)
         differences.append(largest_difference(whole(again.module), whole(unit.module)))
     return differences
 

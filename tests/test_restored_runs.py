@@ -18,6 +18,7 @@ import echelon as ech
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError
+from echelon.loop.progress import Progress
 from echelon.world import rng
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
@@ -46,12 +47,12 @@ def test_an_evaluation_on_the_same_loader_changes_neither_the_samples_nor_what_i
     """The last, short batch of each epoch is looked up after an evaluation, which is in an epoch of its own."""
     data = torch.utils.data.Subset(DATA, range(46))
     unit, loader = Numbered(), ech.Loader(data, 8, seed=1)
-    saver = Saver(tmp_path, save_every_n_train_steps=5)
-    ech.fit(unit, loader, loader, max_epochs=3, evaluate_every_n_steps=2, evaluate_every_n_epochs=None, callbacks=[saver])
+    saver = Saver(tmp_path, save_every_n_updates=5)
+    ech.fit(unit, loader, loader, max_epochs=3, evaluate_every_n_updates=2, evaluate_every_n_epochs=None, callbacks=[saver])
     assert set(Counter(unit.seen).values()) == {3}
     again, loader = Numbered(), ech.Loader(data, 8, seed=1)
     Saver.restore(tmp_path / "step-00000010", again, train_dataloader=loader)
-    ech.fit(again, loader, loader, max_epochs=3, evaluate_every_n_steps=2, evaluate_every_n_epochs=None)
+    ech.fit(again, loader, loader, max_epochs=3, evaluate_every_n_updates=2, evaluate_every_n_epochs=None)
     assert again.seen == unit.seen[78:]
     assert largest_difference(whole(again.module), whole(unit.module)) == 0
 
@@ -95,7 +96,7 @@ class Foreign:
 
 def _with_shards(folder: Path) -> None:
     saver = Saver(folder)
-    ech.train(Numbered(strategy="ddp"), Foreign(4 * dist.get_rank()), max_steps=2, callbacks=[saver])
+    ech.train(Numbered(strategy="ddp"), Foreign(4 * dist.get_rank()), max_updates=2, callbacks=[saver])
 
 
 def _shards_restored(folder: Path) -> tuple[int, int]:
@@ -114,9 +115,9 @@ def test_a_foreign_loader_with_a_state_of_each_rank_gets_its_own_back(ranks: Ran
 def test_a_program_that_changes_its_folder_saves_where_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    unit, saver = Numbered(), Saver("c", save_every_n_train_steps=2)
+    unit, saver = Numbered(), Saver("c", save_every_n_updates=2)
     unit.on_train_epoch_start = lambda state: os.chdir("elsewhere")  # type: ignore[method-assign]
-    ech.train(unit, ech.Loader(DATA, 8, seed=1), max_steps=4, callbacks=[saver])
+    ech.train(unit, ech.Loader(DATA, 8, seed=1), max_updates=4, callbacks=[saver])
     assert [p.name for p in commit.committed(tmp_path / "c")] == ["step-00000002", "step-00000004"]
     assert not (tmp_path / "elsewhere" / "c").exists()
 
@@ -130,10 +131,10 @@ class SaveAtStart(ech.Callback):
 
 
 def test_a_save_before_the_first_batch_after_a_restore_knows_the_position(tmp_path: Path) -> None:
-    ech.train(Numbered(), Foreign(0), max_steps=2, callbacks=[Saver(tmp_path / "a")])
+    ech.train(Numbered(), Foreign(0), max_updates=2, callbacks=[Saver(tmp_path / "a")])
     unit, loader = Numbered(), Foreign(0)
     Saver.restore_from_latest(tmp_path / "a", unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=4, callbacks=[SaveAtStart(tmp_path / "b")])
+    ech.train(unit, loader, max_updates=4, callbacks=[SaveAtStart(tmp_path / "b")])
     loader = Foreign(0)
     Saver.restore_from_latest(tmp_path / "b", Numbered(), train_dataloader=loader)
     assert loader.at == 2
@@ -144,10 +145,16 @@ def test_the_metric_of_a_checkpoint_is_that_of_its_weights(tmp_path: Path) -> No
     unit = Numbered()
     evaluated: dict[int, float] = {}
     unit.on_eval_epoch_end = lambda state: evaluated.update({unit.train_progress.num_steps_completed: unit.eval_loss})  # type: ignore[method-assign]
-    saver = Saver(tmp_path, save_every_n_train_steps=3, best_checkpoint_config=BestCheckpointConfig("eval_loss", "min"))
+    saver = Saver(tmp_path, save_every_n_updates=3, best_checkpoint_config=BestCheckpointConfig("eval_loss", "min"))
     loader = ech.Loader(DATA, 8, seed=1)
     ech.fit(
-        unit, loader, ech.Loader(DATA, 8), max_steps=6, evaluate_every_n_steps=3, evaluate_every_n_epochs=None, callbacks=[saver]
+        unit,
+        loader,
+        ech.Loader(DATA, 8),
+        max_updates=6,
+        evaluate_every_n_updates=3,
+        evaluate_every_n_epochs=None,
+        callbacks=[saver],
     )
     told = {commit.step_of(p): manifest.read(p)["metrics"]["eval_loss"] for p in commit.committed(tmp_path)}
     assert told == evaluated and list(told) == [3, 6]
@@ -184,9 +191,9 @@ def _trained_besides(strategy: str, folder: Path, steps: list[int]) -> list[Any]
     """In as many runs, of which each but the first goes on from the last one's checkpoint."""
     for step in steps:
         unit, loader = Besides(strategy=strategy), ech.Loader(DATA, 8, seed=1)
-        saver = Saver(folder / f"{strategy}-{len(steps)}", save_every_n_train_steps=100)
+        saver = Saver(folder / f"{strategy}-{len(steps)}", save_every_n_updates=100)
         saver.restore_from_latest(folder / f"{strategy}-{len(steps)}", unit, train_dataloader=loader)
-        ech.train(unit, loader, max_steps=step, callbacks=[saver])
+        ech.train(unit, loader, max_updates=step, callbacks=[saver])
     return [p.tolist() for p in (*whole(unit.module).values(), *unit.besides())]
 
 
@@ -212,8 +219,8 @@ def _drawing_before_it_trains(folder: Path, steps: list[int]) -> dict[str, torch
         saver = Saver(folder / str(len(steps)))
         saver.restore_from_latest(saver.dirpath, unit, train_dataloader=loader)
         ech.evaluate(unit, torch.utils.data.DataLoader(DATA, 8))
-        ech.train(unit, loader, max_steps=step, callbacks=[saver])
-        ech.train(unit, loader, max_steps=step + 2)  # that goes on from where it is
+        ech.train(unit, loader, max_updates=step, callbacks=[saver])
+        ech.train(unit, loader, max_updates=step + 2)  # that goes on from where it is
     return whole(unit.module)
 
 
@@ -223,22 +230,37 @@ def test_what_a_script_draws_before_it_resumes_changes_nothing(ranks: Ranks, tmp
     assert [largest_difference(a, b) for a, b in zip(once, again, strict=True)] == [0, 0]
 
 
+class InSteps(Progress):
+    """As it was before updates were counted: limits, and the names of checkpoints, were those of micro-batches."""
+
+    num_updates_completed = property(lambda self: self.num_steps_completed, lambda self, value: None)  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if "updates" not in name}
+
+
+def _older(unit: Any) -> Any:
+    unit.train_progress = InSteps()
+    return unit
+
+
 def _with_fewer_micro_batches(folder: Path, elsewhere: bool) -> dict[str, torch.Tensor]:
-    """Three updates of two micro-batches, then updates of one, in two runs."""
-    for accumulation, steps in ((2, 6), (1, 4), (1, 5)):
+    """Three updates of two micro-batches in an older version, then updates of one in this, in two runs."""
+    for accumulation, updates in ((2, 6), (1, 4), (1, 5)):
         unit = Numbered(strategy="ddp", gradient_accumulation_steps=accumulation)
+        unit = _older(unit) if accumulation == 2 else unit
         loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
-        saver = Saver(folder, save_every_n_train_steps=accumulation)
+        saver = Saver(folder, save_every_n_updates=accumulation)
         saver.restore_from_latest(folder, unit, train_dataloader=loader)
         if elsewhere and accumulation == 1:
             folder = folder.with_name("elsewhere")
             saver = Saver(folder)
-        ech.train(unit, loader, max_steps=steps, callbacks=[saver])
+        ech.train(unit, loader, max_updates=updates, callbacks=[saver])
     return whole(unit.module)
 
 
-def test_a_run_goes_on_in_its_folder_with_fewer_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
-    """Its steps are larger then, so that step 6 is step 3: the newest was refused as ahead of the run."""
+def test_a_run_that_counted_micro_batches_goes_on_in_its_folder(ranks: Ranks, tmp_path: Path) -> None:
+    """What it called step 6 is update 3: the newest would be refused as ahead of the run."""
     got = ranks(2, _with_fewer_micro_batches, tmp_path / "here", False)
     wanted = ranks(2, _with_fewer_micro_batches, tmp_path / "there", True)
     assert [largest_difference(a, b) for a, b in zip(got, wanted, strict=True)] == [0, 0]
@@ -257,11 +279,12 @@ def test_the_one_checkpoint_that_stays_is_the_one_that_is_counted_anew(tmp_path:
     """It had the smaller number, and was removed as an older one; then the other was set aside, and nothing was left."""
     for accumulation, more in ((2, []), (1, [Killed()])):
         unit = Numbered(gradient_accumulation_steps=accumulation)
+        unit = _older(unit) if accumulation == 2 else unit
         loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
-        saver = Saver(tmp_path, save_every_n_train_steps=2, keep_last_n_checkpoints=1)
+        saver = Saver(tmp_path, save_every_n_updates=2, keep_last_n_checkpoints=1)
         saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
         with contextlib.suppress(KeyboardInterrupt):
-            ech.train(unit, loader, max_steps=6, callbacks=[*more, saver])
+            ech.train(unit, loader, max_updates=6, callbacks=[*more, saver])
     assert {path.name for path in tmp_path.glob("*step*")} == {"replaced-step-00000006", "step-00000003"}
 
 
@@ -271,11 +294,12 @@ def test_what_is_counted_anew_has_the_streams_of_what_it_is_made_of(tmp_path: Pa
     def run(folder: Path, accumulation: int, steps: int, *more: ech.Callback) -> dict[str, torch.Tensor]:
         ech.seed(3)
         unit = Numbered(dropout=0.4, gradient_accumulation_steps=accumulation)
+        unit = _older(unit) if accumulation == 2 else unit
         loader, saver = ech.Loader(DATA, 8, seed=1, accumulation=accumulation), Saver(folder)
         saver.restore_from_latest(folder, unit, train_dataloader=loader)
         torch.rand(3)
         with contextlib.suppress(KeyboardInterrupt):
-            ech.train(unit, loader, max_steps=steps, callbacks=[*more, saver])
+            ech.train(unit, loader, max_updates=steps, callbacks=[*more, saver])
         return whole(unit.module)
 
     run(tmp_path / "once", 2, 6)
@@ -287,11 +311,11 @@ def test_what_is_counted_anew_has_the_streams_of_what_it_is_made_of(tmp_path: Pa
 
 def test_a_run_that_takes_weights_only_sets_nothing_aside(tmp_path: Path) -> None:
     """It begins at step 0, and its source was taken for a checkpoint whose steps were smaller."""
-    ech.train(Numbered(), ech.Loader(DATA, 8), max_steps=2, callbacks=[Saver(tmp_path)])
+    ech.train(Numbered(), ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(tmp_path)])
     unit = Numbered()
-    Saver.restore_from_latest(tmp_path, unit, restore_options=ech.callbacks.RestoreOptions.weights_only())
+    Saver.restore_from_latest(tmp_path, unit, restore_options=ech.RestoreOptions.weights_only())
     with pytest.raises(CheckpointError, match="step-00000002 is ahead of this run, which is at step 0"):
-        ech.train(unit, ech.Loader(DATA, 8), max_steps=2, callbacks=[Saver(tmp_path)])
+        ech.train(unit, ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(tmp_path)])
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000002"]
 
 
@@ -309,13 +333,13 @@ def _restored_twice(folder: Path) -> list[float]:
         def on_train_step_start(self, state: ech.State, unit: Any) -> None:
             seen.extend(torch.rand(2).tolist())
 
-    ech.train(unit, ech.Loader(DATA, 8), max_steps=3, callbacks=[Look()])
+    ech.train(unit, ech.Loader(DATA, 8), max_updates=3, callbacks=[Look()])
     return [*before, *seen]
 
 
 def _two_steps(folder: Path) -> None:
     ech.seed(5)
-    ech.train(Numbered(strategy="ddp"), ech.Loader(DATA, 8), max_steps=2, callbacks=[Saver(folder)])
+    ech.train(Numbered(strategy="ddp"), ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(folder)])
 
 
 def test_the_streams_of_a_checkpoint_that_was_left_again_are_not_taken_up(ranks: Ranks, tmp_path: Path) -> None:

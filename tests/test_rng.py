@@ -61,9 +61,9 @@ def _trained(strategy: str, *steps: int, seed: int | None = None, saved: Path | 
     if seed is not None:
         random.seed(seed)
         np.random.seed(seed)
-    callbacks = [Saver(saved, save_every_n_train_steps=2)] if saved is not None else []
+    callbacks = [Saver(saved, save_every_n_updates=2)] if saved is not None else []
     for each in steps:
-        ech.train(unit, loader, max_steps=each, callbacks=callbacks)
+        ech.train(unit, loader, max_updates=each, callbacks=callbacks)
     return unit.drawn
 
 
@@ -72,7 +72,7 @@ def _resumed(strategy: str, saved: Path, seed: int) -> list[tuple[float, ...]]:
     random.seed(seed)
     np.random.seed(seed)
     Saver.restore(saved / "step-00000002", unit, train_dataloader=loader)
-    ech.train(unit, loader, max_steps=4)
+    ech.train(unit, loader, max_updates=4)
     return unit.drawn
 
 

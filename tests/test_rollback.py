@@ -35,7 +35,7 @@ def _run(
 ) -> dict[str, Any]:
     """Train with dropout and a schedule; with a folder, under a RollBack."""
     strategy, accumulation = options.pop("strategy", "ddp"), options.pop("accumulation", 1)
-    saver_options = {"save_every_n_train_steps": 4 * accumulation, "async_checkpoint": options.pop("asynchronous", False)}
+    saver_options = {"save_every_n_updates": 4, "async_checkpoint": options.pop("asynchronous", False)}
     unit = Regression(
         module=net(dropout=0.2),
         strategy=strategy,
@@ -52,14 +52,14 @@ def _run(
         saver = ech.DistributedCheckpointSaver(folder, **saver_options)
         if resume:
             assert saver.restore_from_latest(folder, unit, train_dataloader=loader)
-        callbacks = [ech.callbacks.RollBack(saver, **options), saver]
-    ech.train(unit, loader, max_steps=steps, callbacks=callbacks)
+        callbacks = [ech.RollBack(saver, **options), saver]
+    ech.train(unit, loader, max_updates=steps, callbacks=callbacks)
     return {"module": whole(unit.module), "skipped": unit.train_progress.skipped, "steps": unit.steps}
 
 
 def _steps_of(bad: int) -> list[int]:
     """The updates of two epochs that a sample belongs to."""
-    order = ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order
+    order = ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.LoaderOptions(dp=(0, 1))).order
     return [
         epoch * PER_EPOCH + k for epoch in (0, 1) for k in range(PER_EPOCH) if bad in order.at(epoch, np.arange(k * 8, k * 8 + 8))
     ]
@@ -87,14 +87,14 @@ def test_going_back_leaves_the_batch_out_and_nothing_else(
 ) -> None:
     """The sample comes twice: the second time the way back leads into another epoch."""
     bad = _seen_after_a_while()
-    ranges = [(k * accumulation, (k + 1) * accumulation) for k in _steps_of(bad)]
-    options = {"strategy": strategy, "accumulation": accumulation, "steps": STEPS * accumulation}
+    ranges = [(k, k + 1) for k in _steps_of(bad)]
+    options = {"strategy": strategy, "accumulation": accumulation}
     got = ranks(2, _run, tmp_path / "c", bad, value, asynchronous=asynchronous, **options)[0]
     want = ranks(2, _run, None, bad, value, skipped=ranges, **options)[0]
     assert got["skipped"] == ranges
     assert all(torch.isfinite(value).all() for value in got["module"].values())
     assert largest_difference(got["module"], want["module"]) == 0
-    assert not {s for first, stop in ranges for s in range(first, stop)} & set(want["steps"])
+    assert not {k * accumulation + m for k, _ in ranges for m in range(accumulation)} & set(want["steps"])
 
 
 def test_what_was_left_out_is_left_out_after_a_resume(ranks: Ranks, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def _until_it_ends(folder: Path, watch: bool) -> str:
         {"watch": lambda state, unit: math.nan if torch.distributed.get_rank() == 0 else 0.0} if watch else {}
     )
     with pytest.raises(DivergedError) as error:
-        ech.train(unit, loader, max_epochs=2, callbacks=[ech.callbacks.RollBack(saver, at_most=2, **options), saver])
+        ech.train(unit, loader, max_epochs=2, callbacks=[ech.RollBack(saver, at_most=2, **options), saver])
     return str(error.value)
 
 
@@ -150,19 +150,15 @@ class Own(ech.TrainUnit[Any]):
 def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = _seen_after_a_while()
     loader = ech.Loader(_data(bad, math.nan), 8, seed=1)
-    saver = ech.DistributedCheckpointSaver(tmp_path / "c", save_every_n_train_steps=4)
+    saver = ech.DistributedCheckpointSaver(tmp_path / "c", save_every_n_updates=4)
     with pytest.raises(UsageError, match="Own is not an AutoUnit"):
-        ech.train(Own(), loader, max_steps=1, callbacks=[ech.callbacks.RollBack(saver)])
+        ech.train(Own(), loader, max_updates=1, callbacks=[ech.RollBack(saver)])
     with pytest.raises(UsageError, match="must have load_state_dict for RollBack, got list"):
-        ech.train(
-            Own(), [loader.dataset[0]], max_steps=1, callbacks=[ech.callbacks.RollBack(saver, watch=lambda state, unit: 0.0)]
-        )
-    run = ech.evidence.RunDir.create(tmp_path, "r")
+        ech.train(Own(), [loader.dataset[0]], max_updates=1, callbacks=[ech.RollBack(saver, watch=lambda state, unit: 0.0)])
+    run = ech.RunDir.create(tmp_path, "r")
     monkeypatch.setenv("ECHELON_RUN_DIR", str(run.path))
     unit = Own()
-    ech.train(
-        unit, loader, max_steps=STEPS, callbacks=[ech.callbacks.RollBack(saver, watch=lambda state, unit: unit.loss), saver]
-    )
+    ech.train(unit, loader, max_updates=STEPS, callbacks=[ech.RollBack(saver, watch=lambda state, unit: unit.loss), saver])
     assert all(torch.isfinite(p).all() for p in unit.module.parameters())
     told = [json.loads(line) for line in run.events(0).read_text().splitlines()]
     back = next(each for each in told if each["event"] == "rolled_back")
@@ -173,7 +169,7 @@ def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path
 
 def _with_evaluations(folder: Path | None, skipped: Any) -> dict[str, Any]:
     """The bad batch is update 5, one after a checkpoint and an evaluation, which decides the learning rate."""
-    bad = int(ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order.at(0, np.array([43]))[0])
+    bad = int(ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.LoaderOptions(dp=(0, 1))).order.at(0, np.array([43]))[0])
     unit = Regression(
         module=net(dropout=0.2),
         schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0),
@@ -183,11 +179,11 @@ def _with_evaluations(folder: Path | None, skipped: Any) -> dict[str, Any]:
     unit.on_eval_end = lambda state: evaluated.append(unit.train_progress.num_steps_completed)  # type: ignore[method-assign]
     callbacks: list[ech.Callback] = []
     if folder is not None:
-        saver = ech.DistributedCheckpointSaver(folder, save_every_n_train_steps=4)
-        callbacks = [ech.callbacks.RollBack(saver), saver]
+        saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=4)
+        callbacks = [ech.RollBack(saver), saver]
     held_out = ech.Loader(_data(0, 0.0), 8, shuffle=False)
     loader = ech.Loader(_data(bad, math.nan), 8, seed=1)
-    ech.fit(unit, loader, held_out, max_steps=12, evaluate_every_n_steps=4, evaluate_every_n_epochs=None, callbacks=callbacks)
+    ech.fit(unit, loader, held_out, max_updates=12, evaluate_every_n_updates=4, evaluate_every_n_epochs=None, callbacks=callbacks)
     return {"module": whole(unit.module), "evaluated": evaluated, "lr": unit.optimizer.param_groups[0]["lr"]}
 
 
@@ -206,18 +202,18 @@ def test_an_evaluation_that_is_due_at_a_step_left_out_is_made(tmp_path: Path) ->
 def test_a_save_that_is_due_at_a_step_left_out_comes_after_the_next(tmp_path: Path) -> None:
     unit = Regression(module=net())
     unit.train_progress.skipped = [(3, 4), (7, 9)]
-    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=4)
-    ech.train(unit, ech.Loader(_data(0, 0.0), 8, seed=1), max_steps=14, callbacks=[saver])
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=4)
+    ech.train(unit, ech.Loader(_data(0, 0.0), 8, seed=1), max_updates=14, callbacks=[saver])
     assert [commit.step_of(path) for path in commit.committed(tmp_path)] == [5, 10, 12, 14]
 
 
 def test_an_overflow_that_the_scaler_leaves_out_is_no_divergence(tmp_path: Path) -> None:
     unit = Regression(
-        precision=ech.layouts.Precision(torch.float16, init_scale=2.0**40), module=net(dtype=torch.float32), clip_grad_norm=1.0
+        precision=ech.Precision(torch.float16, init_scale=2.0**40), module=net(dtype=torch.float32), clip_grad_norm=1.0
     )
     saver = ech.DistributedCheckpointSaver(tmp_path / "c")
     data = torch.utils.data.TensorDataset(*batch(320, 0, dtype=torch.float32))
-    ech.train(unit, ech.Loader(data, 8, seed=1), max_steps=40, callbacks=[ech.callbacks.RollBack(saver, deviations=None), saver])
+    ech.train(unit, ech.Loader(data, 8, seed=1), max_updates=40, callbacks=[ech.RollBack(saver, deviations=None), saver])
     assert not unit.train_progress.skipped
     assert unit.grad_scaler is not None and unit.grad_scaler.get_scale() < 2.0**40
 
@@ -229,13 +225,11 @@ def test_a_run_that_begins_anew_goes_back_to_its_own_beginning(tmp_path: Path) -
         unit = Regression(module=net(seed))
         unit.train_progress.skipped = list(skipped)
         saver = ech.DistributedCheckpointSaver(tmp_path / str(options.pop("folder", "c")), **options)
-        sample = int(
-            ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order.at(0, np.array([17]))[0]
-        )
-        callbacks: list[ech.Callback] = [ech.callbacks.RollBack(saver), saver]
-        ech.train(unit, ech.Loader(_data(sample, bad), 8, seed=1), max_steps=4, callbacks=callbacks)
+        sample = int(ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.LoaderOptions(dp=(0, 1))).order.at(0, np.array([17]))[0])
+        callbacks: list[ech.Callback] = [ech.RollBack(saver), saver]
+        ech.train(unit, ech.Loader(_data(sample, bad), 8, seed=1), max_updates=4, callbacks=callbacks)
         return unit
 
     run(0, 0.0)
-    got, want = run(7, math.nan, options=ech.callbacks.SaveOptions(restart=True)), run(7, math.nan, [(2, 3)], folder="d")
+    got, want = run(7, math.nan, options=ech.SaveOptions(restart=True)), run(7, math.nan, [(2, 3)], folder="d")
     assert got.train_progress.skipped == [(2, 3)] and largest_difference(whole(got.module), whole(want.module)) == 0

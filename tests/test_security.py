@@ -206,7 +206,7 @@ ORDINARY = [
     *("--data", "QmYwAPJzv5CZsnA625s3Xf2nemtYgPpHdWEz79ojWP24o7", "/data/dGhpcyBpcyBhIGZpbGU/Zm9vYmFyYmF6cXV4MTIz.tar"),
     *("s3://bucket/imagenet-{000..146}.tar", "https://host/data?rev=4e40632&split=train#top", "http://localhost:8080/path@x"),
     *("git+https://github.com/org/repo@v1.0", "hf_transformers", "hf_llama_3_finetune", "sk-learn-pipeline-of-trees"),
-    *('{"lr": 0.1, "pad_token": "<pad>", "key": "loss"}', "optimizer.lr=0.1", "+trainer.max_steps=100", "a=b=c", "--passes=3"),
+    *('{"lr": 0.1, "pad_token": "<pad>", "key": "loss"}', "optimizer.lr=0.1", "+trainer.max_updates=100", "a=b=c", "--passes=3"),
     *("torch.optim.AdamW", "[1, 2, 3]", "layers.0.attn.key.weight", "2024-11-22T01:02:03Z", "--seed=12345678901234567890"),
 ]
 

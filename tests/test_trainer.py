@@ -22,7 +22,7 @@ from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.data.torch_loader import as_loader
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.rebuild import BUILT
-from echelon.loop.trainer_rank import shared, updates_to_steps
+from echelon.loop.trainer_rank import shared
 from tests.conftest import clean_environment
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
@@ -117,7 +117,7 @@ def test_options_of_the_trainer_reach_the_unit() -> None:
     trainer = Trainer(devices=2, max_steps=3, accumulate_grad_batches=2, gradient_clip_val=0.25)
     trainer.fit(unit, loader(accumulation=2))
     assert largest_difference(whole(unit.module), plain_training(windows(8, 3), clip=0.25)[0]) < 1e-14
-    assert unit.train_progress.num_steps_completed == 3  # of this unit, which accumulates nothing: as many as updates
+    assert unit.train_progress.num_updates_completed == 3
 
 
 def test_a_plain_dataloader_has_its_batch_size_on_each_rank() -> None:
@@ -145,7 +145,7 @@ def test_lightnings_older_spelling_is_understood_with_a_hint(tmp_path: Path, cap
     unit = Regression()
     ech.Trainer(gpus=2, accelerator="ddp", max_epochs=1, callbacks=Watch(tmp_path)).fit(unit, loader())
     assert (tmp_path / "rank1").read_text().startswith("DDPPrepared 2 4")
-    assert "write devices=2" in caplog.text and "write layout='ddp'" in caplog.text
+    assert "write devices=2" in caplog.text and "write strategy='ddp'" in caplog.text
 
 
 class Drops(Regression):
@@ -176,7 +176,7 @@ class DrawsOnEachRank(Regression):
 
 def test_ranks_draw_otherwise_than_each_other_after_a_restore_in_their_parent(tmp_path: Path) -> None:
     """All took up the streams that the parent had restored: dropout dropped the same units of different samples."""
-    ech.train(Regression(), loader(), max_steps=1, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    ech.train(Regression(), loader(), max_updates=1, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
     unit = DrawsOnEachRank()
     unit.folder = tmp_path
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
@@ -228,7 +228,7 @@ class ByHand(ech.TrainUnit[Batch]):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
-        self.module = ech.layouts.prepare_ddp(net(), torch.device("cpu"))
+        self.module = ech.prepare_ddp(net(), torch.device("cpu"))
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
 
     def train_step(self, state: ech.State, data: Batch) -> None:
@@ -339,7 +339,7 @@ def test_fast_dev_run_is_one_batch_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_lightnings_one_is_all(caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer(max_epochs=1, limit_train_batches=1.0, val_check_interval=1.0, num_sanity_val_steps=0, logger=False)
-    assert trainer.limits["train"] is None and trainer.evaluate_every_n_steps is None
+    assert trainer.limits["train"] is None and trainer.evaluate_every_n_updates is None
     trainer.fit(Regression(), loader())
     assert "Trainer(logger=..., num_sanity_val_steps=...): has no effect here" in caplog.text
 
@@ -412,7 +412,7 @@ def test_progress_is_shown_on_a_terminal_by_ranks_that_a_trainer_starts(tmp_path
         ({"devices": 0}, "devices must be a number of ranks, .*got 0"),
         ({"devices": "two"}, "devices"),
         ({"devices": [0, 0]}, r"\[0, 0\]"),
-        ({"strategy": "horovod"}, "layout must be one of 'none', .*got 'horovod'"),
+        ({"strategy": "horovod"}, "strategy must be one of 'noop', .*got 'horovod'"),
         ({"accelerator": "tpu"}, "accelerator must be 'auto', 'cpu' or 'gpu', got 'tpu'"),
         ({"accelerator": "ddp", "strategy": "fsdp"}, "is a strategy"),
         ({"gpus": 2, "devices": 2}, "Give devices alone"),
@@ -470,14 +470,6 @@ def test_gpus_by_number_are_those_that_are_visible(monkeypatch: pytest.MonkeyPat
 def test_several_nodes_need_a_launcher_and_it_says_which() -> None:
     with pytest.raises(UsageError, match=r"num_nodes=2.*echelon submit.*torchrun"):
         Trainer(devices=2, num_nodes=2, max_epochs=1).fit(Regression(), loader())
-
-
-@pytest.mark.parametrize(
-    ("updates", "accumulation", "epoch", "steps"),
-    [(4, 1, 8, 4), (3, 2, 8, 6), (3, 2, 3, 5), (4, 2, 3, 6), (5, 4, 3, 15), (2, 3, None, 6)],
-)
-def test_updates_are_counted_over_short_windows_too(updates: int, accumulation: int, epoch: int | None, steps: int) -> None:
-    assert updates_to_steps(updates, accumulation, range(epoch) if epoch is not None else iter(())) == steps
 
 
 @pytest.mark.parametrize(("name", "ours"), [("bf16-mixed", "bf16"), (16, "fp16"), ("32-true", "fp32"), (32, "fp32")])

@@ -67,7 +67,7 @@ def _run(folder: str, how: str, strategy: str, stop_after: int | None = None) ->
     unit = (Grouping if how == "grouped" else Tuning)(module=module, strategy=strategy)
     loader = ech.Loader(DATA, 8, seed=1)
     Saver.restore_from_latest(folder, unit, train_dataloader=loader)
-    callbacks = [Changes(how, stop_after), Saver(folder, save_every_n_train_steps=1)]
+    callbacks = [Changes(how, stop_after), Saver(folder, save_every_n_updates=1)]
     ech.train(unit, loader, max_epochs=EPOCHS, callbacks=callbacks)
     return whole(unit.module)
 
@@ -97,7 +97,7 @@ def _loop(folder: str, counts: str, groups: bool, strategy: str, stop_after: int
     model = net()
     model.first.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad or not groups], lr=0.1, momentum=0.9)
-    saver = Saver(folder, save_every_n_train_steps=1)
+    saver = Saver(folder, save_every_n_updates=1)
     built = model
     model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 8, seed=1), strategy=strategy, checkpoints=saver)
     steps = 0
@@ -177,7 +177,7 @@ def test_only_weights_leave_alone_what_is_frozen(tmp_path: Path) -> None:
     module = net()
     module.first.requires_grad_(False)
     newest = max(tmp_path.glob("step-*"))
-    weights = ech.callbacks.RestoreOptions(restore_train_progress=False, restore_optimizers=False, restore_lr_schedulers=False)
+    weights = ech.RestoreOptions(restore_train_progress=False, restore_optimizers=False, restore_lr_schedulers=False)
     Saver.restore(newest, Tuning(module=module), restore_options=weights)
     assert not module.first.weight.requires_grad
 

@@ -127,7 +127,7 @@ def train(arguments: list[str] | None = None) -> None:
     loader = ech.Loader([(row[:-1], row[1:]) for row in rows], 4)
     torch.manual_seed(3)
     unit = Fit(module=tiny(), device=device, strategy="fsdp", precision="bf16", clip_grad_norm=1.0)
-    saver = ech.DistributedCheckpointSaver(folder / "c", save_every_n_train_steps=SAVED_AT, async_checkpoint=True)
+    saver = ech.DistributedCheckpointSaver(folder / "c", save_every_n_updates=SAVED_AT, async_checkpoint=True)
     went_on = saver.restore_from_latest(folder / "c", unit, train_dataloader=loader)
     ech.train(unit, loader, max_epochs=1, callbacks=[saver, Kills()])
     found = {f"{name}, {part}": tensor for name, tensors in _tensors(unit).items() for part, tensor in tensors.items()}

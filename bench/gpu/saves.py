@@ -88,7 +88,7 @@ class Kinds(ech.Callback):
         self.folder, self.device = folder, device
         self.times: dict[str, list[float]] = {}
         saver = ech.DistributedCheckpointSaver
-        self.later = saver(folder / "later", save_every_n_train_steps=1, async_checkpoint=True, keep_last_n_checkpoints=1)
+        self.later = saver(folder / "later", save_every_n_updates=1, async_checkpoint=True, keep_last_n_checkpoints=1)
         self.whole = saver(folder / "whole", keep_last_n_checkpoints=1)
 
     def on_train_start(self, state: ech.State, unit: Any) -> None:

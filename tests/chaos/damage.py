@@ -164,7 +164,7 @@ def _restore(folder: Path) -> Any:
 def _train_anew(folder: Path) -> None:
     """As a script does that forgot to restore."""
     unit, loader = unit_and_loader()
-    ech.train(unit, loader, max_steps=1, callbacks=[Saver(folder)])
+    ech.train(unit, loader, max_updates=1, callbacks=[Saver(folder)])
 
 
 class Refusal(ech.Callback):
@@ -199,13 +199,10 @@ def refused(folder: str, how: str, asynchronous: bool) -> dict[str, Any]:
         logging.getLogger("echelon").addHandler(told)
         unit, loader = unit_and_loader()
         saver = Saver(
-            folder,
-            save_every_n_train_steps=2,
-            async_checkpoint=asynchronous,
-            options=ech.callbacks.SaveOptions(tolerated_failures=1),
+            folder, save_every_n_updates=2, async_checkpoint=asynchronous, options=ech.SaveOptions(tolerated_failures=1)
         )
         seen: dict[str, Any] = {}
-        ech.train(unit, loader, max_steps=END, callbacks=[Refusal(begin, end), saver])
+        ech.train(unit, loader, max_updates=END, callbacks=[Refusal(begin, end), saver])
         return {**seen, "told": told.lines, "end": sorted(p.name for p in home.iterdir())}
 
     (ended,) = run(act)

@@ -159,12 +159,10 @@ def train(folder: str, scenario: str, until: int, victim: int = -1, at: int = 0,
         arm(folder, at, action)
     began = Saver.restore_from_latest(folder, unit, train_dataloader=loader) and unit.train_progress.num_steps_completed
     restored = digest(unit)
-    saver = Saver(
-        folder, save_every_n_train_steps=2, options=ech.callbacks.SaveOptions(tolerated_failures=1), **SCENARIOS[scenario]
-    )
+    saver = Saver(folder, save_every_n_updates=2, options=ech.SaveOptions(tolerated_failures=1), **SCENARIOS[scenario])
     accident = Accident(folder, at, action, error)
     callbacks = [watch, *([accident] if me == victim and not lethal else []), saver, Again(saver)]
-    ech.train(unit, loader, max_steps=until, callbacks=callbacks)
+    ech.train(unit, loader, max_updates=until, callbacks=callbacks)
     seen = calls() if lethal else accident.calls
     return {
         "began": began,
@@ -210,7 +208,7 @@ def first_calls(folder: str) -> str:
     def act() -> str:
         arm(folder, 0, COUNT)
         unit, loader = unit_and_loader()
-        ech.train(unit, loader, max_steps=1, callbacks=[Saver(Path(folder, "a", "b"))])
+        ech.train(unit, loader, max_updates=1, callbacks=[Saver(Path(folder, "a", "b"))])
         return calls()
 
     (ended,) = _values(forks.run(act))
@@ -318,7 +316,7 @@ def _one_of_two(folder: str) -> str:
     unit, loader = unit_and_loader()
     watch = Watch()
     try:
-        ech.train(unit, loader, max_steps=END, callbacks=[Saver(folder, save_every_n_train_steps=2), watch])
+        ech.train(unit, loader, max_updates=END, callbacks=[Saver(folder, save_every_n_updates=2), watch])
     except CheckpointInUseError as error:
         return f"refused: {error}"
     except CheckpointError as error:
@@ -350,14 +348,14 @@ def second() -> tuple[str, float, int]:
         unit, loader = unit_and_loader()
         first = os.fork()
         if first == 0:
-            ech.train(unit, loader, max_steps=END, callbacks=[Saver(folder), Wait()])
+            ech.train(unit, loader, max_updates=END, callbacks=[Saver(folder), Wait()])
             os._exit(1)
         try:
             while not Path(home, "trains").exists():
                 time.sleep(0.01)
             began = time.monotonic()
             try:
-                ech.train(unit, loader, max_steps=END, callbacks=[Saver(folder)])
+                ech.train(unit, loader, max_updates=END, callbacks=[Saver(folder)])
             except CheckpointInUseError as error:
                 return str(error), time.monotonic() - began, first
             return "trained", time.monotonic() - began, first

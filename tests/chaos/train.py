@@ -147,14 +147,14 @@ def train(given: Any, attempt: int) -> None:
     checkpoints = folder / "checkpoints"
     ech.DistributedCheckpointSaver.restore_from_latest(checkpoints, unit, train_dataloader=loader)
     saver = ech.DistributedCheckpointSaver(
-        checkpoints, save_every_n_train_steps=4, keep_last_n_checkpoints=2, async_checkpoint=attempt % 2 == 1
+        checkpoints, save_every_n_updates=4, keep_last_n_checkpoints=2, async_checkpoint=attempt % 2 == 1
     )
     callbacks: list[ech.Callback] = [ledger, saver]
     if attempt < given.kills:
         callbacks.insert(0, Fate(given.seed, attempt, rank, ranks, checkpoints.absolute(), tuple(given.ways.split(","))))
     if given.stop_rank_1_at is not None and rank == 1 and attempt == 0:
         callbacks.insert(0, Stop(given.stop_rank_1_at))
-    ech.train(unit, loader, max_steps=given.steps, callbacks=callbacks)
+    ech.train(unit, loader, max_updates=given.steps, callbacks=callbacks)
     final = {"module": unit.module.state_dict(), "optimizer": unit.optimizer.state_dict(), "random": torch.get_rng_state()}
     torch.save(mine(final), folder / f"final-{rank}.pt")
 

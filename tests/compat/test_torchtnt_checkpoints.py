@@ -366,7 +366,7 @@ def test_a_run_whose_steps_are_larger_now_goes_on_elsewhere(tmp_path: Path) -> N
     """Beside the checkpoint of step 6 it wrote that of step 4, which came after it, and the next restart took the older one."""
     unit, data = Regression(gradient_accumulation_steps=2, module=nn.Linear(4, 2)), [(torch.ones(2, 4), torch.ones(2, 2))] * 8
     train(unit, data, max_steps=6, callbacks=[DistributedCheckpointSaver(tmp_path)])
-    unit = Regression(module=nn.Linear(4, 2))
+    unit = Regression(gradient_accumulation_steps=1, module=nn.Linear(4, 2))
     assert DistributedCheckpointSaver.restore_from_latest(tmp_path, unit) and unit.train_progress.num_steps_completed == 3
     with pytest.raises(CheckpointError, match=r"epoch_0_train_step_6 is ahead of this run, which is at step 3"):
         train(unit, data, max_steps=4, callbacks=[DistributedCheckpointSaver(tmp_path)])

@@ -127,7 +127,7 @@ class Watching(Regression):
 
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         phase = state.active_phase
-        (self.seen if phase is ech.units.ActivePhase.TRAIN else self.evaluated).append(float(data[0][0, 0]))
+        (self.seen if phase is ech.ActivePhase.TRAIN else self.evaluated).append(float(data[0][0, 0]))
         return super().compute_loss(state, data)
 
 
@@ -151,7 +151,8 @@ def test_no_batch_is_lost_or_leaks(tmp_path: Path, prefetch: bool, accumulate: i
     """Training ends in the middle of the second epoch, and goes on from there with another process's loader."""
     options = {"enable_prefetch": prefetch, "gradient_accumulation_steps": accumulate}
     first = watching(**options)
-    ech.train(first, Resumable(numbered(6)), max_steps=8, callbacks=[DistributedCheckpointSaver(str(tmp_path))])
+    saver = DistributedCheckpointSaver(str(tmp_path))
+    ech.train(first, Resumable(numbered(6)), max_updates=8 // accumulate, callbacks=[saver])
     second, loader = watching(**options), Resumable(numbered(6))
     assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path), second, train_dataloader=loader)
     ech.train(second, loader, max_epochs=3)
@@ -164,8 +165,8 @@ def test_no_batch_is_lost_or_leaks(tmp_path: Path, prefetch: bool, accumulate: i
 def test_evaluations_of_limited_length_are_whole() -> None:
     unit, plain = watching(gradient_accumulation_steps=2), watching(gradient_accumulation_steps=2)
     data = numbered(4)
-    ech.fit(unit, data, data[:2], max_epochs=4, max_eval_steps_per_epoch=2, evaluate_every_n_steps=1)
-    assert unit.evaluated == [0, 1] * 16
+    ech.fit(unit, data, data[:2], max_epochs=4, max_eval_steps_per_epoch=2, evaluate_every_n_updates=1)
+    assert unit.evaluated == [0, 1] * 8
     ech.train(plain, data, max_epochs=4)
     assert largest_difference(whole(unit.module), whole(plain.module)) == 0
 
@@ -243,7 +244,7 @@ def test_a_strategy_takes_groups_and_states_that_cannot_be_copied(ranks: Ranks) 
 def test_folders_and_metrics_may_have_any_name(tmp_path: Path, name: str) -> None:
     unit = Regression()
     setattr(unit, "loss/on-eval", 0.25)
-    best = ech.callbacks.BestCheckpointConfig(monitored_metric="loss/on-eval", mode="min")
+    best = ech.BestCheckpointConfig(monitored_metric="loss/on-eval", mode="min")
     saver = DistributedCheckpointSaver(str(tmp_path / name), save_every_n_epochs=1, best_checkpoint_config=best)
     ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
     assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / name), Regression())

@@ -316,7 +316,7 @@ def test_names_become_strategies_and_types() -> None:
     kinds = {"ddp": tnt.DDPStrategy, "fsdp": tnt.FSDPStrategy, "fsdp2": tnt.FSDP2Strategy, "noop": tnt.NOOPStrategy}
     for name, kind in kinds.items():
         assert type(tnt.convert_str_to_strategy(name)) is kind
-    with pytest.raises(ValueError, match=r"layout must be one of 'none', .*, got 'deepspeed'"):
+    with pytest.raises(ValueError, match=r"strategy must be one of 'noop', .*, got 'deepspeed'"):
         tnt.convert_str_to_strategy("deepspeed")
     convert = precision.convert_precision_str_to_dtype
     assert [convert(n) for n in ("fp16", "bf16", "fp32")] == [torch.float16, torch.bfloat16, None]
@@ -474,8 +474,8 @@ def test_estimated_steps_are_those_that_fit_takes(
 ) -> None:
     train, test = [batch(1, i) for i in range(10)], [batch(1, i) for i in range(4)]
     unit = Counting(module=net(), lr=0.001)  # at 0.1 it diverges
-    limits = {"max_epochs": epochs, "max_steps": max_steps}
-    ech.fit(unit, train, test, **limits, evaluate_every_n_steps=n_steps, evaluate_every_n_epochs=n_epochs)
+    limits = {"max_epochs": epochs, "max_updates": max_steps}
+    ech.fit(unit, train, test, **limits, evaluate_every_n_updates=n_steps, evaluate_every_n_epochs=n_epochs)
     estimate = estimated_steps_in_fit(
         train_dataloader=train,
         eval_dataloader=test,

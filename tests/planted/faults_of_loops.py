@@ -82,9 +82,9 @@ def train(fault: str, rank: int, folder: str, strategy: str = "ddp", wait_s: flo
     if "save" in fault:
         saver = ech.DistributedCheckpointSaver(
             str(Path(folder) / "checkpoints"),
-            save_every_n_train_steps=5,
+            save_every_n_updates=5,
             async_checkpoint=fault.startswith("async"),
-            options=ech.callbacks.SaveOptions(tolerated_failures=0),
+            options=ech.SaveOptions(tolerated_failures=0),
         )
         callbacks.append(saver)
         if guilty:

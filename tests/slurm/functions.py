@@ -61,7 +61,7 @@ def trains(steps: int) -> tuple[int, int, list[float]]:
     import torch
 
     ech.init_from_env()
-    run = ech.evidence.RunDir.current()
+    run = ech.RunDir.current()
     assert run is not None
     torch.manual_seed(0)
 
@@ -79,7 +79,7 @@ def trains(steps: int) -> tuple[int, int, list[float]]:
     loader = ech.Loader(torch.utils.data.TensorDataset(torch.randn(32, 3)), 8, seed=1)
     ech.DistributedCheckpointSaver.restore_from_latest(run.checkpoints, unit, train_dataloader=loader)
     began = unit.train_progress.num_steps_completed
-    ech.train(unit, loader, max_steps=steps, callbacks=[ech.DistributedCheckpointSaver(run.checkpoints)])
+    ech.train(unit, loader, max_updates=steps, callbacks=[ech.DistributedCheckpointSaver(run.checkpoints)])
     weights = [float(p.detach().sum()) for p in unit.module.parameters()]
     return began, unit.train_progress.num_steps_completed, weights
 

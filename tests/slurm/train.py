@@ -65,8 +65,8 @@ ech.train(
     unit,
     loader,
     max_epochs=arguments.epochs,
-    max_steps=arguments.steps,
-    callbacks=[saver(run.checkpoints, save_every_n_train_steps=arguments.save_every)],
+    max_updates=arguments.steps,
+    callbacks=[saver(run.checkpoints, save_every_n_updates=arguments.save_every)],
 )
 
 final = {

@@ -15,13 +15,13 @@ __all__ = ["BestCheckpointConfig", "Every", "Keep"]
 
 @dataclass(frozen=True)
 class Every:
-    """Save after every n-th step, epoch or evaluation. None is never.
+    """Save after every n-th update, epoch or evaluation. None is never.
 
     Args:
-        train_steps, epochs, eval_steps, eval_epochs: n of each kind, at least 1.
+        updates, epochs, eval_steps, eval_epochs: n of each kind, at least 1.
     """
 
-    train_steps: int | None = None
+    updates: int | None = None
     epochs: int | None = None
     eval_steps: int | None = None
     eval_epochs: int | None = None
@@ -69,13 +69,13 @@ class Keep:
 
     Args:
         count: the newest n, or with `best` the best n; None keeps all.
-        every_train_steps: those of every k-th step stay for ever.
+        every_updates: those of every k-th update stay for ever.
         best: what "best" means.
         spares_kept: nobody has asked for `count`: what was saved by a run that removed none stays, and does not count.
     """
 
     count: int | None = None
-    every_train_steps: int | None = None
+    every_updates: int | None = None
     best: BestCheckpointConfig | None = None
     spares_kept: bool = False
 
@@ -83,9 +83,9 @@ class Keep:
         if self.count is not None:
             count = whole("keep_last_n_checkpoints", self.count, at_least=1, or_none="for all")
             object.__setattr__(self, "count", count)
-        if self.every_train_steps is not None:
-            every = whole("keep_every_n_train_steps", self.every_train_steps, at_least=1, or_none="for none")
-            object.__setattr__(self, "every_train_steps", every)
+        if self.every_updates is not None:
+            every = whole("keep_every_n_updates", self.every_updates, at_least=1, or_none="for none")
+            object.__setattr__(self, "every_updates", every)
         is_known = self.best is None or isinstance(self.best, BestCheckpointConfig)
         require(is_known, "best_checkpoint_config", "a BestCheckpointConfig", self.best)
 
@@ -94,7 +94,7 @@ class Keep:
         if self.count is None:
             return []
         steps = sorted(steps)
-        kept = {*steps[-1:], *(s for s in steps if self.every_train_steps and s % self.every_train_steps == 0)}
+        kept = {*steps[-1:], *(s for s in steps if self.every_updates and s % self.every_updates == 0)}
         # Those without the metric fill what is left, newest first.
         best = self.best.best_first(metrics) if self.best else []
         ranked = [*best, *(s for s in reversed(steps) if s not in best)]

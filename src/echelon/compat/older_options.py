@@ -81,11 +81,11 @@ class FSDPStrategy(fsdp.FSDPStrategy):
 
 
 class ActivationCheckpointParams(activation.ActivationCheckpointParams):
-    """`echelon.layouts.ActivationCheckpointParams`, with TorchTNT's first argument.
+    """`echelon.ActivationCheckpointParams`, with TorchTNT's first argument.
 
     Args:
         checkpoint_impl: has no effect: recomputation is always the non-reentrant kind.
-        options: `echelon.layouts.ActivationCheckpointParams`'s.
+        options: `echelon.ActivationCheckpointParams`'s.
     """
 
     def __init__(

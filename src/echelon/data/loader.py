@@ -46,7 +46,7 @@ class Loader(BaseLoader):
         global_batch: samples per optimizer update over all ranks; ranks x accumulation must divide it.
         seed: of the order. The same on all ranks.
         shuffle: permute the samples, again in every epoch.
-        accumulation: micro-batches per update on each rank; give the unit the same `gradient_accumulation_steps`.
+        accumulation: micro-batches per update on each rank. It is said here alone: a unit takes it from its loader.
         tail: "keep" the short last global batch, weighted by its size, or "drop" it.
         num_workers: processes that load batches; 0 loads in this one.
         collate_fn: list of samples -> batch.

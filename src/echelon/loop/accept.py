@@ -71,8 +71,8 @@ def check_loader(dataloader: Any, entry: str) -> None:
 
 def no_end(entry: str) -> UsageError:
     return UsageError(
-        f"{entry}() needs max_epochs or max_steps: without both it would never end. Give max_epochs=math.inf for a run that ends "
-        "when something calls state.stop()."
+        f"{entry}() needs max_epochs or max_updates: without both it would never end. Give max_epochs=math.inf for a run that "
+        "ends when something calls state.stop()."
     )
 
 

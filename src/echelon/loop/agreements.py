@@ -33,9 +33,12 @@ def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callbac
     )
     limits = {
         "max_epochs": phase.max_epochs,
+        "max_updates": phase.max_updates,
+        "updates_per_epoch": phase.updates_per_epoch,
         "max_steps": phase.max_steps,
         "max_steps_per_epoch": phase.max_steps_per_epoch,
         "epochs done": progress.num_epochs_completed,
+        "updates done": progress.num_updates_completed,
         "steps done": progress.num_steps_completed,
     }
     agree.same_on_all("where training begins and ends", limits, "Give all ranks the same limits and the same checkpoint.")

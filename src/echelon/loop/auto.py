@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
 from echelon.loop.auto_checks import (
@@ -70,7 +69,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         step_lr_interval: call the scheduler after every "step" (that is, update) or every "epoch".
         precision: "fp32", "bf16", "fp16" (with a gradient scaler), "float8" (torchao), a torch dtype, or a Precision or Float8.
             Parameters, their gradients and optimizer state stay float32; a sharded strategy gathers parameters in this type.
-        gradient_accumulation_steps: micro-batches per update. A short last window keeps its full weight.
+        gradient_accumulation_steps: micro-batches per update, for a loader that does not say it; None takes the `accumulation` of
+            an echelon.Loader, else 1. A short last window keeps its full weight.
         detect_anomaly: stop with the rank and the value at the first loss that is inf or nan, before it reaches the
             parameters, and trace what produced it (`torch.autograd.set_detect_anomaly`; slow).
         clip_grad_norm: largest norm of the whole model's gradient; inf only measures it.
@@ -108,7 +108,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         strategy: Strategy | str | None = None,
         step_lr_interval: Literal["step", "epoch"] = "epoch",
         precision: str | torch.dtype | Precision | Float8 | None = None,
-        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_steps: int | None = None,
         detect_anomaly: bool | None = None,
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
@@ -155,9 +155,10 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self.training, self.step_lr_interval = options.training, options.step_lr_interval
         parts = overrides().parts or (self.bitwise_parts if options.deterministic == "bitwise" else None)
         self._bitwise = BitEqual(parts, self.prepared) if parts and self.training else None
-        given = whole("gradient_accumulation_steps", options.gradient_accumulation_steps, at_least=1)
-        steps = self._bitwise.accumulation if self._bitwise is not None else overrides().accumulation or given
-        self.gradient_accumulation_steps = steps
+        said = self._bitwise.accumulation if self._bitwise is not None else overrides().accumulation
+        said = said or options.gradient_accumulation_steps
+        self._takes_loaders = said is None
+        self.gradient_accumulation_steps = steps = said or 1
         self.window = Window(steps, fixed=self._bitwise is not None)
         groups = [*self.prepared.data_groups, *self.prepared.stages]
         self._routers = Routers.of(self.prepared.unwrapped, groups) if routers_of(self.prepared.unwrapped) else None
@@ -184,7 +185,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             self._options,
             step_lr_interval=self.step_lr_interval,
             precision=self.computes,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            gradient_accumulation_steps=None if self._takes_loaders else self.gradient_accumulation_steps,
             detect_anomaly=self.detect_anomaly,
             clip_grad_norm=self.clip_grad_norm,
             clip_grad_value=self.clip_grad_value,
@@ -217,6 +218,9 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
     @property
     def at_boundary(self) -> bool:
         return self.window.count == 0
+
+    def steps_until(self, updates: int) -> int:
+        return max(0, updates * self.window.size - self.window.count)
 
     @property
     def agrees_to_stop(self) -> bool:
@@ -272,7 +276,10 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             rng.separate(self.prepared.dp_rank)  # of bit-equal training, streams belong to samples and not to ranks
         elif isinstance(loader, BaseLoader):
             loader.split(self._bitwise.accumulation, shares=self._bitwise.parts)
+        if self._takes_loaders:
+            self.gradient_accumulation_steps = self.window.size = getattr(loader, "accumulation", None) or 1
         check_accumulation(loader, self.gradient_accumulation_steps)
+        self.window.rescale(self.train_progress)
 
     def _check_optimizer(self) -> None:
         """At every start of training, whoever made it: it may have been assigned, or been given more parameters."""
@@ -320,7 +327,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
                 check_evaluated(self)
                 self.lr_scheduler.step(loss)
             if state.recorder is not None and self.has_eval_loss:
-                state.recorder.evaluation(self.train_progress.num_steps_completed, "eval_loss", loss)
+                state.recorder.evaluation(self.train_progress.num_updates_completed, "eval_loss", loss)
         elif phase == "test":
             loss = self._evaluation.mean.compute()
             self.test_loss = self.test_loss if self._evaluation.mean.is_empty else loss
@@ -342,7 +349,9 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
 
     def restored(self) -> None:
         """After a checkpoint: steps are micro-batches, of which an update has another number if the accumulation changed."""
-        self.window.rescale(self.train_progress)
+        self.window.derive_updates(self.train_progress)
+        if not self._takes_loaders:  # else once the loader is known
+            self.window.rescale(self.train_progress)
         if self.eval_progress.latest_loss is not None:
             self.eval_loss = self.eval_progress.latest_loss
         self._finite.forget()

@@ -87,5 +87,5 @@ def check_accumulation(loader: Any, steps: int) -> None:
     if accumulation is not None and accumulation != steps:
         raise UsageError(
             f"the loader splits a global batch into {accumulation} micro-batches a rank, but the unit accumulates {steps}. "
-            "Give both the same number."
+            "Say it once: leave it out at the unit."
         )

@@ -13,10 +13,9 @@ from echelon.contracts.numbers import number, whole
 from echelon.loop.averaged import SWAParams
 from echelon.parallel.activation import Preset
 from echelon.parallel.float8 import Float8
-from echelon.parallel.layouts import resolve
 from echelon.parallel.precision import Precision
 from echelon.parallel.recipe import Compile, TorchCompileParams, recipe_of
-from echelon.parallel.strategy import Strategy
+from echelon.parallel.strategy import Strategy, resolve
 
 __all__ = ["AutoOptions", "BuiltAtFirstUse"]
 
@@ -38,7 +37,7 @@ class AutoOptions:
     strategy: Strategy | str | None = None
     step_lr_interval: Literal["step", "epoch"] = "epoch"
     precision: str | torch.dtype | Precision | Float8 | None = None
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int | None = None
     detect_anomaly: bool | None = None
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
@@ -55,7 +54,8 @@ class AutoOptions:
 
     def __post_init__(self) -> None:
         flags_of(self)
-        whole("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
+        if self.gradient_accumulation_steps is not None:
+            whole("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1, or_none="for the loader's")
         require(self.step_lr_interval in ("step", "epoch"), "step_lr_interval", "'step' or 'epoch'", self.step_lr_interval)
         require(self.deterministic in (None, "bitwise"), "deterministic", "'bitwise' or None", self.deterministic)
         for name, limit in (("clip_grad_norm", self.clip_grad_norm), ("clip_grad_value", self.clip_grad_value)):

@@ -253,7 +253,7 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         if not is_usual and (problem := problem_with(made, self.module)) is not None:
             raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
         if self.detect_anomaly:
-            check_loss(made[0], micro_batch.weight, self.train_progress.num_steps_completed)
+            check_loss(made[0], micro_batch.weight, self.train_progress.num_updates_completed)
         return made
 
     @property

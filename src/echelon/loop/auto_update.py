@@ -50,6 +50,7 @@ class AutoUpdates(TrainUnit[T]):
     device: torch.device
     prepared: Prepared[Any]
     window: Window
+    _takes_loaders: bool  # how many micro-batches an update has
     optimizer: torch.optim.Optimizer
     lr_scheduler: Any
     clip_grad_norm: float | None
@@ -137,7 +138,7 @@ class AutoUpdates(TrainUnit[T]):
             prepared.calls.look(window.updates - 1)
         if window.draws is not None:
             window.draws.check(window.drawn, window.updates - 1)
-        self._finite.take(loss, window.own_loss, window.updates - 1, micro_batches, self.train_progress)
+        self._finite.take(loss, window.own_loss, micro_batches, self.train_progress)
         if stop:
             state.agree_to_stop()
         state.logged.end_window(window.told, None if self.device.type == "cpu" else self.device)
@@ -188,10 +189,10 @@ class AutoUpdates(TrainUnit[T]):
             if self.swa_model is not None:
                 self.swa_model.step()
         if state.recorder is not None:
-            step, more = self.train_progress.num_steps_completed + 1, state.logged.settled()
+            more = state.logged.settled()
             if self._routers is not None:
                 more = {**self._routers.measures(), **more}
-            state.recorder.update(step, self.window.updates, loss, weight, lr, norm, more)
+            state.recorder.update(self.train_progress.num_updates_completed + 1, loss, weight, lr, norm, more)
         if self.prepared.works_alone and self.prepared.told_to_stop(state.stop_requested):
             state.agree_to_stop()
         return updated

@@ -76,7 +76,7 @@ class Run:
         """Train from where the unit's progress stands until a limit is reached, or a stop is agreed on."""
         state, stage = self.state, self._stages["train"]
         here, progress = stage.here, stage.progress
-        if here.max_epochs is None and here.max_steps is None and not here.endless:
+        if here.max_epochs is here.max_updates is here.max_steps is None and not here.endless:
             raise no_end(state.entry_point.name.lower())
         with self._training(), torch.enable_grad(), in_mode(self._inner, "train"):
             self._begin_training(stage)
@@ -110,7 +110,8 @@ class Run:
         self._agree_on_agreeing()
         self._agree_to_stop()
         self._take_up_streams()
-        self._reporting.event("train_start", total_steps=here.total_steps(), step=progress.num_steps_completed)
+        total = here.total_updates(self._inner.steps_until(updates=1))
+        self._reporting.event("train_start", total_steps=total, step=progress.num_updates_completed)
 
     def _take_up_streams(self) -> None:
         """Of a unit that was restored: as they were when it was saved, whatever the script has drawn since."""
@@ -130,7 +131,7 @@ class Run:
         state.stopped_by_script = state.should_stop and agree.any_rank(state.stopped_by_script)
         self._inner.phase_ended(state, "train")
         stage.call(stage.hooks.end)
-        self._reporting.event("train_end", step=stage.progress.num_steps_completed)
+        self._reporting.event("train_end", step=stage.progress.num_updates_completed)
         return self._leaves(stage)
 
     def _leaves(self, stage: Stage) -> bool:
@@ -145,12 +146,12 @@ class Run:
         if self.state.stopped_by_script or complete:
             return False
         stop.leaving()
-        step, saved = stage.progress.num_steps_completed, any(getattr(c, "saves", False) is True for c in self.callbacks)
+        step, saved = stage.progress.num_updates_completed, any(getattr(c, "saves", False) is True for c in self.callbacks)
         # Of a callback that saves at times of its own.
         older = None if saved else next((str(p) for c in self.callbacks if (p := getattr(c, "latest_saved", None))), None)
         self._reporting.event("stopped", step=step, signal=heard, saved=saved, **({"latest": older} if older else {}))
         but = "" if saved else f", last saved as {older}" if older else ", nothing saved: there is no DistributedCheckpointSaver"
-        logger.warning("%s: stopped after step %s%s; exit code %s asks to be started again", heard, step, but, REQUEUE)
+        logger.warning("%s: stopped after update %s%s; exit code %s asks to be started again", heard, step, but, REQUEUE)
         return True
 
     def once(self, phase: str) -> None:
@@ -177,7 +178,7 @@ class Run:
     # --- an epoch of training
 
     def _train_epoch(self, stage: Stage) -> bool:
-        """Train an epoch, or what is left of one; False if a stop or `max_steps` cut it short."""
+        """Train an epoch, or what is left of one; False if a stop or a limit on the whole run cut it short."""
         whole = self._open_epoch(stage).run()
         return self._epoch_ended(stage, whole=whole)
 
@@ -196,7 +197,7 @@ class Run:
             self._evaluate_if_due()  # the older state may be from before one
             return True
         if not whole:
-            if state.eval_state is not None and stage.progress.evaluation_due:  # max_steps ended the training
+            if state.eval_state is not None and stage.progress.evaluation_due:  # a limit ended the training
                 self._agree_to_stop()
                 self._evaluate_if_due()
             return False
@@ -231,7 +232,7 @@ class Run:
             state.logged.evaluated_at = progress.num_steps_completed
         if state.recorder is not None and found:
             prefix = "" if stage.trains else f"{phase}_"
-            state.recorder.numbers(progress.num_steps_completed, {prefix + name: value for name, value in found.items()})
+            state.recorder.numbers(progress.num_updates_completed, {prefix + name: value for name, value in found.items()})
 
     # --- an evaluation, a prediction, a test
 
@@ -265,7 +266,7 @@ class Run:
             stage.call(stage.hooks.end)
             whole = whole and phase == "eval" and getattr(self.unit, "has_eval_loss", True)
             loss = getattr(self.unit, "eval_loss", None) if whole else None
-            step = self.unit.train_progress.num_steps_completed if isinstance(self.unit, TrainUnit) else None
+            step = self.unit.train_progress.num_updates_completed if isinstance(self.unit, TrainUnit) else None
             eval_loss = loss if isinstance(loss, float) else None
             self._reporting.event("eval_end", phase=phase, within_fit=within_fit, step=step, eval_loss=eval_loss)
 

@@ -15,10 +15,10 @@ from echelon.loop.accept import KINDS, is_real, keeps
 from echelon.loop.hooks import timed
 from echelon.loop.progress import Progress
 from echelon.loop.stage import Stage
-from echelon.loop.state import PhaseState
-from echelon.loop.unit import wants_iterator
+from echelon.loop.state import EvaluateEvery, PhaseState
+from echelon.loop.unit import Unit, wants_iterator
 
-__all__ = ["Batches", "check_evaluation", "open_feed", "own_fetch", "steps_left"]
+__all__ = ["Batches", "check_evaluation", "open_feed", "own_fetch"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 class Batches(Iterator[Any]):
     """The batches of a feed as the unit's code gets them, any number for a step; where each stands is in the phase's `step`."""
 
-    def __init__(self, feed: Feed, here: PhaseState, progress: Progress) -> None:
-        self._feed, self._here, self._progress = feed, here, progress
+    def __init__(self, feed: Feed, here: PhaseState, progress: Progress, unit: Unit) -> None:
+        self._feed, self._here, self._progress, self._unit = feed, here, progress, unit
 
     def __next__(self) -> Any:
         step = self._feed.__next__()
-        if not step.is_last and steps_left(self._here, self._progress) == 1:
+        if not step.is_last and self._here.steps_left(self._progress, self._unit) == 1:
             step = step._replace(is_last=True)
         self._here.step = step
         return step.batch
@@ -42,7 +42,7 @@ class Batches(Iterator[Any]):
 
     def within_limits(self, fetch: Callable[[], Any]) -> Any:
         """What `fetch` gives, if the run's limits allow one more step."""
-        if steps_left(self._here, self._progress) == 0:
+        if self._here.steps_left(self._progress, self._unit) == 0:
             raise StopIteration
         return fetch()
 
@@ -79,7 +79,7 @@ def open_feed(stage: Stage) -> Feed:
     """The iterator of the coming epoch, from where progress says that it continues. Hooks run around its making."""
     here, progress, inner = stage.here, stage.progress, stage.inner
     own = wants_iterator(getattr(stage.unit, f"{stage.phase}_step")) or _fetches(stage)
-    limit = None if own else steps_left(here, progress)  # a step of its own may take several batches
+    limit = None if own else here.steps_left(progress, inner)  # a step of its own may take several batches
     _seek(here.dataloader, progress)
     for part in loaders_of(here.dataloader):
         if isinstance(part, Loader):
@@ -98,16 +98,6 @@ def open_feed(stage: Stage) -> Feed:
     here.feed = feed = make(loader, limit=limit, move=move, stream=stream, pieces=pieces, resumed=resumed, read=read)
     stage.call(stage.hooks.iter_end)
     return feed
-
-
-def steps_left(here: PhaseState, progress: Progress) -> int | None:
-    """How many steps the run's limits leave for this epoch; None is no limit."""
-    limits = []
-    if here.max_steps_per_epoch is not None:
-        limits.append(here.max_steps_per_epoch - progress.num_steps_completed_in_epoch)
-    if here.max_steps is not None:
-        limits.append(here.max_steps - progress.num_steps_completed)
-    return max(0, min(limits)) if limits else None
 
 
 def _seek(loader: Any, progress: Progress) -> None:
@@ -145,7 +135,7 @@ def check_evaluation(stage: Stage) -> None:
         UsageError: on all ranks: they cannot divide the loader.
     """
     here = stage.here
-    if here.evaluate_every_n_epochs is None and here.evaluate_every_n_steps is None:
+    if here.evaluations == EvaluateEvery():
         return
     loader, rank_and_size = here.dataloader, stage.inner.data_rank_and_size
     if isinstance(loader, (BaseLoader, Combined)) and rank_and_size is not None:

@@ -40,11 +40,10 @@ class _Where:
     epoch: int
     first: int
     last: int
-    step: int
 
     def __str__(self) -> str:
         batches = f"batch {self.first}" if self.first == self.last else f"batches {self.first} to {self.last}"
-        return f"update {self.update} (step {self.step}: {batches} of epoch {self.epoch}, counted from 0)"
+        return f"update {self.update} ({batches} of epoch {self.epoch}, counted from 0)"
 
 
 class FiniteWatch:
@@ -70,8 +69,8 @@ class FiniteWatch:
         self._pending: list[tuple[_Where, torch.Tensor, torch.Tensor]] = []
         self._copied: tuple[list[_Where], torch.Tensor, torch.cuda.Event | None] | None = None
 
-    def take(self, loss: Any, own: torch.Tensor, update: int, micro_batches: int, progress: Progress) -> None:
-        """After an update, before its last step is counted.
+    def take(self, loss: Any, own: torch.Tensor, micro_batches: int, progress: Progress) -> None:
+        """After an update, before it is counted.
 
         Args:
             loss: over the global batch, a number or a 0-dim tensor.
@@ -80,7 +79,7 @@ class FiniteWatch:
         if self.limit is None:
             return
         if isinstance(loss, torch.Tensor) and _is_elsewhere(loss):
-            self._pending.append((_where(update, micro_batches, progress), loss, own))
+            self._pending.append((_where(micro_batches, progress), loss, own))
             if len(self._pending) == _AT_ONCE:
                 self._read()
                 self._copied, self._pending = _to_host(self._pending), []
@@ -89,7 +88,7 @@ class FiniteWatch:
         if math.isfinite(value):
             self._row = 0
         else:
-            self._count(_where(update, micro_batches, progress), float(own))
+            self._count(_where(micro_batches, progress), float(own))
 
     def _count(self, where: _Where, own: float) -> None:
         if self._row == 0:
@@ -133,7 +132,7 @@ class FiniteWatch:
             )
         raise NonFiniteError(
             f"the loss was not finite in {self._row} updates in a row, the first of them {self._first} "
-            f"({self._whose(together=together)}). Checkpoints up to step {self._first.step} are from "
+            f"({self._whose(together=together)}). Checkpoints up to step-{self._first.update:08} are from "
             "before. Look at those batches, lower the learning rate, or clip; RollBack goes back and leaves such batches out by "
             f"itself. {off}"
         )
@@ -174,7 +173,7 @@ class FiniteWatch:
                 )
 
 
-def check_loss(loss: torch.Tensor, weight: Any, step: int) -> None:
+def check_loss(loss: torch.Tensor, weight: Any, update: int) -> None:
     """Before the backward pass, and agreed: a rank that raised alone would leave the others waiting in a collective.
 
     Raises:
@@ -185,13 +184,13 @@ def check_loss(loss: torch.Tensor, weight: Any, step: int) -> None:
         return
     values = agree.gather(value)
     if bad := [f"rank {r}: {v}" for r, v in enumerate(values) if v in _NOT_FINITE]:
-        raise NonFiniteError(f"step {step}: the loss is not finite ({', '.join(bad)}). The parameters were not changed.")
+        raise NonFiniteError(f"update {update}: the loss is not finite ({', '.join(bad)}). The parameters were not changed.")
 
 
-def _where(update: int, micro_batches: int, progress: Progress) -> _Where:
+def _where(micro_batches: int, progress: Progress) -> _Where:
     last = progress.num_steps_completed_in_epoch
     first = last - micro_batches + 1
-    return _Where(update, progress.num_epochs_completed, first, last, progress.num_steps_completed - micro_batches + 1)
+    return _Where(progress.num_updates_completed, progress.num_epochs_completed, first, last)
 
 
 def _is_elsewhere(loss: torch.Tensor) -> bool:

@@ -47,7 +47,7 @@ def asked_for() -> list[Callback]:
 
 
 class _Trace(Callback):
-    """Traces the steps of this rank, from the wait for the first one's data to the callbacks of the last.
+    """Traces the steps of this rank, each an update, from the wait for the first one's data to the callbacks of the last.
 
     One for all trainings of a process: a loop that counts its epochs itself has one for each. Steps that go on in the next are
     in a trace of their own, without what is between the two.
@@ -65,7 +65,7 @@ class _Trace(Callback):
         atexit.register(self._say_if_none)
 
     def on_train_start(self, state: State, unit: Any) -> None:
-        self._trained = unit.train_progress.num_steps_completed
+        self._trained = unit.train_progress.num_updates_completed
         if self._trained >= self._wanted.last and not self._done:
             self._done = True
             if not self._has_traced:
@@ -74,14 +74,16 @@ class _Trace(Callback):
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         if self._profile is not None:
-            self._step = record_function(f"step {unit.train_progress.num_steps_completed + 1}")
+            self._step = record_function(f"step {unit.train_progress.num_updates_completed + 1}")
             self._step.__enter__()
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         if self._done:
             return
-        steps = self._trained = unit.train_progress.num_steps_completed
         self._after_step()
+        if not unit.at_boundary:
+            return
+        steps = self._trained = unit.train_progress.num_updates_completed
         if self._profile is not None and steps >= self._wanted.last:
             self._done = True
             self._write(steps)
@@ -106,7 +108,7 @@ class _Trace(Callback):
     def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
         if self._profile is not None:  # a step that failed is worth seeing, too
             self._after_step()
-            self._write(unit.train_progress.num_steps_completed)  # type: ignore[attr-defined]
+            self._write(unit.train_progress.num_updates_completed)  # type: ignore[attr-defined]
 
     def _before(self, step: int) -> None:
         if self._done or step < self._wanted.first:

@@ -11,18 +11,23 @@ from echelon.contracts.errors import CheckpointCorruptError
 __all__ = ["Progress"]
 
 _STEPS = ("num_steps_completed", "num_steps_completed_in_epoch", "num_steps_completed_in_prev_epoch")
+_UPDATES = ("num_updates_completed", "num_updates_completed_in_epoch")
 
 
 class Progress:
-    """Counts epochs and steps of one phase. A step is one call of the unit's step, that is one micro-batch.
+    """Counts epochs, updates and steps of one phase. An update is a step of the optimizer, with accumulation of several
+    micro-batches; a step is one call of the unit's step, that is one micro-batch.
 
     Args:
         num_epochs_completed: epochs run to their end.
         num_steps_completed: steps over all epochs.
         num_steps_completed_in_epoch: steps since the present epoch began.
     Attributes:
+        num_updates_completed: updates over all epochs, with those that were left out, as by fp16's scaler or after a rollback:
+            update k has the samples of global batch k. It is what limits, checkpoints, evaluations and records count.
+        num_updates_completed_in_epoch: updates since the present epoch began.
         evaluation_due: within `fit`, an evaluation belongs here that has not come to its end; a run that resumes begins with it.
-        skipped: ranges of steps, each as (first, one after the last), that count and are not trained on.
+        skipped: ranges of updates, each as (first, one after the last), that count and are not trained on.
         latest_loss: of the latest epoch, where the unit says it and it is finite: a run that resumes knows it, too.
         early_stopping: by the number's name, how often it has not improved, and its best value.
     """
@@ -34,19 +39,26 @@ class Progress:
         self.num_steps_completed = num_steps_completed
         self.num_steps_completed_in_epoch = num_steps_completed_in_epoch
         self.num_steps_completed_in_prev_epoch = 0
+        self.num_updates_completed = num_steps_completed
+        self.num_updates_completed_in_epoch = num_steps_completed_in_epoch
         self.evaluation_due = False
         self.skipped: list[tuple[int, int]] = []
         self.latest_loss: float | None = None
         self.early_stopping: dict[str, list[float]] = {}
+        self._counts_steps_only = False
 
     def increment_step(self) -> None:
         self.num_steps_completed += 1
         self.num_steps_completed_in_epoch += 1
 
+    def increment_update(self) -> None:
+        self.num_updates_completed += 1
+        self.num_updates_completed_in_epoch += 1
+
     def increment_epoch(self) -> None:
         self.num_epochs_completed += 1
         self.num_steps_completed_in_prev_epoch = self.num_steps_completed_in_epoch
-        self.num_steps_completed_in_epoch = 0
+        self.num_steps_completed_in_epoch = self.num_updates_completed_in_epoch = 0
 
     def abandon_epoch(self) -> None:
         """Uncount the steps of an epoch that was cut short and will start over."""
@@ -55,14 +67,20 @@ class Progress:
 
     @property
     def skips(self) -> bool:
-        """Whether the coming step is one to be left out."""
-        return any(first <= self.num_steps_completed < stop for first, stop in self.skipped)
+        """Whether the coming update is one to be left out."""
+        return any(first <= self.num_updates_completed < stop for first, stop in self.skipped)
 
     def rescale(self, size: int, old: int) -> None:
         """Count in steps of which `size` instead of `old` make an update."""
         for name in _STEPS:
             setattr(self, name, getattr(self, name) * size // old)
-        self.skipped = [(first * size // old, stop * size // old) for first, stop in self.skipped]
+
+    def derive_updates(self, updates: int, size: int) -> None:
+        """Of a checkpoint from before updates were counted, whose unit has made so many, each of at most `size` steps."""
+        if self._counts_steps_only and updates:
+            self.num_updates_completed, self._counts_steps_only = updates, False
+            self.num_updates_completed_in_epoch = -(-self.num_steps_completed_in_epoch // size)
+            self.skipped = [(first // size, -(-stop // size)) for first, stop in self.skipped]
 
     def get_progress_string(self) -> str:
         return (
@@ -71,7 +89,8 @@ class Progress:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        state = {**vars(self), "skipped": [list(each) for each in self.skipped]}
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        state["skipped"] = [list(each) for each in self.skipped]
         state["early_stopping"] = {name: list(seen) for name, seen in self.early_stopping.items()}
         return state
 
@@ -81,6 +100,10 @@ class Progress:
             CheckpointCorruptError: it is not what `state_dict` gives.
         """
         counts = {name: _whole(name, state_dict.get(name, 0)) for name in ("num_epochs_completed", *_STEPS)}
+        self._counts_steps_only = any(name not in state_dict for name in _UPDATES)  # a step is an update, unless a unit knows
+        for name in _UPDATES:
+            older = counts[name.replace("updates", "steps")]
+            counts[name] = older if self._counts_steps_only else _whole(name, state_dict[name])
         skipped = state_dict.get("skipped", [])
         if not isinstance(skipped, (list, tuple)) or not all(
             isinstance(each, (list, tuple)) and len(each) == 2 for each in skipped

@@ -39,7 +39,7 @@ BUILT = frozenset({
     "gradient_accumulation_steps", "has_eval_loss", "latest_update", "module", "prepared", "retain_graph", "step_lr_interval",
     "swa_model", "swa_params", "swa_scheduler", "test_loss", "training", "window", "zero_grad_at_train_step_start",
     "_around_window", "_bitwise", "_copies", "_evaluation", "_finite", "_first_look", "_held", "_options", "_pieces_of_step",
-    "_plateau", "_reduces", "_routers", "_shards", "_trains_with",
+    "_plateau", "_reduces", "_routers", "_shards", "_takes_loaders", "_trains_with",
 })
 # fmt: on
 

@@ -18,9 +18,9 @@ __all__ = ["Recorder"]
 
 # Often enough for a live line, seldom enough to cost nothing: at a thousand updates a second a batch holds two hundred.
 _FLUSH_S = 0.2
-# Of an update: step, update, loss, weight, learning rate, gradient norm, when, FLOPs, more by name, and what its numbers on the
+# Of an update: its number, loss, weight, learning rate, gradient norm, when, FLOPs, more by name, and what its numbers on the
 # host wait for.
-_Row = tuple[int, int, Any, Any, Any, Any, float, float, Mapping[str, Any] | None, Any]
+_Row = tuple[int, Any, Any, Any, Any, float, float, Mapping[str, Any] | None, Any]
 _MEMORY_S = 1.0  # between two looks at the allocator's counters, which take a fraction of a millisecond
 
 
@@ -50,10 +50,8 @@ class Recorder:
             for each in micro_batches:
                 self.utilization.count(each.data)
 
-    def update(
-        self, step: int, update: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, more: Mapping[str, Any] | None = None
-    ) -> None:
-        """One optimizer update: mean loss and weight of its global batch, and more by name. Numbers or 0-dim tensors."""
+    def update(self, step: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, more: Mapping[str, Any] | None = None) -> None:
+        """Update `step`, counted from 1: mean loss and weight of its global batch, and more by name. Numbers or 0-dim tensors."""
         now, arrival = time.perf_counter(), None
         if isinstance(loss, torch.Tensor):
             if not loss.is_cpu:
@@ -63,7 +61,7 @@ class Recorder:
             else:  # a number at once: hundreds of tensors kept until the flush would push the model's out of the cache
                 loss = loss.item()
         flops = self.utilization.take() if self.counts_flops and self.utilization is not None else 0.0
-        self._pending.append((step, update, loss, weight, lr, grad_norm, now, flops, more, arrival))
+        self._pending.append((step, loss, weight, lr, grad_norm, now, flops, more, arrival))
         if now - self._flushed_at >= _FLUSH_S:
             self._write_arrived()
             self._flushed_at = now
@@ -112,12 +110,11 @@ class Recorder:
 
     def _read(self, rows: Sequence[_Row]) -> list[dict[str, Any]]:
         used, rate_key, offset, last_at, records = self.utilization, self._rate_key, self._wall_offset, self._last_at, []
-        for step, update, loss, weight, lr, grad_norm, at, flops, more, _ in rows:
+        for step, loss, weight, lr, grad_norm, at, flops, more, _ in rows:
             elapsed, last_at = at - last_at, max(at, last_at)
             rate = float(weight) / elapsed if elapsed > 0 else None
             record = {
                 "step": step,
-                "update": update,
                 "loss": float(loss),
                 "lr": None if lr is None else float(lr),
                 "grad_norm": None if grad_norm is None else float(grad_norm),

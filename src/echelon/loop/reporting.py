@@ -67,7 +67,7 @@ class Reporting:
             return contextlib.nullcontext()
         stage, stages = getattr(getattr(inner_of(self.unit), "prepared", None), "stage", (0, 1))
         role = f"stage {stage}" if stages > 1 else ""
-        return times.noted(rank, ranks, self.unit.train_progress.num_steps_completed, role)
+        return times.noted(rank, ranks, self.unit.train_progress.num_updates_completed, role)
 
     def _tell(self, error: BaseException) -> None:
         """Report the error to all sinks, callbacks and the unit. One that fails is logged, and the others still hear it."""

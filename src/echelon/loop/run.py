@@ -1,12 +1,12 @@
 """The entry points: train, evaluate, predict, test, fit. One loop serves all phases.
 
     train:  on_train_start
-            until max_epochs or max_steps:
+            until max_epochs or max_updates:
                 on_train_epoch_start
                 for each batch:  get_next_batch hooks, on_train_step_start, unit.train_step, on_train_step_end
-                on_train_epoch_end                        unless a stop or max_steps cut the epoch short
+                on_train_epoch_end                        unless a stop or max_updates cut the epoch short
             on_train_end
-    fit:    the same, with an evaluation after every n-th step or epoch
+            with `eval`, and in fit, an evaluation after every n-th update or epoch
     others: one epoch
 
 Of each hook the unit's runs first, then the callbacks' in their order. What the ranks must agree on (how many steps, when
@@ -16,54 +16,109 @@ to stop) they agree on here.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
+from echelon.contracts.errors import require
+from echelon.contracts.older_words import translated
 from echelon.loop.callback import Callback
 from echelon.loop.engine import Run
 from echelon.loop.observer import observed
+from echelon.loop.older import accumulation_of, refuse_steps
 from echelon.loop.state import EntryPoint, PhaseState, State, TimerProtocol
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
 
-__all__ = ["evaluate", "fit", "predict", "test", "train"]
+__all__ = ["evaluate", "fit", "predict", "run_training", "test", "train"]
 
 T = TypeVar("T")
 
 
+class _OlderOfTrain(TypedDict, total=False):
+    max_steps: float | None
+    max_steps_per_epoch: float | None
+
+
+class _OlderOfFit(TypedDict, total=False):
+    max_steps: float | None
+    max_train_steps_per_epoch: float | None
+    evaluate_every_n_steps: float | None
+
+
+_TRAIN = {"max_steps": "max_updates", "max_steps_per_epoch": "updates_per_epoch"}
+_FIT = {
+    "max_steps": "max_updates",
+    "max_train_steps_per_epoch": "updates_per_epoch",
+    "evaluate_every_n_steps": "evaluate_every_n_updates",
+}
+
+
 def train(
-    train_unit: TrainUnit[T],
-    train_dataloader: Iterable[T],
+    unit: TrainUnit[T],
+    loader: Iterable[T],
     *,
+    max_updates: float | None = None,
     max_epochs: float | None = None,
-    max_steps: float | None = None,
-    max_steps_per_epoch: float | None = None,
+    updates_per_epoch: float | None = None,
+    eval: Iterable[Any] | None = None,
+    eval_every: int | Literal["epoch"] = "epoch",
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
+    **older: Unpack[_OlderOfTrain],
 ) -> None:
     """Train a unit. Every rank calls it.
 
+    An update is one step of the optimizer, whatever micro-batches it accumulates; each `train_step` of a TrainUnit of your own is
+    one. One that is left out, since its global batch weighs nothing or fp16 overflows, is counted: update k has global batch k.
+
     Args:
-        train_unit: its progress resumes where it stands, so a restored unit continues.
-        train_dataloader: any iterable of batches; iterated again in every epoch.
-        max_epochs, max_steps: stop after so many, counted over the unit's whole life. A step is a micro-batch, one call of
-            `train_step`, so that an update with an accumulation of n is n of them; a Trainer's `max_steps` counts updates
-            instead. One of them is needed; math.inf means without an end, for a run that ends when something calls
-            `state.stop()`. Whole numbers may be floats, as 10.0.
-        max_steps_per_epoch: use only so many batches of each epoch.
+        unit: its progress resumes where it stands, so a restored unit continues.
+        loader: any iterable of batches; iterated again in every epoch.
+        max_updates, max_epochs: stop after so many, counted over the unit's whole life. One of them is needed; math.inf means
+            without an end, for a run that ends when something calls `state.stop()`. Whole numbers may be floats, as 10.0.
+        updates_per_epoch: make only so many of each epoch.
+        eval: batches to evaluate on; the unit has an `eval_step`, as an AutoUnit has.
+        eval_every: evaluate after every "epoch", or after so many updates, counted over the unit's whole life, and at the end.
         callbacks: called in order.
         timer: times the waits for data ("train.next(data_iter)"; where the unit moves batches, reading and moving by themselves,
             too), the unit's steps, all hooks of unit and callbacks, and within `fit` the same of evaluations; on top of the
             durations that are always kept in `state.train_state.iteration_timer`.
+        older: `max_steps` and `max_steps_per_epoch`, which counted micro-batches.
     Raises:
         SystemExit: with code 75: a signal asked the run to stop before it was complete (docs/checkpoints.md).
         UnitError: the unit has no training step.
         UsageError: no limit, or one that is no whole number; what is no callback.
         RanksDisagreeError: the ranks' loaders have different lengths.
     """
-    callbacks = observed(train_unit, train_dataloader, callbacks)
-    phase = PhaseState(
-        dataloader=train_dataloader, max_epochs=max_epochs, max_steps=max_steps, max_steps_per_epoch=max_steps_per_epoch
+    limits = {"max_updates": max_updates, "updates_per_epoch": updates_per_epoch}
+    refuse_steps("train", older, _TRAIN, accumulation_of(unit, loader))
+    limits = translated("train", older, _TRAIN, limits, others=["max_epochs", "eval", "eval_every", "callbacks", "timer"])
+    by_epochs = eval_every == "epoch"
+    require(by_epochs or not isinstance(eval_every, str), "eval_every", "a number of updates, or 'epoch'", eval_every)
+    train_state = PhaseState(
+        dataloader=loader,
+        max_epochs=max_epochs,
+        **limits,
+        evaluate_every_n_updates=None if eval is None or by_epochs else eval_every,  # type: ignore[arg-type]
+        evaluate_every_n_epochs=1 if eval is not None and by_epochs else None,
     )
-    Run(State(entry_point=EntryPoint.TRAIN, timer=timer, train_state=phase), train_unit, callbacks, ["train"]).train()
+    train_state.evaluations.at_end = eval is not None
+    run_training(unit, train_state, PhaseState(dataloader=eval) if eval is not None else None, callbacks, timer)
+
+
+def run_training(
+    unit: Any,
+    train_state: PhaseState,
+    eval_state: PhaseState | None,
+    callbacks: list[Callback] | None,
+    timer: TimerProtocol | None,
+) -> None:
+    """A call of `train`, or of `fit` where there is an evaluation, whose limits are in the phases' states."""
+    callbacks = observed(unit, train_state.dataloader, callbacks)
+    if eval_state is None:
+        Run(State(entry_point=EntryPoint.TRAIN, timer=timer, train_state=train_state), unit, callbacks, ["train"]).train()
+        return
+    eval_state.evaluations = train_state.evaluations
+    state = State(entry_point=EntryPoint.FIT, timer=timer, train_state=train_state, eval_state=eval_state)
+    Run(state, unit, callbacks, ["train", "eval"]).train()
 
 
 def evaluate(
@@ -115,28 +170,28 @@ def fit(
     eval_dataloader: Iterable[Any],
     *,
     max_epochs: float | None = None,
-    max_steps: float | None = None,
-    max_train_steps_per_epoch: float | None = None,
+    max_updates: float | None = None,
+    updates_per_epoch: float | None = None,
     max_eval_steps_per_epoch: float | None = None,
-    evaluate_every_n_steps: float | None = None,
+    evaluate_every_n_updates: float | None = None,
     evaluate_every_n_epochs: float | None = 1,
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
+    **older: Unpack[_OlderOfFit],
 ) -> None:
-    """Train, and evaluate after every n-th step or epoch. `unit` is a TrainUnit and an EvalUnit; the rest is as in `train`.
+    """An older form of `train(unit, train_dataloader, eval=eval_dataloader)`: evaluates after every n-th update or epoch.
 
-    Where `max_steps` ends the training, the last step is evaluated, too, unless both intervals are None.
+    Where `max_updates` ends the training, the last update is evaluated, too, unless both intervals are None.
     """
-    callbacks = observed(unit, train_dataloader, callbacks)
+    limits = {
+        "max_updates": max_updates,
+        "updates_per_epoch": updates_per_epoch,
+        "evaluate_every_n_updates": evaluate_every_n_updates,
+    }
+    refuse_steps("fit", older, _FIT, accumulation_of(unit, train_dataloader))
+    limits = translated("fit", older, _FIT, limits, others=["max_epochs", "evaluate_every_n_epochs", "callbacks", "timer"])
     train_state = PhaseState(
-        dataloader=train_dataloader,
-        max_epochs=max_epochs,
-        max_steps=max_steps,
-        max_steps_per_epoch=max_train_steps_per_epoch,
-        evaluate_every_n_steps=evaluate_every_n_steps,
-        evaluate_every_n_epochs=evaluate_every_n_epochs,
+        dataloader=train_dataloader, max_epochs=max_epochs, evaluate_every_n_epochs=evaluate_every_n_epochs, **limits
     )
     eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
-    eval_state.evaluations = train_state.evaluations
-    state = State(entry_point=EntryPoint.FIT, timer=timer, train_state=train_state, eval_state=eval_state)
-    Run(state, unit, callbacks, ["train", "eval"]).train()
+    run_training(unit, train_state, eval_state, callbacks, timer)

@@ -90,17 +90,26 @@ class IterationTimer:
 
 @dataclass
 class EvaluateEvery:
-    """After every how many steps and epochs of training `fit` evaluates; None is never."""
+    """After every how many updates, steps and epochs of training it is evaluated; None is never.
 
+    Args:
+        at_end: after the last epoch in any case.
+    """
+
+    updates: int | None = None
     steps: int | None = None
     epochs: int | None = None
+    at_end: bool = False
 
 
 class PhaseState:
     """One phase's loader and limits; the loop's, except for `evaluate_every_n_*`, which a callback may change.
 
     Attributes:
-        evaluate_every_n_steps, evaluate_every_n_epochs: of training, and within `fit` the same in both phases' states.
+        max_updates, updates_per_epoch: of training, in updates.
+        max_steps, max_steps_per_epoch: in steps, that is micro-batches; of training only for TorchTNT's programs.
+        evaluate_every_n_updates, evaluate_every_n_steps, evaluate_every_n_epochs: of training, and within `fit` the same in both
+            phases' states.
         step_output: what the step returned, between the step and the end of `on_*_step_end`.
         iteration_timer: durations "<phase>_iteration_time" and "data_wait_time".
         step: the batch under way, or the latest: whether it is the epoch's last, whether it is padding.
@@ -110,6 +119,8 @@ class PhaseState:
     # Of the class as well, so that a mock with this class for its spec has them.
     dataloader: Iterable[Any] = ()
     max_epochs: int | None = None
+    max_updates: int | None = None
+    updates_per_epoch: int | None = None
     max_steps: int | None = None
     max_steps_per_epoch: int | None = None
     step_output: Any = None
@@ -120,23 +131,38 @@ class PhaseState:
         *,
         dataloader: Iterable[Any],
         max_epochs: float | None = None,
+        max_updates: float | None = None,
+        updates_per_epoch: float | None = None,
         max_steps: float | None = None,
         max_steps_per_epoch: float | None = None,
+        evaluate_every_n_updates: float | None = None,
         evaluate_every_n_steps: float | None = None,
         evaluate_every_n_epochs: float | None = None,
     ) -> None:
         self.dataloader = dataloader
         # A run without an end, asked for in so many words.
-        self.endless = any(isinstance(limit, float) and limit == math.inf for limit in (max_epochs, max_steps))
-        self.max_epochs, self.max_steps = _limit("max_epochs", max_epochs), _limit("max_steps", max_steps)
+        limits = (max_epochs, max_updates, max_steps)
+        self.endless = any(isinstance(limit, float) and limit == math.inf for limit in limits)
+        self.max_epochs = _limit("max_epochs", max_epochs)
+        self.max_updates, self.max_steps = _limit("max_updates", max_updates), _limit("max_steps", max_steps)
+        self.updates_per_epoch = _limit("updates_per_epoch", updates_per_epoch)
         self.max_steps_per_epoch = _limit("max_steps_per_epoch", max_steps_per_epoch)
         self.evaluations = EvaluateEvery()
+        self.evaluate_every_n_updates = evaluate_every_n_updates
         self.evaluate_every_n_steps = evaluate_every_n_steps
         self.evaluate_every_n_epochs = evaluate_every_n_epochs
         self.step_output = None
         self.iteration_timer = IterationTimer()
         self.step: Step[Any] = NO_STEP
         self.feed: Feed | None = None
+
+    @property
+    def evaluate_every_n_updates(self) -> int | None:
+        return self.evaluations.updates
+
+    @evaluate_every_n_updates.setter
+    def evaluate_every_n_updates(self, value: float | None) -> None:
+        self.evaluations.updates = _limit("evaluate_every_n_updates", value, at_least=1)
 
     @property
     def evaluate_every_n_steps(self) -> int | None:
@@ -155,14 +181,43 @@ class PhaseState:
         self.evaluations.epochs = _limit("evaluate_every_n_epochs", value, at_least=1)
 
     def ends_epoch(self, progress: Progress) -> bool:
-        """Whether the epoch ends with the step under way, which is counted, rather than being cut short by `max_steps`."""
-        if self.feed is None or not self.step.is_last:
+        """Whether the epoch ends with the step under way, which is counted, rather than being cut short by a limit."""
+        if self.feed is None:
             return False
-        if self.feed.length is not None and self.feed.used >= self.feed.length:
+        if self.has_whole_epoch(progress):
+            return True
+        return self.step.is_last and self.feed.length is None and not self.has_all(progress)
+
+    def has_whole_epoch(self, progress: Progress) -> bool:
+        """Whether the loader's length, or a limit on an epoch, is reached."""
+        if self.updates_per_epoch is not None and progress.num_updates_completed_in_epoch >= self.updates_per_epoch:
             return True
         if self.max_steps_per_epoch is not None and progress.num_steps_completed_in_epoch >= self.max_steps_per_epoch:
             return True
-        return self.feed.length is None and (self.max_steps is None or progress.num_steps_completed < self.max_steps)
+        return self.feed is not None and self.feed.length is not None and self.feed.used >= self.feed.length
+
+    def has_all(self, progress: Progress) -> bool:
+        """Whether a limit on the updates, or steps, of the whole run is reached."""
+        if self.max_updates is not None and progress.num_updates_completed >= self.max_updates:
+            return True
+        return self.max_steps is not None and progress.num_steps_completed >= self.max_steps
+
+    def steps_left(self, progress: Progress, unit: Any) -> int | None:
+        """How many steps the limits leave for this epoch; None is no limit. Of an epoch that ends within an update, more than
+        there are.
+        """
+        steps, updates = [], []
+        if self.max_steps_per_epoch is not None:
+            steps.append(self.max_steps_per_epoch - progress.num_steps_completed_in_epoch)
+        if self.max_steps is not None:
+            steps.append(self.max_steps - progress.num_steps_completed)
+        if self.updates_per_epoch is not None:
+            updates.append(self.updates_per_epoch - progress.num_updates_completed_in_epoch)
+        if self.max_updates is not None:
+            updates.append(self.max_updates - progress.num_updates_completed)
+        if updates:
+            steps.append(unit.steps_until(updates=max(0, min(updates))))
+        return max(0, min(steps)) if steps else None
 
     def loader_state(self, progress: Progress) -> dict[str, Any] | None:
         """The loader's state after the steps that were taken; None for a loader without one. At an epoch's beginning what the
@@ -174,24 +229,27 @@ class PhaseState:
             return restored_state(self.dataloader)
         return state_between_epochs(self.dataloader)
 
-    def total_steps(self) -> int | None:
-        """Steps when the run is complete, as far as lengths tell."""
-        bounds = [self.max_steps] if self.max_steps is not None else []
-        try:
-            per_epoch: int | None = len(self.dataloader)  # type: ignore[arg-type]
-        except TypeError:
-            per_epoch = None
+    def total_updates(self, size: int) -> int | None:
+        """Updates when the run is complete, as far as lengths tell.
+
+        Args:
+            size: micro-batches of an update; an epoch's last may have fewer.
+        """
+        per_epoch = [self.updates_per_epoch] if self.updates_per_epoch is not None else []
         if self.max_steps_per_epoch is not None:
-            per_epoch = self.max_steps_per_epoch if per_epoch is None else min(per_epoch, self.max_steps_per_epoch)
-        if self.max_epochs is not None and per_epoch is not None:
-            bounds.append(self.max_epochs * per_epoch)
+            per_epoch.append(-(-self.max_steps_per_epoch // size))
+        with contextlib.suppress(TypeError):
+            per_epoch.append(-(-len(self.dataloader) // size))  # type: ignore[arg-type]
+        bounds = [self.max_updates] if self.max_updates is not None else []
+        if self.max_steps is not None:
+            bounds.append(-(-self.max_steps // size))
+        if self.max_epochs is not None and per_epoch:
+            bounds.append(self.max_epochs * min(per_epoch))
         return min(bounds, default=None)
 
     def is_complete(self, progress: Progress) -> bool:
         """Whether a limit on the whole run is reached."""
-        if self.max_epochs is not None and progress.num_epochs_completed >= self.max_epochs:
-            return True
-        return self.max_steps is not None and progress.num_steps_completed >= self.max_steps
+        return (self.max_epochs is not None and progress.num_epochs_completed >= self.max_epochs) or self.has_all(progress)
 
 
 def step_under_way(here: PhaseState | None) -> Step[Any]:

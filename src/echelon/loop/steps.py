@@ -13,7 +13,7 @@ from echelon.contracts.errors import EchelonError
 from echelon.contracts.pulse import Phase
 from echelon.data.prefetch import NO_STEP, Feed
 from echelon.loop import agreements, evaluation_due
-from echelon.loop.feeding import Batches, open_feed, own_fetch, steps_left
+from echelon.loop.feeding import Batches, open_feed, own_fetch
 from echelon.loop.hooks import timed
 from echelon.loop.progress import Progress
 from echelon.loop.stage import Stage
@@ -44,7 +44,7 @@ class Steps:
         state, phase = stage.state, stage.phase
         self.stage, self.between = stage, between
         self.feed = open_feed(stage)
-        self.batches = Batches(self.feed, stage.here, stage.progress)
+        self.batches = Batches(self.feed, stage.here, stage.progress, stage.inner)
         self.take = timed(state.timer, f"{stage.entry}.next(data_iter)", self.feed.__next__)
         self.step = timed(state.timer, f"{type(stage.unit).__name__}.{phase}_step", getattr(stage.unit, f"{phase}_step"))
         meets = stage.inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in stage.callbacks)
@@ -54,6 +54,7 @@ class Steps:
         self.fetch = partial(self._fetch_agreed, fetch) if unsized and fetch is not None else fetch
         self.cuts = agreements.cuts_evaluation(state, together=meets) if not stage.trains else None
         self.given_up = False
+        self.left_out = 0  # micro-batches of an update that is left out
         timer = stage.here.iteration_timer
         self.waits, self.durations = timer.series("data_wait_time"), timer.series(f"{phase}_iteration_time")
         # For whoever watches this rank: steps that were trained, and evaluated in an evaluation.
@@ -80,11 +81,11 @@ class Steps:
         evaluate, next_start, evaluated = self.between.evaluate, hooks.next_start, self.evaluated
         waits, durations, now, running, at = self.waits, self.durations, time.perf_counter, clock.running, pulse.at
         (fetching, stepping, _), (in_data, in_step), trained = _BEATS[trains], _PARTS[trains], self.trained
-        meets = self.between != Between()
+        meets, most, per_epoch, enough = self.between != Between(), here.max_updates, here.updates_per_epoch, False
         pulse.begin()
-        while not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
+        while not enough and not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
             stage.call(next_start)
-            at(fetching, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
+            at(fetching, trained.num_updates_completed, evaluated.num_steps_completed_in_epoch)
             if running is not None:
                 running.enter(in_data)
             start = now()
@@ -96,13 +97,13 @@ class Steps:
                     data = taken.batch
             except StopIteration:
                 # By a get_next_*_batch of the unit's own, not by a limit.
-                self.given_up = self.feed.used < (self.feed.total or 0) and steps_left(here, progress) != 0
+                self.given_up = self.feed.used < (self.feed.total or 0) and here.steps_left(progress, inner) != 0
                 break
             if progress.skipped and trains and progress.skips:
                 self._leave_out(data, progress)
                 continue
             fetched = now()
-            at(stepping, trained.num_steps_completed, evaluated.num_steps_completed_in_epoch)
+            at(stepping, trained.num_updates_completed, evaluated.num_steps_completed_in_epoch)
             waits.append(fetched - start)
             if before_step:
                 stage.call(before_step)
@@ -110,10 +111,15 @@ class Steps:
                 running.enter(in_step)
             yield data
             progress.increment_step()
-            evaluates = evaluate is not None and evaluation_due.after_step(here, progress)
+            if updated := trains and inner.has_updated:
+                progress.increment_update()
+                # Where the feed cannot know: of a unit whose own step makes more updates than its window would.
+                at_limit = progress.num_updates_completed == most or progress.num_updates_completed_in_epoch == per_epoch
+                enough = at_limit and self.feed.used != self.feed.total
+            evaluates = evaluate is not None and evaluation_due.after_step(here, progress, updated=updated)
             durations.append(now() - fetched)
             if running is not None:
-                running.step_ended(progress.num_steps_completed)
+                running.step_ended(progress.num_updates_completed)
             if meets or hooks.step_end:  # looked up here: a loop of one's own has hooks from its first update on
                 self._follow(evaluates)
             here.step_output = None
@@ -123,7 +129,7 @@ class Steps:
     def _follow(self, evaluates: bool) -> None:
         """What somebody has asked for after a step."""
         stage, between = self.stage, self.between
-        pulse.at(_BEATS[stage.trains][2], self.trained.num_steps_completed, self.evaluated.num_steps_completed_in_epoch)
+        pulse.at(_BEATS[stage.trains][2], self.trained.num_updates_completed, self.evaluated.num_steps_completed_in_epoch)
         stage.call(stage.hooks.step_end)
         stage.here.step_output = None
         if stage.state.rolled_back:
@@ -151,7 +157,12 @@ class Steps:
         if data is self.batches:  # a step that fetches for itself
             next(self.batches, None)
         progress.increment_step()
-        if self.between.evaluate is not None and evaluation_due.after_step(self.stage.here, progress):
+        self.left_out += 1
+        here = self.stage.here
+        if updated := here.step.is_last or self.left_out >= self.stage.inner.steps_until(updates=1):
+            self.left_out = 0
+            progress.increment_update()
+        if self.between.evaluate is not None and evaluation_due.after_step(here, progress, updated=updated):
             self.between.evaluate()
 
     def _check_iterates(self, data: Any, stop: StopIteration) -> None:
@@ -165,7 +176,7 @@ class Steps:
     def close(self) -> bool:
         """After the last batch: True if the epoch came to its end, False if it was cut short."""
         here, progress = self.stage.here, self.stage.progress
-        pulse.at(Phase.BETWEEN, self.trained.num_steps_completed, self.evaluated.num_steps_completed_in_epoch)
+        pulse.at(Phase.BETWEEN, self.trained.num_updates_completed, self.evaluated.num_steps_completed_in_epoch)
         if self.cuts is not None:
             self.cuts.settle()
         self.fetch = None  # which may be a method of this object: a cycle would keep the loader's workers
@@ -193,10 +204,8 @@ def _trained(unit: Any) -> Progress:
 
 
 def _ended(stage: Stage, feed: Feed, progress: Progress) -> bool:
-    """Whether the epoch came to its end, rather than being cut short by a stop or by max_steps."""
+    """Whether the epoch came to its end, rather than being cut short by a stop or by a limit on the whole run."""
     here = stage.here
-    if here.max_steps_per_epoch is not None and progress.num_steps_completed_in_epoch >= here.max_steps_per_epoch:
+    if here.has_whole_epoch(progress):
         return True
-    if feed.length is not None:
-        return feed.used >= feed.length
-    return not (stage.state.should_stop or (here.max_steps is not None and progress.num_steps_completed >= here.max_steps))
+    return feed.length is None and not (stage.state.should_stop or here.has_all(progress))

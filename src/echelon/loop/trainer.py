@@ -24,7 +24,7 @@ from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.machine import visible_devices
 from echelon.contracts.numbers import whole
-from echelon.contracts.older_words import renames
+from echelon.contracts.older_words import translated
 from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks
@@ -35,10 +35,9 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.rebuild import pack, recall
 from echelon.loop.state import PhaseState
-from echelon.loop.trainer_rank import BETWEEN_PROCESSES, Plan, Work, in_order, save, work_here, work_in_rank
+from echelon.loop.trainer_rank import BETWEEN_PROCESSES, OLDER, Plan, Work, in_order, save, work_here, work_in_rank
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel.layouts import is_word, resolve
-from echelon.parallel.strategy import Strategy
+from echelon.parallel.strategy import STRATEGIES, Strategy, resolve
 from echelon.world import rng
 from echelon.world.init import rank_info
 
@@ -52,6 +51,8 @@ PHASES = ("train", "val", "test", "predict")
 
 class _Older(TypedDict, total=False):
     gpus: int | Sequence[int] | None
+    max_steps: float | None
+    evaluate_every_n_steps: float | None
 
 
 class Trainer:
@@ -59,52 +60,54 @@ class Trainer:
 
     Args:
         devices: how many ranks on this machine, or which GPUs, as a list; "auto" is one rank per GPU, else one.
-        layout: for units that were built without one. "auto" is "ddp" for several ranks.
+        strategy: for units that were built without one. "auto" is "ddp" for several ranks.
         num_nodes: of the launcher that started this script; this class starts ranks on its own machine only.
         accelerator: "cpu" leaves GPUs alone; "gpu" insists on them.
-        max_epochs, max_steps: when to stop. Here steps are updates, whatever each accumulates; `max_steps` of `train` and `fit`
-            counts micro-batches instead.
-        max_steps_per_epoch: micro-batches of an epoch on each rank, by "train", "val", "test" or "predict".
-        evaluate_every_n_epochs, evaluate_every_n_steps: as `fit`'s.
+        max_epochs, max_updates: when to stop.
+        max_steps_per_epoch: batches of an epoch on each rank, by "train", "val", "test" or "predict".
+        evaluate_every_n_epochs, evaluate_every_n_updates: as `fit`'s.
         unit_options: arguments of AutoUnit's constructor that the unit gets instead, such as {"precision": "bf16"}.
         callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
         run_dir: of each `fit`; below `checkpoints` it has the unit's state after every epoch, unless a callback saves.
-        older: `gpus`, an older word for `devices`, as a layout is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is
-            understood, with a hint.
+        older: `gpus`, an older word for `devices`, as a strategy is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is
+            understood, with a hint. `max_steps`, of updates, and `evaluate_every_n_steps`, of micro-batches.
     Attributes:
         callback_metrics: "eval_loss" and "test_loss" of the latest calls, over all ranks, where the unit computes them.
     Raises:
         UsageError: a value that makes no sense; the text names it.
     """
 
-    @renames(strategy="layout")
     def __init__(
         self,
         devices: int | str | Sequence[int] = "auto",
-        layout: Strategy | str | None = "auto",
+        strategy: Strategy | str | None = "auto",
         num_nodes: int = 1,
         *,
         accelerator: str = "auto",
         max_epochs: float | None = None,
-        max_steps: int | None = None,
+        max_updates: float | None = None,
         max_steps_per_epoch: Mapping[str, int | None] | None = None,
         evaluate_every_n_epochs: int | None = 1,
-        evaluate_every_n_steps: int | None = None,
+        evaluate_every_n_updates: int | None = None,
         unit_options: Mapping[str, Any] | None = None,
         callbacks: Callback | list[Callback] | None = None,
         run_dir: str | Path | None = None,
         **older: Unpack[_Older],
     ) -> None:
         _check_names(older)
-        accelerator, layout, devices = _without_old_words(accelerator, layout, devices, older.get("gpus"))
+        accelerator, strategy, devices = _without_old_words(accelerator, strategy, devices, older.get("gpus"))
         require(accelerator in ACCELERATORS, "accelerator", "'auto', 'cpu' or 'gpu'", accelerator)
         self.accelerator = accelerator
-        self.layout = layout if layout == "auto" else resolve(layout)
+        self.strategy = strategy if strategy == "auto" else resolve(strategy)
         self.ranks, self.device_numbers = _devices_of(devices, accelerator)
         self.num_nodes = whole("num_nodes", num_nodes, at_least=1)
-        self.max_epochs, self.max_steps = max_epochs, max_steps
         self.limits = _named("max_steps_per_epoch", max_steps_per_epoch, PHASES)
-        self.evaluate_every_n_epochs, self.evaluate_every_n_steps = evaluate_every_n_epochs, evaluate_every_n_steps
+        limits = {"max_updates": max_updates, "evaluate_every_n_updates": evaluate_every_n_updates}
+        now = translated("Trainer", {name: value for name, value in older.items() if name != "gpus"}, OLDER, limits)
+        self._in_steps = older.get("evaluate_every_n_steps")  # refused where these are no updates, once the unit is known
+        self.max_epochs, self.max_updates = max_epochs, now["max_updates"]
+        self.evaluate_every_n_epochs = evaluate_every_n_epochs
+        self.evaluate_every_n_updates = now["evaluate_every_n_updates"]
         self.unit_options = _named("unit_options", unit_options, [field.name for field in fields(AutoOptions)])
         self._check_limits()
         AutoOptions(**self.unit_options)
@@ -117,15 +120,19 @@ class Trainer:
 
     def _check_limits(self) -> None:
         """In the words of the loop, which is given them in other processes."""
-        PhaseState(
-            dataloader=(),
-            max_epochs=self.max_epochs,
-            max_steps=self.max_steps,
-            evaluate_every_n_steps=self.evaluate_every_n_steps,
-            evaluate_every_n_epochs=self.evaluate_every_n_epochs,
-        )
+        PhaseState(dataloader=(), **self._training())
         for limit in self.limits.values():
             PhaseState(dataloader=(), max_steps_per_epoch=limit)
+
+    def _training(self) -> dict[str, Any]:
+        """The limits of training, as a PhaseState has them."""
+        return {
+            "max_epochs": self.max_epochs,
+            "max_updates": self.max_updates,
+            "max_steps_per_epoch": self.limits.get("train"),
+            "evaluate_every_n_updates": self.evaluate_every_n_updates,
+            "evaluate_every_n_epochs": self.evaluate_every_n_epochs,
+        }
 
     def fit(
         self,
@@ -190,7 +197,7 @@ class Trainer:
             raise UsageError(f"unit must be an AutoUnit, or a function that builds a unit, got {type(unit).__name__}.{first}")
         for loader in loaders if loaders[1] is not None else loaders[:1]:
             check_loader(loader, phase)
-        if phase == "fit" and self.max_epochs is None and self.max_steps is None:
+        if phase == "fit" and self.max_epochs is None and self.max_updates is None:
             raise no_end("fit")
         require(ckpt_path is None or is_path(ckpt_path), "ckpt_path", "a checkpoint, 'last' or None", ckpt_path)
         if ckpt_path == "last" and self.run_dir is None:
@@ -213,7 +220,7 @@ class Trainer:
         gpus = len(visible_devices()) if self.accelerator != "cpu" else 0
         if self.accelerator in ("gpu", "cuda") and not gpus:
             raise UsageError(f"accelerator is {self.accelerator!r}, but this machine has no GPU. Leave it out, or give 'cpu'.")
-        if isinstance(self.layout, Strategy) and self.layout.name == "dp":
+        if isinstance(self.strategy, Strategy) and self.strategy.name == "dp":
             return 1  # one process drives all devices
         return self.ranks or (auto_ranks() if gpus else 1)
 
@@ -221,13 +228,11 @@ class Trainer:
         """What is true now: attributes may have been set since."""
         return Plan(
             on_cpu=self.accelerator == "cpu",
-            layout=self.layout,
+            strategy=self.strategy,
             unit_options=self.unit_options,
-            max_epochs=self.max_epochs,
-            max_steps=self.max_steps,
+            training=self._training(),
+            in_steps=self._in_steps,
             limits=self.limits,
-            evaluate_every_n_epochs=self.evaluate_every_n_epochs,
-            evaluate_every_n_steps=self.evaluate_every_n_steps,
             callbacks=self.callbacks,
             checkpoints=self.run_dir / "checkpoints" if self.run_dir is not None else None,
             saves=self.saves,
@@ -289,19 +294,19 @@ def _check_names(others: Mapping[str, Any]) -> None:
         raise UsageError(f"Trainer has no argument {name!r}.{hint}")
 
 
-def _without_old_words(accelerator: str, layout: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:
-    """(accelerator, layout, devices) of `Trainer(gpus=2, accelerator="ddp")`, which many scripts have."""
-    if accelerator not in ACCELERATORS and is_word(accelerator):
-        if layout != "auto":
-            raise UsageError(f"accelerator {accelerator!r} is a layout, and layout {layout!r} is given too. Give one.")
-        logger.warning("Trainer(accelerator=%r) is an old spelling: write layout=%r", accelerator, accelerator)
-        accelerator, layout = "auto", accelerator
+def _without_old_words(accelerator: str, strategy: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:
+    """(accelerator, strategy, devices) of `Trainer(gpus=2, accelerator="ddp")`, which many scripts have."""
+    if isinstance(accelerator, str) and accelerator in STRATEGIES:
+        if strategy != "auto":
+            raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
+        logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)
+        accelerator, strategy = "auto", accelerator
     if gpus is not None:
         if devices != "auto":
             raise UsageError(f"gpus={gpus!r} and devices={devices!r} are both given. Give devices alone.")
         logger.warning("Trainer(gpus=%r) is an old spelling: write devices=%r", gpus, gpus)
         accelerator, devices = ("cpu", 1) if gpus in (0, "0", []) else (accelerator, gpus)
-    return accelerator, layout, devices
+    return accelerator, strategy, devices
 
 
 def _named(parameter: str, given: Mapping[str, Any] | None, names: Sequence[str]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -24,18 +23,20 @@ from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.folder import left_alone
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver, RestoreOptions
+from echelon.loop.older import accumulation_of, refuse_steps
 from echelon.loop.rebuild import Parcel, own_attributes, rebuild, remembered, unpack
-from echelon.loop.run import evaluate, fit, predict, test, train
-from echelon.loop.state import EntryPoint, State
+from echelon.loop.run import evaluate, predict, run_training, test
+from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.unit import Unit
-from echelon.parallel.layouts import resolve
 from echelon.parallel.precision import Precision
+from echelon.parallel.strategy import resolve
 from echelon.world import agree, rng
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import World, init_from_env
 
 __all__ = [
     "BETWEEN_PROCESSES",
+    "OLDER",
     "Plan",
     "Work",
     "in_order",
@@ -44,7 +45,6 @@ __all__ = [
     "planned",
     "save",
     "shared",
-    "updates_to_steps",
     "work_here",
     "work_in_rank",
 ]
@@ -56,6 +56,8 @@ BETWEEN_PROCESSES = RestoreOptions(show_changes=False)
 
 _METRICS = {"validate": "eval_loss", "test": "test_loss"}
 _NONE = object()
+# Arguments of a Trainer, by their older names.
+OLDER = {"max_steps": "max_updates", "evaluate_every_n_steps": "evaluate_every_n_updates"}
 
 
 @dataclass(frozen=True)
@@ -64,19 +66,19 @@ class Plan:
 
     Args:
         on_cpu: leave GPUs alone.
-        limits: micro-batches of an epoch on each rank, by "train", "val", "test" or "predict"; what is not there has all.
+        training: the limits of training, as a PhaseState has them.
+        in_steps: evaluations are after so many micro-batches, said in an older word.
+        limits: batches of an epoch on each rank, by "train", "val", "test" or "predict"; what is not there has all.
         checkpoints: where they are, if there is a run folder.
         saves: after every epoch of `fit`.
     """
 
     on_cpu: bool
-    layout: Any
+    strategy: Any
     unit_options: Mapping[str, Any]
-    max_epochs: float | None
-    max_steps: int | None
+    training: Mapping[str, Any]
+    in_steps: float | None
     limits: Mapping[str, int | None]
-    evaluate_every_n_epochs: int | None
-    evaluate_every_n_steps: int | None
     callbacks: list[Callback]
     checkpoints: Path | None
     saves: bool
@@ -182,18 +184,18 @@ def changes_for(plan: Plan, options: AutoOptions) -> dict[str, Any]:
     if "precision" in changes:
         changes["precision"] = Precision.of(changes["precision"])
     if own is None:
-        chosen = plan.layout
+        chosen = plan.strategy
         if chosen == "auto":
             chosen = "ddp" if World.current().size > 1 else None
         changes |= {"strategy": chosen} if chosen is not None else {}
-    elif plan.layout not in ("auto", None) and resolve(own) != resolve(plan.layout):
-        logger.warning("layout %r of the Trainer has no effect: the unit was built with %r", plan.layout, own)
+    elif plan.strategy not in ("auto", None) and resolve(own) != resolve(plan.strategy):
+        logger.warning("strategy %r of the Trainer has no effect: the unit was built with %r", plan.strategy, own)
     return changes
 
 
 def _run(plan: Plan, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]]:
     _, data_size = unit.data_rank_and_size or (0, World.current().size)
-    accumulation = getattr(unit, "gradient_accumulation_steps", 1) if work.phase == "fit" else 1
+    accumulation = accumulation_of(unit, work.loaders[0]) if work.phase == "fit" else 1
     as_before = None
     if work.phase == "fit" and (path := _checkpoint(plan, work)) is not None:
         as_before = kept_global_batch(path, work.loaders[0], data_size, accumulation)
@@ -235,38 +237,11 @@ def _restore(plan: Plan, work: Work, unit: Any, loader: Any) -> None:
 def _fit(plan: Plan, unit: Any, train_loader: Any, eval_loader: Any, callbacks: list[Callback]) -> None:
     if plan.saves and plan.checkpoints is not None:
         callbacks.append(DistributedCheckpointSaver(plan.checkpoints, save_every_n_epochs=1, keep_last_n_checkpoints=1))
-    steps, limit = plan.max_steps, plan.limits.get("train")
-    if steps is not None and steps != math.inf:
-        accumulation = getattr(unit, "gradient_accumulation_steps", 1)
-        steps = updates_to_steps(steps, accumulation, range(limit) if limit else train_loader)
-    if eval_loader is None:
-        train(unit, train_loader, max_epochs=plan.max_epochs, max_steps=steps, max_steps_per_epoch=limit, callbacks=callbacks)
-        return
-    fit(
-        unit,
-        train_loader,
-        eval_loader,
-        max_epochs=plan.max_epochs,
-        max_steps=steps,
-        max_train_steps_per_epoch=limit,
-        max_eval_steps_per_epoch=plan.limits.get("val"),
-        evaluate_every_n_steps=plan.evaluate_every_n_steps,
-        evaluate_every_n_epochs=plan.evaluate_every_n_epochs,
-        callbacks=callbacks,
-    )
-
-
-def updates_to_steps(updates: int, accumulation: int, loader: Any) -> int:
-    """Micro-batches until so many updates are done; an epoch's last update may have fewer than the others."""
-    try:
-        epoch = len(loader)
-    except TypeError:
-        return updates * accumulation
-    per_epoch = -(-epoch // accumulation)
-    if not per_epoch:
-        return updates * accumulation
-    epochs, rest = divmod(updates, per_epoch)
-    return epochs * epoch + min(rest * accumulation, epoch)
+    refuse_steps("Trainer", {"evaluate_every_n_steps": plan.in_steps}, OLDER, accumulation_of(unit, train_loader))
+    training, evaluation = PhaseState(dataloader=train_loader, **plan.training), None
+    if eval_loader is not None:
+        evaluation = PhaseState(dataloader=eval_loader, max_steps_per_epoch=plan.limits.get("val"))
+    run_training(unit, training, evaluation, callbacks, None)
 
 
 def save(unit: Any, folder: Path) -> Any:

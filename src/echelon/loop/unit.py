@@ -144,6 +144,15 @@ class Unit(AppStateMixin):
         return True
 
     @property
+    def has_updated(self) -> bool:
+        """Whether the latest training step made an update, or left one out. One of a unit's own always does."""
+        return self.at_boundary
+
+    def steps_until(self, updates: int) -> int:
+        """How many training steps it takes from here until so many more updates are made, unless an epoch ends before."""
+        return updates
+
+    @property
     def agrees_to_stop(self) -> bool:
         """True if the unit's own step makes ranks agree to stop; then the loop need not after every step."""
         return False

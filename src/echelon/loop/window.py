@@ -97,6 +97,10 @@ class Window:
         """Forget the micro-batches of an unfinished window."""
         self.count, self._weight, self._loss, self._is_sum = 0, 0, None, False
 
+    def derive_updates(self, progress: Progress) -> None:
+        """Count the updates of a restored run, if its checkpoint is older than their count."""
+        progress.derive_updates(self.updates, self._saved_size)
+
     def rescale(self, progress: Progress) -> None:
         """Count the steps of a restored run in micro-batches of today's size."""
         old, self._saved_size = self._saved_size, self.size

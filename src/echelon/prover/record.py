@@ -24,6 +24,7 @@ from echelon.loop import unit as units
 from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
+from echelon.loop.older import accumulation_of
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import ActivePhase, State, step_under_way
 from echelon.parallel.micro_batch import MicroBatch
@@ -161,7 +162,7 @@ class StepRecorder(Callback):
         record.is_replica = is_replica(unit)
         _place(record, unit)
         record.loader = type(dataloader).__name__
-        record.accumulation = getattr(unit, "gradient_accumulation_steps", 1)
+        record.accumulation = accumulation_of(unit, dataloader)
         record.global_batch = getattr(dataloader, "global_batch", None)
         record.samples_by_rank = _samples_by_rank(dataloader)
         # Workers that train by themselves have gradients of their own.

@@ -199,15 +199,15 @@ class Reference(ABC):
             return
         if self._epoch is not None:
             unit.train_progress.num_epochs_completed = epoch
-            unit.train_progress.num_steps_completed_in_epoch = 0
+            unit.train_progress.num_steps_completed_in_epoch = unit.train_progress.num_updates_completed_in_epoch = 0
             self.epoch_ended()
             unit.on_train_epoch_end(self.state)
         self._epoch = epoch
         unit.on_train_epoch_start(self.state)
 
     def step_done(self) -> None:
-        self.unit.train_progress.num_steps_completed += 1
-        self.unit.train_progress.num_steps_completed_in_epoch += 1
+        self.unit.train_progress.increment_step()
+        self.unit.train_progress.increment_update()
 
     def _copy_initial(self, values: dict[str, Values]) -> None:
         with torch.no_grad():

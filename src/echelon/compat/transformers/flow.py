@@ -83,7 +83,7 @@ class Flow(Callback):
         if self._steps_per_epoch:
             state.epoch = progress.num_epochs_completed + progress.num_steps_completed_in_epoch / self._steps_per_epoch
         else:
-            state.epoch = unit.window.updates / state.max_steps
+            state.epoch = unit.train_progress.num_updates_completed / state.max_steps
 
     # --- hooks of the loop
 
@@ -100,7 +100,7 @@ class Flow(Callback):
             )
         self._tell_epoch(unit)
         self._call("on_train_begin")
-        if self._trainer.args.eval_on_start and unit.window.updates == 0:
+        if self._trainer.args.eval_on_start and unit.train_progress.num_updates_completed == 0:
             self._trainer.evaluate()
 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
@@ -118,7 +118,7 @@ class Flow(Callback):
         trainer = self._trainer
         loss, _ = unit.latest_update
         trainer.history.loss = trainer.history.loss + loss
-        trainer.state.global_step = unit.window.updates
+        trainer.state.global_step = unit.train_progress.num_updates_completed
         self._tell_epoch(unit)
         self._call("on_step_end")
         self._act(state, unit)

@@ -37,8 +37,7 @@ def _inside(folder: Location) -> list[Location]:
 
 
 class _Folder(RunFolder):
-    """Counts updates, as the names do, whatever micro-batches they were made of.
-
+    """
     Attributes:
         limit: how many stay; None keeps all.
         best: the name of one that stays in any case.
@@ -50,9 +49,6 @@ class _Folder(RunFolder):
     def _found(self) -> list[tuple[Location, int]]:
         names = commit.on_rank0(lambda: [path.name for path in reversed(_inside(self.path))], self.path)
         return [(self.path / name, int(name.rpartition("-")[2])) for name in names]
-
-    def _now(self, unit: Any) -> int:
-        return int(unit.window.updates)
 
     def _is_saved(self, step: int) -> bool:
         return any(saved == step for _, saved in self._found())
@@ -105,7 +101,7 @@ class Saver(DistributedCheckpointSaver):
         return str(self.dirpath / f"checkpoint-{updates}")
 
     def _place(self, unit: Any) -> tuple[int, str]:
-        return unit.train_progress.num_steps_completed, f"checkpoint-{unit.window.updates}"
+        return (updates := unit.train_progress.num_updates_completed), f"checkpoint-{updates}"
 
     def write(self, state: State, unit: Any) -> None:
         """In the middle of training; if the storage fails, training goes on, with an error in the log. Collective."""
@@ -113,7 +109,7 @@ class Saver(DistributedCheckpointSaver):
 
     def end(self, unit: Any, how: str) -> None:
         """Write down how training ended, beside its last state if that is saved; the folder is free for others. Collective."""
-        path = self.dirpath / f"checkpoint-{unit.window.updates}"
+        path = self.dirpath / f"checkpoint-{unit.train_progress.num_updates_completed}"
 
         def note() -> None:
             try:

@@ -35,7 +35,7 @@ from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.pretrained import save_pretrained
 from echelon.loop.progress import Progress
 from echelon.loop.run import train
-from echelon.loop.trainer_rank import planned, shared, updates_to_steps
+from echelon.loop.trainer_rank import planned, shared
 from echelon.loop.window import Window
 from echelon.world import agree
 from echelon.world.init import World, rank_info
@@ -155,13 +155,13 @@ class Trainer(Losses, Optimizing, Evaluating):
         which = resume_from_checkpoint or self._goes_on()
         self._ranks_of_batch = self._ranks_that_saved(which)
         loader, unit = self._loader(), self.unit()
-        steps, epochs = self._limits(loader)
+        updates, epochs = self._limits(loader)
         if which:
             resume(which, self.args.output_dir, unit, loader)
-        self.state.global_step, began = unit.window.updates, unit.window.updates
+        self.state.global_step = began = unit.train_progress.num_updates_completed
         flow, start = Flow(self, _length(loader), self._saver()), time.time()
         self._refer(unit, loader)
-        train(unit, loader, max_steps=steps, max_epochs=epochs, callbacks=[*self._own_callbacks, flow])
+        train(unit, loader, max_updates=updates, max_epochs=epochs, callbacks=[*self._own_callbacks, flow])
         return self._finish(unit, began, start)
 
     def _goes_on(self) -> bool:
@@ -218,7 +218,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         return found if has_state else Replayed(found)
 
     def _limits(self, loader: Any) -> tuple[int | None, int | None]:
-        """(max_steps in micro-batches, max_epochs), of which one is None; and what callbacks are told of them."""
+        """(max_updates, max_epochs), of which one is None; and what callbacks are told of them."""
         args, state, length = self.args, self.state, _length(loader)
         accumulation = self.unit().gradient_accumulation_steps
         per_epoch = -(-length // accumulation) if length else None
@@ -232,7 +232,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         self.max_updates = state.max_steps
         if by_epochs and float(args.num_train_epochs).is_integer():
             return None, int(args.num_train_epochs)
-        return updates_to_steps(state.max_steps, accumulation, loader), None
+        return state.max_steps, None
 
     def _saver(self) -> Saver | None:
         args = self.args
@@ -253,7 +253,7 @@ class Trainer(Losses, Optimizing, Evaluating):
 
     def _finish(self, unit: TrainerUnit, began: int, start: float) -> Any:
         args, state, history = self.args, self.state, self.history
-        updates = unit.window.updates
+        updates = unit.train_progress.num_updates_completed
         loss = (history.total + float(history.loss)) / max(updates, 1)
         samples = args.train_batch_size * self._ranks_of_batch * args.gradient_accumulation_steps * (updates - began)
         metrics = trainer_utils.speed_metrics("train", start, num_samples=samples, num_steps=updates - began)

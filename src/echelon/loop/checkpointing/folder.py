@@ -131,7 +131,7 @@ class RunFolder:
 
     def _now(self, unit: TrainUnit[Any]) -> int:
         """Where a unit stands, counted as `_found` counts."""
-        return unit.train_progress.num_steps_completed
+        return unit.train_progress.num_updates_completed
 
     def _found(self) -> list[tuple[Location, int]]:
         """What is named like a checkpoint, and its step, newest first. Collective."""

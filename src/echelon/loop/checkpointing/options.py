@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from echelon.contracts.arguments import flags_of, several
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.numbers import whole
+from echelon.contracts.older_words import translated
 
-__all__ = ["RestoreOptions", "SaveOptions", "check_group"]
+__all__ = ["OLDER", "RestoreOptions", "SaveOptions", "check_group"]
+
+# Arguments of a saver that counted micro-batches, and those of today.
+OLDER = {"save_every_n_train_steps": "save_every_n_updates", "keep_every_n_train_steps": "keep_every_n_updates"}
 
 
 @dataclass(frozen=True)
@@ -20,28 +24,36 @@ class SaveOptions:
     """Of a DistributedCheckpointSaver.
 
     Args:
-        keep_every_n_train_steps: checkpoints of every n-th step are never removed.
+        keep_every_n_updates: checkpoints of every n-th update are never removed.
         on_busy: when a save is due while an asynchronous one is being written: "wait" for it, or "skip" this one.
         tolerated_failures: how many saves in a row may fail for reasons of the storage (a full disk, a permission) with an error
             in the log, before one ends the run. The save at the end of training always must succeed. 0 tolerates none.
         only_trained: leave out parameters that are frozen from the beginning, as the base of an adapter: the script builds them
             each time. A restore compares their checksums, and refuses another base. Buffers are saved.
         restart: set checkpoints that are ahead of this run aside, instead of refusing to start.
+        keep_every_n_train_steps: an older spelling, which counted micro-batches.
     """
 
-    keep_every_n_train_steps: int | None = None
+    keep_every_n_updates: int | None = None
     on_busy: Literal["wait", "skip"] = "wait"
     tolerated_failures: int = 3
     only_trained: bool = False
     restart: bool = False
+    keep_every_n_train_steps: InitVar[int | None] = None
+    in_steps: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, keep_every_n_train_steps: int | None) -> None:
+        if keep_every_n_train_steps is not None:
+            self.in_steps["keep_every_n_train_steps"] = keep_every_n_train_steps
+            own = {"keep_every_n_updates": self.keep_every_n_updates}
+            for name, value in translated("SaveOptions", self.in_steps, OLDER, own).items():
+                object.__setattr__(self, name, value)
         flags_of(self)
         if self.on_busy not in ("wait", "skip"):
             raise UsageError(f"on_busy must be 'wait' or 'skip', got {self.on_busy!r}.")
         whole("tolerated_failures", self.tolerated_failures, at_least=0)
-        if self.keep_every_n_train_steps is not None:
-            whole("keep_every_n_train_steps", self.keep_every_n_train_steps, at_least=1, or_none="for none")
+        if self.keep_every_n_updates is not None:
+            whole("keep_every_n_updates", self.keep_every_n_updates, at_least=1, or_none="for none")
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
             prepared.load_extras({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
     elif isinstance(unit, TrainUnit):
         unit.resumes_with = None  # of another checkpoint
-        rng.renew(unit.train_progress.num_steps_completed)
+        rng.renew(unit.train_progress.num_updates_completed)
         if metrics and unit.tracked_metrics():
             logger.warning(
                 "saved by another number of ranks: the per-rank shares of %s start over", ", ".join(unit.tracked_metrics())

@@ -38,7 +38,7 @@ _ENOUGH = 16
 
 class RollBack(Callback):
     """Watches the loss of every update. When it is not finite, or far above what it was, all ranks go back to the newest
-    checkpoint from before, and continue without the batches of that update; they count as steps, so that every later step
+    checkpoint from before, and continue without the batches of that update; it is counted all the same, so that every later one
     trains on the samples that it would have had. Put it before the saver in the list of callbacks.
 
     Reading the loss makes the host wait for a GPU once per update.
@@ -77,7 +77,6 @@ class RollBack(Callback):
         self.saver, self.deviations, self.skip, self.at_most, self.watch = saver, deviations, skip, at_most, watch
         self._losses: deque[tuple[int, float]] = deque(maxlen=history)
         self._limit, self._limit_is_good_for = math.inf, 0
-        self._from = 0  # the first step of the window under way
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
         if self.watch is None and not hasattr(unit, "latest_update"):
@@ -89,14 +88,14 @@ class RollBack(Callback):
             name = type(state.train_state.dataloader).__name__
             raise UsageError(f"the loader must have load_state_dict for RollBack, got {name}. echelon.Loader has it.")
         self.saver.folder.take_over(unit, state)  # what is set aside then is not to be rolled back to
-        self._from = step = unit.train_progress.num_steps_completed
+        step = unit.train_progress.num_updates_completed
         if not any(commit.step_of(path) <= step for path in commit.candidates(self.saver.dirpath)):
             self.saver.save(state, unit)
 
     def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
         if not unit.at_boundary:
             return
-        step = unit.train_progress.num_steps_completed
+        update = unit.train_progress.num_updates_completed
         if self.watch is None:
             loss, norm = (float(value) if value is not None else 0.0 for value in unit.latest_update)  # type: ignore[attr-defined]
             if unit.grad_scaler is not None:  # type: ignore[attr-defined]
@@ -106,8 +105,7 @@ class RollBack(Callback):
             loss = self.watch(state, unit)
             problem, agreed = self._problem(loss, 0.0), False
         if problem is None if agreed else not agree.any_rank(problem is not None):
-            self._losses.append((step, loss))
-            self._from = step
+            self._losses.append((update, loss))
             return
         self._go_back(state, unit, problem)
 
@@ -130,18 +128,17 @@ class RollBack(Callback):
 
     def _go_back(self, state: State, unit: TrainUnit[Any], problem: str | None) -> None:
         progress = unit.train_progress
-        step, first = progress.num_steps_completed, self._from
-        while (end := next((stop for start, stop in progress.skipped if start <= first < stop), None)) is not None:
-            first = end  # left out already
+        now = progress.num_updates_completed
+        first = now - 1  # the update that has just ended; one that was left out gives no loss
         told = "; ".join(f"rank {r}: {each}" for r, each in enumerate(agree.gather(problem)) if each)
-        samples = _samples(state, unit, step - first)
-        what = f"step {first}: {told}" + (f" (samples {samples})" if samples else "")
+        samples = _samples(state, unit)
+        what = f"update {first}: {told}" + (f" (samples {samples})" if samples else "")
         if len(progress.skipped) >= self.at_most:
             raise DivergedError(
                 f"{what}. {len(progress.skipped)} updates were left out before, and at_most is {self.at_most}; "
                 "a lower learning rate or clipping may help; the checkpoints are as they were."
             )
-        skipped = [*progress.skipped, (first, first + (step - first) * self.skip)]
+        skipped = [*progress.skipped, (first, first + self.skip)]
         self.saver.settle(state)
         ordered = []
         for path in commit.candidates(self.saver.dirpath):
@@ -158,26 +155,24 @@ class RollBack(Callback):
         unit.resumes_with = None  # it trains on from there now
         progress.skipped = skipped
         state.go_on_from_progress()
-        back = progress.num_steps_completed
-        self._from, self._limit_is_good_for = back, 0
+        back, self._limit_is_good_for = progress.num_updates_completed, 0
         while self._losses and self._losses[-1][0] > back:
             self._losses.pop()
         if state.recorder is not None:
-            state.recorder.event("rolled_back", step=step, to=back, why=told, skipped=list(skipped[-1]), samples=samples)
+            state.recorder.event("rolled_back", step=now, to=back, why=told, skipped=list(skipped[-1]), samples=samples)
         if agree.is_rank0():
             logger.warning(
-                "%s; rolled back to step %s, and training on without steps %s to %s", what, back, first, skipped[-1][1] - 1
+                "%s; rolled back to update %s, and training on without updates %s to %s", what, back, first, skipped[-1][1] - 1
             )
 
 
-def _samples(state: State, unit: TrainUnit[Any], steps: int) -> list[int]:
+def _samples(state: State, unit: TrainUnit[Any]) -> list[int]:
     """The samples of the update that ended now; at most so many as a person reads."""
     assert state.train_state is not None
     loader = state.train_state.dataloader
     if not isinstance(loader, Loader):
         return []
-    batch = (unit.train_progress.num_steps_completed_in_epoch - steps) // loader.accumulation
-    start = batch * loader.global_batch
+    start = (unit.train_progress.num_updates_completed_in_epoch - 1) * loader.global_batch
     positions = np.arange(start, min(start + min(loader.global_batch, 256), loader.order.length), dtype=np.int64)
     found: list[int] = loader.order.at(loader.epoch, positions).tolist()
     return found

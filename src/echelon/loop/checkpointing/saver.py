@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
@@ -17,11 +17,13 @@ from echelon.checkpoint.snapshot import Planned, Snapshot
 from echelon.checkpoint.store import Report
 from echelon.contracts.arguments import flags, options_of
 from echelon.contracts.errors import CheckpointWriteError, require
+from echelon.contracts.older_words import translated
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.folder import RunFolder, left_alone
-from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions, check_group
+from echelon.loop.checkpointing.options import OLDER, RestoreOptions, SaveOptions, check_group
 from echelon.loop.checkpointing.trained import Frozen
+from echelon.loop.older import accumulation_of, refuse_steps
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.world import agree
 from echelon.world.clock import in_checkpoint
@@ -36,6 +38,10 @@ __all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "RestoreOptions
 logger = logging.getLogger(__name__)
 
 
+class _Older(TypedDict, total=False):
+    save_every_n_train_steps: int | None
+
+
 class DistributedCheckpointSaver(Callback):
     """Saves modules, optimizers, schedulers, progress, the loader's position, RNGs and other Statefuls.
 
@@ -45,14 +51,15 @@ class DistributedCheckpointSaver(Callback):
 
     Args:
         dirpath: a folder, the same on all ranks, on storage that all can reach; or an fsspec URL such as "s3://bucket/run".
-        save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs: None is never. In the
-            middle of an accumulation window the save waits for its end, in an evaluation for the end of that.
+        save_every_n_updates, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs: None is never. In an
+            evaluation the save waits for its end.
         keep_last_n_checkpoints: remove older ones after each save, or with `best_checkpoint_config` those that are less good;
             None keeps all. The newest always stays.
         best_checkpoint_config: which number of the unit is written down with each checkpoint, and what "best" means.
         async_checkpoint: the loop stops only to copy the state to host memory; a thread writes. Costs that memory.
         options: what else: a SaveOptions.
         process_group: as in TorchTNT: None or a group of all ranks, since all of them take part in each save.
+        older: `save_every_n_train_steps`, which counted micro-batches.
     """
 
     may_stop, saves, meets = False, True, True
@@ -61,7 +68,7 @@ class DistributedCheckpointSaver(Callback):
         self,
         dirpath: str | Path,
         *,
-        save_every_n_train_steps: int | None = None,
+        save_every_n_updates: int | None = None,
         save_every_n_epochs: int | None = None,
         save_every_n_eval_steps: int | None = None,
         save_every_n_eval_epochs: int | None = None,
@@ -70,14 +77,18 @@ class DistributedCheckpointSaver(Callback):
         async_checkpoint: bool = False,
         options: SaveOptions | None = None,
         process_group: dist.ProcessGroup | None = None,
+        **older: Unpack[_Older],
     ) -> None:
+        own = {"save_every_n_updates": save_every_n_updates}
+        save_every_n_updates = translated("DistributedCheckpointSaver", older, OLDER, own)["save_every_n_updates"]
         check_group(process_group)
         flags(async_checkpoint=async_checkpoint)
         self.options = options = options if options is not None else SaveOptions()
         require(isinstance(options, SaveOptions), "options", "a SaveOptions", options)
-        self.every = Every(save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
+        self._in_steps = {**older, **options.in_steps}
+        self.every = Every(save_every_n_updates, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
         self.best, self.async_checkpoint = best_checkpoint_config, async_checkpoint
-        keep = Keep(keep_last_n_checkpoints, options.keep_every_n_train_steps, best_checkpoint_config)
+        keep = Keep(keep_last_n_checkpoints, options.keep_every_n_updates, best_checkpoint_config)
         self.folder = RunFolder(location(dirpath), keep, restart=options.restart)
         self.failures, self.stall_s = 0, 0.0  # in a row; for which the loop stopped for the latest asynchronous save
         self._due, self._looked_at = False, 0  # a save, and the step at which it was last asked
@@ -94,6 +105,8 @@ class DistributedCheckpointSaver(Callback):
     # --- when
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
+        if self._in_steps and state.train_state is not None:
+            refuse_steps("DistributedCheckpointSaver", self._in_steps, OLDER, accumulation_of(unit, state.train_state.dataloader))
         counted = self.folder.take_over(unit, state)
         self._looked_at = _step(unit)
         if self._frozen is not None:
@@ -103,12 +116,12 @@ class DistributedCheckpointSaver(Callback):
         self.folder.count_anew(counted, self._looked_at, lambda: self.save(state, unit))
 
     def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
-        every, steps, before = self.every.train_steps, _step(unit), self._looked_at
-        self._looked_at = steps
+        every, updates, before = self.every.updates, _step(unit), self._looked_at
+        self._looked_at = updates
         if self._background.busy:
             self._look_after(state)
-        # Not by steps % every: a step that is left out after a rollback comes by unseen.
-        self._due = self._due or (every is not None and steps // every > before // every)
+        # Not by updates % every: one that is left out after a rollback comes by unseen.
+        self._due = self._due or (every is not None and updates // every > before // every)
         if self._due and unit.at_boundary and not _ends_epoch(state, unit):
             self._save(state, unit)
         elif self.async_checkpoint and unit.at_boundary:
@@ -348,4 +361,4 @@ def _ends_epoch(state: State, unit: TrainUnit[Any]) -> bool:
 
 
 def _step(unit: TrainUnit[Any]) -> int:
-    return unit.train_progress.num_steps_completed
+    return unit.train_progress.num_updates_completed

@@ -109,8 +109,9 @@ class OwnRun(Run):
             return
         progress = self.stage.progress
         if self.took_step:
-            progress.num_steps_completed += 1
-            progress.num_steps_completed_in_epoch += 1
+            progress.increment_step()
+            if self._inner.has_updated:
+                progress.increment_update()
             self.stage.call(self.stage.hooks.step_end)
         steps.close()
         self._let_go()

@@ -53,7 +53,6 @@ def compared(runs: Sequence[Shown]) -> str:
 
 def _cards(shown: Shown) -> list[Card]:
     facts = shown.facts
-    updates = facts.points("update").finite()
     spans = [attempt.seconds() for attempt in facts.attempts]
     known = [seconds for seconds in spans if seconds is not None]
     failed = sum(attempt.status().kind == "failed" for attempt in facts.attempts)
@@ -61,7 +60,7 @@ def _cards(shown: Shown) -> list[Card]:
     cards: list[Card] = [
         _train_figure(facts.points("loss")),
         _eval_figure(facts.points("eval_loss")),
-        ("Steps", f"{steps[1]:,.12g}" if steps else NONE, f"{max(updates):,.12g} updates" if updates else "no updates"),
+        ("Updates", f"{steps[1]:,.12g}" if steps else NONE, "of the optimizer"),
     ]
     for key in facts.rates()[:1]:
         values = facts.points(key).finite()

@@ -23,10 +23,10 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.data.replayed import Replayed
 from echelon.loop.modes import tell_of_eval_mode
-from echelon.loop.run import evaluate, fit, predict, test, train
-from echelon.loop.trainer_rank import updates_to_steps
-from echelon.parallel.layouts import resolve
+from echelon.loop.run import evaluate, predict, run_training, test
+from echelon.loop.state import PhaseState
 from echelon.parallel.registry import kind_of
+from echelon.parallel.strategy import resolve
 from echelon.world import agree, rng
 from echelon.world.init import World, init_from_env
 
@@ -121,7 +121,7 @@ class Session:
             trainer.log_hyperparams()
 
     def _strategy(self) -> Any:
-        given = self.trainer.layout
+        given = self.trainer.strategy
         if kind_of(self.module) is not None:  # of an earlier call: it was sharded in place
             return None
         chosen = ("ddp" if World.current().size > 1 else None) if given == "auto" else given
@@ -226,25 +226,17 @@ class Session:
         trainer.results["train"].meets = meets([module, *trainer.lightning_callbacks])
         if trainer.validates:
             self._sanity_check(evaluation, hooking)
-        steps = None if manual or trainer.updates_at_most is None else self._steps(loader, limit)
-        if evaluation is None or not trainer.validates:
-            train(
-                unit, loader, max_epochs=trainer.epochs_at_most, max_steps=steps, max_steps_per_epoch=limit, callbacks=callbacks
-            )
-        else:
-            every_steps, every_epochs = self._intervals(loader, limit)
-            fit(
-                unit,
-                loader,
-                evaluation,
-                max_epochs=trainer.epochs_at_most,
-                max_steps=steps,
-                max_train_steps_per_epoch=limit,
-                max_eval_steps_per_epoch=trainer.batches["validation"],
-                evaluate_every_n_steps=every_steps,
-                evaluate_every_n_epochs=every_epochs,
-                callbacks=callbacks,
-            )
+        training = PhaseState(
+            dataloader=loader,
+            max_epochs=trainer.epochs_at_most,
+            max_updates=None if manual else trainer.updates_at_most,
+            max_steps_per_epoch=limit,
+        )
+        validation = None
+        if evaluation is not None and trainer.validates:
+            training.evaluate_every_n_steps, training.evaluate_every_n_epochs = self._intervals(loader, limit)
+            validation = PhaseState(dataloader=evaluation, max_steps_per_epoch=trainer.batches["validation"])
+        run_training(unit, training, validation, callbacks, None)
 
     def _is_complete(self) -> bool:
         """Whether an earlier `fit`, or the run that was saved, has reached the limits."""
@@ -258,11 +250,6 @@ class Session:
             limit = f"max_epochs={epochs}" if by_epochs else f"max_steps={updates}"
             logger.warning("trainer.fit: %s is reached, so nothing is left to train. Give a larger one, or a new Trainer", limit)
         return True
-
-    def _steps(self, loader: Any, limit: int | None) -> int:
-        length = data.length_of(loader)
-        counted = range(min(limit, length) if length is not None else limit) if limit is not None else loader
-        return updates_to_steps(self.trainer.updates_at_most, self.unit.gradient_accumulation_steps, counted)
 
     def _intervals(self, loader: Any, limit: int | None) -> tuple[int | None, int | None]:
         """(steps, epochs) after which `fit` evaluates.

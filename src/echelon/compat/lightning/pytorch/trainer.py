@@ -114,14 +114,13 @@ class Trainer(ModuleRuns, trainer.Trainer):
         self.given_callbacks = [each for each in every if isinstance(each, Callback)]
         super().__init__(
             options.devices_of(devices),
-            strategy,
+            options.strategy_of(strategy),
             num_nodes,
             accelerator=accelerator,
             max_epochs=math.inf if max_epochs == -1 else max_epochs,
-            max_steps=None if max_steps == -1 else max_steps,
+            max_updates=None if max_steps == -1 else max_steps,
             max_steps_per_epoch={name: limit for name, limit in self.given_limits.items() if not isinstance(limit, float)},
             evaluate_every_n_epochs=None if whole else check_val_every_n_epoch,
-            evaluate_every_n_steps=self.val_check_interval if isinstance(self.val_check_interval, int) else None,
             unit_options={name: value for name, value in changes.items() if value is not None},
             callbacks=[each for each in every if not isinstance(each, Callback)],
             run_dir=default_root_dir,
@@ -134,6 +133,15 @@ class Trainer(ModuleRuns, trainer.Trainer):
         self._begin_running()
 
     # --- of an AutoUnit
+
+    @property
+    def max_steps(self) -> Any:
+        return self.max_updates
+
+    def _training(self) -> dict[str, Any]:
+        """Evaluations within an epoch are after batches there."""
+        interval = self.val_check_interval
+        return {**super()._training(), "evaluate_every_n_steps": interval if isinstance(interval, int) else None}
 
     def _plan(self) -> Plan:
         return replace(super()._plan(), callbacks=self.loop_callbacks)

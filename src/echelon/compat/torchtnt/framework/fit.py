@@ -9,6 +9,7 @@ from typing import Any
 from echelon.compat.torchtnt.framework.runs import told
 from echelon.contracts.errors import UnitError
 from echelon.loop import run
+from echelon.loop.state import PhaseState
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
 
 __all__ = ["fit"]
@@ -57,7 +58,15 @@ def fit(
         "evaluate_every_n_epochs": evaluate_every_n_epochs,
     }
     with told(logger, "fit", unit, ("train", "eval"), timer, **limits):
-        never = {name: None for name in ("evaluate_every_n_steps", "evaluate_every_n_epochs") if limits[name] == 0}
-        run.fit(unit, train_dataloader, eval_dataloader, callbacks=callbacks, timer=timer, **limits | never)
+        train_state = PhaseState(
+            dataloader=train_dataloader,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            max_steps_per_epoch=max_train_steps_per_epoch,
+            evaluate_every_n_steps=evaluate_every_n_steps or None,
+            evaluate_every_n_epochs=evaluate_every_n_epochs or None,
+        )
+        eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
+        run.run_training(unit, train_state, eval_state, callbacks, timer)
         if test_dataloader is not None:
             run.test(unit, test_dataloader, max_steps_per_epoch=max_test_steps, callbacks=callbacks, timer=timer)

@@ -8,6 +8,7 @@ from typing import Any
 
 from echelon.compat.torchtnt.framework.runs import told
 from echelon.loop import run
+from echelon.loop.state import PhaseState
 
 __all__ = ["train"]
 
@@ -27,4 +28,4 @@ def train(
     """As `echelon.train`; the log has the limits, the end and the timer's table."""
     limits = {"max_epochs": max_epochs, "max_steps": max_steps, "max_steps_per_epoch": max_steps_per_epoch}
     with told(logger, "train", train_unit, ("train",), timer, **limits):
-        run.train(train_unit, train_dataloader, callbacks=callbacks, timer=timer, **limits)
+        run.run_training(train_unit, PhaseState(dataloader=train_dataloader, **limits), None, callbacks, timer)

@@ -53,6 +53,9 @@ class NamedFolder(RunFolder):
 
     counts_anew = False
 
+    def _now(self, unit: Any) -> int:
+        return int(unit.train_progress.num_steps_completed)
+
     def _found(self) -> list[tuple[Location, int]]:
         """Of training."""
 
