@@ -34,9 +34,9 @@ class Exchanged(torch.autograd.Function):
 
 
 class DividedMoE(nn.Module):
-    """Of an echelon.MoE of GroupedExperts: this rank's part of the experts, under the same names."""
+    """Of an echelon.nn.MoE of GroupedExperts: this rank's part of the experts, under the same names."""
 
-    def __init__(self, layer: ech.MoE) -> None:
+    def __init__(self, layer: ech.nn.MoE) -> None:
         super().__init__()
         self.router, self.experts = nn.Module(), nn.Module()
         self.router.gate = layer.router.gate

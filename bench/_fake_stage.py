@@ -79,7 +79,7 @@ def trace_stage(
 
 
 def _recipe() -> Recipe:
-    return Recipe(ActivationCheckpointParams(), None, ech.Precision.of("bf16"))
+    return Recipe(ActivationCheckpointParams(), None, ech.layouts.Precision.of("bf16"))
 
 
 def _kinds(make: Callable[[Size], nn.Module], size: Size, ranks: int, strategy: ech.Parallel) -> dict[str, Form]:

@@ -282,7 +282,7 @@ def _loader(ranks: int) -> Callable[[], Any]:
     data = range(1 << 30)
 
     def first() -> Any:
-        options = ech.LoaderOptions(dp=(ranks - 1, ranks))
+        options = ech.data.LoaderOptions(dp=(ranks - 1, ranks))
         return next(iter(ech.Loader(data, 4 * ranks, seed=1, collate_fn=list, options=options)))
 
     return first

@@ -130,7 +130,7 @@ def _export(folder: Path, megabytes: int) -> tuple[float, float, float]:
     torch.manual_seed(0)
     unit = Large(module=_model(3 * megabytes), device=torch.device("cpu"), strategy="noop")
     saver = ech.DistributedCheckpointSaver(folder / "big")
-    saver.save(ech.State(entry_point=ech.EntryPoint.TRAIN), unit)
+    saver.save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), unit)
     del unit
     ours, copies, peak = [], [], 0.0
     for i in range(3):

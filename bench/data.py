@@ -49,7 +49,7 @@ class AtOnce(Small):
 
 
 def _ours(dataset: Any, workers: int) -> Any:
-    return ech.Loader(dataset, BATCH, num_workers=workers, options=ech.LoaderOptions(dp=(0, 1)))
+    return ech.Loader(dataset, BATCH, num_workers=workers, options=ech.data.LoaderOptions(dp=(0, 1)))
 
 
 def _torch(dataset: Any, workers: int) -> Any:
@@ -112,7 +112,7 @@ def beginning(kind: str) -> dict[str, float]:
     data = range(MANY)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     if kind == "echelon":
-        ech.Loader(data, BATCH, options=ech.LoaderOptions(dp=(0, 8))).order.indices(0, 0, BATCH)
+        ech.Loader(data, BATCH, options=ech.data.LoaderOptions(dp=(0, 8))).order.indices(0, 0, BATCH)
     else:
         next(iter(DistributedSampler(data, num_replicas=8, rank=0)))  # type: ignore[arg-type]
     seconds = time.perf_counter() - began

@@ -76,7 +76,7 @@ class MixtureBlock(Block):
         super().__init__(size)
         del self.gate, self.up, self.down
         experts = GroupedExperts(size.width, mixture.hidden, mixture.experts)
-        self.experts = ech.MoE(size.width, experts, top_k=mixture.chosen, balance=None)
+        self.experts = ech.nn.MoE(size.width, experts, top_k=mixture.chosen, balance=None)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_1(x), cos, sin)
@@ -96,7 +96,7 @@ class Model(Llama):
             self.blocks = nn.ModuleList(MixtureBlock(size, mixture) for _ in range(size.depth))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        at = ech.positions(tokens)
+        at = ech.nn.positions(tokens)
         h, cos, sin = self.tokens(tokens), self.cos[at], self.sin[at]
         for block in self.blocks:
             h = block(h, cos, sin)
@@ -114,7 +114,7 @@ def trace(size: Size, ranks: int, strategy: ech.Parallel, mixture: Mixture | Non
     with fake_world(ranks):
         with fake_tensors() as mode:
             model = Model(size, mixture=mixture if strategy.ep > 1 else None)
-        recipe = Recipe(ActivationCheckpointParams(), None, ech.Precision.of("bf16"))
+        recipe = Recipe(ActivationCheckpointParams(), None, ech.layouts.Precision.of("bf16"))
         prepared = parallelize(model, strategy, CPU, recipe)
         step = Step(_axes(strategy.dims(ranks)))
         # Real ones, which are cut and counted before they go in.

@@ -134,7 +134,7 @@ def run_echelon(data: Batches, watched: bool, folder: Path) -> None:
             return make_optimizer(module), None
 
     os.environ.pop("ECHELON_RUN_DIR", None)
-    run = ech.RunDir.create(folder, None)
+    run = ech.evidence.RunDir.create(folder, None)
     if watched:
         os.environ.update(run.to_env())
     ech.train(Unit(module=make_model(), device=torch.device(data.device)), data.loader(), max_epochs=1)
@@ -164,7 +164,7 @@ def run_echelon_own(data: Batches, watched: bool, folder: Path) -> None:
     import echelon as ech
 
     os.environ.pop("ECHELON_RUN_DIR", None)
-    run = ech.RunDir.create(folder, None)
+    run = ech.evidence.RunDir.create(folder, None)
     if watched:
         os.environ.update(run.to_env())
     model = make_model()

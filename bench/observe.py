@@ -71,7 +71,7 @@ def run_loop(data: Batches, name: str, folder: Path) -> None:
             return make_optimizer(module), None
 
     os.environ.pop("ECHELON_RUN_DIR", None)
-    run = ech.RunDir.create(folder, None)
+    run = ech.evidence.RunDir.create(folder, None)
     if name != "unwatched":
         os.environ.update(run.to_env())
         pulse.join(pulse.make())

@@ -34,7 +34,7 @@ def measure(way: str, rows: int, words: int, features: int) -> str:
             loss = F.linear_cross_entropy(hidden[:n], weight, target[:n], options=torch.nn.LinearCrossEntropyOptions())
         else:
             chunk_tokens = int(chunk) if chunk else None
-            loss = ech.linear_cross_entropy(hidden[:n], weight, target[:n], chunk_tokens=chunk_tokens)
+            loss = ech.nn.linear_cross_entropy(hidden[:n], weight, target[:n], chunk_tokens=chunk_tokens)
         loss.backward()
         hidden.grad = weight.grad = None
 

@@ -118,7 +118,7 @@ def main() -> None:
         module=Denoiser(width, depth),
         device=device,
         strategy=args.strategy,
-        swa_params=ech.SWAParams(0, 1, averaging_method="ema", ema_decay=0.99, use_lit=True),
+        swa_params=ech.units.SWAParams(0, 1, averaging_method="ema", ema_decay=0.99, use_lit=True),
         updates=args.epochs * loader.global_batches,
     )
     saver = ech.DistributedCheckpointSaver(args.checkpoints, save_every_n_epochs=5, keep_last_n_checkpoints=2)

@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3)
     arguments = parser.parse_args()
-    group = ech.CollectiveGroup(train, (arguments.epochs,), policies=ech.System().cpu_policies(arguments.ranks))
+    group = ech.launching.CollectiveGroup(
+        train, (arguments.epochs,), policies=ech.launching.System().cpu_policies(arguments.ranks)
+    )
     group.init()
     group.start()
     try:

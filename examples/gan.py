@@ -49,8 +49,8 @@ class Gan(ech.TrainUnit[Batch]):
     def __init__(self, device: torch.device, strategy: str, width: int) -> None:
         super().__init__()
         self.device = device
-        self.generator = ech.prepare_module(mlp(NOISE, 2, width), device, strategy=strategy)
-        self.critic = ech.prepare_module(mlp(2, 1, width), device, strategy=strategy)
+        self.generator = ech.layouts.prepare_module(mlp(NOISE, 2, width), device, strategy=strategy)
+        self.critic = ech.layouts.prepare_module(mlp(2, 1, width), device, strategy=strategy)
         # After the modules were prepared: a sharded module has other parameters than before.
         self.generator_optimizer = torch.optim.Adam(self.generator.parameters(), lr=3e-4, betas=(0.5, 0.99))
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=6e-4, betas=(0.5, 0.99))

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.data.text import ByteText, split_files
+from echelon.data import ByteText, split_files
 
 VOCABULARY = 256  # bytes
 
@@ -69,7 +69,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if name.endswith(("out.weight", "mlp.2.weight")) else 0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.bytes(x) + self.positions(ech.positions(x))  # of this rank's part of the window, if ranks share it
+        h = self.bytes(x) + self.positions(ech.nn.positions(x))  # of this rank's part of the window, if ranks share it
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))
@@ -126,7 +126,7 @@ def another_run(own: Path, resume: str) -> Path:
     if resume:
         given = Path(resume)
         return given / "checkpoints" if (given / "checkpoints").is_dir() else given
-    newest = (ech.RunDir.current() or ech.RunDir(own.parent)).newest_sibling_with_checkpoint("gpt")
+    newest = (ech.evidence.RunDir.current() or ech.evidence.RunDir(own.parent)).newest_sibling_with_checkpoint("gpt")
     if newest is None:
         raise SystemExit("--resume: no run of this script with a checkpoint is in runs/. Name its folder: --resume runs/NAME")
     return newest.checkpoints
@@ -177,7 +177,7 @@ def main() -> None:
         lr=args.lr,
         steps=args.steps,
     )
-    run = ech.RunDir.current()
+    run = ech.evidence.RunDir.current()
     own = run.checkpoints if run is not None else Path("runs") / "gpt" / "checkpoints"
     # This run goes on where it was killed or stopped: started again by the launcher, by a cluster, or under the same --name.
     restore = ech.DistributedCheckpointSaver.restore_from_latest

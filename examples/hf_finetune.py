@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import transformers as tf
 
 import echelon as ech
-from echelon.data.text import split_files
+from echelon.data import split_files
 
 BYTES = 256  # the vocabulary of a model without a tokenizer
 Batch = dict[str, torch.Tensor]  # "input_ids" and "labels": (B, T)
@@ -114,7 +114,7 @@ def main() -> None:
         args.checkpoints,
         save_every_n_updates=100,
         keep_last_n_checkpoints=2,
-        options=ech.SaveOptions(only_trained=bool(args.lora)),
+        options=ech.callbacks.SaveOptions(only_trained=bool(args.lora)),
     )
     if source.is_dir() and args.lora:
         saver.restore(source, unit)

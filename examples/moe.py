@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.data.text import ByteText, split_files
+from echelon.data import ByteText, split_files
 
 BYTES = 256
 Batch = tuple[torch.Tensor, torch.Tensor]  # (B, T) each
@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         # Two of the experts compute a token, so together they cost as much as one MLP of twice their size.
-        self.moe = ech.MoE(width, ech.GroupedExperts(width, width, experts), top_k=2, balance="loss_free")
+        self.moe = ech.nn.MoE(width, ech.nn.GroupedExperts(width, width, experts), top_k=2, balance="loss_free")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, d = x.shape
@@ -68,7 +68,7 @@ class Unit(ech.AutoUnit[Batch]):
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
         inputs, targets = data
-        # With balance="auxiliary" above, `+ ech.auxiliary_loss(self.module)`.
+        # With balance="auxiliary" above, `+ ech.nn.auxiliary_loss(self.module)`.
         return F.cross_entropy(self.module(inputs).flatten(0, 1).float(), targets.flatten()), None
 
     def weight(self, data: Batch) -> int:
@@ -108,7 +108,7 @@ def main() -> None:
     ech.train(unit, loader, max_updates=args.updates, callbacks=[saver])
     ech.evaluate(unit, ech.Loader(torch.utils.data.Subset(eval_set, few), batch, shuffle=False))
     if ech.RankInfo().rank == 0:
-        most = max(float(load.max()) * args.experts for load in ech.expert_loads(unit.module).values())
+        most = max(float(load.max()) * args.experts for load in ech.nn.expert_loads(unit.module).values())
         print(f"held-out loss {unit.eval_loss:.3f} nats per byte; the busiest expert had {most:.2f} times the mean load")
 
 

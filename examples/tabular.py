@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.loop.callbacks import EarlyStopping
-from echelon.loop.early_stop import EarlyStopChecker
+from echelon.callbacks import EarlyStopChecker, EarlyStopping
 
 LEVELS = (12, 40)  # of the two categorical columns
 NUMBERS = 6
@@ -112,7 +111,7 @@ def main() -> None:
     eval_loader = ech.Loader(dataset(table, slice(rows, None)), global_batch=512, shuffle=False)
     unit = Claims(module=TableNet(), device=device, strategy=args.strategy)
 
-    best = ech.BestCheckpointConfig("auc", "max")
+    best = ech.callbacks.BestCheckpointConfig("auc", "max")
     saver = ech.DistributedCheckpointSaver(
         args.checkpoints, save_every_n_eval_epochs=1, keep_last_n_checkpoints=2, best_checkpoint_config=best
     )

@@ -127,7 +127,7 @@ def main() -> None:
         module=nn.SyncBatchNorm.convert_sync_batchnorm(network(args.model or ("small" if args.toy else "resnet18"))),
         device=device,
         strategy=args.strategy,
-        swa_params=ech.SWAParams(0, 1, averaging_method="ema", ema_decay=0.98, use_lit=True, use_in_evaluation=True),
+        swa_params=ech.units.SWAParams(0, 1, averaging_method="ema", ema_decay=0.98, use_lit=True, use_in_evaluation=True),
         updates=args.epochs * train_loader.global_batches,
     )
     saver = ech.DistributedCheckpointSaver(args.checkpoints, save_every_n_epochs=1, keep_last_n_checkpoints=2)

@@ -46,12 +46,12 @@ class LM(nn.Module):
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, VOCABULARY)
 
     def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.tokens(x) + self.places(ech.positions(x))
+        h = self.tokens(x) + self.places(ech.nn.positions(x))
         mask = None
         if documents is not None:
-            where = ech.positions(x)
-            every = torch.arange(ech.whole_sequence(x).shape[1])
-            same = documents[:, :, None] == ech.whole_sequence(documents)[:, None, :]
+            where = ech.nn.positions(x)
+            every = torch.arange(ech.nn.whole_sequence(x).shape[1])
+            same = documents[:, :, None] == ech.nn.whole_sequence(documents)[:, None, :]
             mask = (same & (where[:, None] >= every))[:, None]
         for block in self.blocks:
             h = block(h, mask)
@@ -108,7 +108,7 @@ class Language(ech.AutoUnit[Any]):
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         return made_optimizer(module, self.kind), None
 
-    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.units.TrainStepResults) -> None:
         if results.total_grad_norm is not None:
             self.norms.append(float(results.total_grad_norm))
             self.losses.append(float(self.latest_update[0]))

@@ -266,18 +266,35 @@ def _check_program(words: list[str], block: Block) -> None:
 def _check_python(block: Block) -> None:
     """Names of `ech`, and the keywords of calls of these."""
     for node in ast.walk(ast.parse(block.text)):
-        if (name := _of_echelon(node)) is not None and name not in echelon.__all__:
+        if isinstance(node, ast.ImportFrom) and _is_deep(node.module or ""):
+            raise Wrong(f"{block}: {node.module} is deeper than a user imports from")
+        if (name := _of_echelon(node)) is not None and _there(name) is None:
             raise Wrong(f"{block}: echelon has no {name}")
         if isinstance(node, ast.Call) and (name := _of_echelon(node.func)) is not None:
             keywords = {each.arg: None for each in node.keywords if each.arg}
             try:
-                inspect.signature(getattr(echelon, name)).bind_partial(*[None] * len(node.args), **keywords)
+                inspect.signature(_there(name)).bind_partial(*[None] * len(node.args), **keywords)
             except TypeError as error:
                 raise Wrong(f"{block}: ech.{name}: {error}") from None
 
 
 def _of_echelon(node: ast.AST) -> str | None:
-    """NAME of `ech.NAME`."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ech":
+    """NAME of `ech.NAME`, MODULE.NAME of `ech.MODULE.NAME`."""
+    if not isinstance(node, ast.Attribute):
+        return None
+    if isinstance(node.value, ast.Name) and node.value.id == "ech":
         return node.attr
-    return None
+    inner = _of_echelon(node.value)
+    return f"{inner}.{node.attr}" if inner in vars(echelon)["_MODULES"] else None
+
+
+def _there(name: str) -> Any:
+    """What a public name stands for, or a module of public names; None if it is neither."""
+    module, _, name = name.rpartition(".")
+    home = importlib.import_module(f"echelon.{module}") if module else echelon
+    known = (*home.__all__, *(vars(echelon)["_MODULES"] if not module else ()))
+    return getattr(home, name) if name in known else None
+
+
+def _is_deep(module: str) -> bool:
+    return module.startswith("echelon.") and not module.startswith("echelon.compat.") and module.count(".") > 1

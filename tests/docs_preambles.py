@@ -54,7 +54,7 @@ class Renamed(torch.nn.Module):
         return self.head(self.backbone(x))
 
 unit, other, loader = Unit(module=Model()), Unit(module=Renamed()), ech.Loader(data, global_batch=32)
-best, options = ech.BestCheckpointConfig("eval_loss", "min"), ech.SaveOptions(restart=True)
+best, options = ech.callbacks.BestCheckpointConfig("eval_loss", "min"), ech.callbacks.SaveOptions(restart=True)
 folder = "runs/a/checkpoints"
 saver = ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1, best_checkpoint_config=best, options=options)
 unit.on_eval_step_end = lambda state, data, step, loss, outputs: setattr(unit, "eval_loss", float(loss))
@@ -130,7 +130,7 @@ def fit(lr):
 _SCRIPT = (
     _UNIT
     + """\
-run = ech.RunDir.current()
+run = ech.evidence.RunDir.current()
 unit, loader = Unit(module=Model(), strategy="ddp"), ech.Loader(data, global_batch=32)
 saver = ech.DistributedCheckpointSaver(run.checkpoints, save_every_n_updates=4)
 saver.restore_from_latest(run.checkpoints, unit, train_dataloader=loader)

@@ -48,10 +48,12 @@ def stand(folder: str) -> None:
     time.sleep(60)
 
 
-def group(fn: Any, *args: Any, **kwargs: Any) -> ech.CollectiveGroup:
+def group(fn: Any, *args: Any, **kwargs: Any) -> ech.launching.CollectiveGroup:
     from dragon.infrastructure.policy import Policy
 
-    started = ech.CollectiveGroup(fn, args, kwargs, [Policy(), ech.Policy(gpu_affinity=[3])], hide_stderr=fn is fall)
+    started = ech.launching.CollectiveGroup(
+        fn, args, kwargs, [Policy(), ech.launching.Policy(gpu_affinity=[3])], hide_stderr=fn is fall
+    )
     started.start()
     return started
 
@@ -70,7 +72,7 @@ def cases(example: str, page: str) -> None:
         failing.close()
     group(fall).close()
     try:
-        ech.CollectiveGroup(fall, policies=[ech.Policy(host_name="elsewhere")]).init()
+        ech.launching.CollectiveGroup(fall, policies=[ech.launching.Policy(host_name="elsewhere")]).init()
     except ech.EchelonError as error:
         print(f"elsewhere: {type(error).__name__}: {error}", flush=True)
     late = group(stand, ".")

@@ -52,7 +52,7 @@ class Language(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.words(words) + self.places(ech.positions(words))
+        x = self.words(words) + self.places(ech.nn.positions(words))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -1,4 +1,4 @@
-"""A strategy that is not the library's: a pipeline of two stages. It is this file, and one line that adds it to STRATEGIES.
+"""A strategy that is not the library's: a pipeline of two stages. It is this file, and one line that adds it to LAYOUTS.
 
 Rank 0 has the first half of the model, rank 1 the second half and the losses. All micro-batches of an update go forward before
 the first goes backward, as GPipe has it (Huang et al. 2019).
@@ -71,14 +71,14 @@ class Back(nn.Module):
         return self.last(x + self.block(x))  # type: ignore[no-any-return]
 
 
-class StagePrepared(ech.Prepared[nn.Module]):
+class StagePrepared(ech.layouts.Prepared[nn.Module]):
     """One stage. Both ranks work on the same samples; the last one knows their losses."""
 
     forward_is_collective = True
     takes_windows = True
     stages: ClassVar[list[Any]] = [None]  # all ranks
 
-    def __init__(self, module: nn.Module, world: ech.World) -> None:
+    def __init__(self, module: nn.Module, world: ech.launching.World) -> None:
         super().__init__(module)
         self.rank = world.rank
         self.order: list[str] = []
@@ -115,6 +115,6 @@ class StagePrepared(ech.Prepared[nn.Module]):
 class TwoStages(ech.Strategy):
     name = "two_stages"
 
-    def prepare(self, module: nn.Module, world: ech.World, recipe: Recipe) -> ech.Prepared[Any]:
+    def prepare(self, module: nn.Module, world: ech.launching.World, recipe: Recipe) -> ech.layouts.Prepared[Any]:
         assert isinstance(module, Net) and world.size == 2
         return StagePrepared(Front(module) if world.rank == 0 else Back(module), world)

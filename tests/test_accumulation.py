@@ -83,11 +83,11 @@ LATER: Any = {"requires_gradient_sync": False}
 STRATEGIES: dict[str, Any] = {
     "fsdp": "fsdp",
     "fsdp, later": ech.FSDPStrategy(**LATER),
-    "fsdp2, later": ech.FSDP2Strategy(**LATER),
+    "fsdp2, later": ech.layouts.FSDP2Strategy(**LATER),
     "zero2": "zero2",
     "hsdp": "hsdp",
-    "hsdp, later": ech.HSDPStrategy(**LATER),
-    "hsdp, at once": ech.HSDPStrategy(requires_all_reduce=True),
+    "hsdp, later": ech.layouts.HSDPStrategy(**LATER),
+    "hsdp, at once": ech.layouts.HSDPStrategy(requires_all_reduce=True),
     "tp x fsdp": ech.TPStrategy(size=2),
 }
 # Of each: how often the gradients are reduced and scattered in a window, in sizes of the model, and how much of them is
@@ -161,8 +161,8 @@ def _choose_all(heads: list[int]) -> dict[str, Any]:
         "ddp": _chosen(ech.DDPStrategy(find_unused_parameters=True), heads),
         "fsdp": _chosen("fsdp", heads),
         "hsdp": _chosen("hsdp", heads),
-        "at once": _chosen(ech.HSDPStrategy(requires_all_reduce=True), heads),
-        "later": _chosen(ech.HSDPStrategy(requires_gradient_sync=False), heads),
+        "at once": _chosen(ech.layouts.HSDPStrategy(requires_all_reduce=True), heads),
+        "later": _chosen(ech.layouts.HSDPStrategy(requires_gradient_sync=False), heads),
     }
 
 

@@ -21,7 +21,7 @@ from tests.units import EACH, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
-Params = ech.ActivationCheckpointParams
+Params = ech.layouts.ActivationCheckpointParams
 
 
 class Block(nn.Module):
@@ -84,8 +84,8 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "policy": lambda m: _apply(m, Params(auto_wrap_policy={Block})),
     "by operator": lambda m: _apply(m, Params(save_ops=[torch.ops.aten.addmm.default])),
     "offloaded": lambda m: _apply(m, Params(offload_to_cpu=True)),
-    "by hand": lambda m: m.requires_grad_() if [ech.checkpoint_wrapper(b) for b in m.blocks] else None,
-    "by hand and by params": lambda m: _apply(ech.checkpoint_wrapper(m.blocks[0]) and m, Params()),
+    "by hand": lambda m: m.requires_grad_() if [ech.nn.checkpoint_wrapper(b) for b in m.blocks] else None,
+    "by hand and by params": lambda m: _apply(ech.nn.checkpoint_wrapper(m.blocks[0]) and m, Params()),
     "copied": lambda m: copy.deepcopy(_apply(m, Params())),
     "pickled": lambda m: pickle.loads(pickle.dumps(_apply(m, Params()))),
     "saved": lambda m: _through_a_file(_apply(m, Params())),
@@ -237,7 +237,7 @@ def test_recompute_and_compile() -> None:
 
 def test_the_compiler_backend_that_draws_other_masks_is_refused() -> None:
     with pytest.raises(UsageError, match="aot_eager"):
-        Regression(torch_compile_params=ech.TorchCompileParams(backend="eager"), activation_checkpoint_params=Params())
+        Regression(torch_compile_params=ech.layouts.TorchCompileParams(backend="eager"), activation_checkpoint_params=Params())
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ def trainer(**options: Any) -> ech.Trainer:
 
 
 def group(**options: Any) -> Any:
-    return ech.CollectiveGroup(abs, **options)
+    return ech.launching.CollectiveGroup(abs, **options)
 
 
-def fp16(**options: Any) -> ech.Precision:
-    return ech.Precision(torch.float16, **options)
+def fp16(**options: Any) -> ech.layouts.Precision:
+    return ech.layouts.Precision(torch.float16, **options)
 
 
 # What is called, with what, and what must be said of it; of most "<the parameter> must be <this>".
@@ -48,22 +48,22 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (unit, {"module": 3}, "a torch.nn.Module, got 3"),
     (unit, {"module": nn.Linear}, r"a torch.nn.Module, got <class .*Write Linear\(...\)"),
     (unit, {"device": "nope"}, "a torch.device or None, got 'nope'"),
-    (unit, {"strategy": 3}, "one of 'noop', .*got 3"),
+    (unit, {"strategy": 3}, "layout must be one of 'none', .*got 3"),
     (unit, {"precision": 16}, "'fp32', .*got 16"),
     (unit, {"clip_grad_norm": "a"}, "above 0, or None for no clipping, got 'a'"),
     (unit, {"clip_grad_norm": NAN}, "above 0, or None for no clipping, got nan"),
     (unit, {"clip_grad_norm": True}, "above 0, or None for no clipping, got True"),
     (unit, {"clip_grad_value": [1]}, r"above 0, or None for no clipping, got \[1\]"),
     (unit, {"swa_params": 3}, r"SWAParams\(...\) or None, got 3"),
-    (unit, {"swa_params": ech.SWAParams}, r"SWAParams\(...\) or None, got <class"),
+    (unit, {"swa_params": ech.units.SWAParams}, r"SWAParams\(...\) or None, got <class"),
     (unit, {"torch_compile_params": True}, r"TorchCompileParams\(...\) or None, got True"),
     (unit, {"activation_checkpoint_params": True}, "'none', 'blocks', 'selective' or Activ.*, got True"),
     (unit, {"training": "no"}, "True or False, got 'no'"),
     (unit, {"detect_anomaly": "no"}, "True or False, got 'no'"),
     (unit, {"enable_prefetch": 3}, "True or False, got 3"),
     (unit, {"gradient_accumulation_steps": True}, "a whole number of at least 1, or None for the loader's, got True"),
-    (ech.AutoPredictUnit, {"module": None}, "a torch.nn.Module, got None"),
-    (partial(ech.AutoPredictUnit, module=linear()), {"device": 3}, "a torch.device or None, got 3"),
+    (ech.units.AutoPredictUnit, {"module": None}, "a torch.nn.Module, got None"),
+    (partial(ech.units.AutoPredictUnit, module=linear()), {"device": 3}, "a torch.device or None, got 3"),
     # --- the entry points
     (lambda timer: ech.train(unit(), DATA, max_epochs=1, timer=timer), {"timer": 3}, r"an object whose time\(name\) .*got 3"),
     (lambda timer: ech.fit(unit(), DATA, DATA, max_epochs=1, timer=timer), {"timer": "x"}, "an object whose time.*got 'x'"),
@@ -75,11 +75,11 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (Saver, {"dirpath": ""}, "a folder's path, or a URL .*got ''"),
     (partial(Saver, "d"), {"process_group": 3}, "None or a group of all ranks, got 3"),
     (partial(Saver, "d"), {"async_checkpoint": "no"}, "True or False, got 'no'"),
-    (ech.SaveOptions, {"only_trained": "no"}, "True or False, got 'no'"),
-    (ech.RestoreOptions, {"strict": "no"}, "True or False, got 'no'"),
-    (ech.RestoreOptions, {"allow_changes": "global_batch"}, "a list of names, got 'global_batch'"),
-    (ech.RestoreOptions, {"rename": {1: 2}}, "a dict from names .*got {1: 2}"),
-    (ech.BestCheckpointConfig, {"monitored_metric": 3}, "the name of an attribute of the unit, got 3"),
+    (ech.callbacks.SaveOptions, {"only_trained": "no"}, "True or False, got 'no'"),
+    (ech.callbacks.RestoreOptions, {"strict": "no"}, "True or False, got 'no'"),
+    (ech.callbacks.RestoreOptions, {"allow_changes": "global_batch"}, "a list of names, got 'global_batch'"),
+    (ech.callbacks.RestoreOptions, {"rename": {1: 2}}, "a dict from names .*got {1: 2}"),
+    (ech.callbacks.BestCheckpointConfig, {"monitored_metric": 3}, "the name of an attribute of the unit, got 3"),
     (lambda path: Saver.restore(path, unit()), {"path": 3}, "a folder's path, .*got 3"),
     (lambda path: Saver.restore(path, "nowhere"), {"path": [1]}, r"a folder's path, .*got \[1\]"),  # type: ignore[arg-type]
     (partial(Saver.restore, "nowhere"), {"unit": 3}, "a unit such as an AutoUnit, got 3"),
@@ -114,7 +114,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (lambda: ech.Trainer(1, max_epochs=1).fit(lambda: 3, DATA), {}, "a function that returns a unit, .*returned int"),  # type: ignore[arg-type,return-value]
     # --- functions on ranks
     (ech.launch, {"fn": 3}, "a function, got 3"),
-    (ech.spawn, {"fn": "x"}, "a function, got 'x'"),
+    (ech.launching.spawn, {"fn": "x"}, "a function, got 'x'"),
     (partial(ech.launch, abs), {"ranks": True}, "at least 1, .*got True"),
     (partial(ech.launch, abs), {"ranks": 10**9}, "at most .* on this machine"),
     (partial(ech.launch, abs), {"args": 3}, "a list or tuple of arguments, got 3"),
@@ -127,13 +127,13 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (partial(ech.launch, abs), {"quiet": "no"}, "True or False, got 'no'"),
     (group, {"training_args": 3}, "a list or tuple of arguments, got 3"),
     (group, {"training_kwargs": 3}, "a dict by names, or None, got 3"),
-    (group, {"policies": ech.Policy()}, r"a list of Policy\(...\), got Policy"),
+    (group, {"policies": ech.launching.Policy()}, r"a list of Policy\(...\), got Policy"),
     (group, {"policies": [3]}, r"a list of Policy\(...\), got \[3\]"),
     (group, {"port": "a"}, "between 1 and 65535, .*got 'a'"),
     (group, {"nprocs": 0}, "a whole number of at least 1, got 0"),
     (group, {"hide_stderr": "no"}, "True or False, got 'no'"),
-    (ech.System().cpu_policies, {"n": 2.5}, "a whole number of at least 1, got 2.5"),
-    (ech.Policy, {"cpu_affinity": "01"}, "a list of numbers of at least 0, got '01'"),
+    (ech.launching.System().cpu_policies, {"n": 2.5}, "a whole number of at least 1, got 2.5"),
+    (ech.launching.Policy, {"cpu_affinity": "01"}, "a list of numbers of at least 0, got '01'"),
     (ech.slurm_fn, {"function": 3}, "a function, got 3"),
     (ech.SlurmConfig, {"partition": 3}, "a string, got 3"),
     (ech.SlurmConfig, {"output_folder": 3}, "the path of a folder, got 3"),
@@ -153,34 +153,34 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (partial(ech.Loader, global_batch=2), {"dataset": {"train": DATA}}, "map-style, .*got dict of 'train'. Choose one of them"),
     (partial(ech.Loader, global_batch=2), {"dataset": "data.bin"}, "map-style, .*got str"),
     (partial(ech.Loader, DATA, 2), {"options": 3}, r"LoaderOptions\(...\) or None, got 3"),
-    (ech.LoaderOptions, {"dp": 3}, r"a pair \(dp_rank, dp_size\), or None, got 3"),
-    (ech.LoaderOptions, {"dp": (2, 2)}, r"a pair .*the first below the second, got \(2, 2\)"),
-    (ech.LoaderOptions, {"dp": (0, "a")}, "dp_size must be a whole number of at least 1, got 'a'"),
-    (ech.LoaderOptions, {"timeout_s": None}, "above 0 seconds, got None"),
-    (ech.LoaderOptions, {"accept_changes": None}, "a collection of names .*got None"),
+    (ech.data.LoaderOptions, {"dp": 3}, r"a pair \(dp_rank, dp_size\), or None, got 3"),
+    (ech.data.LoaderOptions, {"dp": (2, 2)}, r"a pair .*the first below the second, got \(2, 2\)"),
+    (ech.data.LoaderOptions, {"dp": (0, "a")}, "dp_size must be a whole number of at least 1, got 'a'"),
+    (ech.data.LoaderOptions, {"timeout_s": None}, "above 0 seconds, got None"),
+    (ech.data.LoaderOptions, {"accept_changes": None}, "a collection of names .*got None"),
     (partial(ech.StreamLoader, global_batch=2), {"dataset": list}, "iterable, got type"),
     (
-        partial(ech.StreamLoader, DATA, 2, options=ech.LoaderOptions(fingerprint="a")),
+        partial(ech.StreamLoader, DATA, 2, options=ech.data.LoaderOptions(fingerprint="a")),
         {},
         "fingerprint must be left out .*got 'a'",
     ),
-    (partial(ech.Loader, DATA, 2), {"options": ech.StreamOptions()}, r"LoaderOptions\(...\) or None, got StreamOptions"),
-    (partial(ech.Loader, DATA, 2, dp_rank=0), {}, r"options=echelon.LoaderOptions\(dp=\(dp_rank, dp_size\)\)\."),
-    (partial(ech.Loader, DATA, 2, accept_changes="a"), {}, r"echelon.LoaderOptions\(accept_changes=...\)\."),
-    (partial(ech.StreamLoader, DATA, 2, timeout_s=3), {}, r"options=echelon.StreamOptions\(timeout_s=...\)\."),
+    (partial(ech.Loader, DATA, 2), {"options": ech.data.StreamOptions()}, r"LoaderOptions\(...\) or None, got StreamOptions"),
+    (partial(ech.Loader, DATA, 2, dp_rank=0), {}, r"options=echelon.data.LoaderOptions\(dp=\(dp_rank, dp_size\)\)\."),
+    (partial(ech.Loader, DATA, 2, accept_changes="a"), {}, r"echelon.data.LoaderOptions\(accept_changes=...\)\."),
+    (partial(ech.StreamLoader, DATA, 2, timeout_s=3), {}, r"options=echelon.data.StreamOptions\(timeout_s=...\)\."),
     (partial(ech.StreamLoader, DATA, 2, fingerprint="a"), {}, "StreamLoader has no fingerprint: .* Leave it out"),
-    (partial(ech.Weighted, DATA), {"weights": "abc"}, "numbers, one for each sample, got str"),
-    (partial(ech.Weighted, DATA, [1] * 4), {"samples_per_epoch": 2.5}, "a whole number of at least 1, got 2.5"),
-    (partial(ech.Weighted, weights=[1]), {"dataset": 3}, "map-style, .*got 3"),
+    (partial(ech.data.Weighted, DATA), {"weights": "abc"}, "numbers, one for each sample, got str"),
+    (partial(ech.data.Weighted, DATA, [1] * 4), {"samples_per_epoch": 2.5}, "a whole number of at least 1, got 2.5"),
+    (partial(ech.data.Weighted, weights=[1]), {"dataset": 3}, "map-style, .*got 3"),
     (partial(ech.Mixture, ratios={"a": 1}), {"datasets": [DATA]}, "a dict by the datasets' names, got"),
     (lambda: ech.Mixture({"a": 3}, {"a": 1}), {}, r"datasets\['a'\] must be map-style, .*got 3"),
     (partial(ech.Packed, length=2), {"documents": 3}, "Tokens, or a list of documents, .*got 3"),
     (partial(ech.Packed, length=2), {"documents": "abc"}, "Tokens, or a list of documents, .*got 'abc'"),
     (partial(ech.Packed, [[1, 2]]), {"length": 1.5}, "a whole number, got 1.5"),
-    (partial(ech.ByteText, context=2), {"files": "a.txt"}, "a list of paths, got 'a.txt'"),
+    (partial(ech.data.ByteText, context=2), {"files": "a.txt"}, "a list of paths, got 'a.txt'"),
     (ech.Tokens, {"path": None}, "a file, got None"),
-    (partial(ech.write_tokens, "tokens.bin"), {"documents": 3}, "a list of documents, .*got 3"),
-    (partial(ech.TokenWriter, "tokens.bin"), {"dtype": "x"}, "uint16 or uint32, got 'x'"),
+    (partial(ech.data.write_tokens, "tokens.bin"), {"documents": 3}, "a list of documents, .*got 3"),
+    (partial(ech.data.TokenWriter, "tokens.bin"), {"dtype": "x"}, "uint16 or uint32, got 'x'"),
     # --- strategies and what happens to a module besides
     (ech.DDPStrategy, {"find_unused_parameters": "no"}, "True or False, got 'no'"),
     (ech.DDPStrategy, {"bucket_cap_mb": "a"}, "a number of MiB, .*got 'a'"),
@@ -191,7 +191,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (ech.FSDPStrategy, {"process_group": (1, 2)}, r"a ProcessGroup, a pair of them, or None, got \(1, 2\)"),
     (ech.FSDPStrategy, {"ignored_modules": 3}, "a list of modules, got 3"),
     (
-        ech.HSDPStrategy,
+        ech.layouts.HSDPStrategy,
         {"reshard_after_forward": {"blocks.*": None}},
         "True, False, a number of ranks, a dict of these by names, or None, got {'blocks.*': None}",
     ),
@@ -201,34 +201,34 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
         "True, False, a number of ranks, a dict of these by names, or None, got 'no'",
     ),
     (ech.FSDPStrategy, {"sync_module_states": "no"}, "True or False, got 'no'"),
-    (ech.FSDP2Strategy, {"shard_predicates": [3]}, r"a list of functions .*got \[3\]"),
-    (ech.FSDP2Strategy, {"modules_to_shard": 3}, "'all', or a list of names or classes, got 3"),
-    (ech.FSDP2Strategy, {"shard_placement_fn": 3}, "a function or None, got 3"),
-    (ech.HSDPStrategy, {"shard_size": "a"}, "a whole number of at least 1, got 'a'"),
+    (ech.layouts.FSDP2Strategy, {"shard_predicates": [3]}, r"a list of functions .*got \[3\]"),
+    (ech.layouts.FSDP2Strategy, {"modules_to_shard": 3}, "'all', or a list of names or classes, got 3"),
+    (ech.layouts.FSDP2Strategy, {"shard_placement_fn": 3}, "a function or None, got 3"),
+    (ech.layouts.HSDPStrategy, {"shard_size": "a"}, "a whole number of at least 1, got 'a'"),
     (ech.TPStrategy, {"plan": "colwise"}, "a dict from names of layers to styles, .*got 'colwise'"),
     (ech.TPStrategy, {"size": 0}, "a whole number of at least 1, got 0"),
     (ech.ZeROStrategy, {"stage": True}, "1 .optimizer state., .*got True"),
-    (ech.DPStrategy, {"device_ids": 3}, "a list of CUDA devices, got 3"),
+    (ech.layouts.DPStrategy, {"device_ids": 3}, "a list of CUDA devices, got 3"),
     (fp16, {"init_scale": "a"}, "above 0, got 'a'"),
     (fp16, {"growth_interval": 2.5}, "a whole number of at least 1, got 2.5"),
-    (ech.ActivationCheckpointParams, {"every": 1.5}, "a whole number of at least 1, got 1.5"),
-    (ech.ActivationCheckpointParams, {"check_fn": 3}, "a function or None, got 3"),
-    (ech.ActivationCheckpointParams, {"save_ops": 3}, "a list of operators .*got 3"),
-    (ech.TorchCompileParams, {"recursive_module_types": "Linear"}, "a list of classes or their names, got 'Linear'"),
-    (ech.TorchCompileParams, {"backend": 3}, "a name or a function, got 3"),
-    (partial(ech.SWAParams, step_or_epoch_update_freq=1), {"warmup_steps_or_epochs": "a"}, "a whole number of at least 0"),
-    (partial(ech.SWAParams, 1, 1), {"ema_decay": NAN}, "between 0 and 1, got nan"),
-    (partial(ech.SWAParams, 1, 1), {"swalr_params": 3}, r"SWALRParams\(...\) or None, got 3"),
-    (partial(ech.SWALRParams, 1), {"swa_lrs": "a"}, "a rate of at least 0, .*got 'a'"),
-    (partial(ech.prepare_ddp, linear()), {"device": "cpu"}, "a torch.device, got 'cpu'"),
-    (partial(ech.prepare_fsdp, device=cpu), {"module": 3}, "a torch.nn.Module, got 3"),
-    (partial(ech.data_axes, linear()), {"mesh": "dp"}, "a DeviceMesh, got 'dp'"),
-    (ech.checkpoint_wrapper, {"module": 3}, "a torch.nn.Module, got 3"),
+    (ech.layouts.ActivationCheckpointParams, {"every": 1.5}, "a whole number of at least 1, got 1.5"),
+    (ech.layouts.ActivationCheckpointParams, {"check_fn": 3}, "a function or None, got 3"),
+    (ech.layouts.ActivationCheckpointParams, {"save_ops": 3}, "a list of operators .*got 3"),
+    (ech.layouts.TorchCompileParams, {"recursive_module_types": "Linear"}, "a list of classes or their names, got 'Linear'"),
+    (ech.layouts.TorchCompileParams, {"backend": 3}, "a name or a function, got 3"),
+    (partial(ech.units.SWAParams, step_or_epoch_update_freq=1), {"warmup_steps_or_epochs": "a"}, "a whole number of at least 0"),
+    (partial(ech.units.SWAParams, 1, 1), {"ema_decay": NAN}, "between 0 and 1, got nan"),
+    (partial(ech.units.SWAParams, 1, 1), {"swalr_params": 3}, r"SWALRParams\(...\) or None, got 3"),
+    (partial(ech.units.SWALRParams, 1), {"swa_lrs": "a"}, "a rate of at least 0, .*got 'a'"),
+    (partial(ech.layouts.prepare_ddp, linear()), {"device": "cpu"}, "a torch.device, got 'cpu'"),
+    (partial(ech.layouts.prepare_fsdp, device=cpu), {"module": 3}, "a torch.nn.Module, got 3"),
+    (partial(ech.layouts.data_axes, linear()), {"mesh": "dp"}, "a DeviceMesh, got 'dp'"),
+    (ech.nn.checkpoint_wrapper, {"module": 3}, "a torch.nn.Module, got 3"),
     (partial(ech.save_pretrained, folder="x"), {"model": 3}, "a unit or a torch.nn.Module, got 3"),
     # --- callbacks, loggers and the rest
-    (ech.RollBack, {"saver": 3}, "a DistributedCheckpointSaver, got 3"),
-    (partial(ech.RollBack, Saver("d")), {"watch": 3}, "a function of .*got 3"),
-    (partial(ech.RollBack, Saver("d")), {"deviations": "a"}, "above 0, or None, got 'a'"),
+    (ech.callbacks.RollBack, {"saver": 3}, "a DistributedCheckpointSaver, got 3"),
+    (partial(ech.callbacks.RollBack, Saver("d")), {"watch": 3}, "a function of .*got 3"),
+    (partial(ech.callbacks.RollBack, Saver("d")), {"deviations": "a"}, "above 0, or None, got 'a'"),
     (partial(EarlyStopping, "loss"), {"early_stop_checker": 3}, "an EarlyStopChecker, got 3"),
     (EarlyStopChecker, {"patience": 1.5, "mode": "min"}, "a whole number of at least 0, got 1.5"),
     (partial(EarlyStopChecker, "min", 1), {"min_delta": "a"}, "a number of at least 0, got 'a'"),
@@ -239,7 +239,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (SlowRankDetector, {"logger": 3}, "a logger or None, got 3"),
     (CSVLogger, {"path": 3}, "a file, got 3"),
     (partial(CSVLogger, "m.csv"), {"steps_before_flushing": 1.5}, "a whole number of at least 1, got 1.5"),
-    (ech.RunDir, {"path": 3}, "a run's folder, got 3"),
+    (ech.evidence.RunDir, {"path": 3}, "a run's folder, got 3"),
     (ech.init_from_env, {"timeout": 3}, "a timedelta above 0, got 3"),
     (ech.init_from_env, {"float32_matmul_precision": "x"}, "'highest', 'high', 'medium' or None, got 'x'"),
     (ech.seed, {"seed": 2.5}, "a whole number, got 2.5"),
@@ -261,10 +261,10 @@ def test_a_bad_argument_is_refused_by_its_name(
 def test_options_keep_what_an_iterator_gave() -> None:
     """A strategy is a value, used for several modules: read once, an iterator would leave nothing for the next."""
     mm = torch.ops.aten.mm.default
-    assert ech.ActivationCheckpointParams(save_ops=iter([mm])).save_ops == (mm,)  # type: ignore[arg-type]
+    assert ech.layouts.ActivationCheckpointParams(save_ops=iter([mm])).save_ops == (mm,)  # type: ignore[arg-type]
     ignored = linear()
     assert ech.FSDPStrategy(ignored_modules=iter([ignored])).ignored_modules == (ignored,)
-    assert ech.FSDP2Strategy(modules_to_shard=iter(["up"])).modules_to_shard == ("up",)
+    assert ech.layouts.FSDP2Strategy(modules_to_shard=iter(["up"])).modules_to_shard == ("up",)
 
 
 @pytest.mark.parametrize("flag", [True, 1, torch.tensor(False)])
@@ -288,9 +288,9 @@ def test_what_cannot_be_sent_to_ranks_is_named() -> None:
 
 def test_spawn_takes_no_other_options_than_launch() -> None:
     with pytest.raises(TypeError, match=r"spawn\(\) got an unexpected keyword argument 'nope'"):
-        ech.spawn(abs, nope=3)
+        ech.launching.spawn(abs, nope=3)
     with pytest.raises(TypeError, match=r"'ranks'\. It takes nprocs"):
-        ech.spawn(abs, ranks=2)
+        ech.launching.spawn(abs, ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def _train(ways: list[tuple[str, str]], *, recompute: bool = False) -> dict[tupl
     for name, way in ways:
         options: dict[str, Any] = {"gradient_accumulation_steps": _accumulation(name), "clip_grad_norm": 0.5}
         if recompute:
-            options["activation_checkpoint_params"] = ech.ActivationCheckpointParams()
+            options["activation_checkpoint_params"] = ech.layouts.ActivationCheckpointParams()
         unit = Around(way, _methods(), strategy=STRATEGIES[name](), **options)
         ech.train(unit, _data(rank, dist.get_world_size()), max_epochs=1)
         unit.module.eval()
@@ -253,7 +253,7 @@ class Searches(ech.TrainUnit[Any]):
 
     def __init__(self, strategy: str, search: str | None) -> None:
         super().__init__()
-        self.module = ech.prepare_module(net(), torch.device("cpu"), strategy=strategy)
+        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), strategy=strategy)
         self.optimizer = torch.optim.LBFGS(self.module.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
 
     def train_step(self, state: ech.State, data: Batch) -> None:

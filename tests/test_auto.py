@@ -123,7 +123,7 @@ def test_the_epoch_schedule_does_not_depend_on_overridden_hooks() -> None:
 
 
 # The usual 65536 overflows by itself in the first steps of so small a model.
-FP16 = ech.Precision(torch.float16, init_scale=1024.0)
+FP16 = ech.layouts.Precision(torch.float16, init_scale=1024.0)
 
 
 def _train_fp32(strategy: str | None, precision: str, updates: int = 3) -> tuple[dict[str, torch.Tensor], set[torch.dtype], Any]:
@@ -138,7 +138,7 @@ def _train_fp32(strategy: str | None, precision: str, updates: int = 3) -> tuple
         return loss, out
 
     unit.compute_loss = compute  # type: ignore[method-assign]
-    world = ech.World.current()
+    world = ech.launching.World.current()
     ech.train(unit, [batch(64, 10 * world.rank + i, torch.float32) for i in range(updates)], max_epochs=1)
     scale = unit.grad_scaler.get_scale() if unit.grad_scaler is not None else None
     kinds = {v.dtype for s in unit.optimizer.state.values() for k, v in s.items() if k != "step"}
@@ -162,7 +162,7 @@ class Overflows(Regression):
 
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         loss, out = super().compute_loss(state, data)
-        if self.train_progress.num_steps_completed == 1 and ech.World.current().rank == 1:
+        if self.train_progress.num_steps_completed == 1 and ech.launching.World.current().rank == 1:
             loss = loss * 1e30 * 1e30
         return loss, out
 
@@ -185,14 +185,14 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: Ranks) -> None:
 
 def test_recompute_changes_no_gradient_and_no_name() -> None:
     data = [batch(4, i) for i in range(3)]
-    unit = Regression(activation_checkpoint_params=ech.ActivationCheckpointParams())
+    unit = Regression(activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
     ech.train(unit, data, max_epochs=1)
     want, _, _ = plain_training([[b] for b in data])
     assert largest_difference(whole(unit.module), want) < 1e-12
 
 
 def _recompute_sharded() -> dict[str, torch.Tensor]:
-    unit = Regression(strategy="fsdp", activation_checkpoint_params=ech.ActivationCheckpointParams())
+    unit = Regression(strategy="fsdp", activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
     ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
     return whole(unit.module)
 
@@ -206,7 +206,7 @@ def test_recompute_really_forgets_activations() -> None:
     calls = []
     module = net()
     module.blocks[0][0].register_forward_hook(lambda *a: calls.append(1))
-    unit = Regression(module=module, activation_checkpoint_params=ech.ActivationCheckpointParams())
+    unit = Regression(module=module, activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
     ech.train(unit, [batch(4, 0)], max_epochs=1)
     assert len(calls) == 2
 
@@ -214,7 +214,7 @@ def test_recompute_really_forgets_activations() -> None:
 def test_compile_changes_no_name_and_no_number() -> None:
     """With dynamo's own "eager" backend: what inductor makes of a graph is torch's business, and takes half a minute."""
     data = [batch(4, i) for i in range(3)]
-    unit = Regression(torch_compile_params=ech.TorchCompileParams(backend="eager"))
+    unit = Regression(torch_compile_params=ech.layouts.TorchCompileParams(backend="eager"))
     ech.train(unit, data, max_epochs=1)
     want, _, _ = plain_training([[b] for b in data])
     assert largest_difference(whole(unit.module), want) < 1e-12
@@ -296,7 +296,7 @@ def test_a_strategy_for_a_wrapped_module_is_refused(ranks: Ranks) -> None:
 
 
 def test_an_unknown_strategy_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"strategy must be one of 'noop', 'dp', 'ddp', 'fsdp', .*, got 'ddpp'"):
+    with pytest.raises(UsageError, match=r"layout must be one of 'none', 'ddp', 'fsdp', .*, got 'ddpp'"):
         Regression(strategy="ddpp")
 
 
@@ -330,7 +330,7 @@ def test_a_loss_without_outputs_is_named() -> None:
 class NaNOnRank1(Regression):
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         loss, out = super().compute_loss(state, data)
-        if self.train_progress.num_steps_completed == 2 and ech.World.current().rank == 1:
+        if self.train_progress.num_steps_completed == 2 and ech.launching.World.current().rank == 1:
             loss = loss * float("nan")
         return loss, out
 
@@ -438,7 +438,7 @@ def test_metrics_are_sums_over_counts_not_means_of_means(ranks: Ranks) -> None:
 def test_auto_predict_unit_moves_and_predicts() -> None:
     outputs = []
 
-    class Predicts(ech.AutoPredictUnit[torch.Tensor]):
+    class Predicts(ech.units.AutoPredictUnit[torch.Tensor]):
         def on_predict_step_end(self, state: ech.State, data: Any, step: int, out: Any) -> None:
             outputs.append((step, tuple(out.shape)))
 
@@ -500,10 +500,10 @@ def test_a_module_that_is_frozen_as_a_whole_is_not_blamed_on_detach() -> None:
 
 @pytest.mark.parametrize("strategy", [{"name": "ddp"}, ["ddp"], 3])
 def test_a_strategy_that_is_no_name_is_refused(strategy: Any) -> None:
-    with pytest.raises(UsageError, match="must be one of 'noop'"):
+    with pytest.raises(UsageError, match="must be one of 'none'"):
         Regression(strategy=strategy)
-    with pytest.raises(UsageError, match="must be one of 'noop'"):
-        ech.prepare_module(net(), torch.device("cpu"), strategy=strategy)
+    with pytest.raises(UsageError, match="must be one of 'none'"):
+        ech.layouts.prepare_module(net(), torch.device("cpu"), strategy=strategy)
 
 
 def test_a_hook_that_is_set_on_the_unit_itself_is_called() -> None:

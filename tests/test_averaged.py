@@ -50,11 +50,11 @@ def _batches(rank: int, ranks: int, micro: int = 1) -> list[Any]:
 
 
 CASES = {
-    "ema": ech.SWAParams(0, 1, ema_decay=0.7),
-    "swa": ech.SWAParams(0, 1, averaging_method="swa"),
-    "warm-up and frequency": ech.SWAParams(2, 3, ema_decay=0.5),
-    "lit": ech.SWAParams(1, 1, ema_decay=0.9, use_lit=True),
-    "copied buffers": ech.SWAParams(0, 2, ema_decay=0.7, use_buffers=False),
+    "ema": ech.units.SWAParams(0, 1, ema_decay=0.7),
+    "swa": ech.units.SWAParams(0, 1, averaging_method="swa"),
+    "warm-up and frequency": ech.units.SWAParams(2, 3, ema_decay=0.5),
+    "lit": ech.units.SWAParams(1, 1, ema_decay=0.9, use_lit=True),
+    "copied buffers": ech.units.SWAParams(0, 2, ema_decay=0.7, use_buffers=False),
 }
 
 
@@ -62,7 +62,7 @@ def _mine(unit: ech.AutoUnit[Any], micro: int = 1) -> list[Any]:
     return _batches(unit.prepared.dp_rank, unit.prepared.dp_size, micro)
 
 
-def _torchs(params: ech.SWAParams, averaged: int) -> Any:
+def _torchs(params: ech.units.SWAParams, averaged: int) -> Any:
     """torch's own function; whole numbers, which it cannot average, are copied, and its count, a tensor, would make a float32."""
     decay = min(params.ema_decay, (1 + averaged) / (10 + averaged)) if params.use_lit else params.ema_decay
     average = get_ema_multi_avg_fn(decay) if params.averaging_method == "ema" else get_swa_multi_avg_fn()
@@ -76,7 +76,7 @@ def _torchs(params: ech.SWAParams, averaged: int) -> Any:
     return update
 
 
-def _reference(params: ech.SWAParams, micro: int = 1) -> dict[str, torch.Tensor]:
+def _reference(params: ech.units.SWAParams, micro: int = 1) -> dict[str, torch.Tensor]:
     """What torch's AveragedModel holds in the end."""
     module = Counting()
     batches = _batches(0, 1, micro)
@@ -106,7 +106,9 @@ def _averages(unit: ech.AutoUnit[Any]) -> dict[str, torch.Tensor]:
     return {n.partition(".")[2]: _whole(v) for n, v in state.items()}
 
 
-def _trained(strategy: str | None, params: ech.SWAParams, micro: int = 1, updates: int = UPDATES, **options: Any) -> Regression:
+def _trained(
+    strategy: str | None, params: ech.units.SWAParams, micro: int = 1, updates: int = UPDATES, **options: Any
+) -> Regression:
     options.setdefault("module", Counting())
     unit = Regression(strategy=strategy, swa_params=params, step_lr_interval="step", gradient_accumulation_steps=micro, **options)
     ech.train(unit, _mine(unit, micro)[: updates * micro], max_epochs=1)
@@ -140,7 +142,7 @@ def test_updates_are_counted_and_not_micro_batches() -> None:
 
 
 def test_updates_are_counted_where_the_learning_rate_goes_by_epochs() -> None:
-    unit = Regression(swa_params=ech.SWAParams(4, 2, averaging_method="swa"))  # step_lr_interval="epoch"
+    unit = Regression(swa_params=ech.units.SWAParams(4, 2, averaging_method="swa"))  # step_lr_interval="epoch"
     after = []
 
     class Note(ech.Callback):
@@ -154,7 +156,7 @@ def test_updates_are_counted_where_the_learning_rate_goes_by_epochs() -> None:
 
 @pytest.mark.parametrize(("warmup", "warned"), [(5, False), (6, True), (100, True)])
 def test_training_that_ends_before_the_averages_began_says_so(warmup: int, warned: bool, caplog: Any) -> None:
-    unit = Regression(swa_params=ech.SWAParams(warmup, 1))
+    unit = Regression(swa_params=ech.units.SWAParams(warmup, 1))
     ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=2)
     said = [r.getMessage() for r in caplog.records if "before the averages of the weights began" in r.getMessage()]
     assert bool(said) == warned
@@ -176,7 +178,7 @@ def _evaluations(strategy: str | None) -> dict[str, Any]:
     x, y = batch(4, 77)
     found: dict[str, Any] = {}
     for used in (False, True):
-        params = ech.SWAParams(0, 1, ema_decay=0.6, use_in_evaluation=used)
+        params = ech.units.SWAParams(0, 1, ema_decay=0.6, use_in_evaluation=used)
         unit = Evaluated(strategy=strategy, swa_params=params, step_lr_interval="step")
         ech.fit(unit, _mine(unit), [(x, y)], max_epochs=1, evaluate_every_n_updates=2)
         found[f"outputs {used}"], found[f"loss {used}"] = unit.seen, unit.eval_loss
@@ -220,7 +222,7 @@ def test_evaluations_on_two_ranks_use_the_averages_if_asked_to(ranks: Ranks, str
 
 
 def test_the_weights_come_back_after_an_exception() -> None:
-    unit = _trained(None, ech.SWAParams(0, 1, ema_decay=0.5, use_in_evaluation=True), module=net())
+    unit = _trained(None, ech.units.SWAParams(0, 1, ema_decay=0.5, use_in_evaluation=True), module=net())
     own, averages = {n: _whole(p) for n, p in unit.module.named_parameters()}, _averages(unit)
     assert largest_difference(own, averages) > 1e-4
 
@@ -261,7 +263,7 @@ def test_averages_are_saved_and_restored_across_strategies_and_world_sizes(ranks
 
 
 def _held(strategy: str) -> tuple[int, int]:
-    unit = _trained(strategy, ech.SWAParams(0, 1), updates=1, module=net(width=64))
+    unit = _trained(strategy, ech.units.SWAParams(0, 1), updates=1, module=net(width=64))
     assert unit.swa_model is not None
     parts = [v for v in unit.swa_model.state_dict().values() if isinstance(v, torch.Tensor)]
     held = sum((v.to_local() if hasattr(v, "to_local") else v).numel() for v in parts)
@@ -285,7 +287,7 @@ def test_the_learning_rate_while_averaging() -> None:
 
     for anneal in (0, 3):
         rates: list[float] = []
-        params = ech.SWAParams(2, 1, swalr_params=ech.SWALRParams(anneal, "cos", 0.01))
+        params = ech.units.SWAParams(2, 1, swalr_params=ech.units.SWALRParams(anneal, "cos", 0.01))
         unit = Rates(swa_params=params, schedule=schedule, step_lr_interval="step")
         ech.train(unit, [batch(2, i) for i in range(7)], max_epochs=1)
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -315,8 +317,10 @@ class Overflow(Regression):
 
 
 def test_a_skipped_update_is_not_averaged() -> None:
-    precision = ech.Precision(torch.float16, init_scale=1024.0)
-    unit = Overflow(module=net(dtype=torch.float32), precision=precision, swa_params=ech.SWAParams(0, 1), step_lr_interval="step")
+    precision = ech.layouts.Precision(torch.float16, init_scale=1024.0)
+    unit = Overflow(
+        module=net(dtype=torch.float32), precision=precision, swa_params=ech.units.SWAParams(0, 1), step_lr_interval="step"
+    )
     ech.train(unit, [batch(8, i, torch.float32) for i in range(4)], max_epochs=1)
     assert unit.swa_model is not None
     assert (unit.swa_model.passed, unit.swa_model.n_averaged) == (3, 3)
@@ -327,7 +331,7 @@ def _older_fsdp() -> str:
 
     module = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
     with pytest.raises(UsageError) as caught:
-        Regression(module=module, swa_params=ech.SWAParams(0, 1))
+        Regression(module=module, swa_params=ech.units.SWAParams(0, 1))
     return str(caught.value)
 
 
@@ -347,11 +351,11 @@ def test_the_older_fsdp_is_refused_with_the_remedy(ranks: Ranks) -> None:
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        ech.SWAParams(**{"warmup_steps_or_epochs": 0, "step_or_epoch_update_freq": 1, **options})
+        ech.units.SWAParams(**{"warmup_steps_or_epochs": 0, "step_or_epoch_update_freq": 1, **options})
 
 
 def test_no_averages_without_training() -> None:
-    unit = Regression(training=False, swa_params=ech.SWAParams(0, 1))
+    unit = Regression(training=False, swa_params=ech.units.SWAParams(0, 1))
     assert unit.swa_model is None
     assert not dist.is_initialized()
 

@@ -130,7 +130,7 @@ def test_in_the_middle_of_a_window_too(ranks: Ranks) -> None:
 
 
 def test_averaged_buffers_are_one_function_too(ranks: Ranks) -> None:
-    averages = {"swa_params": ech.SWAParams(0, 1, use_in_evaluation=True), "step_lr_interval": "step"}
+    averages = {"swa_params": ech.units.SWAParams(0, 1, use_in_evaluation=True), "step_lr_interval": "step"}
     first, second = ranks(2, _fit, ["ddp", "fsdp"], averages)
     for strategy, (_, losses, *_) in first.items():
         assert largest_difference(losses, second[strategy][1]) == 0, strategy
@@ -152,7 +152,7 @@ class ByHand(ech.TrainUnit[Batch]):
 def _by_hand() -> list[dict[str, torch.Tensor]]:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    own = ByHand(ech.prepare_fsdp(Norms().double(), CPU))
+    own = ByHand(ech.layouts.prepare_fsdp(Norms().double(), CPU))
     ech.train(own, _rows(4), max_epochs=1)
     found = [_outputs(own)]
     for wrap in (fully_shard, lambda m: FullyShardedDataParallel(m, device_id=CPU)):
@@ -173,10 +173,10 @@ def test_modules_that_were_sharded_by_hand_too(ranks: Ranks) -> None:
 
 def _saved(folder: str, strategy: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Saved right after a step, when each rank has taken its own rows into account; and read again by all."""
-    unit = _unit(strategy, swa_params=ech.SWAParams(0, 1), step_lr_interval="step")
+    unit = _unit(strategy, swa_params=ech.units.SWAParams(0, 1), step_lr_interval="step")
     ech.train(unit, _rows(3), max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
     mine = {**_buffers(unit), **{n: t.double() for n, t in unit.swa_model.state_dict().items() if n.startswith("buffers.")}}
-    again = _unit("ddp", swa_params=ech.SWAParams(0, 1), step_lr_interval="step")
+    again = _unit("ddp", swa_params=ech.units.SWAParams(0, 1), step_lr_interval="step")
     ech.DistributedCheckpointSaver.restore_from_latest(folder, again)
     read = {**_buffers(again), **{n: t.double() for n, t in again.swa_model.state_dict().items() if n.startswith("buffers.")}}
     return {n: t.clone() for n, t in mine.items()}, read

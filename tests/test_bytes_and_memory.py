@@ -111,7 +111,9 @@ def test_memory_of_an_update(precision: str | None, micro_batches: int, recomput
     """
     options: dict[str, Any] = {}
     if recomputes:
-        options["activation_checkpoint_params"] = ech.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, nn.Sequential))
+        options["activation_checkpoint_params"] = ech.layouts.ActivationCheckpointParams(
+            check_fn=lambda m: isinstance(m, nn.Sequential)
+        )
     trace, n = traced(8, blocks=32, micro_batches=micro_batches, strategy="fsdp", precision=precision, **options)
     theory = 16 * n / 8 + of_a_block(precision) * n / 32
     assert near(trace.peak, theory, within=0.05), f"{trace.peak / n:.2f} bytes a parameter, {theory / n:.2f} in theory"
@@ -141,7 +143,7 @@ def test_bytes_and_memory_of_ddp_and_zero1(micro_batches: int) -> None:
 
 def test_bytes_and_memory_of_hsdp() -> None:
     """As fsdp on the ranks of one copy; the shards of the gradients are all-reduced over the copies in the last micro-batch."""
-    trace, n = traced(64, blocks=32, micro_batches=2, strategy=ech.HSDPStrategy(shard_size=8))
+    trace, n = traced(64, blocks=32, micro_batches=2, strategy=ech.layouts.HSDPStrategy(shard_size=8))
     assert near(trace.gathered[torch.float32], 2 * 2 * 4 * n) and near(trace.reduced[torch.float32], 2 * 4 * n)
     assert near(trace.all_reduced[torch.float32], 4 * n / 8)
     theory = 16 * n / 8 + of_a_block(None) * n / 32

@@ -260,7 +260,7 @@ def test_a_time_limit_stops_training_and_a_restored_run_goes_on(tmp_path: Any, m
     saver = ech.DistributedCheckpointSaver(tmp_path)
 
     def run(epochs: int) -> Any:
-        unit, loader = Regression(), ech.Loader(data, 2, options=ech.LoaderOptions(dp=(0, 1)))
+        unit, loader = Regression(), ech.Loader(data, 2, options=ech.data.LoaderOptions(dp=(0, 1)))
         saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
         limit = TimeLimitInterrupter("00:00:03", interval="step")
         now[0] += 3600  # until training begins

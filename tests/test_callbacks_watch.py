@@ -96,7 +96,7 @@ RUNS: dict[str, Any] = {
     "train": lambda unit, data, callbacks: ech.train(unit, data, max_epochs=1, callbacks=callbacks),
     "eval": lambda unit, data, callbacks: ech.evaluate(unit, data, callbacks=callbacks),
     "predict": lambda unit, data, callbacks: ech.predict(unit, data, callbacks=callbacks),
-    "test": lambda unit, data, callbacks: ech.test(unit, data, callbacks=callbacks),
+    "test": lambda unit, data, callbacks: ech.units.test(unit, data, callbacks=callbacks),
 }
 
 
@@ -148,7 +148,7 @@ def test_an_epochs_rate_counts_what_ran_of_it(monkeypatch: pytest.MonkeyPatch) -
     rates = ThroughputLogger(logger, {"rows": 8}, warmup_steps=100)
     ech.train(
         unit,
-        ech.Loader(range(4), 1, options=ech.LoaderOptions(dp=(0, 1))),
+        ech.Loader(range(4), 1, options=ech.data.LoaderOptions(dp=(0, 1))),
         max_epochs=2,
         callbacks=[rates, Lambda(on_train_step_start=second)],
     )
@@ -200,7 +200,7 @@ def test_progress_bars_show_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is resumed in its middle: TorchTNT has no bar for it."""
     unit, file = Numbers(), io.StringIO()
     unit.train_progress.num_steps_completed = unit.train_progress.num_steps_completed_in_epoch = 3
-    loaders = [ech.Loader(range(n), 1, options=ech.LoaderOptions(dp=(0, 1))) for n in (5, 2)]
+    loaders = [ech.Loader(range(n), 1, options=ech.data.LoaderOptions(dp=(0, 1))) for n in (5, 2)]
     ech.fit(unit, *loaders, max_epochs=2, callbacks=[TQDMProgressBar(file=file, mininterval=0)])
     last = [part.split("\r")[-1] for part in file.getvalue().split("\n")]
     shown = [f"{line.split(':')[0]} {line.split('|')[2].split()[0]}" for line in last if line]
@@ -459,7 +459,7 @@ def test_parameters_that_are_not_finite_are_named_and_end_nothing(tmp_path: Path
     unit, log = Regression(), TensorBoardLogger(str(tmp_path))
     with torch.no_grad():
         next(unit.module.parameters()).fill_(float("nan"))
-    TensorBoardParameterMonitor(log).on_train_epoch_end(ech.State(entry_point=ech.EntryPoint.TRAIN), unit)
+    TensorBoardParameterMonitor(log).on_train_epoch_end(ech.State(entry_point=ech.units.EntryPoint.TRAIN), unit)
     log.close()
     assert "module.first.weight has 32 values that are not finite" in caplog.text
 
@@ -475,7 +475,9 @@ def _predicts(folder: str) -> None:
             return data[0][:, 0]  # type: ignore[no-any-return]
 
     rows = torch.utils.data.TensorDataset(torch.arange(9.0).reshape(9, 1))
-    ech.predict(ech.AutoPredictUnit(module=First()), ech.Loader(rows, 4, shuffle=False), callbacks=[Outputs(["x"], folder, ",")])
+    ech.predict(
+        ech.units.AutoPredictUnit(module=First()), ech.Loader(rows, 4, shuffle=False), callbacks=[Outputs(["x"], folder, ",")]
+    )
 
 
 def test_each_sample_is_written_once_though_ranks_share_unevenly(ranks: Ranks, tmp_path: Path) -> None:

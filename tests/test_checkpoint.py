@@ -332,7 +332,7 @@ def test_another_model_is_refused_on_all_ranks_and_the_parameter_named(ranks: Ra
 def test_weights_alone_can_be_restored(tmp_path: Path) -> None:
     want = train_and_save(tmp_path, "noop", 4)
     unit = make_unit("noop", seed=5)
-    options = ech.RestoreOptions(restore_optimizers=False, restore_train_progress=False, restore_lr_schedulers=False)
+    options = ech.callbacks.RestoreOptions(restore_optimizers=False, restore_train_progress=False, restore_lr_schedulers=False)
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit, restore_options=options)
     assert largest_difference(whole(unit.module), want) == 0
     assert unit.train_progress.num_steps_completed == 0 and not unit.optimizer.state
@@ -394,7 +394,7 @@ def test_a_saver_names_what_it_wants(tmp_path: Path, name: str, value: Any, what
     with pytest.raises(UsageError, match=f"^{name} must be {what}, got {value!r}"):
         ech.DistributedCheckpointSaver(tmp_path, **{name: value})
     with pytest.raises(UsageError, match=r"^keep_every_n_updates must be a whole number of at least 1"):
-        ech.SaveOptions(keep_every_n_updates=0)
+        ech.callbacks.SaveOptions(keep_every_n_updates=0)
 
 
 class Scored(Regression):
@@ -412,7 +412,7 @@ class Scored(Regression):
 def test_the_last_step_of_an_epoch_is_saved_as_the_beginning_of_the_next(tmp_path: Path) -> None:
     """With a loader that has no state, and with the score of these weights."""
     data = [batch(2, i) for i in range(5)]
-    best = ech.BestCheckpointConfig("score", "max")
+    best = ech.callbacks.BestCheckpointConfig("score", "max")
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=5, best_checkpoint_config=best)
     ech.fit(Scored(), data, data[:1], max_epochs=2, callbacks=[saver])
     found = {path.name: commit.verify(path)["metrics"]["score"] for path in commit.candidates(tmp_path)}

@@ -84,7 +84,7 @@ def test_the_loop_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: p
                 released.set()
 
     saver = Saver(tmp_path, save_every_n_updates=6, async_checkpoint=True)
-    early = Saver(tmp_path, save_every_n_updates=2, async_checkpoint=True, options=ech.SaveOptions(on_busy="skip"))
+    early = Saver(tmp_path, save_every_n_updates=2, async_checkpoint=True, options=ech.callbacks.SaveOptions(on_busy="skip"))
     ech.train(make_unit("noop"), make_loader(), max_updates=5, callbacks=[early, Watch()])
     assert seen[:4] == [(1, None), (2, None), (3, None), (4, None)]  # written behind, and step 4 skipped
     assert _names(tmp_path) == [2, 5]  # the end of training waits, and is saved
@@ -98,7 +98,7 @@ def test_a_busy_save_is_waited_for_or_skipped(tmp_path: Path, caplog: pytest.Log
         _slowly(patch, released)
         timer = threading.Timer(0.5, released.set)
         timer.start()
-        options = ech.SaveOptions(on_busy=on_busy)  # type: ignore[arg-type]
+        options = ech.callbacks.SaveOptions(on_busy=on_busy)  # type: ignore[arg-type]
         saver = Saver(tmp_path / on_busy, save_every_n_updates=1, async_checkpoint=True, options=options)
         with caplog.at_level(logging.WARNING):
             ech.train(make_unit("noop"), make_loader(), max_updates=4, callbacks=[saver])
@@ -107,7 +107,7 @@ def test_a_busy_save_is_waited_for_or_skipped(tmp_path: Path, caplog: pytest.Log
         assert _names(tmp_path / on_busy) == names
     assert "step 2 is not saved: the save before it is still being written" in caplog.text
     with pytest.raises(UsageError, match="'wait' or 'skip'"):
-        ech.SaveOptions(on_busy="perhaps")  # type: ignore[arg-type]
+        ech.callbacks.SaveOptions(on_busy="perhaps")  # type: ignore[arg-type]
 
 
 def _fails_behind(folder: Path, end: int) -> tuple[str, int]:
@@ -122,7 +122,7 @@ def _fails_behind(folder: Path, end: int) -> tuple[str, int]:
         return real(self, folder)
 
     Snapshot.write = write  # type: ignore[method-assign]
-    saver = Saver(folder, save_every_n_updates=2, async_checkpoint=True, options=ech.SaveOptions(tolerated_failures=0))
+    saver = Saver(folder, save_every_n_updates=2, async_checkpoint=True, options=ech.callbacks.SaveOptions(tolerated_failures=0))
 
     class Wait(ech.Callback):
         """The rank that fails has failed before its next step."""
@@ -385,7 +385,9 @@ def test_a_change_by_another_thread_meanwhile_is_noticed_and_copied_again(
 def test_a_state_that_another_thread_never_lets_rest_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unit = _with_a_bag(0)
     _Restless(monkeypatch, unit.frozen.weight, times=1000)
-    saver = Saver(tmp_path, save_every_n_updates=2, async_checkpoint=True, options=ech.SaveOptions(tolerated_failures=0))
+    saver = Saver(
+        tmp_path, save_every_n_updates=2, async_checkpoint=True, options=ech.callbacks.SaveOptions(tolerated_failures=0)
+    )
     with pytest.raises(CheckpointWriteError, match="Pause it while a checkpoint is taken"):
         ech.train(unit, make_loader(), max_updates=6, callbacks=[saver])
     assert commit.latest(tmp_path) is None
@@ -405,7 +407,7 @@ def test_a_synchronous_save_that_another_thread_changed_meanwhile_is_written_aga
         return memoryview(data)
 
     monkeypatch.setattr(tensorfile, "as_bytes", as_bytes)
-    Saver(tmp_path).save(ech.State(entry_point=ech.EntryPoint.TRAIN), unit)
+    Saver(tmp_path).save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), unit)
     other = _with_a_bag(9)
     Saver.restore(tmp_path / "step-00000000", other)
     assert not left and torch.equal(other.frozen.weight, unit.frozen.weight)

@@ -251,7 +251,7 @@ def test_a_restart_sets_the_older_runs_checkpoints_aside(tmp_path: Path) -> None
     train_and_save(tmp_path, "noop", 4)
     with pytest.raises(CheckpointError, match=r"SaveOptions\(restart=True\)"):
         _train(tmp_path, 2)
-    _train(tmp_path, 2, options=ech.SaveOptions(restart=True))
+    _train(tmp_path, 2, options=ech.callbacks.SaveOptions(restart=True))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["replaced-step-00000004", "step-00000002"]
 
 
@@ -259,7 +259,7 @@ def test_a_restart_sets_the_older_runs_checkpoints_aside(tmp_path: Path) -> None
 
 
 def test_which_checkpoints_go() -> None:
-    config = ech.BestCheckpointConfig
+    config = ech.callbacks.BestCheckpointConfig
     metrics = {s: {"loss": v} for s, v in {1: 5.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 3.0}.items()}
     steps = [1, 2, 3, 4, 5]
     assert Keep().doomed(steps, {}) == []
@@ -280,7 +280,7 @@ def test_the_best_stays_and_can_be_restored(tmp_path: Path) -> None:
         def on_train_step_start(self, state: ech.State, unit: Any) -> None:
             unit.score = float([5, 1, 9, 0, 2, float("nan")][unit.train_progress.num_steps_completed])
 
-    best = ech.BestCheckpointConfig("score", "max")
+    best = ech.callbacks.BestCheckpointConfig("score", "max")
     saver = Saver(tmp_path, save_every_n_updates=1, keep_last_n_checkpoints=2, best_checkpoint_config=best)
     ech.train(make_unit("noop"), make_loader(), max_updates=6, callbacks=[Rising(), saver])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003", "step-00000006"]
@@ -329,7 +329,9 @@ def test_a_full_disk_on_one_rank_is_told_to_all_and_training_goes_on(ranks: Rank
     assert ranks(2, _fails_on, 1, tmp_path / "c", **options) == [("", 6, 0)] * 2
     left = sorted(p.name for p in (tmp_path / "c").iterdir())
     assert left == [manifest.named(step) for step in (3, 4, 5, 6)]
-    for text, step, failures in ranks(2, _fails_on, 1, tmp_path / "d", options=ech.SaveOptions(tolerated_failures=0), **options):
+    for text, step, failures in ranks(
+        2, _fails_on, 1, tmp_path / "d", options=ech.callbacks.SaveOptions(tolerated_failures=0), **options
+    ):
         assert "rank 1: OSError: [Errno 28] No space left on device" in text and "GB free" in text
         assert failures == 1 and step <= 3
     assert commit.latest(tmp_path / "d") is None

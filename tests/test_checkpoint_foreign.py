@@ -180,7 +180,7 @@ def test_a_complete_run_in_a_read_only_folder_ends_well_and_another_is_refused(
         unit, loader = make_unit("noop", seed=9), make_loader()
         Saver.restore_from_latest(folder, unit, train_dataloader=loader)
         if steps == 4:
-            ech.train(unit, loader, max_updates=steps, callbacks=[ech.RollBack(saver := Saver(folder)), saver])
+            ech.train(unit, loader, max_updates=steps, callbacks=[ech.callbacks.RollBack(saver := Saver(folder)), saver])
             continue
         with pytest.raises(CheckpointWriteError, match="Read-only file system"):
             ech.train(unit, loader, max_updates=steps, callbacks=[Saver(folder)])
@@ -231,7 +231,7 @@ def test_names_from_files_do_nothing_to_the_terminal(
     assert main(["ckpt", "export", str(folder / NEW), str(tmp_path / "out")]) == 2
     with pytest.raises(CheckpointMismatchError) as caught:
         Saver.restore(folder / NEW, make_unit("noop"))
-    Saver.restore(folder / NEW, make_unit("noop"), restore_options=ech.RestoreOptions(strict=False))
+    Saver.restore(folder / NEW, make_unit("noop"), restore_options=ech.callbacks.RestoreOptions(strict=False))
     head = json.dumps({f"a{EVIL}": {"dtype": f"F{EVIL}", "shape": [], "data_offsets": [0, 0]}}).encode()
     write(tmp_path / "theirs.safetensors", head, b"")
     assert main(["ckpt", "import", str(tmp_path / "theirs.safetensors"), str(tmp_path / "ours")]) == 1

@@ -112,7 +112,7 @@ class Everything(ech.TrainUnit[Any]):
         self.steps = torch.optim.lr_scheduler.MultiStepLR(self.sgd, [2, 5], gamma=0.5)
         self.cosine = torch.optim.lr_scheduler.CosineAnnealingLR(self.adam, 9)
         # The older FSDP hides what would be averaged.
-        self.averages = None if kind == "fsdp1" else AveragedWeights(two, ech.SWAParams(1, 1, ema_decay=0.7))
+        self.averages = None if kind == "fsdp1" else AveragedWeights(two, ech.units.SWAParams(1, 1, ema_decay=0.7))
 
     def train_step(self, state: Any, data: Any) -> None:
         x, y, step = data
@@ -233,7 +233,7 @@ def _load(folder: Path, kinds: list[str], sources: list[list[str]], final: Any) 
             ]
             try:
                 left_out = ("averages",) if unit.averages is None else ()
-                options = ech.RestoreOptions(allow_changes=left_out)
+                options = ech.callbacks.RestoreOptions(allow_changes=left_out)
                 Saver.restore(folder / name / f"step-{SAVED:08d}", unit, restore_options=options)
                 worst, odd = _apart(unit, mine[0], [kind])
                 if worst or odd:
@@ -301,7 +301,7 @@ def test_every_strategy_and_size_reads_what_every_other_wrote(ranks: Ranks, tmp_
 
 
 def _half(kind: str) -> Regression:
-    scale = ech.Precision(torch.float16, init_scale=256.0, growth_interval=2)
+    scale = ech.layouts.Precision(torch.float16, init_scale=256.0, growth_interval=2)
     return Regression(module=net(dtype=torch.float32), strategy=kind, optimizer="AdamW", precision=scale)
 
 
@@ -310,7 +310,7 @@ class Losses(Regression):
         super().__init__(**options)
         self.losses: list[float] = []
 
-    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.units.TrainStepResults) -> None:
         self.losses.append(float(results.loss))
 
 

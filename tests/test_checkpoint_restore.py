@@ -33,7 +33,7 @@ from tests.units import Regression
 pytestmark = pytest.mark.standing_ranks
 
 Saver = ech.DistributedCheckpointSaver
-Options = ech.RestoreOptions
+Options = ech.callbacks.RestoreOptions
 
 
 # --- what changed
@@ -67,7 +67,7 @@ def test_other_data_is_shown_in_a_table_and_needs_to_be_allowed(tmp_path: Path, 
 
 def test_what_the_loader_accepts_is_allowed_and_both_lists_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train_and_save(tmp_path, "noop", 2)
-    other = ech.Loader(DATA, 4, seed=2, tail="drop", options=ech.LoaderOptions(accept_changes={"seed"}))
+    other = ech.Loader(DATA, 4, seed=2, tail="drop", options=ech.data.LoaderOptions(accept_changes={"seed"}))
     with pytest.raises(CheckpointMismatchError, match=r"allow_changes=\('global_batch',\)"):
         Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=other)
     with caplog.at_level(logging.INFO):
@@ -294,7 +294,7 @@ def _frozen_groups(strategy: str, seed: int, averages: bool) -> Any:
     if strategy == "fsdp1":  # wrapped by hand
         module = FSDP(module, device_id=torch.device("cpu"), use_orig_params=True)
         return Grouped(module=module, step_lr_interval="step")
-    swa = ech.SWAParams(1, 1, ema_decay=0.5) if averages else None
+    swa = ech.units.SWAParams(1, 1, ema_decay=0.5) if averages else None
     return Grouped(module=module, strategy=strategy, swa_params=swa, step_lr_interval="step")
 
 
@@ -638,7 +638,7 @@ def _was_untied(path: Path, strategy: str, want: torch.Tensor) -> tuple[str, dic
     with pytest.raises(CheckpointMismatchError) as refused:
         Saver.restore(path, unit)
     assert largest_difference(before, whole(unit.module)) == 0.0
-    report = Saver.restore(path, unit, restore_options=ech.RestoreOptions(strict=False, restore_optimizers=False))
+    report = Saver.restore(path, unit, restore_options=ech.callbacks.RestoreOptions(strict=False, restore_optimizers=False))
     return str(refused.value), {n: torch.equal(v, want) for n, v in whole(unit.module).items()}, report.unexpected
 
 

@@ -57,7 +57,7 @@ def _unit(strategy: str | None = None, seed: int = 0, **options: Any) -> Tuning:
 
 def _train(folder: str | Path, strategy: str | None, steps: int, *, restore: bool = False, **options: Any) -> Any:
     unit = _unit(strategy, **options)
-    saver = Saver(folder, options=ech.SaveOptions(only_trained=True))
+    saver = Saver(folder, options=ech.callbacks.SaveOptions(only_trained=True))
     if restore:
         assert Saver.restore_from_latest(folder, unit)
     ech.train(unit, DATA[: steps - unit.train_progress.num_steps_completed], max_epochs=1, callbacks=[saver])
@@ -95,7 +95,9 @@ def test_a_run_that_goes_on_ends_as_one_that_was_not_interrupted(tmp_path: Path)
     _train(tmp_path / "parts", None, 2)
     unit = _unit()
     assert Saver.restore_from_latest(tmp_path / "parts", unit)
-    ech.train(unit, DATA[2:4], max_epochs=2, callbacks=[Saver(tmp_path / "parts", options=ech.SaveOptions(only_trained=True))])
+    ech.train(
+        unit, DATA[2:4], max_epochs=2, callbacks=[Saver(tmp_path / "parts", options=ech.callbacks.SaveOptions(only_trained=True))]
+    )
     assert largest_difference({**whole(unit.module), **dict(unit.module.named_buffers())}, want) == 0
     assert _names(tmp_path / "parts") == _names(tmp_path / "whole")
 
@@ -117,7 +119,7 @@ def test_another_base_is_refused_by_name(ranks: Ranks, tmp_path: Path, caplog: p
             "module.norm.bias", ""
         )
     with caplog.at_level(logging.WARNING):
-        Saver.restore_from_latest(tmp_path, _unit(seed=1), restore_options=ech.RestoreOptions(strict=False))
+        Saver.restore_from_latest(tmp_path, _unit(seed=1), restore_options=ech.callbacks.RestoreOptions(strict=False))
     assert "trained on other frozen parameters" in caplog.text
 
 
@@ -127,19 +129,21 @@ def test_what_came_from_a_checkpoint_or_was_frozen_later_stays_in(tmp_path: Path
     ech.train(unit, DATA[:1], max_epochs=1, callbacks=[Saver(tmp_path / "a")])  # all of it
     again = _unit()
     Saver.restore_from_latest(tmp_path / "a", again)
-    ech.train(again, DATA[1:2], max_epochs=2, callbacks=[Saver(tmp_path / "b", options=ech.SaveOptions(only_trained=True))])
+    ech.train(
+        again, DATA[1:2], max_epochs=2, callbacks=[Saver(tmp_path / "b", options=ech.callbacks.SaveOptions(only_trained=True))]
+    )
     assert "module.first.weight" in _names(tmp_path / "b")
 
     late = _unit()
     late.module.first.requires_grad_()
-    saver = Saver(tmp_path / "c", options=ech.SaveOptions(only_trained=True), save_every_n_updates=1)
+    saver = Saver(tmp_path / "c", options=ech.callbacks.SaveOptions(only_trained=True), save_every_n_updates=1)
     late.on_train_step_end = lambda *_: late.module.first.requires_grad_(False)  # type: ignore[method-assign]
     ech.train(late, DATA[:2], max_epochs=1, callbacks=[saver])
     assert "module.first.weight" in _names(tmp_path / "c") and "module.blocks.0.0.weight" not in _names(tmp_path / "c")
 
 
 def test_averages_of_frozen_parameters_are_left_out(tmp_path: Path) -> None:
-    options = {"swa_params": ech.SWAParams(warmup_steps_or_epochs=0, step_or_epoch_update_freq=1, averaging_method="ema")}
+    options = {"swa_params": ech.units.SWAParams(warmup_steps_or_epochs=0, step_or_epoch_update_freq=1, averaging_method="ema")}
     _train(tmp_path, None, 2, **options)
     names = json.loads((max(tmp_path.glob("step-*")) / "index.json").read_text())
     prefix = "swa_model.parameters."
@@ -150,7 +154,12 @@ def test_averages_of_frozen_parameters_are_left_out(tmp_path: Path) -> None:
 
 def test_nothing_frozen_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        ech.train(Regression(), DATA[:1], max_epochs=1, callbacks=[Saver(tmp_path, options=ech.SaveOptions(only_trained=True))])
+        ech.train(
+            Regression(),
+            DATA[:1],
+            max_epochs=1,
+            callbacks=[Saver(tmp_path, options=ech.callbacks.SaveOptions(only_trained=True))],
+        )
     assert "only_trained=True has no effect" in caplog.text
 
 

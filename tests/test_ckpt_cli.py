@@ -27,7 +27,7 @@ Saver = ech.DistributedCheckpointSaver
 def _save(folder: Path, strategy: str) -> dict[str, torch.Tensor]:
     unit = make_unit(strategy)
     unit.score = 0.25
-    best = ech.BestCheckpointConfig("score")
+    best = ech.callbacks.BestCheckpointConfig("score")
     saver = Saver(folder, save_every_n_updates=2, best_checkpoint_config=best)
     ech.train(unit, make_loader(), max_updates=4, callbacks=[saver])
     return whole(unit.module)

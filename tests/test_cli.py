@@ -936,6 +936,22 @@ def test_every_name_of_the_root_is_there(name: str) -> None:
     assert callable(value) and name in dir(echelon)
 
 
+def test_help_of_the_package_is_its_page_of_about_fifty_names() -> None:
+    page, _, modules = (echelon.__doc__ or "").partition("More, by subject:")
+    assert sorted(re.findall(r"^    (\w+) {2,}\S", page, re.M)) == list(echelon.__all__) and len(echelon.__all__) <= 55
+    assert re.findall(r"^    echelon\.(\w+) {2,}\S", modules, re.M) == list(vars(echelon)["_MODULES"])
+
+
+def test_what_moved_from_the_root_tells_its_new_place() -> None:
+    for name, now in vars(echelon)["_NOW"].items():
+        module = importlib.import_module(now.rpartition(".")[0])
+        assert name in module.__all__ and not hasattr(echelon, name)
+    with pytest.raises(AttributeError, match=r"echelon\.MoE is now echelon\.nn\.MoE"):
+        _ = echelon.MoE
+    with pytest.raises(ImportError, match=r"echelon\.MoE is now echelon\.nn\.MoE"):
+        exec("from echelon import MoE")
+
+
 def test_an_unknown_name_of_the_root_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = echelon.no_such_name

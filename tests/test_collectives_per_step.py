@@ -74,7 +74,7 @@ class ByHand(ech.TrainUnit[Any]):
 
     def __init__(self, strategy: str) -> None:
         super().__init__()
-        self.module = ech.prepare_module(net(), torch.device("cpu"), strategy=strategy)
+        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), strategy=strategy)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
 
     def train_step(self, state: ech.State, data: Any) -> None:

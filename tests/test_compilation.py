@@ -78,7 +78,7 @@ def _graphs(numbered: bool, evaluates: bool) -> tuple[list[int], float]:
             seen.append(backend.graphs)
 
     data = [batch(rows, i) for i, rows in enumerate((4, 4, 4, 3))]
-    unit = Unit(module=deep(numbered), compile=ech.TorchCompileParams(blocks=True, backend=backend))
+    unit = Unit(module=deep(numbered), compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend))
     if evaluates:
         ech.fit(unit, data, data, max_epochs=2)
     else:
@@ -107,11 +107,11 @@ def _under(strategies: list[tuple[str, str, Any]]) -> dict[str, float]:
     found = {}
     for name, strategy, preset in strategies:
         torch._dynamo.reset()
-        recomputed: Any = ech.ActivationCheckpointParams(memory_budget=preset) if isinstance(preset, float) else preset
+        recomputed: Any = ech.layouts.ActivationCheckpointParams(memory_budget=preset) if isinstance(preset, float) else preset
         backend = "eager" if preset == "none" else "aot_eager"
         unit = Regression(
             strategy=strategy,
-            compile=ech.TorchCompileParams(blocks=True, backend=backend, fullgraph=True),
+            compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend, fullgraph=True),
             activation_checkpoint_params=recomputed,
         )
         assert all(isinstance(block.forward, Compiled) for block in unit.prepared.unwrapped.blocks)
@@ -156,7 +156,7 @@ def test_a_wrapper_that_is_compiled_is_called_compiled(ranks: Ranks, how: str) -
 
 
 def _saved(
-    params: ech.ActivationCheckpointParams, backend: str = "aot_eager", module: nn.Module | None = None, width: int = 8
+    params: ech.layouts.ActivationCheckpointParams, backend: str = "aot_eager", module: nn.Module | None = None, width: int = 8
 ) -> int:
     """Elements that a compiled model keeps for its backward pass."""
     kept = 0
@@ -169,8 +169,8 @@ def _saved(
     torch._dynamo.reset()
     if module is None:
         module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
-    ech.prepare_module(
-        module, CPU, compile=ech.TorchCompileParams(blocks=True, backend=backend), activation_checkpoint_params=params
+    ech.layouts.prepare_module(
+        module, CPU, compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend), activation_checkpoint_params=params
     )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(torch.randn(64, width)).sum().backward()
@@ -181,7 +181,7 @@ def test_a_memory_budget_decides_how_much_is_kept() -> None:
     import torch._functorch.config as config
 
     before = config.activation_memory_budget
-    small, large = (_saved(ech.ActivationCheckpointParams(memory_budget=budget)) for budget in (0.0, 1.0))
+    small, large = (_saved(ech.layouts.ActivationCheckpointParams(memory_budget=budget)) for budget in (0.0, 1.0))
     assert small < large
     assert config.activation_memory_budget == before, "another unit of the process has its own"
 
@@ -211,12 +211,12 @@ def _off_by(how: str, backend: str, budget: float, strategy: str = "noop", optio
     torch._dynamo.reset()
     torch.manual_seed(0)
     module: Any = nn.Sequential(*(Drawing(how) for _ in range(3))).double()
-    module = ech.prepare_module(
+    module = ech.layouts.prepare_module(
         module,
         CPU,
         strategy=strategy,
-        compile=ech.TorchCompileParams(blocks=True, backend=backend, options=options),
-        activation_checkpoint_params=ech.ActivationCheckpointParams(memory_budget=budget),
+        compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend, options=options),
+        activation_checkpoint_params=ech.layouts.ActivationCheckpointParams(memory_budget=budget),
     )
     at, way, step = torch.randn(16, 16).double(), torch.randn(16, 16).double(), 1e-5
 
@@ -259,7 +259,7 @@ def test_a_budget_of_the_process_counts_as_one_of_the_model() -> None:
     with config.patch({"activation_memory_budget": 0.6}):
         torch._dynamo.reset()
         module: Any = nn.Sequential(*(Drawing("dropout") for _ in range(2)))
-        ech.prepare_module(module, CPU, compile=ech.TorchCompileParams(blocks=True, backend="aot_eager"))
+        ech.layouts.prepare_module(module, CPU, compile=ech.layouts.TorchCompileParams(blocks=True, backend="aot_eager"))
         x = torch.randn(16, 16, requires_grad=True)
         y = module[0](x)
         (slope,) = torch.autograd.grad(y.sum(), module[0].inner.bias)
@@ -283,32 +283,34 @@ def _kept(backend: str) -> tuple[int, int]:
         return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 16))
 
     model = nn.Sequential(block(), block())
-    few, many = (_saved(ech.ActivationCheckpointParams(memory_budget=at), backend, copy.deepcopy(model), 16) for at in (0.0, 1.0))
+    few, many = (
+        _saved(ech.layouts.ActivationCheckpointParams(memory_budget=at), backend, copy.deepcopy(model), 16) for at in (0.0, 1.0)
+    )
     return few, many
 
 
 def test_compile_true_is_the_whole_and_blocks_without_blocks_too() -> None:
     for module, asked in ((net(), True), (nn.Linear(4, 1).double(), "blocks")):
-        made = ech.prepare_module(module, CPU, compile=asked)  # type: ignore[arg-type]
+        made = ech.layouts.prepare_module(module, CPU, compile=asked)  # type: ignore[arg-type]
         assert made._compiled_call_impl is not None  # type: ignore[attr-defined]
     module = net()
-    assert ech.prepare_module(module, CPU, compile=False) is module and module._compiled_call_impl is None
-    made = ech.prepare_module(net(), CPU, compile="blocks")
+    assert ech.layouts.prepare_module(module, CPU, compile=False) is module and module._compiled_call_impl is None
+    made = ech.layouts.prepare_module(net(), CPU, compile="blocks")
     assert isinstance(made, Net) and all(isinstance(block.forward, Compiled) for block in made.blocks)
 
 
 def test_what_is_compiled_can_be_copied_and_pickled() -> None:
     data = batch(4, 0)[0]
-    module = ech.prepare_module(net(), CPU, compile=ech.TorchCompileParams(blocks=True, backend="eager"))
+    module = ech.layouts.prepare_module(net(), CPU, compile=ech.layouts.TorchCompileParams(blocks=True, backend="eager"))
     want = module(data)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         torch.testing.assert_close(other(data), want)
 
 
 def test_presets_by_name_are_the_values() -> None:
-    of = ech.ActivationCheckpointParams.of
+    of = ech.layouts.ActivationCheckpointParams.of
     assert of("none", "x") is None and of(None, "x") is None
-    assert of("blocks", "x") == ech.ActivationCheckpointParams()
+    assert of("blocks", "x") == ech.layouts.ActivationCheckpointParams()
     kept = of("selective", "x").save_ops  # type: ignore[union-attr]
     assert torch.ops.aten.mm.default in kept and torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in kept
 
@@ -316,7 +318,9 @@ def test_presets_by_name_are_the_values() -> None:
 def test_prove_leaves_compile_and_its_budget_out(caplog: pytest.LogCaptureFixture) -> None:
     impose(Overrides(compile=False))
     try:
-        unit = Regression(compile="blocks", activation_checkpoint_params=ech.ActivationCheckpointParams(memory_budget=0.5))
+        unit = Regression(
+            compile="blocks", activation_checkpoint_params=ech.layouts.ActivationCheckpointParams(memory_budget=0.5)
+        )
         assert not any(isinstance(block.forward, Compiled) for block in unit.module.blocks)
     finally:
         impose(None)
@@ -327,8 +331,8 @@ def test_prove_leaves_compile_and_its_budget_out(caplog: pytest.LogCaptureFixtur
     ("options", "message"),
     [
         ({"compile": "block"}, r"compile must be 'blocks', True, False or TorchCompileParams\(\.\.\.\), got 'block'"),
-        ({"compile": True, "torch_compile_params": ech.TorchCompileParams()}, "are the same option"),
-        ({"compile": ech.TorchCompileParams(backend="tvm2")}, "must be one of .*'inductor'.*or a function, got 'tvm2'"),
+        ({"compile": True, "torch_compile_params": ech.layouts.TorchCompileParams()}, "are the same option"),
+        ({"compile": ech.layouts.TorchCompileParams(backend="tvm2")}, "must be one of .*'inductor'.*or a function, got 'tvm2'"),
         (
             {"activation_checkpoint_params": "full"},
             r"must be 'none', 'blocks', 'selective' or Activ.*memory_budget=0\.6.*got 'full'",
@@ -342,11 +346,11 @@ def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str
 
 def test_values_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(UsageError, match="memory_budget must be from 0 to 1, got 2"):
-        ech.ActivationCheckpointParams(memory_budget=2)
+        ech.layouts.ActivationCheckpointParams(memory_budget=2)
     with pytest.raises(UsageError, match=r"memory_budget leaves torch\.compile to choose"):
-        ech.ActivationCheckpointParams(memory_budget=0.5, every=2)
+        ech.layouts.ActivationCheckpointParams(memory_budget=0.5, every=2)
     with pytest.raises(UsageError, match="blocks and recursive_module_types"):
-        ech.TorchCompileParams(blocks=True, recursive_module_types=["Linear"])
+        ech.layouts.TorchCompileParams(blocks=True, recursive_module_types=["Linear"])
 
 
 def test_what_inductor_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

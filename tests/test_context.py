@@ -32,7 +32,7 @@ class Reentrant(LM):
     """Has its blocks computed again by torch itself."""
 
     def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.tokens(x) + self.places(ech.positions(x))
+        h = self.tokens(x) + self.places(ech.nn.positions(x))
         for block in self.blocks:
             h = checkpoint(block, h, use_reentrant=True)
         return self.head(self.norm(h))
@@ -50,10 +50,10 @@ class Routed(LM):
         super().__init__()
         width = self.norm.normalized_shape[0]
         experts = [nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)) for _ in range(4)]
-        self.routed = ech.MoE(width, experts, top_k=2, balance=None)
+        self.routed = ech.nn.MoE(width, experts, top_k=2, balance=None)
 
     def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.tokens(x) + self.places(ech.positions(x))
+        h = self.tokens(x) + self.places(ech.nn.positions(x))
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h + self.routed(h)))
@@ -74,7 +74,7 @@ class RoutedByHand(LM):
         self.up, self.activation = nn.ModuleList(nn.Linear(width, width) for _ in range(4)), nn.SiLU()
 
     def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.tokens(x) + self.places(ech.positions(x))
+        h = self.tokens(x) + self.places(ech.nn.positions(x))
         for block in self.blocks:
             h = block(h)
         flat = h.flatten(0, 1)
@@ -211,7 +211,7 @@ def _between_passes() -> dict[str, Any]:
     x = tokens(2, 7, 0)["inputs"]  # a length that does not divide
     with torch.no_grad():
         same = bool((unit.module(x) - lm()(x)).abs().max() < 1e-14)
-    return {"same": same, "positions": ech.positions(x).tolist(), "whole": ech.whole_sequence(x) is x}
+    return {"same": same, "positions": ech.nn.positions(x).tolist(), "whole": ech.nn.whole_sequence(x) is x}
 
 
 def test_without_a_step_under_way_nothing_is_split(ranks: Ranks) -> None:
@@ -231,7 +231,7 @@ def _evaluated(cp: int) -> tuple[float, float, list[float]]:
             count + weight,
         )
 
-    class Predicts(ech.AutoPredictUnit[torch.Tensor]):
+    class Predicts(ech.units.AutoPredictUnit[torch.Tensor]):
         def on_predict_step_end(self, state: ech.State, data: torch.Tensor, step: int, outputs: torch.Tensor) -> None:
             far.append(float((outputs - module(data)).abs().max()))
 
@@ -421,7 +421,7 @@ def _draws_time(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tens
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "attention by hand": (ByHand, {}, r"ByHand.head \(Linear\) gets other inputs .*scaled_dot_product_attention"),
-    "local positions": (LocalPositions, {}, r"LocalPositions\.places .*echelon.positions"),
+    "local positions": (LocalPositions, {}, r"LocalPositions\.places .*echelon.nn.positions"),
     "pooling": (Pooled, {}, "Pooled gives other outputs"),
     "a mask of local keys": (LocalMask, {}, r"over all 16 keys .* got 8 x 8 .*is_causal=True"),
     "MultiheadAttention": (Multihead, {}, r"over 2 ranks cannot split nn\.MultiheadAttention"),
@@ -504,7 +504,7 @@ def test_weights_of_parts_that_are_not_those_of_the_whole_are_refused(ranks: Ran
 
 
 def _compiled() -> tuple[str, float]:
-    options: dict[str, Any] = {"compile": ech.TorchCompileParams(backend="aot_eager"), "strategy": "cp=2"}
+    options: dict[str, Any] = {"compile": ech.layouts.TorchCompileParams(backend="aot_eager"), "strategy": "cp=2"}
     with pytest.raises(UsageError) as raised:
         Language(module=lm(), activation_checkpoint_params="blocks", **options)
     batches = [[tokens(2, 16, 0)], [tokens(2, 16, 1)]]
@@ -598,7 +598,7 @@ def test_another_thread_attends_to_all_keys_too(ranks: Ranks) -> None:
 
 def _prepared_alone(strategy: str) -> str:
     with pytest.raises(UsageError) as caught:
-        ech.prepare_module(nn.Linear(2, 2), torch.device("cpu"), strategy=strategy)
+        ech.layouts.prepare_module(nn.Linear(2, 2), torch.device("cpu"), strategy=strategy)
     return str(caught.value)
 
 

@@ -77,7 +77,7 @@ def beside() -> dict[str, Any]:
 def declared_copies() -> nn.Module:
     mesh = grid("dp", "cp")
     module = fully_shard(net(), mesh=mesh["dp", "cp"]._flatten("dp_cp"))
-    ech.data_axes(module, mesh["dp"])
+    ech.layouts.data_axes(module, mesh["dp"])
     return module
 
 
@@ -239,14 +239,14 @@ def _refused() -> dict[str, str]:
 
 
 def _declared(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    ech.data_axes(module, mesh)
+    ech.layouts.data_axes(module, mesh)
     return module
 
 
 def test_what_cannot_be_known_is_refused_and_the_axis_named(ranks: Ranks) -> None:
     for said in ranks(4, _refused):
         for name in ("by hand", "by a strategy", "ddp"):
-            assert "'cp'" in said[name] and "echelon.data_axes(module, mesh[" in said[name], said[name]
+            assert "'cp'" in said[name] and "echelon.layouts.data_axes(module, mesh[" in said[name], said[name]
         for name in ("sharded twice", "whole"):
             assert "'cp'" in said[name] and 'FSDPStrategy(device_mesh=mesh["dp"])' in said[name], said[name]
         assert "'cp'" in said["some ranks"] and "4 ranks" in said["some ranks"] and "fully_shard" in said["some ranks"]

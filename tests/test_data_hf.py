@@ -28,7 +28,7 @@ def table() -> Any:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_table_goes_through_the_loader(table: Any, workers: int) -> None:
-    loader = ech.Loader(table.with_format("torch"), 8, seed=1, num_workers=workers, options=ech.LoaderOptions(dp=(0, 1)))
+    loader = ech.Loader(table.with_format("torch"), 8, seed=1, num_workers=workers, options=ech.data.LoaderOptions(dp=(0, 1)))
     batches = list(loader)
     assert batches[0]["x"].shape == (8, 2)
     rows = torch.cat([b["y"] for b in batches])
@@ -40,7 +40,7 @@ def test_a_batch_is_read_at_once(table: Any, monkeypatch: pytest.MonkeyPatch) ->
     calls = []
     original = datasets.Dataset.__getitems__
     monkeypatch.setattr(datasets.Dataset, "__getitems__", lambda self, keys: calls.append(len(keys)) or original(self, keys))
-    list(ech.Loader(table, 8, options=ech.LoaderOptions(dp=(0, 1))))
+    list(ech.Loader(table, 8, options=ech.data.LoaderOptions(dp=(0, 1))))
     assert calls == [8] * 5
 
 
@@ -58,12 +58,12 @@ def test_a_row_that_fails_is_named(table: Any) -> None:
         return rows
 
     with pytest.raises(DataError, match=r"sample 13 \(epoch 0, data rank 0\) could not be read: ValueError: torn"):
-        list(ech.Loader(table.with_transform(torn), 8, options=ech.LoaderOptions(dp=(0, 1))))
+        list(ech.Loader(table.with_transform(torn), 8, options=ech.data.LoaderOptions(dp=(0, 1))))
 
 
 def test_a_streamed_table_goes_on_where_it_was_left(table: Any) -> None:
     def loader() -> ech.StreamLoader:
-        return ech.StreamLoader(table.to_iterable_dataset(num_shards=4), 8, options=ech.LoaderOptions(dp=(0, 1)))
+        return ech.StreamLoader(table.to_iterable_dataset(num_shards=4), 8, options=ech.data.LoaderOptions(dp=(0, 1)))
 
     first = loader()
     batches = iter(first)
@@ -125,7 +125,7 @@ def _mixed(workers: int) -> Any:
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     parts = [split_dataset_by_node(_streamed(first), **place) for first in (0, 100)]
     mixed = datasets.interleave_datasets(parts, stopping_strategy="all_exhausted_without_replacement")
-    loader = ech.StreamLoader(mixed, 4, num_workers=workers, tail="keep", options=ech.StreamOptions())
+    loader = ech.StreamLoader(mixed, 4, num_workers=workers, tail="keep", options=ech.data.StreamOptions())
     seen = [float(x) for batch in loader if not isinstance(batch, Padding) for x in batch["x"]]
     with pytest.raises(UsageError, match=r"must be 'itself'.*got 'stride'"):
         ech.StreamLoader(mixed, 4, shards="stride")

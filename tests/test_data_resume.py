@@ -16,7 +16,7 @@ from echelon.data.fingerprint import checksum
 def _loader(
     data: Any = range(40), size: int = 8, *, fingerprint: str | None = None, accept_changes: Any = (), **options: Any
 ) -> ech.Loader:
-    more = ech.LoaderOptions(dp=(0, 1), fingerprint=fingerprint, accept_changes=accept_changes)
+    more = ech.data.LoaderOptions(dp=(0, 1), fingerprint=fingerprint, accept_changes=accept_changes)
     return ech.Loader(data, size, options=more, **options)
 
 

@@ -92,7 +92,7 @@ def test_a_row_by_hand() -> None:
 def test_lengths_of_sequences_for_attention() -> None:
     rows = ech.Packed(DOCUMENTS, 6)
     documents = torch.stack([rows[r].documents for r in range(3)])
-    edges, longest = ech.cu_seqlens(documents)
+    edges, longest = ech.data.cu_seqlens(documents)
     # row 0: 3 + 1 + 2, row 1: 5 + 1, row 2: 1 and the padding's 5
     assert edges.tolist() == [0, 3, 4, 6, 11, 12, 13, 18] and longest == 5 and edges.dtype == torch.int32
 
@@ -111,10 +111,10 @@ def test_attention_masked_by_documents_equals_each_document_alone() -> None:
 
 
 def test_rows_go_through_a_loader_in_batches_and_by_workers(tmp_path: Path) -> None:
-    tokens = ech.write_tokens(tmp_path / "t.bin", _numbered([5, 3, 9, 20, 1, 10]))
+    tokens = ech.data.write_tokens(tmp_path / "t.bin", _numbered([5, 3, 9, 20, 1, 10]))
     seen = []
     for workers in (0, 2):
-        loader = ech.Loader(ech.Packed(tokens, 6), 4, num_workers=workers, options=ech.LoaderOptions(dp=(0, 1)))
+        loader = ech.Loader(ech.Packed(tokens, 6), 4, num_workers=workers, options=ech.data.LoaderOptions(dp=(0, 1)))
         batches = list(loader)
         assert batches[0].inputs.shape == (4, 6) and batches[0].documents.dtype == torch.int32
         seen.append(torch.cat([b.inputs[b.documents >= 0] for b in batches]).sort().values.tolist())
@@ -125,7 +125,7 @@ def test_rows_go_through_a_loader_in_batches_and_by_workers(tmp_path: Path) -> N
 def test_what_is_written_is_read(tmp_path: Path, dtype: str) -> None:
     top = np.iinfo(dtype).max
     documents = [[1, 2, 3], [], [top], [7] * 5]
-    tokens = ech.write_tokens(tmp_path / "t.bin", documents, dtype)
+    tokens = ech.data.write_tokens(tmp_path / "t.bin", documents, dtype)
     assert tokens.documents == 4 and len(tokens) == 9 and tokens.data.dtype == dtype
     assert [tokens.document(i).tolist() for i in range(4)] == documents
     again = pickle.loads(pickle.dumps(tokens))
@@ -134,14 +134,14 @@ def test_what_is_written_is_read(tmp_path: Path, dtype: str) -> None:
 
 
 def test_a_pickled_file_is_opened_again_not_copied(tmp_path: Path) -> None:
-    tokens = ech.write_tokens(tmp_path / "t.bin", [range(60_000)])
+    tokens = ech.data.write_tokens(tmp_path / "t.bin", [range(60_000)])
     assert len(pickle.dumps(ech.Packed(tokens, 8))) < 2000
 
 
 def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
     with (
         pytest.raises(UsageError, match="the tokens of document 1 must fit into uint16, got 70000 to 70000"),
-        ech.TokenWriter(tmp_path / "t.bin") as w,
+        ech.data.TokenWriter(tmp_path / "t.bin") as w,
     ):
         w.add([1, 2])
         assert not (tmp_path / "t.bin").exists()
@@ -180,7 +180,7 @@ def test_files_of_megatron_are_read_with_their_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-1], lambda raw: raw + b"x", lambda raw: raw[:70]])
 def test_a_file_of_another_size_than_its_header_says_is_refused(tmp_path: Path, damage: Any) -> None:
     path = tmp_path / "t.bin"
-    ech.write_tokens(path, DOCUMENTS)
+    ech.data.write_tokens(path, DOCUMENTS)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match="must have 144 bytes by its header"):
         ech.Tokens(path)
@@ -237,7 +237,7 @@ def test_an_index_of_megatrons_that_says_what_cannot_be_is_refused(tmp_path: Pat
 def test_a_writer_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     (tmp_path / "t.bin.partial").symlink_to(tmp_path / "precious")
-    assert len(ech.write_tokens(tmp_path / "t.bin", [[1, 2]])) == 2
+    assert len(ech.data.write_tokens(tmp_path / "t.bin", [[1, 2]])) == 2
     assert (tmp_path / "precious").read_text() == "x" and not (tmp_path / "t.bin").is_symlink()
 
 

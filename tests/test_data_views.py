@@ -33,7 +33,7 @@ class Named:
 
 def _drawn(dataset: Any, *, epochs: int = 1, seed: int = 0, **options: Any) -> list[int]:
     """What one rank alone is given, epoch after epoch."""
-    loader = ech.Loader(dataset, 4, seed=seed, options=ech.LoaderOptions(dp=(0, 1)), **options)
+    loader = ech.Loader(dataset, 4, seed=seed, options=ech.data.LoaderOptions(dp=(0, 1)), **options)
     seen = []
     for epoch in range(epochs):
         loader.set_epoch(epoch)
@@ -92,13 +92,13 @@ def test_global_batches_do_not_depend_on_ranks_accumulation_workers_or_a_restart
     if kind == "mixture":
         data: Any = ech.Mixture({"a": Named("a", 9), "b": Named("b", 40)}, {"a": 1, "b": 2})
     else:
-        data = ech.Weighted(Named("a", 49), np.arange(49) % 3)
+        data = ech.data.Weighted(Named("a", 49), np.arange(49) % 3)
 
     def batches(ranks: int, accumulation: int, resumed_at: int = 0, workers: int = 0) -> list[list[int]]:
         per_rank = []
         for rank in range(ranks):
             loader = ech.Loader(
-                data, 12, seed=5, accumulation=accumulation, options=ech.LoaderOptions(dp=(rank, ranks)), num_workers=workers
+                data, 12, seed=5, accumulation=accumulation, options=ech.data.LoaderOptions(dp=(rank, ranks)), num_workers=workers
             )
             loader.set_epoch(1)
             if resumed_at:
@@ -115,7 +115,7 @@ def test_global_batches_do_not_depend_on_ranks_accumulation_workers_or_a_restart
 
 def test_names_come_beside_the_samples() -> None:
     mixture = ech.Mixture({"a": Named("a", 5), "b": Named("b", 9)}, {"a": 1, "b": 3}, named=True)
-    for names, values in ech.Loader(mixture, 4, options=ech.LoaderOptions(dp=(0, 1))):
+    for names, values in ech.Loader(mixture, 4, options=ech.data.LoaderOptions(dp=(0, 1))):
         assert [ord(n) - ord("a") + 1 for n in names] == [v % 1000 for v in values.tolist()]
     assert mixture[6] == ("b", 1002) and mixture.locate(6) == ("b", 1)
 
@@ -167,20 +167,20 @@ def test_an_empty_dataset_is_refused_by_name() -> None:
 def test_draws_follow_the_weights() -> None:
     """Chi-squared with 3 degrees of freedom; 99.9% of fair draws stay below 16.3. What weighs nothing never comes."""
     weights = [0.0, 1.0, 2.0, 0.0, 3.0, 4.0, 0.0]
-    counts = Counter(v // 1000 for v in _drawn(ech.Weighted(Named("a", 7), weights, samples_per_epoch=20_000)))
+    counts = Counter(v // 1000 for v in _drawn(ech.data.Weighted(Named("a", 7), weights, samples_per_epoch=20_000)))
     assert not {0, 3, 6} & counts.keys()
     assert sum((counts[i] - 2000 * w) ** 2 / (2000 * w) for i, w in enumerate(weights) if w) < 16.3
 
 
 @pytest.mark.parametrize(("word", "sample"), [(0, 1), (2**64 - 1, 3)])
 def test_the_ends_of_the_range_meet_no_sample_without_weight(monkeypatch: pytest.MonkeyPatch, word: int, sample: int) -> None:
-    order = ech.Weighted(range(5), [0, 1, 0, 3, 0]).order(0)
+    order = ech.data.Weighted(range(5), [0, 1, 0, 3, 0]).order(0)
     monkeypatch.setattr("echelon.data.views.mix64", lambda x: np.full_like(x, word))
     assert order.at(0, np.arange(2)).tolist() == [sample] * 2
 
 
 def test_draws_of_other_epochs_and_seeds_differ() -> None:
-    data = ech.Weighted(Named("a", 1000), np.ones(1000))
+    data = ech.data.Weighted(Named("a", 1000), np.ones(1000))
     order = data.order(1)
     base = order.at(0, np.arange(1000))
     assert np.mean(base == order.at(1, np.arange(1000))) < 0.01
@@ -190,7 +190,7 @@ def test_draws_of_other_epochs_and_seeds_differ() -> None:
 
 
 def test_a_million_weights_are_drawn_from_quickly() -> None:
-    order = ech.Weighted(range(10**6), np.random.default_rng(0).random(10**6)).order(0)
+    order = ech.data.Weighted(range(10**6), np.random.default_rng(0).random(10**6)).order(0)
     began = time.perf_counter()
     order.at(0, np.arange(100_000))
     assert time.perf_counter() - began < 30  # 0.04 s; minutes if each draw looked at all weights
@@ -199,7 +199,7 @@ def test_a_million_weights_are_drawn_from_quickly() -> None:
 @pytest.mark.parametrize("weights", [[1.0, -1.0], [0.0, 0.0], [1.0, float("nan")], [1.0]])
 def test_weights_that_cannot_be_are_refused(weights: list[float]) -> None:
     with pytest.raises(UsageError, match="weights"):
-        ech.Weighted(range(2), weights)
+        ech.data.Weighted(range(2), weights)
 
 
 def test_a_changed_ratio_is_noticed_on_resume() -> None:

@@ -61,7 +61,7 @@ def _exit() -> None:
 
 
 def _loader(dataset: Any, workers: int, *, timeout_s: float = 300.0) -> ech.Loader:
-    options = ech.LoaderOptions(dp=(1, 2), timeout_s=timeout_s)
+    options = ech.data.LoaderOptions(dp=(1, 2), timeout_s=timeout_s)
     loader = ech.Loader(dataset, 8, shuffle=False, num_workers=workers, options=options)
     loader.set_epoch(3)
     return loader
@@ -174,7 +174,7 @@ class Augmented:
 
 def test_augmentation_in_workers_draws_the_same_after_a_restart() -> None:
     def batches(at: int = 0) -> list[torch.Tensor]:
-        loader = ech.Loader(Augmented(), 4, num_workers=2, options=ech.LoaderOptions(dp=(0, 1), fingerprint="none"))
+        loader = ech.Loader(Augmented(), 4, num_workers=2, options=ech.data.LoaderOptions(dp=(0, 1), fingerprint="none"))
         loader.seek(at)
         return list(loader)
 

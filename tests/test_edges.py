@@ -140,9 +140,9 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
     "zero2": ("zero2", {}),
     "prefetch": (ech.FSDPStrategy(forward_prefetch=True), {}),
-    "prefetch far": (ech.FSDP2Strategy(forward_prefetch=2, backward_prefetch=2), {}),
-    "recomputed": ("fsdp", {"activation_checkpoint_params": ech.ActivationCheckpointParams()}),
-    "compiled": ("fsdp", {"torch_compile_params": ech.TorchCompileParams(backend="aot_eager")}),
+    "prefetch far": (ech.layouts.FSDP2Strategy(forward_prefetch=2, backward_prefetch=2), {}),
+    "recomputed": ("fsdp", {"activation_checkpoint_params": ech.layouts.ActivationCheckpointParams()}),
+    "compiled": ("fsdp", {"torch_compile_params": ech.layouts.TorchCompileParams(backend="aot_eager")}),
     "windows": ("fsdp", {"gradient_accumulation_steps": 2}),
 }
 # The two that fully_shard treats differently go every way; in `make test` each head goes one way, and one of them three.
@@ -171,7 +171,7 @@ def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:
     with pytest.raises(UsageError, match="forward_prefetch must be a whole number of at least 0, got 'no'"):
         ech.FSDPStrategy(forward_prefetch="no")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="backward_prefetch must be a whole number of at least 1, or None"):
-        ech.HSDPStrategy(backward_prefetch=0)
+        ech.layouts.HSDPStrategy(backward_prefetch=0)
 
 
 class _Counts(logging.Handler):

@@ -184,7 +184,7 @@ class Tokens(Regression):
         self.largest = max(self.largest, len(x))
         return _token_loss(self.module(x), y, tokens), tokens
 
-    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.units.TrainStepResults) -> None:
         super().on_train_step_end(state, data, step, results)
         assert torch.equal(results.outputs, data[2])
         self.losses.append(float(results.loss))
@@ -277,7 +277,7 @@ def test_what_belongs_to_pieces_is_put_together(pieces: list[Any], whole: Any) -
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pieces_are_equally_many_and_differ_by_one_sample_at_most(workers: int) -> None:
-    loader = ech.Loader(list(range(13)), 10, shuffle=False, options=ech.LoaderOptions(dp=(1, 2)), num_workers=workers)
+    loader = ech.Loader(list(range(13)), 10, shuffle=False, options=ech.data.LoaderOptions(dp=(1, 2)), num_workers=workers)
     first, tail = loader.in_pieces(3)
     assert type(first) is Pieces and [piece.tolist() for piece in first] == [[5, 6], [7, 8], [9]]
     assert [p.batch.tolist() if isinstance(p, Padding) else p.tolist() for p in tail] == [[12], [12], [12]]

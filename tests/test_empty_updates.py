@@ -43,7 +43,7 @@ def _plain() -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
     schedule = _halved(optimizer)
     for _ in range(EPOCHS):
-        for x, y, chosen in _loader(options=ech.LoaderOptions(dp=(0, 1))):
+        for x, y, chosen in _loader(options=ech.data.LoaderOptions(dp=(0, 1))):
             if chosen.any():
                 optimizer.zero_grad()
                 (((module(x) - y).square().mean(1) * chosen).sum() / chosen.sum()).backward()

@@ -1,6 +1,6 @@
 """Every strategy trains as one process in plain PyTorch does: twenty updates on 2 and 4 ranks, with prove's own engine.
 
-A strategy that is added to STRATEGIES is tested here by existing. All cases of a strategy share one start of its ranks.
+A layout that is added to LAYOUTS is tested here by existing. All cases of a strategy share one start of its ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.loop.target import Target
-from echelon.parallel import STRATEGIES
+from echelon.parallel import LAYOUTS
 from echelon.prover.judge import compare
 from echelon.prover.matrix import Row
 from echelon.prover.rank import Replay, run_reference, run_row
@@ -161,18 +161,18 @@ def _reference_all(cases: Sequence[Case], root: str, name: str, ranks: int) -> N
 
 WAYS: dict[str, tuple[int, Any]] = {
     f"{name} on {ranks}": (ranks, name)
-    for name in STRATEGIES
+    for name in (*LAYOUTS, "tp")
     for ranks in (2, 4)
-    # One process; workers that meet seldom; other spellings of fsdp; two ranks cannot be split in two ways.
-    if name not in ("noop", "dp", "local_sgd", "diloco", "parallel") and (name, ranks) not in (("fsdp2", 4), ("hsdp", 2))
+    # One process; workers that meet seldom; two ranks cannot be split in two ways.
+    if name not in ("none", "local_sgd", "diloco") and (name, ranks) != ("hsdp", 2)
 }
 WAYS["tp x fsdp on 4"] = (4, ech.TPStrategy(size=2))
 WAYS["tp x hsdp on 4"] = (4, ech.TPStrategy(size=1, dp_replicate=2))
 
 
-# In `make test` each strategy is on two ranks, and hsdp, which divides ranks in two ways, on four; spellings of fsdp are not.
+# In `make test` each strategy is on two ranks, and hsdp, which divides ranks in two ways, on four.
 FIRST = "ddp on 2"
-MORE = ("fsdp2 on 2", "zero3 on 2", *(way for way, (ranks, _) in WAYS.items() if ranks == 4 and way != "hsdp on 4"))
+MORE = tuple(way for way, (ranks, _) in WAYS.items() if ranks == 4 and way != "hsdp on 4")
 
 
 References = Callable[[list[Case], int], str]

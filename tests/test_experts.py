@@ -37,7 +37,7 @@ class Expert(nn.Module):
 
 
 class PlainMoE(nn.Module):
-    """What `echelon.MoE` is to compute, expert by expert and token by token. Imports nothing of echelon."""
+    """What `echelon.nn.MoE` is to compute, expert by expert and token by token. Imports nothing of echelon."""
 
     def __init__(self, experts: list[nn.Module], k: int, balance: str | None) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ def _models(k: int, balance: Any, kind: str) -> tuple[Model, Model]:
     """The same model twice: of ours, and plain."""
 
     def ours() -> nn.Module:
-        experts: Any = [Expert() for _ in range(EXPERTS)] if kind == "modules" else ech.GroupedExperts(WIDTH, 5, EXPERTS)
-        return ech.MoE(WIDTH, experts, top_k=k, balance=balance)
+        experts: Any = [Expert() for _ in range(EXPERTS)] if kind == "modules" else ech.nn.GroupedExperts(WIDTH, 5, EXPERTS)
+        return ech.nn.MoE(WIDTH, experts, top_k=k, balance=balance)
 
     torch.manual_seed(0)
     mine = Model(ours).double()
@@ -115,7 +115,7 @@ class Unit(Regression):
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
         loss, out = super().compute_loss(state, data)
         balances = any(getattr(m, "balance", None) == "auxiliary" for m in self.module.modules())
-        return (loss + ech.auxiliary_loss(self.module) if balances else loss), out
+        return (loss + ech.nn.auxiliary_loss(self.module) if balances else loss), out
 
 
 # name: (top_k, balance, kind, options of the unit)
@@ -283,8 +283,8 @@ def test_a_rank_whose_batch_counts_nothing_computes_for_the_others(ranks: Ranks)
 
 def _saver_unit(strategy: Any, seed: int) -> tuple[Unit, ech.Loader]:
     torch.manual_seed(seed)
-    experts = ech.GroupedExperts(WIDTH, 5, EXPERTS)
-    model = Model(lambda: ech.MoE(WIDTH, experts if seed < 0 else ech.GroupedExperts(WIDTH, 5, EXPERTS))).double()
+    experts = ech.nn.GroupedExperts(WIDTH, 5, EXPERTS)
+    model = Model(lambda: ech.nn.MoE(WIDTH, experts if seed < 0 else ech.nn.GroupedExperts(WIDTH, 5, EXPERTS))).double()
     return Unit(module=model, strategy=strategy, optimizer="AdamW", lr=0.05), ech.Loader(DATA, 12, seed=1)
 
 
@@ -357,7 +357,7 @@ def test_stages_read_a_checkpoint_of_any_layout(ranks: Ranks, tmp_path: Path) ->
 
 def _counted_in_stages(strategy: Any) -> list[float]:
     torch.manual_seed(0)
-    model = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
+    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
     unit = Silent(module=model, strategy=strategy, gradient_accumulation_steps=4, clip_grad_norm=float("inf"))
     found: list[float] = []
     routers = [part for part in unit.prepared.unwrapped.modules() if hasattr(part, "seen")]
@@ -388,12 +388,12 @@ def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, size: int) -> 
 def _loads(strategy: Any) -> tuple[list[dict[str, torch.Tensor]], float, float]:
     """Loads after 12 rows, and after one more, of which a second rank has none; tokens and entropy of the latter."""
     torch.manual_seed(0)
-    unit = Unit(module=Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS)).double(), strategy=strategy)
+    unit = Unit(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double(), strategy=strategy)
     loader, found = ech.Loader(torch.utils.data.Subset(DATA, range(13)), 12), []
     for steps in (1, 2):
         ech.train(unit, loader, max_updates=steps)
         ech.evaluate(unit, ech.Loader(DATA, 12))
-        found.append({n.removeprefix("module."): load for n, load in ech.expert_loads(unit.module).items()})
+        found.append({n.removeprefix("module."): load for n, load in ech.nn.expert_loads(unit.module).items()})
     latest = next(m.seen.latest for m in unit.module.modules() if hasattr(m, "seen"))
     return found, float(latest[-1]), float(latest[-2])
 
@@ -416,7 +416,7 @@ def test_loads_count_each_sample_once_on_any_number_of_ranks(ranks: Ranks, strat
 def _biases(strategy: str) -> tuple[int, torch.Tensor]:
     """Broadcasts of five updates, and what they made of the first layer's biases."""
     torch.manual_seed(0)
-    model = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS, bias_update_rate=0.5)).double()
+    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, bias_update_rate=0.5)).double()
     unit = Regression(module=model, strategy=strategy)
     rank, sent = dist.get_rank(), 0
     real = dist.broadcast
@@ -441,7 +441,7 @@ def test_biases_are_equal_on_all_ranks_without_being_sent(ranks: Ranks, strategy
 
 def test_what_a_mask_leaves_out_is_computed_and_not_counted() -> None:
     torch.manual_seed(0)
-    moe = ech.MoE(WIDTH, ech.GroupedExperts(WIDTH, 5, EXPERTS), balance="auxiliary").double()
+    moe = ech.nn.MoE(WIDTH, ech.nn.GroupedExperts(WIDTH, 5, EXPERTS), balance="auxiliary").double()
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     mask = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])
     y = moe(x, mask)
@@ -455,7 +455,7 @@ def test_what_a_mask_leaves_out_is_computed_and_not_counted() -> None:
 def test_biases_even_the_loads_out() -> None:
     """A gate that prefers one expert for nearly all tokens."""
     torch.manual_seed(0)
-    moe = ech.MoE(4, ech.GroupedExperts(4, 4, EXPERTS), top_k=1, bias_update_rate=0.005)
+    moe = ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, EXPERTS), top_k=1, bias_update_rate=0.005)
     x = torch.cat([torch.randn(256, 3), torch.ones(256, 1)], 1)
     with torch.no_grad():
         moe.router.gate.weight[1, 3] += 2
@@ -476,11 +476,11 @@ class Forgets(Regression):
 
 
 def test_an_auxiliary_loss_that_nobody_added_is_named() -> None:
-    unit = Forgets(module=Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double())
+    unit = Forgets(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double())
     with pytest.raises(UsageError, match=r"blocks\.0\.1: balance='auxiliary' must be in the loss .*auxiliary_loss"):
         ech.train(unit, [batch(4, 0)], max_epochs=1)
     with pytest.raises(UsageError, match=r"must have an echelon\.MoE with balance='auxiliary', got none"):
-        ech.auxiliary_loss(nn.Linear(1, 1))
+        ech.nn.auxiliary_loss(nn.Linear(1, 1))
 
 
 class ForgetsOnOne(Regression):
@@ -488,12 +488,12 @@ class ForgetsOnOne(Regression):
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
         loss, out = super().compute_loss(state, data)
-        return (loss + ech.auxiliary_loss(self.module) if self.prepared.dp_rank == 0 else loss), out
+        return (loss + ech.nn.auxiliary_loss(self.module) if self.prepared.dp_rank == 0 else loss), out
 
 
 def _forgotten_on_one(strategy: str) -> str:
     torch.manual_seed(0)
-    module = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double()
+    module = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double()
     with pytest.raises(UsageError) as caught:
         ech.train(ForgetsOnOne(module=module, strategy=strategy), [batch(4, seed) for seed in range(3)], max_epochs=1)
     return str(caught.value)
@@ -508,7 +508,7 @@ def test_an_auxiliary_loss_that_one_rank_forgets_is_told_on_all(ranks: Ranks, st
 def test_router_statistics_are_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in RunDir(tmp_path).at_attempt(0).to_env().items():
         monkeypatch.setenv(name, value)
-    unit = Unit(module=Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS)).double())
+    unit = Unit(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double())
     ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(records) == 3
@@ -522,7 +522,7 @@ def test_router_statistics_are_in_the_metrics(tmp_path: Path, monkeypatch: pytes
 def test_grouped_multiplications_are_those_one_by_one() -> None:
     """In float32 `grouped_mm`, in float64 one by one; also for an expert without tokens, and with an expanded gradient."""
     torch.manual_seed(0)
-    fast = ech.GroupedExperts(8, 16, 3)
+    fast = ech.nn.GroupedExperts(8, 16, 3)
     slow = copy.deepcopy(fast).double()
     x, counts = torch.randn(10, 8), torch.tensor([4, 0, 6])
     fast(x, counts).sum().backward()
@@ -537,7 +537,7 @@ def _from_meta(strategy: Any, kind: str, deferred: bool) -> dict[str, torch.Tens
     torch.manual_seed(3)
     with ech.on_meta() if deferred else contextlib.nullcontext():
         model = Model(
-            lambda: ech.MoE(WIDTH, Expert if kind == "modules" else ech.GroupedExperts(WIDTH, 5, EXPERTS), num_experts=4)
+            lambda: ech.nn.MoE(WIDTH, Expert if kind == "modules" else ech.nn.GroupedExperts(WIDTH, 5, EXPERTS), num_experts=4)
         )
     unit = Regression(module=model, strategy=strategy)
     ech.train(unit, [batch(4, 0, torch.float32)], max_epochs=1)
@@ -553,9 +553,9 @@ def test_a_model_built_without_memory_has_the_same_values(ranks: Ranks, kind: st
 
 def _experts_are_units(precision: str | None) -> set[bool]:
     """Whether `fully_shard` gathers experts by themselves; it leaves its mark on the class of what it gathers."""
-    model = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS))
+    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS))
     unit = Regression(module=model, strategy=ech.Parallel(ep=2), precision=precision)
-    return {isinstance(layer.experts, FSDPModule) for layer in unit.prepared.module.modules() if isinstance(layer, ech.MoE)}
+    return {isinstance(layer.experts, FSDPModule) for layer in unit.prepared.module.modules() if isinstance(layer, ech.nn.MoE)}
 
 
 def test_experts_that_no_other_rank_has_are_not_gathered(ranks: Ranks) -> None:
@@ -568,7 +568,7 @@ def test_experts_that_no_other_rank_has_are_not_gathered(ranks: Ranks) -> None:
 def _by_hand() -> list[float]:
     """A loop of one's own, with ep."""
     torch.manual_seed(0)
-    model = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
+    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
     model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 12), strategy=ech.Parallel(ep=2))
     losses = []
@@ -579,7 +579,7 @@ def _by_hand() -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    assert len(ech.expert_loads(model)) == 2
+    assert len(ech.nn.expert_loads(model)) == 2
     return losses
 
 
@@ -591,7 +591,7 @@ def test_a_step_of_ones_own_balances_by_a_call() -> None:
     """The biases of AutoUnit's, from plain PyTorch's loop and `balance_experts`."""
     batches = [batch(6, i) for i in range(4)]
     torch.manual_seed(0)
-    model = Model(lambda: ech.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
+    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
     unit = Unit(module=copy.deepcopy(model), optimizer="AdamW", lr=0.01)
     ech.train(unit, batches, max_epochs=1)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -599,7 +599,7 @@ def test_a_step_of_ones_own_balances_by_a_call() -> None:
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        ech.balance_experts(model)
+        ech.nn.balance_experts(model)
     got, want = (dict(m.named_buffers()) for m in (model, unit.module))
     assert any(b.any() for b in want.values())
     _same(got, want)
@@ -616,8 +616,8 @@ class MixtralExperts(nn.Module):
 
 def _refused(model: str, **sizes: int) -> str:
     made: dict[str, Any] = {
-        "moe": lambda: Model(lambda: ech.MoE(WIDTH, Expert, num_experts=6)),
-        "auxiliary": lambda: Model(lambda: ech.MoE(WIDTH, Expert, num_experts=6, balance="auxiliary")),
+        "moe": lambda: Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=6)),
+        "auxiliary": lambda: Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=6, balance="auxiliary")),
         "dense": lambda: Model(lambda: nn.Linear(WIDTH, WIDTH)),
         "foreign": lambda: nn.Sequential(nn.Linear(4, 1), MixtralExperts()),
     }
@@ -637,7 +637,7 @@ def _refused(model: str, **sizes: int) -> str:
             {"ep": 2},
             "1 is a MixtralExperts, whose parameters are not stacked, with one for each expert in their first dim",
         ),
-        ("auxiliary", {"pp": 2}, "pp must be 1 for Model, whose blocks.0.1 is an echelon.MoE with balance='auxiliary', got 2"),
+        ("auxiliary", {"pp": 2}, "pp must be 1 for Model, whose blocks.0.1 is an echelon.nn.MoE with balance='auxiliary', got 2"),
     ],
     ids=["experts do not divide", "ranks do not divide", "no experts", "another library's experts", "auxiliary losses in stages"],
 )
@@ -654,19 +654,28 @@ class Norm(nn.Module):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: ech.MoE(4, []), "experts must be a list of modules, a function that makes one, or GroupedExperts"),
-        (lambda: ech.MoE(4, Expert), "num_experts must be given with a function that makes an expert, got None"),
+        (lambda: ech.nn.MoE(4, []), "experts must be a list of modules, a function that makes one, or GroupedExperts"),
+        (lambda: ech.nn.MoE(4, Expert), "num_experts must be given with a function that makes an expert, got None"),
         (
-            lambda: ech.MoE(4, [Expert(), nn.Linear(4, 4)]),
+            lambda: ech.nn.MoE(4, [Expert(), nn.Linear(4, 4)]),
             "experts must be alike, got a Expert as number 0 and a Linear as number 1",
         ),
-        (lambda: ech.MoE(4, [nn.Linear(4, 4), nn.Linear(4, 5)]), r"which differ in weight: \(\(4, 4\).*\(\(5, 4\)"),
-        (lambda: ech.MoE(4, [Norm()]), "an expert must have no buffers, got a Norm with norm.running_mean"),
-        (lambda: ech.MoE(4, [nn.Tanh()]), "an expert must have parameters, got a Tanh"),
-        (lambda: ech.MoE(4, ech.GroupedExperts(4, 4, 2), top_k=3), "top_k must be at most the number of experts, 2, got 3"),
-        (lambda: ech.MoE(4, ech.GroupedExperts(4, 4, 2), num_experts=3), "num_experts must be the number of experts, 2, got 3"),
-        (lambda: ech.MoE(4, ech.GroupedExperts(4, 4, 2), balance="even"), "balance must be 'loss_free', 'auxiliary' or None"),
-        (lambda: ech.MoE(4, ech.GroupedExperts(4, 4, 2), bias_update_rate=-1), "bias_update_rate must be a number of at least 0"),
+        (lambda: ech.nn.MoE(4, [nn.Linear(4, 4), nn.Linear(4, 5)]), r"which differ in weight: \(\(4, 4\).*\(\(5, 4\)"),
+        (lambda: ech.nn.MoE(4, [Norm()]), "an expert must have no buffers, got a Norm with norm.running_mean"),
+        (lambda: ech.nn.MoE(4, [nn.Tanh()]), "an expert must have parameters, got a Tanh"),
+        (lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), top_k=3), "top_k must be at most the number of experts, 2, got 3"),
+        (
+            lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), num_experts=3),
+            "num_experts must be the number of experts, 2, got 3",
+        ),
+        (
+            lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), balance="even"),
+            "balance must be 'loss_free', 'auxiliary' or None",
+        ),
+        (
+            lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), bias_update_rate=-1),
+            "bias_update_rate must be a number of at least 0",
+        ),
     ],
 )
 def test_layers_that_make_no_sense_are_refused(make: Any, said: str) -> None:

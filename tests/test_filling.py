@@ -91,7 +91,7 @@ def _divided() -> dict[str, Any]:
             broken.weight = nn.Parameter(torch.empty(3, 3))
             broken.weight.data[0] = 1.0
         with pytest.raises(UsageError, match="a part of it is given no value") as caught:
-            ech.prepare_module(broken, CPU, strategy="ddp")
+            ech.layouts.prepare_module(broken, CPU, strategy="ddp")
         return found | {"error": str(caught.value)[:6]}
     finally:
         filling.SENT_BYTES = 1 << 20
@@ -202,7 +202,9 @@ def test_what_a_restore_lacks_is_computed_and_said(tmp_path: Path, caplog: pytes
     torch.save(part, tmp_path / "weights.pt")
     unit = Regression(module=_made(restores=True))
     with caplog.at_level(logging.WARNING):
-        ech.DistributedCheckpointSaver.restore(tmp_path / "weights.pt", unit, restore_options=ech.RestoreOptions(strict=False))
+        ech.DistributedCheckpointSaver.restore(
+            tmp_path / "weights.pt", unit, restore_options=ech.callbacks.RestoreOptions(strict=False)
+        )
     plain = _plain()
     for name, value in unit.module.state_dict().items():
         assert torch.equal(value, plain.state_dict()[name] if name.startswith("blocks.1") else whole_state[name]), name
@@ -210,7 +212,7 @@ def test_what_a_restore_lacks_is_computed_and_said(tmp_path: Path, caplog: pytes
 
 
 def test_averages_begin_with_values() -> None:
-    averages = ech.SWAParams(0, 1, averaging_method="ema", ema_decay=0.9)
+    averages = ech.units.SWAParams(0, 1, averaging_method="ema", ema_decay=0.9)
     unit = Regression(module=_made(restores=True), swa_params=averages)
     ech.train(unit, _data(unit), max_epochs=1)
     assert unit.swa_model is not None

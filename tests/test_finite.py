@@ -163,7 +163,9 @@ def test_roll_back_comes_first(tmp_path: Path) -> None:
     unit = Once([9, 14], stop_after_nonfinite_losses=1)
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=4)
     data = torch.utils.data.TensorDataset(*batch(64, 0))
-    ech.train(unit, ech.Loader(data, 4, seed=1), max_updates=30, callbacks=[ech.RollBack(saver, deviations=None), saver])
+    ech.train(
+        unit, ech.Loader(data, 4, seed=1), max_updates=30, callbacks=[ech.callbacks.RollBack(saver, deviations=None), saver]
+    )
     assert unit.train_progress.skipped == [(9, 10), (14, 15)] and unit.train_progress.num_steps_completed == 30
 
 
@@ -176,7 +178,7 @@ class Steep(Regression):
 
 
 def _half(unit_type: type[Regression], **scaler: Any) -> Regression:
-    return unit_type(precision=ech.Precision(torch.float16, **scaler), module=net(dtype=torch.float32))
+    return unit_type(precision=ech.layouts.Precision(torch.float16, **scaler), module=net(dtype=torch.float32))
 
 
 def test_gradients_that_no_scale_makes_finite_end_the_run() -> None:

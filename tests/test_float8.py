@@ -58,7 +58,7 @@ def converted(module: nn.Module) -> list[str]:
 
 def _train(strategy: Any, recipe: Any, gathers: bool) -> tuple[list[float], list[str], list[str]]:
     """Losses on the batches of all ranks, and names of layers and parameters."""
-    precision = ech.Float8(recipe, filter_fqns=["blocks.1.2"], emulate=True, enable_fsdp_float8_all_gather=gathers)
+    precision = ech.layouts.Float8(recipe, filter_fqns=["blocks.1.2"], emulate=True, enable_fsdp_float8_all_gather=gathers)
     unit = Regression(module=wide(), strategy=strategy, precision=precision, lr=0.05)
     prepared, losses = unit.prepared, []
     unit.on_train_step_end = lambda *a: losses.append(float(unit.latest_update[0]))  # type: ignore[method-assign]
@@ -98,7 +98,7 @@ def test_the_losses_are_those_of_bf16_within_eight_bits(ranks: Ranks) -> None:
 
 
 def _saved_and_restored(folder: str, gathers: bool) -> dict[str, torch.Tensor]:
-    precision = ech.Float8("tensorwise", emulate=True, enable_fsdp_float8_all_gather=gathers)
+    precision = ech.layouts.Float8("tensorwise", emulate=True, enable_fsdp_float8_all_gather=gathers)
 
     def unit() -> Regression:
         return Regression(module=wide(), strategy="fsdp", precision=precision, optimizer="AdamW", lr=0.01)
@@ -132,19 +132,19 @@ def test_a_device_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Regression(module=wide(), precision="float8")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    ech.Float8("tensorwise").check(torch.device("cuda", 0))
+    ech.layouts.Float8("tensorwise").check(torch.device("cuda", 0))
     with pytest.raises(
         UsageError, match=r"9\.0 or more, got NVIDIA L4 with 8\.9\. Take precision=echelon\.Float8\(recipe='tensorwise'\)"
     ):
-        ech.Float8("rowwise").check(torch.device("cuda", 0))
+        ech.layouts.Float8("rowwise").check(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ech.Float8("columnwise"), "recipe must be 'rowwise' or 'tensorwise', got 'columnwise'"),  # type: ignore[arg-type]
-        (lambda: ech.Float8(enable_fsdp_float8_all_gather=True), "needs one scale for each tensor: recipe='tensorwise'"),
-        (lambda: Precision(float8=ech.Float8()), r"float8 must go with dtype=torch\.bfloat16"),
+        (lambda: ech.layouts.Float8("columnwise"), "recipe must be 'rowwise' or 'tensorwise', got 'columnwise'"),  # type: ignore[arg-type]
+        (lambda: ech.layouts.Float8(enable_fsdp_float8_all_gather=True), "needs one scale for each tensor: recipe='tensorwise'"),
+        (lambda: Precision(float8=ech.layouts.Float8()), r"float8 must go with dtype=torch\.bfloat16"),
         (lambda: Precision(torch.bfloat16, float8="rowwise"), r"float8 must be Float8\(\.\.\.\) or None"),  # type: ignore[arg-type]
         (lambda: Precision.of("fp8"), "precision must be 'fp32', 'bf16', 'fp16', 'float8'"),
     ],
@@ -156,7 +156,7 @@ def test_values_that_cannot_be_are_refused(make: Any, message: str) -> None:
 
 def _refused(strategy: Any, module: nn.Module, options: dict[str, Any]) -> str:
     try:
-        Regression(module=module, strategy=strategy, precision=ech.Float8(emulate=True, **options))
+        Regression(module=module, strategy=strategy, precision=ech.layouts.Float8(emulate=True, **options))
     except UsageError as error:
         return str(error)
     return ""

@@ -20,7 +20,7 @@ from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
-Saver, Options = ech.DistributedCheckpointSaver, ech.RestoreOptions
+Saver, Options = ech.DistributedCheckpointSaver, ech.callbacks.RestoreOptions
 DATA = torch.utils.data.TensorDataset(*batch(48, 0))
 
 
@@ -91,7 +91,7 @@ class Hand(ech.TrainUnit[Any]):
 def test_state_that_the_unit_has_no_more_is_refused_when_strict_and_listed_otherwise(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = ech.State(entry_point=ech.EntryPoint.TRAIN)
+    state = ech.State(entry_point=ech.units.EntryPoint.TRAIN)
     Saver(tmp_path).save(state, Hand())
     path, without = tmp_path / "step-00000000", {"a": ("a", "of_a", "schedule"), "of_a": ("of_a", "schedule")}.get(name, (name,))
     with pytest.raises(CheckpointMismatchError, match=rf"(?s){name}\s+saved\s+-.*strict=False.*allow_changes=\(.*'{name}'"):
@@ -104,7 +104,7 @@ def test_state_that_the_unit_has_no_more_is_refused_when_strict_and_listed_other
 
 
 def test_what_options_or_another_kind_of_unit_leave_behind_is_no_error(tmp_path: Path) -> None:
-    state = ech.State(entry_point=ech.EntryPoint.TRAIN)
+    state = ech.State(entry_point=ech.units.EntryPoint.TRAIN)
     Saver(tmp_path).save(state, Hand())
     path = tmp_path / "step-00000000"
     options = Options(restore_optimizers=False, restore_lr_schedulers=False, restore_metrics=False)
@@ -124,7 +124,7 @@ def test_what_options_or_another_kind_of_unit_leave_behind_is_no_error(tmp_path:
 
 
 def test_state_that_appeared_is_refused_when_strict(tmp_path: Path) -> None:
-    Saver(tmp_path).save(ech.State(entry_point=ech.EntryPoint.TRAIN), Hand("schedule", "counter", "of_b"))
+    Saver(tmp_path).save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), Hand("schedule", "counter", "of_b"))
     with pytest.raises(CheckpointMismatchError, match=r"(?s)counter\s+-\s+wanted.*of_b\s+-\s+wanted.*schedule\s+-\s+wanted"):
         Saver.restore(tmp_path / "step-00000000", Hand())
 
@@ -135,7 +135,7 @@ def test_state_that_appeared_stays_as_it_is_where_it_is_named(ranks: Ranks, tmp_
 
 
 def _appeared(folder: Path) -> str:
-    Saver(folder).save(ech.State(entry_point=ech.EntryPoint.TRAIN), Hand("counter", "of_b"))
+    Saver(folder).save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), Hand("counter", "of_b"))
     unit = Hand("of_b")
     with pytest.raises(CheckpointMismatchError, match=r"allow_changes=.* as the script made it") as refused:
         Saver.restore(folder / "step-00000000", unit)
@@ -216,7 +216,7 @@ def test_layers_of_equal_shapes_are_suggested_and_the_suggestion_works(tmp_path:
     for extra in (None, "more"):
         folder = tmp_path / str(extra)
         before, after = Model("model", extra), Model("net", extra)
-        Saver(folder).save(ech.State(entry_point=ech.EntryPoint.TRAIN), before)
+        Saver(folder).save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), before)
         with pytest.raises(CheckpointMismatchError, match=r"rename=\{'model': 'net'\}"):
             Saver.restore_from_latest(folder, after)
         with torch.no_grad():

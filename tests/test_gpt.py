@@ -98,9 +98,7 @@ def test_ones_own_text_is_learnt(echelon_command: Command, tmp_path: Path) -> No
     [
         ("2", ("--batch", "7"), "global_batch 7 cannot be divided by 2 ranks"),
         ("1", ("--resume", "--strategy", "noop"), "no run of this script with a checkpoint"),
-        pytest.param(
-            "1", ("--strategy", "zeppelin"), "strategy must be one of 'noop', 'dp', 'ddp', 'fsdp'", marks=pytest.mark.full
-        ),
+        pytest.param("1", ("--strategy", "zeppelin"), "layout must be one of 'none', 'ddp', 'fsdp'", marks=pytest.mark.full),
         pytest.param("1", ("--data", "absent"), "folder must be a folder of text files, got absent", marks=pytest.mark.full),
         pytest.param("1", ("--batch", "10000000"), "at least one global batch of 10000000", marks=pytest.mark.full),
     ],

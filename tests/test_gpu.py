@@ -101,7 +101,7 @@ def test_bf16_is_close_to_autocast_by_hand(strategy: str) -> None:
 def test_fp16_with_its_scaler_equals_the_scaler_by_hand_and_leaves_out_an_inf(strategy: str) -> None:
     data = _single(6)
     data[2] = (data[2][0] * 1e6, data[2][1])  # beyond fp16
-    precision = ech.Precision(torch.float16, init_scale=1024.0)
+    precision = ech.layouts.Precision(torch.float16, init_scale=1024.0)
     unit = _trained(data, module=net(dtype=torch.float32), strategy=strategy, precision=precision)
     module = net(dtype=torch.float32).to(CUDA)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -122,7 +122,7 @@ def test_fp16_with_its_scaler_equals_the_scaler_by_hand_and_leaves_out_an_inf(st
 def test_averaged_weights_equal_those_on_a_cpu() -> None:
     averages = []
     for device in (CUDA, torch.device("cpu")):
-        unit = Regression(device=device, swa_params=ech.SWAParams(warmup_steps_or_epochs=1, step_or_epoch_update_freq=1))
+        unit = Regression(device=device, swa_params=ech.units.SWAParams(warmup_steps_or_epochs=1, step_or_epoch_update_freq=1))
         ech.train(unit, [batch(4, i) for i in range(4)], max_epochs=1)
         assert unit.swa_model is not None
         averages.append({n: t.cpu() for n, t in unit.swa_model.state_dict().items() if isinstance(t, torch.Tensor)})
@@ -140,7 +140,7 @@ def test_an_evaluation_equals_plain_pytorch() -> None:
 @on_both
 def test_activation_checkpointing_draws_the_same_dropout_masks() -> None:
     found = []
-    for params in (None, ech.ActivationCheckpointParams()):
+    for params in (None, ech.layouts.ActivationCheckpointParams()):
         module = net(dtype=torch.float32, dropout=0.5)
         torch.manual_seed(3)
         unit = _trained(_single(3), module=module, activation_checkpoint_params=params)
@@ -155,7 +155,7 @@ def test_a_compiled_module_trains_as_an_eager_one(strategy: str) -> None:
 
     found = []
     with config.patch(compile_threads=1):  # no processes that stay
-        for compiled in (None, ech.TorchCompileParams()):
+        for compiled in (None, ech.layouts.TorchCompileParams()):
             unit = _trained(_single(4), module=net(dtype=torch.float32), strategy=strategy, torch_compile_params=compiled)
             found.append(_here(whole(unit.module)))
     assert largest_difference(*found) < 1e-5
@@ -202,7 +202,7 @@ def test_the_chunked_loss_equals_the_whole_one() -> None:
     hidden, weight = (torch.randn(n, 16, generator=generator, dtype=torch.float64) for n in (40, 100))
     target = torch.randint(0, 100, (40,), generator=generator)
     found = []
-    for device, fn in ((CUDA, ech.linear_cross_entropy), (torch.device("cpu"), None)):
+    for device, fn in ((CUDA, ech.nn.linear_cross_entropy), (torch.device("cpu"), None)):
         h, w = hidden.to(device).requires_grad_(), weight.to(device).requires_grad_()
         if fn is not None:
             loss = fn(h, w, target.to(device), chunk_tokens=7)

@@ -62,7 +62,7 @@ def fall() -> None:
     time.sleep(60)
 
 
-def run(group: ech.CollectiveGroup) -> list[Any]:
+def run(group: ech.launching.CollectiveGroup) -> list[Any]:
     group.init()
     group.start()
     try:
@@ -74,14 +74,16 @@ def run(group: ech.CollectiveGroup) -> list[Any]:
 
 
 def test_a_group_meets_as_dragons_page_does_it() -> None:
-    values = run(ech.CollectiveGroup(meet, (2.0,), {"more": 1.0}, [ech.Policy(), ech.Policy()], False, 29500))
+    values = run(
+        ech.launching.CollectiveGroup(meet, (2.0,), {"more": 1.0}, [ech.launching.Policy(), ech.launching.Policy()], False, 29500)
+    )
     assert [v[:5] for v in values] == [(0, 0, 0, 2, 8.0), (1, 1, 0, 2, 8.0)]
 
 
 def test_ranks_go_where_their_policies_say() -> None:
     mine = sorted(os.sched_getaffinity(0))
-    policies = [ech.Policy(cpu_affinity=[mine[-1]]), ech.Policy(cpu_affinity=mine, gpu_affinity=[3, 1])]
-    values = run(ech.CollectiveGroup(meet, (1.0,), policies=policies))
+    policies = [ech.launching.Policy(cpu_affinity=[mine[-1]]), ech.launching.Policy(cpu_affinity=mine, gpu_affinity=[3, 1])]
+    values = run(ech.launching.CollectiveGroup(meet, (1.0,), policies=policies))
     assert [v[5] for v in values] == [[mine[-1]], mine]
     assert [v[6] for v in values] == [1, len(mine)]
     assert values[1][7] == "3,1"
@@ -91,13 +93,13 @@ def test_ranks_go_where_their_policies_say() -> None:
 def test_without_policies_there_is_a_rank_per_core(policies: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there are GPUs")
-    group = ech.CollectiveGroup(meet, (1.0,), policies=policies)
+    group = ech.launching.CollectiveGroup(meet, (1.0,), policies=policies)
     assert len(group.policies) == len(os.sched_getaffinity(0))
-    assert len(ech.CollectiveGroup(meet, nprocs=3).policies) == 3
+    assert len(ech.launching.CollectiveGroup(meet, nprocs=3).policies) == 3
 
 
 def test_a_failing_ranks_own_traceback_arrives_and_close_closes() -> None:
-    group = ech.CollectiveGroup(fall, policies=[ech.Policy()] * 2)
+    group = ech.launching.CollectiveGroup(fall, policies=[ech.launching.Policy()] * 2)
     began = time.monotonic()
     with pytest.raises(RankFailedError, match="a fault in the training function") as error:
         run(group)
@@ -109,12 +111,12 @@ def test_a_failing_ranks_own_traceback_arrives_and_close_closes() -> None:
 @pytest.mark.parametrize("hide", [True, False])
 def test_hide_stderr_hides_it(hide: bool, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankFailedError):
-        run(ech.CollectiveGroup(fall, policies=[ech.Policy()] * 2, hide_stderr=hide))
+        run(ech.launching.CollectiveGroup(fall, policies=[ech.launching.Policy()] * 2, hide_stderr=hide))
     assert ("said before" in "".join(capfd.readouterr())) != hide
 
 
 def test_close_ends_ranks_that_still_run_and_the_next_group_works(tmp_path: Path) -> None:
-    group = ech.CollectiveGroup(stand, (str(tmp_path),), policies=[ech.Policy()] * 2)
+    group = ech.launching.CollectiveGroup(stand, (str(tmp_path),), policies=[ech.launching.Policy()] * 2)
     group.start()
     while len(list(tmp_path.iterdir())) < 2:
         time.sleep(0.01)
@@ -122,7 +124,7 @@ def test_close_ends_ranks_that_still_run_and_the_next_group_works(tmp_path: Path
         group.join(timeout=0.1)
     group.close()
     eventually(lambda: not any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir()), 60)
-    with ech.CollectiveGroup(meet, (1.0,), policies=[ech.Policy()] * 2) as again:
+    with ech.launching.CollectiveGroup(meet, (1.0,), policies=[ech.launching.Policy()] * 2) as again:
         again.join()
     assert again.values is not None and again.values[0][4] == 3.0
 
@@ -138,8 +140,8 @@ def touch(path: str) -> None:
 
 
 def test_two_groups_at_once_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    first = ech.CollectiveGroup(await_file, (str(tmp_path / "go"),), policies=[ech.Policy()])
-    second = ech.CollectiveGroup(touch, (str(tmp_path / "go"),), policies=[ech.Policy()] * 2)
+    first = ech.launching.CollectiveGroup(await_file, (str(tmp_path / "go"),), policies=[ech.launching.Policy()])
+    second = ech.launching.CollectiveGroup(touch, (str(tmp_path / "go"),), policies=[ech.launching.Policy()] * 2)
     with first, second:
         second.join(60)
         first.join(60)
@@ -152,7 +154,7 @@ def test_a_ctrl_c_while_joining_leaves_a_group_that_closes(tmp_path: Path) -> No
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    group = ech.CollectiveGroup(stand, (str(tmp_path),), policies=[ech.Policy()] * 2)
+    group = ech.launching.CollectiveGroup(stand, (str(tmp_path),), policies=[ech.launching.Policy()] * 2)
     thread = threading.Thread(target=interrupt)
     with pytest.raises(KeyboardInterrupt), group:
         thread.start()
@@ -162,7 +164,7 @@ def test_a_ctrl_c_while_joining_leaves_a_group_that_closes(tmp_path: Path) -> No
 
 
 def test_calls_that_are_repeated() -> None:
-    group = ech.CollectiveGroup(fall, policies=[ech.Policy()] * 2)
+    group = ech.launching.CollectiveGroup(fall, policies=[ech.launching.Policy()] * 2)
     group.start()
     for again, state in ((group.init, "running"), (group.start, "running")):
         with pytest.raises(UsageError, match=f"on a group that is {state}"):
@@ -179,19 +181,25 @@ def test_calls_that_are_repeated() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"policies": [ech.Policy(host_name="elsewhere")]}, r"policies\[0\].host_name must be this machine, got 'elsewhere'"),
-        ({"policies": [ech.Policy(), ech.Policy(cpu_affinity=[4000])]}, "policy 1: this process may not use core 4000"),
+        (
+            {"policies": [ech.launching.Policy(host_name="elsewhere")]},
+            r"policies\[0\].host_name must be this machine, got 'elsewhere'",
+        ),
+        (
+            {"policies": [ech.launching.Policy(), ech.launching.Policy(cpu_affinity=[4000])]},
+            "policy 1: this process may not use core 4000",
+        ),
         ({"port": 0}, "port must be between 1 and 65535, .*, got 0"),
-        ({"policies": [ech.Policy()], "nprocs": 2}, "nprocs must be the number of policies, 1, got 2"),
+        ({"policies": [ech.launching.Policy()], "nprocs": 2}, "nprocs must be the number of policies, 1, got 2"),
     ],
 )
 def test_what_cannot_work_is_named(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        ech.CollectiveGroup(meet, **options).init()
+        ech.launching.CollectiveGroup(meet, **options).init()
 
 
 def test_the_order_of_calls_is_named() -> None:
-    group = ech.CollectiveGroup(meet, policies=[ech.Policy()])
+    group = ech.launching.CollectiveGroup(meet, policies=[ech.launching.Policy()])
     with pytest.raises(UsageError, match=r"join\(\) was called on a group that is new. The order is init, start, join, close"):
         group.join()
     group.close()
@@ -200,7 +208,7 @@ def test_the_order_of_calls_is_named() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_cpu_policies_divide_the_cores(ranks: int) -> None:
     mine = sorted(os.sched_getaffinity(0))
-    policies = ech.System().cpu_policies(ranks)
+    policies = ech.launching.System().cpu_policies(ranks)
     assert len(policies) == ranks
     cores = [core for policy in policies for core in policy.cpu_affinity]
     assert sorted(cores) == mine if ranks <= len(mine) else set(cores) == set(mine)
@@ -266,7 +274,7 @@ def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path:
     assert "rank 1 of 2 has trained 24 steps" in said
     monkeypatch.syspath_prepend(ROOT / "examples")
     dragon_train = importlib.import_module("dragon_train")
-    [alone] = run(ech.CollectiveGroup(dragon_train.train, (3,), nprocs=1))
+    [alone] = run(ech.launching.CollectiveGroup(dragon_train.train, (3,), nprocs=1))
     trained = ast.literal_eval(next(line for line in said.splitlines() if line.startswith("trained: ")).removeprefix("trained: "))
     for name, values in alone.items():
         assert trained[name] == pytest.approx(values, abs=1e-13)

@@ -77,7 +77,7 @@ def _sharded_values(strategies: list[str]) -> dict[str, Any]:
         want = _full(_built(make, seed=5, meta=False))
         for strategy in strategies:
             module = _built(make, seed=5 + dist.get_rank(), meta=True)
-            made = ech.prepare_module(module, CPU, strategy=strategy)
+            made = ech.layouts.prepare_module(module, CPU, strategy=strategy)
             plain = made.module if strategy == "ddp" else made
             found[f"{make.__name__} {strategy}"] = _differing(_full(plain), want)
     return found
@@ -267,7 +267,7 @@ def _recomputed(strategy: str | None, name: str) -> Any:
     plain.module.config.use_cache = plain.prepared.unwrapped.config.use_cache = False
     torch.manual_seed(1)
     ech.train(plain, [data] * 2, max_epochs=1)
-    unit = build(activation_checkpoint_params=ech.ActivationCheckpointParams())
+    unit = build(activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
     torch.manual_seed(1)
     ech.train(unit, [data] * 2, max_epochs=1)
     model = unit.prepared.unwrapped.eval()
@@ -303,7 +303,7 @@ def test_recomputing_after_earlier_tokens_is_refused(name: str, block: str) -> N
     with torch.no_grad():
         earlier = module(input_ids=data["input_ids"]).past_key_values
     part = module.get_submodule(block)
-    ech.checkpoint_wrapper(part)
+    ech.nn.checkpoint_wrapper(part)
     with pytest.raises(
         UsageError, match=rf"{type(part).__name__} recomputes.*past_key_values.*Leave out activation_checkpoint_params"
     ):

@@ -58,7 +58,7 @@ def test_it_is_torchs_loss_in_value_and_gradient(dtype: torch.dtype) -> None:
     kinds = itertools.product(("mean", "sum", "none"), (0.0, 0.1), (True, False), (None, 1, 3))
     for reduction, smoothing, biased, chunk in kinds:
         options = {"reduction": reduction, "label_smoothing": smoothing, "biased": biased}
-        ours = loss_and_gradients(ech.linear_cross_entropy, dtype, chunk_tokens=chunk, **options)
+        ours = loss_and_gradients(ech.nn.linear_cross_entropy, dtype, chunk_tokens=chunk, **options)
         for a, b in zip(ours, loss_and_gradients(plain, dtype, **options), strict=True):
             torch.testing.assert_close(a, b)
 
@@ -75,7 +75,7 @@ def test_float32_is_exact_to_its_rounding() -> None:
         return [loss.detach(), *torch.autograd.grad(loss, (h, w))]
 
     exact, usual = of(plain, torch.float64), of(plain, torch.float32)
-    for a, b, c in zip(of(ech.linear_cross_entropy, torch.float32, chunk_tokens=37), usual, exact, strict=True):
+    for a, b, c in zip(of(ech.nn.linear_cross_entropy, torch.float32, chunk_tokens=37), usual, exact, strict=True):
         assert (a - c).norm() <= 4 * (b - c).norm() + 1e-7 * c.norm()
 
 
@@ -96,7 +96,7 @@ class _Largest(TorchDispatchMode):
 def test_no_tensor_has_the_logits_of_more_than_a_chunk(reduction: Any) -> None:
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(100, 4, requires_grad=True)
     with _Largest() as seen:
-        ech.linear_cross_entropy(hidden, weight, torch.zeros(64).long(), reduction=reduction, chunk_tokens=8).sum().backward()
+        ech.nn.linear_cross_entropy(hidden, weight, torch.zeros(64).long(), reduction=reduction, chunk_tokens=8).sum().backward()
     assert seen.elements == 8 * 100
 
 
@@ -104,12 +104,12 @@ def test_only_what_is_asked_for_has_a_gradient() -> None:
     for chosen in range(3):
         hidden, weight, bias, target = operands()
         ours = [t.detach().requires_grad_(i == chosen) for i, t in enumerate((hidden, weight, bias))]
-        ech.linear_cross_entropy(ours[0], ours[1], target, bias=ours[2], chunk_tokens=4).backward()
+        ech.nn.linear_cross_entropy(ours[0], ours[1], target, bias=ours[2], chunk_tokens=4).backward()
         plain(hidden, weight, target, bias=bias).backward()
         assert [t.grad is not None for t in ours] == [i == chosen for i in range(3)]
         torch.testing.assert_close(ours[chosen].grad, (hidden, weight, bias)[chosen].grad)
     with torch.no_grad():
-        assert not ech.linear_cross_entropy(*operands()[:2], operands()[3]).requires_grad
+        assert not ech.nn.linear_cross_entropy(*operands()[:2], operands()[3]).requires_grad
 
 
 def test_used_twice_backwards_twice_tied_and_recomputed() -> None:
@@ -131,25 +131,25 @@ def test_used_twice_backwards_twice_tied_and_recomputed() -> None:
         return weight.grad
 
     for again in (False, True):
-        torch.testing.assert_close(twice(ech.linear_cross_entropy, again), twice(plain, again))
+        torch.testing.assert_close(twice(ech.nn.linear_cross_entropy, again), twice(plain, again))
     hidden, weight, _, target = operands()
     with pytest.raises(UsageError, match="no second derivatives"):
-        torch.autograd.grad(ech.linear_cross_entropy(hidden, weight, target), weight, create_graph=True)
+        torch.autograd.grad(ech.nn.linear_cross_entropy(hidden, weight, target), weight, create_graph=True)
 
 
 def test_nothing_counts_and_nothing_is_there() -> None:
     hidden, weight, _, target = operands()
-    loss = ech.linear_cross_entropy(hidden, weight, torch.full_like(target, 5), ignore_index=5)
+    loss = ech.nn.linear_cross_entropy(hidden, weight, torch.full_like(target, 5), ignore_index=5)
     loss.backward()
     assert loss.isnan() and hidden.grad is not None and weight.grad is not None
     assert not hidden.grad.any() and not weight.grad.any()
     for reduction, want in (("mean", float("nan")), ("sum", 0.0)):
         none = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
-        loss = ech.linear_cross_entropy(none, weight, target.new_zeros(0), reduction=reduction)  # type: ignore[arg-type]
+        loss = ech.nn.linear_cross_entropy(none, weight, target.new_zeros(0), reduction=reduction)  # type: ignore[arg-type]
         loss.backward()
         torch.testing.assert_close(loss, torch.tensor(want, dtype=torch.float64), equal_nan=True)
         assert none.grad is not None and none.grad.shape == none.shape
-    one = ech.linear_cross_entropy(hidden[0, 0], weight, target[0, 0])  # no batch dimension
+    one = ech.nn.linear_cross_entropy(hidden[0, 0], weight, target[0, 0])  # no batch dimension
     torch.testing.assert_close(one, F.cross_entropy(F.linear(hidden[0, 0], weight), target[0, 0]))
 
 
@@ -159,12 +159,12 @@ def test_types_under_autocast_and_without() -> None:
     for smoothing in (0.0, 0.1):
         with torch.autocast("cpu", torch.bfloat16):
             usual = loss_and_gradients(plain, torch.float32, label_smoothing=smoothing)
-            ours = loss_and_gradients(ech.linear_cross_entropy, torch.float32, label_smoothing=smoothing, chunk_tokens=4)
+            ours = loss_and_gradients(ech.nn.linear_cross_entropy, torch.float32, label_smoothing=smoothing, chunk_tokens=4)
         for a, b in zip(ours, usual, strict=True):
             assert a.dtype is torch.float32
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
     for dtype in (torch.bfloat16, torch.float16):
-        ours = loss_and_gradients(ech.linear_cross_entropy, dtype, chunk_tokens=4)
+        ours = loss_and_gradients(ech.nn.linear_cross_entropy, dtype, chunk_tokens=4)
         assert [t.dtype for t in ours] == [torch.float32, dtype, dtype, dtype]
         for a, b in zip(ours, exact, strict=True):
             torch.testing.assert_close(a.float(), b, rtol=3e-2, atol=3e-2)
@@ -175,14 +175,14 @@ def test_fp16_gradients_are_scaled_before_they_are_rounded() -> None:
     hidden = torch.full((40_000, 2), 0.25, dtype=torch.float16, requires_grad=True)
     weight = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float16, requires_grad=True)
     target = torch.zeros(40_000).long()
-    (ech.linear_cross_entropy(hidden, weight, target) * 2.0**16).backward()
+    (ech.nn.linear_cross_entropy(hidden, weight, target) * 2.0**16).backward()
     assert hidden.grad is not None
     want = torch.tensor([-0.5, 0.5]) * 2.0**16 / 40_000
     torch.testing.assert_close(hidden.grad[0].float(), want, rtol=1e-3, atol=0)
 
 
 def test_it_is_compiled_without_a_break() -> None:
-    fn = torch.compile(ech.linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    fn = torch.compile(ech.nn.linear_cross_entropy, backend="aot_eager", fullgraph=True)
     for a, b in zip(loss_and_gradients(fn, chunk_tokens=5), loss_and_gradients(plain), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     hidden, weight, _, target = operands()
     given = {"hidden": hidden, "weight": weight, "target": target, **change}
     with pytest.raises(UsageError, match=message):
-        ech.linear_cross_entropy(given.pop("hidden"), given.pop("weight"), given.pop("target"), **given)
+        ech.nn.linear_cross_entropy(given.pop("hidden"), given.pop("weight"), given.pop("target"), **given)
 
 
 def test_ligers_kernel_is_called_by_its_names_or_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,11 +243,11 @@ class Language(nn.Module):
             self.head.weight = self.bytes.weight
         self.inside = inside
 
-    def forward(self, words: torch.Tensor, loss: Any = ech.linear_cross_entropy) -> torch.Tensor:
+    def forward(self, words: torch.Tensor, loss: Any = ech.nn.linear_cross_entropy) -> torch.Tensor:
         hidden = self.body(self.bytes(words)).tanh() + self.bytes(words)
         return self.loss(hidden, words, loss) if self.inside else hidden
 
-    def loss(self, hidden: torch.Tensor, words: torch.Tensor, fn: Any = ech.linear_cross_entropy) -> torch.Tensor:
+    def loss(self, hidden: torch.Tensor, words: torch.Tensor, fn: Any = ech.nn.linear_cross_entropy) -> torch.Tensor:
         return fn(hidden, self.head.weight, words.roll(1, 1), bias=self.head.bias, chunk_tokens=3)
 
 
@@ -365,7 +365,7 @@ def _operators_by_hand() -> list[str]:
         if hidden_place is not None:
             of_hidden = distribute_tensor(hidden.detach(), mesh, [hidden_place]).requires_grad_()
         options = {"label_smoothing": smoothing, "reduction": reduction}
-        got = ech.linear_cross_entropy(of_hidden, of_weight, target, bias=of_bias, chunk_tokens=3, **options)  # type: ignore[arg-type]
+        got = ech.nn.linear_cross_entropy(of_hidden, of_weight, target, bias=of_bias, chunk_tokens=3, **options)  # type: ignore[arg-type]
         want = plain(hidden, weight, target, bias=bias, **options)
         for loss in (got, want):
             (loss * torch.arange(1.0, 1 + loss.numel(), dtype=loss.dtype).view(loss.shape)).sum().backward()
@@ -392,7 +392,7 @@ def _few_words() -> float:
     weight = torch.randn(3, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     target = torch.tensor([0, 1, 2, -100, 1])
     split = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
-    ech.linear_cross_entropy(hidden, split, target, label_smoothing=0.1).backward()
+    ech.nn.linear_cross_entropy(hidden, split, target, label_smoothing=0.1).backward()
     usual = weight.clone().requires_grad_()
     plain(hidden, usual, target, label_smoothing=0.1).backward()
     assert usual.grad is not None and isinstance(split.grad, DTensor)
@@ -428,7 +428,7 @@ def _frozen_body() -> float:
             each.bytes.requires_grad_(False)
             each.body.requires_grad_(False)
         if strategy == "hsdp":
-            strategy = ech.HSDPStrategy(blocks=["head"])
+            strategy = ech.layouts.HSDPStrategy(blocks=["head"])
         unit = LanguageUnit(module=module, strategy=strategy, device=torch.device("cpu"))
         prepared = unit.prepared
         ech.train(unit, [words_of(0, prepared.dp_rank)], max_epochs=1)

@@ -41,7 +41,7 @@ def _global_batches(length: int, size: int, ranks: int, accumulation: int, epoch
     per_rank = []
     for rank in range(ranks):
         loader = ech.Loader(
-            Numbers(length), size, accumulation=accumulation, options=ech.LoaderOptions(dp=(rank, ranks)), **options
+            Numbers(length), size, accumulation=accumulation, options=ech.data.LoaderOptions(dp=(rank, ranks)), **options
         )
         loader.set_epoch(epoch)
         per_rank.append(_batches(loader))
@@ -74,7 +74,7 @@ def test_every_sample_is_seen_exactly_once_an_epoch(length: int) -> None:
 def test_micro_batches_are_where_positions_of_says(length: int, at: int) -> None:
     """Whole global batches are computed together, the tail one by one: the same places."""
     for rank in range(2):
-        loader = ech.Loader(Numbers(length), 12, accumulation=3, options=ech.LoaderOptions(dp=(rank, 2)))
+        loader = ech.Loader(Numbers(length), 12, accumulation=3, options=ech.data.LoaderOptions(dp=(rank, 2)))
         loader.seek(at)
         want = [loader.order.at(0, np.arange(*loader.positions_of(m, rank))).tolist() for m in range(at, len(loader))]
         assert _batches(loader) == want
@@ -86,7 +86,7 @@ def test_dropping_the_tail_drops_only_the_tail() -> None:
 
 
 def test_a_rank_without_a_sample_gets_padding_and_equal_length() -> None:
-    loaders = [ech.Loader(Numbers(9), 8, options=ech.LoaderOptions(dp=(r, 4))) for r in range(4)]
+    loaders = [ech.Loader(Numbers(9), 8, options=ech.data.LoaderOptions(dp=(r, 4))) for r in range(4)]
     batches = [list(loader) for loader in loaders]
     assert [len(b) for b in batches] == [2] * 4
     assert [isinstance(b[-1], Padding) for b in batches] == [False, True, True, True]
@@ -107,7 +107,7 @@ def test_loading_draws_nothing_from_the_global_random_stream() -> None:
 
 @given(at=st.integers(0, 10), epoch=st.integers(0, 3))
 def test_a_restored_loader_goes_on_where_the_saved_one_stood(at: int, epoch: int) -> None:
-    loader = ech.Loader(Numbers(83), 8, options=ech.LoaderOptions(dp=(0, 1)))
+    loader = ech.Loader(Numbers(83), 8, options=ech.data.LoaderOptions(dp=(0, 1)))
     loader.set_epoch(epoch)
     want = _batches(loader)
     loader.set_epoch(epoch + 1)
@@ -115,7 +115,7 @@ def test_a_restored_loader_goes_on_where_the_saved_one_stood(at: int, epoch: int
     iterator = iter(loader)
     for _ in range(at):
         next(iterator)
-    fresh = ech.Loader(Numbers(83), 8, options=ech.LoaderOptions(dp=(0, 1)))
+    fresh = ech.Loader(Numbers(83), 8, options=ech.data.LoaderOptions(dp=(0, 1)))
     fresh.load_state_dict(loader.state_dict())
     fresh.set_epoch(epoch)  # as the loop does
     assert _batches(fresh) == want[at:]
@@ -123,13 +123,13 @@ def test_a_restored_loader_goes_on_where_the_saved_one_stood(at: int, epoch: int
 
 def test_a_loader_resumes_under_other_ranks_and_accumulation() -> None:
     whole = _global_batches(96, 24, 1, 1)
-    loader = ech.Loader(Numbers(96), 24, accumulation=2, options=ech.LoaderOptions(dp=(0, 2)))
+    loader = ech.Loader(Numbers(96), 24, accumulation=2, options=ech.data.LoaderOptions(dp=(0, 2)))
     iterator = iter(loader)
     for _ in range(4):  # two global batches
         next(iterator)
     rest = []
     for rank in range(3):
-        other = ech.Loader(Numbers(96), 24, accumulation=4, options=ech.LoaderOptions(dp=(rank, 3)))
+        other = ech.Loader(Numbers(96), 24, accumulation=4, options=ech.data.LoaderOptions(dp=(rank, 3)))
         other.load_state_dict(loader.state_dict())
         rest.append(_batches(other))
     seen = sorted(sum((sum(r, []) for r in rest), []))
@@ -137,7 +137,7 @@ def test_a_loader_resumes_under_other_ranks_and_accumulation() -> None:
 
 
 def test_a_global_batch_that_ranks_cannot_divide_names_those_that_can() -> None:
-    loader = ech.Loader(Numbers(100), 12, accumulation=2, options=ech.LoaderOptions(dp=(0, 4)))
+    loader = ech.Loader(Numbers(100), 12, accumulation=2, options=ech.data.LoaderOptions(dp=(0, 4)))
     with pytest.raises(UsageError) as error:
         len(loader.dp)
     text = str(error.value)

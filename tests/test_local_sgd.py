@@ -103,10 +103,17 @@ def _adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 CASES: dict[str, tuple[Any, int, Any, str, bool, float]] = {
-    "average every third": (ech.LocalSGDStrategy(every=3), 3, None, "AdamW", False, 0.3),
-    "average every seventh, momentum": (ech.LocalSGDStrategy(every=7), 7, None, "momentum", False, float("inf")),
-    "diloco": (ech.DiLoCoStrategy(every=4), 4, _nesterov, "AdamW", False, 0.3),
-    "diloco with adamw outside": (ech.DiLoCoStrategy(every=4, outer_optimizer=_adam), 4, _adam, "AdamW", False, float("inf")),
+    "average every third": (ech.layouts.LocalSGDStrategy(every=3), 3, None, "AdamW", False, 0.3),
+    "average every seventh, momentum": (ech.layouts.LocalSGDStrategy(every=7), 7, None, "momentum", False, float("inf")),
+    "diloco": (ech.layouts.DiLoCoStrategy(every=4), 4, _nesterov, "AdamW", False, 0.3),
+    "diloco with adamw outside": (
+        ech.layouts.DiLoCoStrategy(every=4, outer_optimizer=_adam),
+        4,
+        _adam,
+        "AdamW",
+        False,
+        float("inf"),
+    ),
 }
 
 
@@ -123,7 +130,7 @@ def test_twenty_updates_are_those_of_plain_workers(ranks: Ranks, size: int) -> N
 def test_an_average_after_every_update_is_ddp_for_sgd(ranks: Ranks, kind: str, even: bool) -> None:
     """Also where ranks have other numbers of samples; with momentum, where they have as many."""
     want = ranks(2, _ours, "ddp", kind, even, float("inf"))
-    for strategy in (ech.LocalSGDStrategy(every=1), ech.DiLoCoStrategy(1, outer_optimizer=_plain_sgd)):
+    for strategy in (ech.layouts.LocalSGDStrategy(every=1), ech.layouts.DiLoCoStrategy(1, outer_optimizer=_plain_sgd)):
         for got in ranks(2, _ours, strategy, kind, even, float("inf")):
             assert largest_difference(got, want[0]) < 1e-11
 
@@ -159,10 +166,10 @@ def _messages(strategy: Any, updates: int) -> int:
 
 def test_nothing_travels_between_meetings(ranks: Ranks) -> None:
     """Twenty updates more send as little as ten: what a run sends when it begins and ends."""
-    few, many = (ranks(2, _messages, ech.LocalSGDStrategy(every=100), n) for n in (10, 30))
+    few, many = (ranks(2, _messages, ech.layouts.LocalSGDStrategy(every=100), n) for n in (10, 30))
     assert few[0] > 0
     assert few == many
-    assert ranks(2, _messages, ech.LocalSGDStrategy(every=1), 10)[0] >= few[0] + 9
+    assert ranks(2, _messages, ech.layouts.LocalSGDStrategy(every=1), 10)[0] >= few[0] + 9
 
 
 # --- checkpoints
@@ -202,7 +209,9 @@ def _uneven(folder: Path, step: int, strategy: Any) -> dict[str, torch.Tensor]:
     return _parameters(unit.module)
 
 
-@pytest.mark.parametrize("strategy", [ech.LocalSGDStrategy(every=3), ech.DiLoCoStrategy(every=3)], ids=["average", "diloco"])
+@pytest.mark.parametrize(
+    "strategy", [ech.layouts.LocalSGDStrategy(every=3), ech.layouts.DiLoCoStrategy(every=3)], ids=["average", "diloco"]
+)
 def test_workers_that_weigh_differently_resume_bit_equal(ranks: Ranks, tmp_path: Path, strategy: Any) -> None:
     want = ranks(2, _uneven, tmp_path, 0, strategy)[0]
     for step in (2, 4, 7):
@@ -210,7 +219,9 @@ def test_workers_that_weigh_differently_resume_bit_equal(ranks: Ranks, tmp_path:
             assert all(torch.equal(got[n], want[n]) for n in got), step
 
 
-@pytest.mark.parametrize("strategy", [ech.LocalSGDStrategy(every=3), ech.DiLoCoStrategy(every=3)], ids=["average", "diloco"])
+@pytest.mark.parametrize(
+    "strategy", [ech.layouts.LocalSGDStrategy(every=3), ech.layouts.DiLoCoStrategy(every=3)], ids=["average", "diloco"]
+)
 def test_a_resumed_run_is_bit_equal_at_any_step(ranks: Ranks, tmp_path: Path, strategy: Any) -> None:
     """Between two meetings, at one, and with the meeting at the end; saving changes nothing."""
     want = ranks(2, _train, None, strategy, 8)
@@ -222,7 +233,9 @@ def test_a_resumed_run_is_bit_equal_at_any_step(ranks: Ranks, tmp_path: Path, st
             assert all(torch.equal(got[n], want[0][n]) for n in got), step
 
 
-@pytest.mark.parametrize("strategy", [ech.LocalSGDStrategy(every=5), ech.DiLoCoStrategy(every=5)], ids=["average", "diloco"])
+@pytest.mark.parametrize(
+    "strategy", [ech.layouts.LocalSGDStrategy(every=5), ech.layouts.DiLoCoStrategy(every=5)], ids=["average", "diloco"]
+)
 def test_a_checkpoint_holds_what_a_meeting_would_have_given(ranks: Ranks, tmp_path: Path, strategy: Any) -> None:
     """The end of training is a meeting: that of a run which ends there. Other strategies and numbers of ranks read it."""
     ranks(2, _train, tmp_path, strategy, 8)
@@ -289,7 +302,7 @@ def _evaluated(strategy: Any, evaluates: bool) -> tuple[list[Any], dict[str, tor
 
 
 def test_all_ranks_evaluate_the_same_and_train_on_with_their_own(ranks: Ranks) -> None:
-    strategy = ech.DiLoCoStrategy(every=3)
+    strategy = ech.layouts.DiLoCoStrategy(every=3)
     (first, end), (second, _) = ranks(2, _evaluated, strategy, True)
     assert len(first) == len(second) > 3
     assert all(torch.equal(a[n], b[n]) for a, b in zip(first, second, strict=True) for n in a)
@@ -316,7 +329,7 @@ def _stop(strategy: Any) -> int:
 
 
 def test_a_stop_is_agreed_on_at_the_next_meeting(ranks: Ranks) -> None:
-    assert ranks(2, _stop, ech.LocalSGDStrategy(every=4)) == [4, 4]
+    assert ranks(2, _stop, ech.layouts.LocalSGDStrategy(every=4)) == [4, 4]
 
 
 def _tail(strategy: Any) -> dict[str, torch.Tensor]:
@@ -328,7 +341,7 @@ def _tail(strategy: Any) -> dict[str, torch.Tensor]:
 
 def test_a_worker_without_samples_counts_nothing(ranks: Ranks) -> None:
     want = ranks(2, _tail, "ddp")
-    for got in ranks(2, _tail, ech.LocalSGDStrategy(every=1)):
+    for got in ranks(2, _tail, ech.layouts.LocalSGDStrategy(every=1)):
         assert largest_difference(got, want[0]) < 1e-12
 
 
@@ -343,7 +356,7 @@ class Counting(nn.Module):
 
 def _buffers() -> tuple[torch.Tensor, torch.Tensor, int]:
     torch.manual_seed(0)
-    unit = Unit(module=Counting().double(), strategy=ech.LocalSGDStrategy(every=2), optimizer="SGD")
+    unit = Unit(module=Counting().double(), strategy=ech.layouts.LocalSGDStrategy(every=2), optimizer="SGD")
     rank = unit.prepared.dp_rank
     batches = [batch(4, 10 * rank + i) for i in range(2)]
     ech.train(unit, batches, max_epochs=1)
@@ -364,12 +377,12 @@ def test_buffers_are_averaged(ranks: Ranks) -> None:
 def _refused(what: str) -> str:
     options: dict[str, Any] = {
         "fp16": {"precision": "fp16"},
-        "averages": {"swa_params": ech.SWAParams(1, 1)},
+        "averages": {"swa_params": ech.units.SWAParams(1, 1)},
         "bitwise": {"deterministic": "bitwise"},
     }.get(what, {})
     with pytest.raises(UsageError) as caught:
         if what == "prepare_module":
-            ech.prepare_module(net(), CPU, strategy="local_sgd")
+            ech.layouts.prepare_module(net(), CPU, strategy="local_sgd")
         Unit(module=net(), strategy="diloco", device=CPU, **options)
     return str(caught.value)
 
@@ -389,9 +402,9 @@ def test_what_makes_no_sense_is_refused(ranks: Ranks, what: str, said: str) -> N
 
 def test_options_are_checked() -> None:
     with pytest.raises(UsageError, match="every must be a whole number of at least 1, got 0"):
-        ech.LocalSGDStrategy(every=0)
+        ech.layouts.LocalSGDStrategy(every=0)
     with pytest.raises(UsageError, match="outer_optimizer must be a function of a list of parameters, or None, got 'SGD'"):
-        ech.DiLoCoStrategy(outer_optimizer="SGD")  # type: ignore[arg-type]
+        ech.layouts.DiLoCoStrategy(outer_optimizer="SGD")  # type: ignore[arg-type]
 
 
 def test_one_process_trains_as_ever() -> None:

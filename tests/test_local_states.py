@@ -205,7 +205,7 @@ class _Own(ech.TrainUnit[Any], ech.EvalUnit[Any]):
     def __init__(self, strategy: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.module = ech.prepare_module(_Two().double(), torch.device("cpu"), strategy=strategy)
+        self.module = ech.layouts.prepare_module(_Two().double(), torch.device("cpu"), strategy=strategy)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
 
     def train_step(self, state: Any, data: Any) -> Any:

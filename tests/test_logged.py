@@ -39,7 +39,7 @@ SIZES = [3, 5, 2, 6, 1, 7]
 
 def numbers(folder: str, name: str, unit: Any, train: list[Any], evaluate: list[Any], **limits: Any) -> list[dict[str, Any]]:
     """The records of a run, as rank 0 has written them."""
-    run = ech.RunDir(Path(folder) / name)
+    run = ech.evidence.RunDir(Path(folder) / name)
     with pytest.MonkeyPatch.context() as patch:
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             run.at_attempt(0)
@@ -182,7 +182,7 @@ class Own(ech.TrainUnit[Any]):
 
 def _own(folder: str) -> None:
     rank = torch.distributed.get_rank()
-    run = ech.RunDir(Path(folder) / "own")
+    run = ech.evidence.RunDir(Path(folder) / "own")
     with pytest.MonkeyPatch.context() as patch:
         run.at_attempt(0)
         for key, value in run.to_env().items():
@@ -317,7 +317,7 @@ def test_a_number_keeps_its_reduction() -> None:
 
 def _left(folder: str) -> None:
     """Four batches of which the loop leaves out one: its update had begun with the third."""
-    run = ech.RunDir(Path(folder))
+    run = ech.evidence.RunDir(Path(folder))
     run.at_attempt(0)
     with pytest.MonkeyPatch.context() as patch:
         for key, value in run.to_env().items():
@@ -348,7 +348,7 @@ def test_what_an_unfinished_update_logged_is_left_out_with_it(ranks: Ranks, tmp_
 
 def _loop(folder: str) -> None:
     ranks = torch.distributed.get_world_size()
-    run = ech.RunDir(Path(folder) / f"loop-{ranks}")
+    run = ech.evidence.RunDir(Path(folder) / f"loop-{ranks}")
     with pytest.MonkeyPatch.context() as patch:
         run.at_attempt(0)
         for key, value in run.to_env().items():

@@ -58,7 +58,7 @@ STRATEGIES = {
 @contextlib.contextmanager
 def recorded(folder: str) -> Iterator[None]:
     """What is trained within has this run folder."""
-    run = ech.RunDir(Path(folder))
+    run = ech.evidence.RunDir(Path(folder))
     with pytest.MonkeyPatch.context() as patch:
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             run.at_attempt(0)

@@ -317,7 +317,7 @@ def test_a_logger_that_was_sent_to_other_ranks_writes_there_and_once(tmp_path: P
 def _says(folder: str) -> None:
     import logging
 
-    log = ech.get_logger("tests.by.rank")
+    log = ech.loggers.get_logger("tests.by.rank")
     handler = logging.FileHandler(f"{folder}/{torch.distributed.get_rank()}.log")
     handler.setFormatter(logging.Formatter("%(levelname)s %(rank)d %(filename)s %(funcName)s: %(message)s"))
     log.logger.addHandler(handler)
@@ -343,6 +343,6 @@ def test_each_rank_says_what_it_is_to_say(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_a_word_that_is_no_rank_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UsageError, match="ranks must be a rank, several, or 'all', got 'every'"):
-        ech.get_logger("tests").warning("a", ranks="every")
+        ech.loggers.get_logger("tests").warning("a", ranks="every")
     with caplog.at_level("ERROR"):
-        ech.get_logger("tests").warning("a", ranks="every")  # a level that is not heard costs nothing
+        ech.loggers.get_logger("tests").warning("a", ranks="every")  # a level that is not heard costs nothing

@@ -25,7 +25,7 @@ from tests.models import batch, net
 from tests.units import Regression
 
 
-class Plain(ech.TrainUnit[int], ech.EvalUnit[int], ech.PredictUnit[int], ech.TestUnit[int]):
+class Plain(ech.TrainUnit[int], ech.EvalUnit[int], ech.PredictUnit[int], ech.units.TestUnit[int]):
     """Writes down what it was given."""
 
     def __init__(self, log: list[str] | None = None) -> None:
@@ -199,7 +199,7 @@ class StopAfter(ech.Callback):
         self.step, self.rank = step, rank
 
     def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-        if unit.train_progress.num_steps_completed == self.step and ech.World.current().rank == self.rank:
+        if unit.train_progress.num_steps_completed == self.step and ech.launching.World.current().rank == self.rank:
             state.stop()
 
 
@@ -228,7 +228,7 @@ def test_a_stop_finishes_the_update_under_way(ranks: Ranks) -> None:
 
 class StopsInEvaluation(ech.Callback):
     def on_eval_end(self, state: ech.State, unit: Any) -> None:
-        if ech.World.current().rank == 1:
+        if ech.launching.World.current().rank == 1:
             state.stop()
 
 
@@ -244,7 +244,7 @@ def test_a_stop_from_an_evaluation_takes_no_further_step(ranks: Ranks) -> None:
 
 class StopsOnRank1(ech.Callback):
     def on_eval_step_end(self, state: ech.State, unit: Any) -> None:
-        if ech.World.current().rank == 1:
+        if ech.launching.World.current().rank == 1:
             state.stop()
 
 
@@ -310,7 +310,7 @@ def test_a_step_that_runs_out_of_something_else_says_where() -> None:
 
 class StopsInLoss(Regression):
     def compute_loss(self, state: ech.State, data: Any) -> Any:
-        if self.train_progress.num_steps_completed == 2 and ech.World.current().rank == 1:
+        if self.train_progress.num_steps_completed == 2 and ech.launching.World.current().rank == 1:
             state.stop()
         return super().compute_loss(state, data)
 
@@ -329,7 +329,7 @@ def test_a_stop_inside_a_step_travels_with_the_windows_own_message(ranks: Ranks)
 
 
 def _other_lengths(kind: str) -> str:
-    rank = ech.World.current().rank
+    rank = ech.launching.World.current().rank
     data: Any = [batch(2, i) for i in range(3 - rank)]
     if kind.startswith("unsized"):
         data = iter(data)
@@ -352,7 +352,7 @@ def test_ranks_with_other_numbers_of_batches_are_named_not_hung(ranks: Ranks, ki
 
 def _other_limits() -> str:
     with pytest.raises(RanksDisagreeError) as caught:
-        ech.train(Regression(strategy="ddp"), [batch(2, 0)] * 9, max_updates=3 + ech.World.current().rank)
+        ech.train(Regression(strategy="ddp"), [batch(2, 0)] * 9, max_updates=3 + ech.launching.World.current().rank)
     return str(caught.value)
 
 
@@ -378,7 +378,7 @@ def test_launched_ranks_that_have_not_joined_are_not_taken_for_a_world_of_one(
 
 def _uneven_prediction() -> int:
     unit = Plain()
-    ech.predict(unit, list(range(3 - ech.World.current().rank)))
+    ech.predict(unit, list(range(3 - ech.launching.World.current().rank)))
     return len(unit.seen)
 
 
@@ -395,7 +395,7 @@ def test_predict_runs_as_often_as_it_is_called() -> None:
 
 def test_test_is_a_phase_of_its_own() -> None:
     unit = Plain()
-    ech.test(unit, [1, 2])
+    ech.units.test(unit, [1, 2])
     assert unit.seen == [1, 2] and unit.test_progress.num_epochs_completed == 1
 
 
@@ -659,7 +659,7 @@ def test_a_mock_of_a_unit_is_trained_and_evaluated() -> None:
     for unit in (MagicMock(spec=Plain), MagicMock(spec=Plain())):
         with pytest.raises(UnitError, match=r"set its train_progress = Progress\(\)"):
             ech.train(unit, [1], max_epochs=1)
-        unit.train_progress, unit.eval_progress = ech.Progress(), ech.Progress()
+        unit.train_progress, unit.eval_progress = ech.units.Progress(), ech.units.Progress()
         ech.fit(unit, [1, 2], [3], max_epochs=2)
         assert [call.args[1] for call in unit.train_step.call_args_list] == [1, 2, 1, 2]
         assert [call.args[1] for call in unit.eval_step.call_args_list] == [3, 3]

@@ -19,7 +19,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel import STRATEGIES
+from echelon.parallel import LAYOUTS
 from echelon.parallel.materialize import materialize
 from tests.conftest import Ranks
 from tests.models import Net, batch
@@ -242,7 +242,7 @@ def _numpys_numbers() -> str:
         module = nn.Linear(2, 2)
         module.weight.data.mul_(float(np.random.default_rng(dist.get_rank()).normal()))
     with pytest.raises(ech.EchelonError) as caught:
-        ech.prepare_module(module, CPU, strategy="fsdp")
+        ech.layouts.prepare_module(module, CPU, strategy="fsdp")
     return str(caught.value)
 
 
@@ -307,12 +307,12 @@ def _plain_sums() -> dict[str, float]:
     ("size", "named"),
     # DiLoCo's outer optimizer trains to other numbers.
     [
-        (2, [s for s in STRATEGIES if s not in ("dp", "diloco")]),
-        pytest.param(4, [s for s in STRATEGIES if s != "diloco"], marks=pytest.mark.full),
+        (2, [s for s in (*LAYOUTS, "tp") if s != "diloco"]),
+        pytest.param(4, [s for s in (*LAYOUTS, "tp") if s != "diloco"], marks=pytest.mark.full),
     ],
 )
 def test_every_strategy_gives_the_values_of_a_plain_build_and_trains(ranks: Ranks, size: int, named: list[str]) -> None:
-    strategies: list[Any] = [s for s in named if s != "dp"]
+    strategies: list[Any] = list(named)
     strategies += [ech.FSDPStrategy(cpu_offload=True), ech.TPStrategy(size=2)] if size == 4 else []
     results = ranks(size, _under_each, strategies)
     want = _plain_sums()
@@ -338,7 +338,7 @@ def _peak(strategy: Any) -> float:
     """MiB by which memory grew at most."""
     with ech.on_meta():
         small = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    ech.prepare_module(small, CPU, strategy=strategy)  # what torch loads and allocates once
+    ech.layouts.prepare_module(small, CPU, strategy=strategy)  # what torch loads and allocates once
     before, seen, done = _anonymous(), [0.0], threading.Event()
 
     def watch() -> None:
@@ -350,7 +350,7 @@ def _peak(strategy: Any) -> float:
     torch.manual_seed(0)
     with ech.on_meta():
         module = _large()
-    ech.prepare_module(module, CPU, strategy=strategy)
+    ech.layouts.prepare_module(module, CPU, strategy=strategy)
     done.set()
     watcher.join()
     first = next(module.parameters())
@@ -412,7 +412,7 @@ def _other_models() -> str:
     with ech.on_meta():
         module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + int(os.environ["RANK"]))))
     with pytest.raises(ech.EchelonError) as caught:
-        ech.prepare_module(module, CPU, strategy="ddp")
+        ech.layouts.prepare_module(module, CPU, strategy="ddp")
     return str(caught.value)
 
 

@@ -142,13 +142,13 @@ def test_names_in_a_compiled_module_are_the_authors() -> None:
 
 def test_a_module_is_recognised_once_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recognised: list[nn.Module] = []
-    of = ech.Prepared.of
+    of = ech.layouts.Prepared.of
 
-    def counted(module: nn.Module, world: ech.World) -> ech.Prepared[Any]:
+    def counted(module: nn.Module, world: ech.launching.World) -> ech.layouts.Prepared[Any]:
         recognised.append(module)
         return of(module, world)
 
-    monkeypatch.setattr(ech.Prepared, "of", staticmethod(counted))
+    monkeypatch.setattr(ech.layouts.Prepared, "of", staticmethod(counted))
     unit = Own(net())
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=1)
     ech.train(unit, [batch(4, i) for i in range(5)], max_epochs=2, callbacks=[saver])
@@ -168,7 +168,9 @@ def test_a_copy_of_a_unit_recognises_its_own_modules() -> None:
 
 
 def test_a_manifest_says_the_strategy_as_it_was_given_or_as_it_was_done_by_hand() -> None:
-    said = [facts(unit, None)["strategy"] for unit in (Regression(strategy="noop"), Regression(strategy=ech.NOOPStrategy()))]
+    said = [
+        facts(unit, None)["strategy"] for unit in (Regression(strategy="noop"), Regression(strategy=ech.layouts.NOOPStrategy()))
+    ]
     assert said == ["noop", "NOOPStrategy"]
     assert [facts(Own(m), None)["strategy"] for m in (nn.DataParallel(net()), net())] == ["dp", None]
     assert facts(Own(nn.DataParallel(Holder())), None)["modules"] == {"net": "Holder"}

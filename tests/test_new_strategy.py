@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.parallel import STRATEGIES
+from echelon.parallel import LAYOUTS
 from tests.conftest import Ranks
 from tests.models import Batch, batch, plain_training
 from tests.pipeline import TwoStages
@@ -25,7 +25,7 @@ class Steps(Regression):
         self.losses: list[float] = []
         self.reported: list[tuple[int, int, bool]] = []
 
-    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.units.TrainStepResults) -> None:
         super().on_train_step_end(state, data, step, results)
         self.losses.append(float(results.loss))
         self.reported.append((step, len(data[0]), results.total_grad_norm is not None))
@@ -36,7 +36,7 @@ def batches() -> list[list[Batch]]:
 
 
 def _train() -> tuple[dict[str, torch.Tensor], Steps, float]:
-    STRATEGIES["two_stages"] = TwoStages  # the one line
+    LAYOUTS["two_stages"] = TwoStages  # the one line
     unit = Steps(strategy="two_stages", gradient_accumulation_steps=2, clip_grad_norm=0.3)
     ech.train(unit, [micro for window in batches() for micro in window], max_epochs=1)
     names = NAMES[torch.distributed.get_rank()]
@@ -65,10 +65,10 @@ def test_a_pipeline_trains_as_one_process_does(ranks: Ranks) -> None:
 
 
 def _evaluate() -> tuple[float, float]:
-    STRATEGIES["two_stages"] = TwoStages
+    LAYOUTS["two_stages"] = TwoStages
     unit = Regression(strategy="two_stages")
     ech.evaluate(unit, [batch(4, 0), batch(3, 1)])
-    ech.test(unit, [batch(4, 0), batch(3, 1)])
+    ech.units.test(unit, [batch(4, 0), batch(3, 1)])
     return unit.eval_loss, unit.test_loss
 
 
@@ -79,7 +79,7 @@ def test_a_pipeline_evaluates_by_its_last_stage_alone(ranks: Ranks) -> None:
         assert evaluated == tested == pytest.approx(alone.eval_loss, rel=1e-12)
 
 
-class Watched(ech.Prepared[Any]):
+class Watched(ech.layouts.Prepared[Any]):
     """One process whose windows and updates are noted."""
 
     def __init__(self, module: Any) -> None:
@@ -103,7 +103,7 @@ class Watched(ech.Prepared[Any]):
 class Watching(ech.Strategy):
     name = "watching"
 
-    def prepare(self, module: Any, world: ech.World, recipe: Any) -> ech.Prepared[Any]:
+    def prepare(self, module: Any, world: ech.launching.World, recipe: Any) -> ech.layouts.Prepared[Any]:
         return Watched(module)
 
 

@@ -62,7 +62,7 @@ def test_functions_of_cells_run_on_ranks_again_and_again(cell: Any) -> None:
 
 
 def test_a_group_of_a_function_of_a_cell(cell: Any) -> None:
-    said = cell("with ech.CollectiveGroup(meet, (1,), nprocs=2) as group:\n    group.join()\n    print(group.values)")
+    said = cell("with ech.launching.CollectiveGroup(meet, (1,), nprocs=2) as group:\n    group.join()\n    print(group.values)")
     assert "[(0, " in said and "(1, " in said
 
 

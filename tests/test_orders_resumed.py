@@ -50,7 +50,7 @@ class Seeing(Regression):
         self.seen: list[list[int]] = []
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if state.active_phase is ech.ActivePhase.TRAIN:
+        if state.active_phase is ech.units.ActivePhase.TRAIN:
             self.seen.append(data[2].tolist())
         return super().compute_loss(state, data[:2])
 

@@ -29,10 +29,10 @@ def test_a_variable_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch
 def test_unit_and_loader_follow() -> None:
     impose(Overrides(strategy="noop", precision="bf16", accumulation=2, compile=False))
     try:
-        unit = Regression(strategy="fsdp", torch_compile_params=ech.TorchCompileParams(backend="no such backend"))
+        unit = Regression(strategy="fsdp", torch_compile_params=ech.layouts.TorchCompileParams(backend="no such backend"))
         loader = ech.Loader(list(range(8)), 4)
     finally:
         impose(None)
-    assert type(unit.prepared) is ech.Prepared
+    assert type(unit.prepared) is ech.layouts.Prepared
     assert unit.precision.dtype is not None and unit.gradient_accumulation_steps == loader.accumulation == 2
     ech.train(unit, [batch(4, 0)] * 2, max_epochs=1)

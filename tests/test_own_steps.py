@@ -27,7 +27,7 @@ class _Unit(ech.TrainUnit[Batch]):
 
     def __init__(self, strategy: str, step: Step) -> None:
         super().__init__()
-        self.module, self.target = (ech.prepare_module(net(seed), CPU, strategy=strategy) for seed in (0, 1))
+        self.module, self.target = (ech.layouts.prepare_module(net(seed), CPU, strategy=strategy) for seed in (0, 1))
         with torch.no_grad():
             self.module(batch(2, 0)[0])  # a look before the optimizer is made leaves the parameters that it is to have
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
@@ -156,7 +156,7 @@ class _Recycling(nn.Module):
 
 def _recycled(strategy: str | None) -> tuple[dict[str, torch.Tensor], int]:
     torch.manual_seed(0)
-    module = _Recycling() if strategy is None else ech.prepare_module(_Recycling(), CPU, strategy=strategy)
+    module = _Recycling() if strategy is None else ech.layouts.prepare_module(_Recycling(), CPU, strategy=strategy)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for step in range(STEPS):
         x, y = batch(4, step)
@@ -179,7 +179,7 @@ def _forward_of_its_own() -> list[str]:
     module = nn.Module()
     module.layer = nn.Linear(3, 1)
     module.forward = lambda x: module.layer(x)
-    ech.prepare_module(module, CPU, strategy="fsdp")(torch.ones(2, 3)).sum().backward()
+    ech.layouts.prepare_module(module, CPU, strategy="fsdp")(torch.ones(2, 3)).sum().backward()
     return sorted(name for name, p in module.named_parameters() if p.grad is not None)
 
 

@@ -195,7 +195,7 @@ def test_the_readmes_script_trains_on_two_ranks_in_an_empty_folder(environment: 
 import sys
 ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("echelon", "tests")]
 files = sorted(str(getattr(module, "__file__", None) or "") for module in ours)
-open(f"rank{ech.World.current().rank}", "w").write(f"{unit.window.updates}\\n" + "\\n".join(filter(None, files)))
+open(f"rank{ech.launching.World.current().rank}", "w").write(f"{unit.window.updates}\\n" + "\\n".join(filter(None, files)))
 """
     (tmp_path / "train.py").write_text(script + report)
     done = environment.run(tmp_path, "echelon", "run", "--ranks", "2", "train.py")

@@ -39,8 +39,8 @@ class ByHand(ech.TrainUnit[Any]):
 
 def _prepared(how: str) -> dict[str, torch.Tensor]:
     device = ech.init_from_env()
-    prepare: Any = {"ddp": ech.prepare_ddp, "fsdp": ech.prepare_fsdp}.get(how)
-    module = prepare(net(), device) if prepare else ech.prepare_module(net(), device, strategy="ddp")
+    prepare: Any = {"ddp": ech.layouts.prepare_ddp, "fsdp": ech.layouts.prepare_fsdp}.get(how)
+    module = prepare(net(), device) if prepare else ech.layouts.prepare_module(net(), device, strategy="ddp")
     assert isinstance(module, nn.parallel.DistributedDataParallel) == (how != "fsdp")
     unit = ByHand(module)
     ech.train(unit, [batch(4, 10 * dist.get_rank() + i) for i in range(3)], max_epochs=1)

@@ -1,16 +1,18 @@
-"""`Parallel`: one value for every direction of parallelism."""
+"""`Layout`: one value for every direction of parallelism."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel.strategy import resolve
+from echelon.parallel import LAYOUTS, resolve
+from echelon.parallel.layouts import in_words
 from echelon.world.mesh import ParallelDims
 
 SIZES = st.integers(1, 4)
@@ -26,25 +28,104 @@ SIZES = st.integers(1, 4)
     ],
 )
 def test_text_names_the_axes(text: str, want: dict[str, int]) -> None:
-    assert ech.Parallel.parse(text) == ech.Parallel(**want) == resolve(text)  # type: ignore[arg-type]
+    assert ech.Layout.parse(text) == ech.Layout(**want) == resolve(text)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("axis", ["pp", "dp_replicate", "dp_shard", "cp"])
 def test_an_axis_alone_takes_all_ranks(axis: str) -> None:
-    assert resolve(axis) == ech.Parallel(**{axis: -1})  # type: ignore[arg-type]
-    assert isinstance(resolve("tp"), ech.TPStrategy)
+    assert resolve(axis) == ech.Layout(**{axis: -1})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["dp_shard=2,tp", "dp=2", "tp=x", "tp=2,tp=2", "tp=2,", "=2", "tp=²"])
+@pytest.mark.parametrize("text", ["dp_shard=2,tp", "dp=2", "tp=x", "tp=2,tp=2", "tp=2,", "=2", "tp=²", "fsdp,tp=2"])
 def test_text_that_names_no_axis_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="strategy must give each axis once"):
+    with pytest.raises(UsageError, match=r"layout must give each axis once.*, got .* in "):
         resolve(text)
+
+
+WORDS_OF_OTHERS = {
+    "noop": "none",
+    "single_device": "none",
+    "zero3": "fsdp",
+    "fsdp2": "fsdp",
+    "full_shard": "fsdp",
+    "FULL_SHARD": "fsdp",
+    "deepspeed_stage_3": "fsdp",
+    "deepspeed_stage_2": "zero2",
+    "shard_grad_op": "zero2",
+    "deepspeed_stage_1": "zero1",
+    "hybrid_shard": "hsdp",
+    "ddp_spawn": "ddp",
+    "no_shard": "ddp",
+    "tp": "tp=-1",
+    "dp_shard=2,tp=2": "dp_shard=2,tp=2",
+}
+
+
+@pytest.mark.parametrize(("word", "here"), WORDS_OF_OTHERS.items())
+def test_words_of_other_libraries_are_one_of_ours(word: str, here: str) -> None:
+    assert resolve(word) == resolve(here)
+    assert in_words(resolve(word)) == here  # type: ignore[arg-type]
+
+
+def test_what_a_word_of_another_library_says_beside_the_layout_is_kept() -> None:
+    assert resolve("ddp_find_unused_parameters_true") == ech.DDPStrategy(find_unused_parameters=True)
+    assert resolve("ddp_spawn_find_unused_parameters_false") == resolve("ddp")
+
+
+@pytest.mark.parametrize(("text", "near"), [("fdsp", "fsdp"), ("zero", "zero"), ("ddpp", "ddp"), ("horovod", "")])
+def test_an_unknown_word_is_refused_with_those_there_are(text: str, near: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        resolve(text)
+    assert f"layout must be one of {', '.join(map(repr, LAYOUTS))}" in str(refused.value)
+    assert near in str(refused.value)
+
+
+VALUES = [
+    ech.Layout(dp_shard=2, tp=2),
+    ech.Layout(pp=4),
+    ech.Layout(dp_replicate=2, cp=2, ep=2),
+    ech.DDPStrategy(),
+    ech.FSDPStrategy(),
+    ech.layouts.LocalSGDStrategy(),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_is_the_text_that_gives_it_back(value: Any) -> None:
+    assert resolve(in_words(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (ech.Layout(dp_shard=2, tp=2), "Layout(dp_shard=2, tp=2)"),
+        (ech.FSDPStrategy(blocks=["layers"]), "FSDPStrategy(blocks=['layers'])"),
+        (ech.DDPStrategy(bucket_cap_mb=5), "DDPStrategy(bucket_cap_mb=5)"),
+        (ech.Layout(pp=2, schedule="gpipe"), "Layout(pp=2, schedule='gpipe')"),
+    ],
+)
+def test_a_value_is_shown_by_the_options_it_was_given(value: Any, text: str) -> None:
+    assert repr(value) == text
+    if "=" in text.partition("(")[2] and not isinstance(value, ech.Layout):
+        assert in_words(value) == text
+
+
+def test_older_keywords_are_understood_and_say_the_new_one() -> None:
+    net = torch.nn.Linear(2, 1)
+    with pytest.warns(DeprecationWarning, match=r"prepare_module\(strategy=\.\.\.\) is now layout="):
+        ech.layouts.prepare_module(net, torch.device("cpu"), strategy="noop")  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="was given strategy and layout, which are the same"):
+        ech.layouts.prepare_module(net, torch.device("cpu"), strategy="noop", layout="none")  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match=r"Trainer\(strategy=\.\.\.\) is now layout="):
+        assert ech.Trainer(1, strategy="fsdp2").layout == ech.FSDPStrategy()  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match="Parallel is now echelon.Layout"):
+        assert ech.Parallel is ech.Layout
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 0}, {"ep": -1}, {"cp": -2}, {"pp": 1.5}, {"dp_shard": "2"}])
 def test_sizes_are_whole_numbers(sizes: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        ech.Parallel(**sizes).dims(4)
+        ech.Layout(**sizes).dims(4)
 
 
 @given(SIZES, SIZES, SIZES, SIZES, SIZES)

@@ -170,7 +170,7 @@ class Unit(ech.AutoUnit[Tokens]):
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
         return optimizer_of(self.kind, module), None
 
-    def on_train_step_end(self, state: ech.State, data: Tokens, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Tokens, step: int, results: ech.units.TrainStepResults) -> None:
         self.seen.append((float(results.loss), list(results.outputs.shape)))
         if results.total_grad_norm is not None:
             self.norms.append(float(results.total_grad_norm))
@@ -405,7 +405,7 @@ class Evaluated(Unit):
 def evaluated(name: str, strategy: Any, batches: list[Tokens]) -> tuple[float, float, list[torch.Tensor]]:
     unit = Evaluated(name=name, strategy=strategy)
     ech.evaluate(unit, batches)
-    ech.test(unit, batches)
+    ech.units.test(unit, batches)
     ech.predict(unit, [x for x, _ in batches])
     return unit.eval_loss, unit.test_loss, unit.logits
 

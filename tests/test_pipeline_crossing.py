@@ -370,7 +370,7 @@ class Unit(ech.AutoUnit[Batch]):
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
         return torch.optim.SGD(module.parameters(), lr=0.01), None
 
-    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.units.TrainStepResults) -> None:
         self.losses.append(float(results.loss))
         if len(self.losses) == 4:
             _goes_on(self.prepared.unwrapped)
@@ -503,7 +503,7 @@ class Telling(_Walks):
     def _tell(self, flag: bool) -> None:
         self.prepared.unwrapped.flag = flag and dist.get_rank() == 0
 
-    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.units.TrainStepResults) -> None:
         self._tell(step % 3 == 1)
 
     def on_eval_step_end(self, state: ech.State, data: Batch, step: int, loss: torch.Tensor, outputs: Any) -> None:

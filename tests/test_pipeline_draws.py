@@ -62,7 +62,7 @@ class Denoiser(ech.AutoUnit[torch.Tensor]):
             self.noise.append(float(noise.sum()))
         return (self.module(data + noise) - noise).square().mean(), None
 
-    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.units.TrainStepResults) -> None:
         if dist.get_rank() == 0:  # one rank draws for itself, as for a picture
             torch.randn(3), random.random(), np.random.rand()
         torch.manual_seed(step + dist.get_rank())  # as some scripts do for their augmentation

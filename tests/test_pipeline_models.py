@@ -66,7 +66,7 @@ class Causal(ech.AutoUnit[Batch]):
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
         return torch.optim.AdamW(module.parameters(), lr=1e-2), None
 
-    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.units.TrainStepResults) -> None:
         if results.total_grad_norm is not None:
             self.losses.append(float(self.latest_update[0]))
 

@@ -44,7 +44,7 @@ def told(layers: Layers, axis: str) -> dict[str, str]:
 
 def test_every_parameter_counts_once_and_alike_layers_share_a_row() -> None:
     module = Tower()
-    layers = layers_of(module, ech.NOOPStrategy(), 1)
+    layers = layers_of(module, ech.layouts.NOOPStrategy(), 1)
     assert sum(row.parameters for row in layers.rows) == sum(p.numel() for p in module.parameters())
     assert [row.name for row in layers.rows] == ["", "words", *(f"blocks.{{0..3}}.{n}" for n in ("0", "1.up", "1.down")), "head"]
     assert layers.rows[-1].parameters == 0  # tied
@@ -63,7 +63,7 @@ def test_tensor_parallelism_is_what_training_would_do() -> None:
         "head": "colwise_gather",
     }
     assert "tp: inferred for Tower" in layers.notes
-    assert ech.tp_plan(Tower(), 2)["blocks.*.1.up"] == "colwise"
+    assert ech.layouts.tp_plan(Tower(), 2)["blocks.*.1.up"] == "colwise"
     for strategy, ranks in ((ech.TPStrategy(), 2), (ech.TPStrategy(size=2), 4)):
         assert told(layers_of(Tower(), strategy, ranks), "tp") == told(layers, "tp")
 
@@ -86,11 +86,11 @@ def test_sharded_blocks_are_those_that_are_gathered_together() -> None:
     chosen = told(layers_of(Tower(), ech.FSDPStrategy(blocks=[Mlp]), 2), "gathered with")
     assert chosen["blocks.{0..3}.1.up"] == "blocks.*.1" and chosen["blocks.{0..3}.0"] == "the root"
     assert told(layers_of(Tower(), ech.ZeROStrategy(3), 2), "gathered with") == fsdp
-    assert told(layers_of(Tower(), ech.HSDPStrategy(blocks=[Mlp]), 2), "gathered with") == chosen
+    assert told(layers_of(Tower(), ech.layouts.HSDPStrategy(blocks=[Mlp]), 2), "gathered with") == chosen
 
 
 def test_experts_and_sequences() -> None:
-    module = nn.Sequential(nn.Linear(8, 8), ech.MoE(8, ech.GroupedExperts(8, 16, 4)))
+    module = nn.Sequential(nn.Linear(8, 8), ech.nn.MoE(8, ech.nn.GroupedExperts(8, 16, 4)))
     rows = told(layers_of(module, ech.Parallel(ep=2), 2), "ep")
     assert rows["1.experts"] == "2 of 4 experts" and rows["0"] == "as the rest"
     assert any("1/2 of each sequence" in note for note in layers_of(LM(), ech.Parallel(cp=2), 2).notes)
@@ -143,7 +143,7 @@ OWN_UNIT = """
 import torch
 import echelon as ech
 device = ech.init_from_env()
-net = ech.prepare_module(torch.nn.Linear(4, 2), device, strategy="fsdp")
+net = ech.layouts.prepare_module(torch.nn.Linear(4, 2), device, strategy="fsdp")
 print("not this")
 """
 

@@ -22,8 +22,8 @@ from tests.units import EACH, Regression
 pytestmark = pytest.mark.standing_ranks
 
 
-def _fp16(**options: Any) -> ech.Precision:
-    return ech.Precision(torch.float16, **{"init_scale": 1024.0, **options})
+def _fp16(**options: Any) -> ech.layouts.Precision:
+    return ech.layouts.Precision(torch.float16, **{"init_scale": 1024.0, **options})
 
 
 class Spiked(Net):
@@ -167,7 +167,7 @@ def _own_scaler(strategy: str) -> str | None:
 def test_a_scaler_of_ones_own_is_taken_unless_ranks_would_part_ways(ranks: Ranks) -> None:
     assert _own_scaler("noop") is None
     assert ranks(2, _own_scaler, "ddp") == [None, None]
-    assert all("ech.Precision(torch.float16" in str(text) for text in ranks(2, _own_scaler, "fsdp"))
+    assert all("ech.layouts.Precision(torch.float16" in str(text) for text in ranks(2, _own_scaler, "fsdp"))
 
 
 def test_a_parameter_outside_the_module_is_unscaled_too() -> None:
@@ -193,7 +193,7 @@ def test_a_parameter_outside_the_module_is_unscaled_too() -> None:
 
 def test_a_scaler_grows_and_shrinks_as_its_options_say() -> None:
     options = {"init_scale": 16.0, "growth_factor": 4.0, "growth_interval": 3, "backoff_factor": 0.25}
-    unit = Overflows(module=Whole(), precision=ech.Precision(torch.float16, **options))
+    unit = Overflows(module=Whole(), precision=ech.layouts.Precision(torch.float16, **options))
     scales = []
 
     class Note(ech.Callback):
@@ -207,9 +207,9 @@ def test_a_scaler_grows_and_shrinks_as_its_options_say() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ech.Precision(torch.float64), "torch.bfloat16"),
-        (lambda: ech.Precision(torch.float16, growth_factor=0.5), "growth_factor must be above 1, got 0.5"),
-        (lambda: ech.Precision(torch.float16, init_scale=0), "init_scale must be above 0, got 0"),
+        (lambda: ech.layouts.Precision(torch.float64), "torch.bfloat16"),
+        (lambda: ech.layouts.Precision(torch.float16, growth_factor=0.5), "growth_factor must be above 1, got 0.5"),
+        (lambda: ech.layouts.Precision(torch.float16, init_scale=0), "init_scale must be above 0, got 0"),
         (lambda: Regression(precision="16-mixed"), "must be 'fp32', 'bf16', 'fp16', .*, got '16-mixed'"),
         (lambda: Regression(precision=torch.float64), "must be .*, got torch.float64"),
     ],
@@ -233,9 +233,9 @@ class Worse(Regression):
 
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         loss, out = super().compute_loss(state, data)
-        if state.active_phase is ech.ActivePhase.EVALUATE:
+        if state.active_phase is ech.units.ActivePhase.EVALUATE:
             self.evaluations += 1
-        return loss * 0 + self.evaluations if state.active_phase is ech.ActivePhase.EVALUATE else loss, out
+        return loss * 0 + self.evaluations if state.active_phase is ech.units.ActivePhase.EVALUATE else loss, out
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
@@ -257,7 +257,7 @@ def test_an_eval_step_of_ones_own_records_no_loss_that_it_did_not_count(tmp_path
         def eval_step(self, state: ech.State, data: Any) -> Any:
             state.log("val", self.compute_loss(state, data)[0])
 
-    run = ech.RunDir(tmp_path)
+    run = ech.evidence.RunDir(tmp_path)
     run.at_attempt(0)
     for key, value in run.to_env().items():
         monkeypatch.setenv(key, value)

@@ -91,7 +91,7 @@ def _looked(strategy: Any, precision: Any = "bf16") -> dict[str, Any]:
     }
 
 
-HALF: dict[str, Any] = {"bf16": "bf16", "fp16": ech.Precision(torch.float16, init_scale=128.0)}
+HALF: dict[str, Any] = {"bf16": "bf16", "fp16": ech.layouts.Precision(torch.float16, init_scale=128.0)}
 
 
 def _look_all(strategies: dict[str, Any], precisions: list[str]) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def _policies() -> dict[str, Any]:
         "the user's reduction alone": weight_type(ech.FSDPStrategy(mixed_precision=MixedPrecisionPolicy(reduce_dtype=BF16))),
         "of the older FSDP": weight_type(ech.FSDPStrategy(mixed_precision=MixedPrecision(param_dtype=torch.float32))),
         "no precision": weight_type("fsdp", None),
-        "fsdp2's own": weight_type(ech.FSDP2Strategy(mp_policy="bf16"), None),
+        "fsdp2's own": weight_type(ech.layouts.FSDP2Strategy(mp_policy="bf16"), None),
         "float64": weight_type("fsdp", "bf16", net(dtype=torch.float64)),
     }
 
@@ -234,13 +234,13 @@ def _by_hand() -> dict[str, Any]:
     found = {}
     for name, options in {
         "plain": {},
-        "recomputed": {"activation_checkpoint_params": ech.ActivationCheckpointParams()},
-        "compiled": {"torch_compile_params": ech.TorchCompileParams(backend="aot_eager")},
+        "recomputed": {"activation_checkpoint_params": ech.layouts.ActivationCheckpointParams()},
+        "compiled": {"torch_compile_params": ech.layouts.TorchCompileParams(backend="aot_eager")},
     }.items():
         module = prepare_module(net(dtype=torch.float32), CPU, strategy="fsdp", precision="bf16", **options)  # type: ignore[arg-type]
         types = []
         module.last.register_forward_pre_hook(lambda layer, args, types=types: types.append(layer.weight.dtype))
-        with ech.Precision.of("bf16").autocast(CPU):
+        with ech.layouts.Precision.of("bf16").autocast(CPU):
             loss = nn.functional.mse_loss(module(x), y)
         loss.backward()
         grads = {n: p.grad.full_tensor() for n, p in module.named_parameters() if isinstance(p.grad, DTensor)}
@@ -257,7 +257,7 @@ def test_a_loop_of_ones_own_recomputation_and_compilation(ranks: Ranks) -> None:
     assert found.pop("on meta") == {torch.float32}
     x, y = _data()[0]
     alone = net(dtype=torch.float32)
-    with ech.Precision.of("bf16").autocast(CPU):
+    with ech.layouts.Precision.of("bf16").autocast(CPU):
         loss = nn.functional.mse_loss(alone(x), y)
     loss.backward()
     for name, got in found.items():
@@ -281,8 +281,8 @@ def test_a_gpu_without_bfloat16_says_what_to_do(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with caplog.at_level(logging.WARNING):
         for precision in ("bf16", "fp16", "fp32"):
-            ech.Precision.of(precision).look_at(torch.device("cuda", 0))
-        ech.Precision.of("bf16").look_at(CPU)
+            ech.layouts.Precision.of(precision).look_at(torch.device("cuda", 0))
+        ech.layouts.Precision.of("bf16").look_at(CPU)
     assert [record.getMessage() for record in caplog.records] == [
         "precision 'bf16': Tesla T4 has no units for bfloat16 and emulates it, slower than float32. Take precision='fp16', which "
         "brings its gradient scaler."
@@ -292,7 +292,7 @@ def test_a_gpu_without_bfloat16_says_what_to_do(monkeypatch: pytest.MonkeyPatch,
 def test_one_process_computes_as_ever() -> None:
     """Autocast alone: a strategy that gathers nothing has nothing to cast."""
     module = copy.deepcopy(net(dtype=torch.float32))
-    prepared = parallelize(module, "noop", CPU, Recipe(precision=ech.Precision.of("bf16")))
+    prepared = parallelize(module, "noop", CPU, Recipe(precision=ech.layouts.Precision.of("bf16")))
     assert prepared.computes_in is None and {p.dtype for p in prepared.module.parameters()} == {torch.float32}
 
 

@@ -166,7 +166,7 @@ def test_a_signal_at_any_moment_is_agreed_on_saved_and_leaves_no_trace(
 
 def _best(folder: Path, first: bool, moment: str = "") -> tuple[Any, ...]:
     unit = Interrupted("ddp", moment, signal.SIGTERM, 1)
-    best = ech.BestCheckpointConfig("eval_loss", "min")
+    best = ech.callbacks.BestCheckpointConfig("eval_loss", "min")
     code = _fit(unit, folder, restored=not first, best_checkpoint_config=best, keep_last_n_checkpoints=2)
     return code, unit.eval_loss, [manifest.read(path)["metrics"] for path in commit.committed(folder)]
 
@@ -249,7 +249,7 @@ def _outside(moment: str, number: int, only: int | None) -> list[str]:
         at("before training")
         ech.train(unit, loader, max_updates=3, callbacks=[Stops()])
         at("between")
-        for run in (ech.evaluate, ech.predict, ech.test):
+        for run in (ech.evaluate, ech.predict, ech.units.test):
             if moment == run.__name__ or moment == "last save":
                 data = EVAL.tensors[0] if run is ech.predict else EVAL
                 run(unit, ech.Loader(data, 8, shuffle=False), callbacks=[Stops()])  # type: ignore[arg-type]

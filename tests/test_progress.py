@@ -56,7 +56,7 @@ def test_the_line_holds_memory_and_the_slowest_rank() -> None:
 
 def test_a_slow_rank_is_said_once_and_stands_in_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.observe.sinks.progress.RANKS_EVERY_S", 0.0)
-    run = ech.RunDir.create(tmp_path, "slow")
+    run = ech.evidence.RunDir.create(tmp_path, "slow")
     run.metrics.write_text("")
     stream = io.StringIO()
     screen = RunScreen(run, stream)
@@ -159,7 +159,7 @@ def test_numbers_that_json_lacks_become_words() -> None:
 
 
 def test_a_run_folder_gets_a_record_for_every_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ech.RunDir.create(tmp_path, "here")
+    run = ech.evidence.RunDir.create(tmp_path, "here")
     for name, value in run.to_env().items():
         monkeypatch.setenv(name, value)
     unit = Regression(gradient_accumulation_steps=2, clip_grad_norm=1.0)
@@ -174,7 +174,7 @@ def test_a_run_folder_gets_a_record_for_every_update(tmp_path: Path, monkeypatch
 
 
 def test_a_failed_run_says_so_in_its_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ech.RunDir.create(tmp_path, "here")
+    run = ech.evidence.RunDir.create(tmp_path, "here")
     for name, value in run.to_env().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError):
@@ -184,7 +184,7 @@ def test_a_failed_run_says_so_in_its_events(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_run_that_is_read_whole_at_once_is_shown_in_its_order(tmp_path: Path) -> None:
     """A busy machine: the launcher looks for the first time when all is over."""
-    run = ech.RunDir.create(tmp_path, "short")
+    run = ech.evidence.RunDir.create(tmp_path, "short")
     stream = io.StringIO()
     screen = RunScreen(run, stream)
     events = [

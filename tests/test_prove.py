@@ -258,7 +258,7 @@ class Full(Auto):
     def configure_optimizers_and_lr_scheduler(self, module):
         return torch.optim.AdamW(module.parameters(), fused=True), None
 net = nn.Sequential(Block(), Block(), nn.Linear(4, 1))
-again = ech.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, Block))
+again = ech.layouts.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, Block))
 ech.train(Full(module=net, strategy="fsdp", activation_checkpoint_params=again), loader(), max_epochs=1)
 """
 

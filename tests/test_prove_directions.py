@@ -100,7 +100,7 @@ class _OwnStep(ech.TrainUnit[Any]):
         super().__init__()
         torch.manual_seed(0)
         mlp = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.module = ech.prepare_module(mlp, torch.device("cpu"), strategy="ddp")
+        self.module = ech.layouts.prepare_module(mlp, torch.device("cpu"), strategy="ddp")
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
 
     def train_step(self, state: ech.State, data: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,9 @@ SCRIPT, RESUMED, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 @pytest.mark.parametrize("command", [["python"], ["echelon", "run", "--ranks", "2"], ["torchrun", "--nproc-per-node", "2"]])
 def test_the_training_script_runs_under_each_launcher(tmp_path: Path, command: list[str]) -> None:
     # torchrun's ranks share one pipe, in which their lines may run together: each leaves its word in a file of its own.
-    report = "rank = ech.World.current()\nopen(f'rank{rank.rank}', 'w').write(f'{unit.window.updates} of {rank.size}')\n"
+    report = (
+        "rank = ech.launching.World.current()\nopen(f'rank{rank.rank}', 'w').write(f'{unit.window.updates} of {rank.size}')\n"
+    )
     (tmp_path / "train.py").write_text(f"{SCRIPT}\n{report}")
     start = {"python": [], "echelon": ["-m", "echelon"], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
     run = subprocess.run if command == ["python"] else forked.run

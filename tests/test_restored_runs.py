@@ -313,7 +313,7 @@ def test_a_run_that_takes_weights_only_sets_nothing_aside(tmp_path: Path) -> Non
     """It begins at step 0, and its source was taken for a checkpoint whose steps were smaller."""
     ech.train(Numbered(), ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(tmp_path)])
     unit = Numbered()
-    Saver.restore_from_latest(tmp_path, unit, restore_options=ech.RestoreOptions.weights_only())
+    Saver.restore_from_latest(tmp_path, unit, restore_options=ech.callbacks.RestoreOptions.weights_only())
     with pytest.raises(CheckpointError, match="step-00000002 is ahead of this run, which is at step 0"):
         ech.train(unit, ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(tmp_path)])
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000002"]

@@ -52,14 +52,14 @@ def _run(
         saver = ech.DistributedCheckpointSaver(folder, **saver_options)
         if resume:
             assert saver.restore_from_latest(folder, unit, train_dataloader=loader)
-        callbacks = [ech.RollBack(saver, **options), saver]
+        callbacks = [ech.callbacks.RollBack(saver, **options), saver]
     ech.train(unit, loader, max_updates=steps, callbacks=callbacks)
     return {"module": whole(unit.module), "skipped": unit.train_progress.skipped, "steps": unit.steps}
 
 
 def _steps_of(bad: int) -> list[int]:
     """The updates of two epochs that a sample belongs to."""
-    order = ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.LoaderOptions(dp=(0, 1))).order
+    order = ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order
     return [
         epoch * PER_EPOCH + k for epoch in (0, 1) for k in range(PER_EPOCH) if bad in order.at(epoch, np.arange(k * 8, k * 8 + 8))
     ]
@@ -117,7 +117,7 @@ def _until_it_ends(folder: Path, watch: bool) -> str:
         {"watch": lambda state, unit: math.nan if torch.distributed.get_rank() == 0 else 0.0} if watch else {}
     )
     with pytest.raises(DivergedError) as error:
-        ech.train(unit, loader, max_epochs=2, callbacks=[ech.RollBack(saver, at_most=2, **options), saver])
+        ech.train(unit, loader, max_epochs=2, callbacks=[ech.callbacks.RollBack(saver, at_most=2, **options), saver])
     return str(error.value)
 
 
@@ -152,13 +152,17 @@ def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path
     loader = ech.Loader(_data(bad, math.nan), 8, seed=1)
     saver = ech.DistributedCheckpointSaver(tmp_path / "c", save_every_n_updates=4)
     with pytest.raises(UsageError, match="Own is not an AutoUnit"):
-        ech.train(Own(), loader, max_updates=1, callbacks=[ech.RollBack(saver)])
+        ech.train(Own(), loader, max_updates=1, callbacks=[ech.callbacks.RollBack(saver)])
     with pytest.raises(UsageError, match="must have load_state_dict for RollBack, got list"):
-        ech.train(Own(), [loader.dataset[0]], max_updates=1, callbacks=[ech.RollBack(saver, watch=lambda state, unit: 0.0)])
-    run = ech.RunDir.create(tmp_path, "r")
+        ech.train(
+            Own(), [loader.dataset[0]], max_updates=1, callbacks=[ech.callbacks.RollBack(saver, watch=lambda state, unit: 0.0)]
+        )
+    run = ech.evidence.RunDir.create(tmp_path, "r")
     monkeypatch.setenv("ECHELON_RUN_DIR", str(run.path))
     unit = Own()
-    ech.train(unit, loader, max_updates=STEPS, callbacks=[ech.RollBack(saver, watch=lambda state, unit: unit.loss), saver])
+    ech.train(
+        unit, loader, max_updates=STEPS, callbacks=[ech.callbacks.RollBack(saver, watch=lambda state, unit: unit.loss), saver]
+    )
     assert all(torch.isfinite(p).all() for p in unit.module.parameters())
     told = [json.loads(line) for line in run.events(0).read_text().splitlines()]
     back = next(each for each in told if each["event"] == "rolled_back")
@@ -169,7 +173,7 @@ def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path
 
 def _with_evaluations(folder: Path | None, skipped: Any) -> dict[str, Any]:
     """The bad batch is update 5, one after a checkpoint and an evaluation, which decides the learning rate."""
-    bad = int(ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.LoaderOptions(dp=(0, 1))).order.at(0, np.array([43]))[0])
+    bad = int(ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order.at(0, np.array([43]))[0])
     unit = Regression(
         module=net(dropout=0.2),
         schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0),
@@ -180,7 +184,7 @@ def _with_evaluations(folder: Path | None, skipped: Any) -> dict[str, Any]:
     callbacks: list[ech.Callback] = []
     if folder is not None:
         saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=4)
-        callbacks = [ech.RollBack(saver), saver]
+        callbacks = [ech.callbacks.RollBack(saver), saver]
     held_out = ech.Loader(_data(0, 0.0), 8, shuffle=False)
     loader = ech.Loader(_data(bad, math.nan), 8, seed=1)
     ech.fit(unit, loader, held_out, max_updates=12, evaluate_every_n_updates=4, evaluate_every_n_epochs=None, callbacks=callbacks)
@@ -209,11 +213,13 @@ def test_a_save_that_is_due_at_a_step_left_out_comes_after_the_next(tmp_path: Pa
 
 def test_an_overflow_that_the_scaler_leaves_out_is_no_divergence(tmp_path: Path) -> None:
     unit = Regression(
-        precision=ech.Precision(torch.float16, init_scale=2.0**40), module=net(dtype=torch.float32), clip_grad_norm=1.0
+        precision=ech.layouts.Precision(torch.float16, init_scale=2.0**40), module=net(dtype=torch.float32), clip_grad_norm=1.0
     )
     saver = ech.DistributedCheckpointSaver(tmp_path / "c")
     data = torch.utils.data.TensorDataset(*batch(320, 0, dtype=torch.float32))
-    ech.train(unit, ech.Loader(data, 8, seed=1), max_updates=40, callbacks=[ech.RollBack(saver, deviations=None), saver])
+    ech.train(
+        unit, ech.Loader(data, 8, seed=1), max_updates=40, callbacks=[ech.callbacks.RollBack(saver, deviations=None), saver]
+    )
     assert not unit.train_progress.skipped
     assert unit.grad_scaler is not None and unit.grad_scaler.get_scale() < 2.0**40
 
@@ -225,11 +231,13 @@ def test_a_run_that_begins_anew_goes_back_to_its_own_beginning(tmp_path: Path) -
         unit = Regression(module=net(seed))
         unit.train_progress.skipped = list(skipped)
         saver = ech.DistributedCheckpointSaver(tmp_path / str(options.pop("folder", "c")), **options)
-        sample = int(ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.LoaderOptions(dp=(0, 1))).order.at(0, np.array([17]))[0])
-        callbacks: list[ech.Callback] = [ech.RollBack(saver), saver]
+        sample = int(
+            ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order.at(0, np.array([17]))[0]
+        )
+        callbacks: list[ech.Callback] = [ech.callbacks.RollBack(saver), saver]
         ech.train(unit, ech.Loader(_data(sample, bad), 8, seed=1), max_updates=4, callbacks=callbacks)
         return unit
 
     run(0, 0.0)
-    got, want = run(7, math.nan, options=ech.SaveOptions(restart=True)), run(7, math.nan, [(2, 3)], folder="d")
+    got, want = run(7, math.nan, options=ech.callbacks.SaveOptions(restart=True)), run(7, math.nan, [(2, 3)], folder="d")
     assert got.train_progress.skipped == [(2, 3)] and largest_difference(whole(got.module), whole(want.module)) == 0

@@ -141,7 +141,7 @@ def test_nothing_is_saved_of_it(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _under_each() -> dict[str, Any]:
-    recomputed = ech.ActivationCheckpointParams(check_fn=lambda module: isinstance(module, nn.Sequential))
+    recomputed = ech.layouts.ActivationCheckpointParams(check_fn=lambda module: isinstance(module, nn.Sequential))
     return {
         "ddp": _walked(_drawn_alike, ech.DDPStrategy(find_unused_parameters=True), 2),
         "fsdp": _walked(_drawn_alike, "fsdp", 2),

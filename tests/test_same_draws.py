@@ -34,7 +34,7 @@ class _Unit(ech.AutoUnit[torch.Tensor]):
     def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, None]:
         return (self.module(data) - data).square().mean(), None
 
-    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.units.TrainStepResults) -> None:
         if dist.get_rank() < self.drawing:
             torch.randn(1)
 

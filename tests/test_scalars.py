@@ -161,7 +161,7 @@ class ByHand(ech.TrainUnit[Batch]):
 
 
 def _by_hand() -> dict[str, torch.Tensor]:
-    unit = ByHand(ech.prepare_fsdp(_module(), CPU))
+    unit = ByHand(ech.layouts.prepare_fsdp(_module(), CPU))
     ech.train(unit, [batch(2, 10 * i + dist.get_rank()) for i in range(4)], max_epochs=1)
     return whole(unit.module)
 
@@ -182,7 +182,7 @@ def test_in_a_unit_of_ones_own_too(ranks: Ranks) -> None:
 
 
 def _save(folder: str, strategy: str) -> dict[str, Any]:
-    unit = Regression(module=_module(), strategy=_strategy(strategy), optimizer="AdamW", swa_params=ech.SWAParams(0, 1))
+    unit = Regression(module=_module(), strategy=_strategy(strategy), optimizer="AdamW", swa_params=ech.units.SWAParams(0, 1))
     saver = ech.DistributedCheckpointSaver(folder)
     ech.train(unit, [batch(2, 10 * i + dist.get_rank()) for i in range(3)], max_epochs=1, callbacks=[saver])
     return _state(unit)
@@ -204,7 +204,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def _load(folder: str, strategies: list[str]) -> dict[str, Any]:
     done = {}
     for strategy in strategies:
-        unit = Regression(module=_module(), strategy=_strategy(strategy), optimizer="AdamW", swa_params=ech.SWAParams(0, 1))
+        unit = Regression(module=_module(), strategy=_strategy(strategy), optimizer="AdamW", swa_params=ech.units.SWAParams(0, 1))
         ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
         before = _state(unit)
         ech.train(unit, [batch(2, 77)], max_epochs=2)
@@ -225,7 +225,7 @@ def test_scalars_go_through_checkpoints_to_every_strategy(ranks: Ranks, tmp_path
 def _half() -> list[Any]:
     module = _module().float()
     module.phases = nn.Parameter(module.phases.detach().to(torch.complex64), requires_grad=False)  # torch scales no complex ones
-    unit = Regression(module=module, strategy="fsdp", precision=ech.Precision(torch.float16, init_scale=2.0**40))
+    unit = Regression(module=module, strategy="fsdp", precision=ech.layouts.Precision(torch.float16, init_scale=2.0**40))
     ech.train(unit, [batch(2, i + dist.get_rank(), torch.float32) for i in range(3)], max_epochs=1)
     return [float(unit.prepared.unwrapped.temperature.detach()), unit.grad_scaler.get_scale()]
 

@@ -336,7 +336,7 @@ def main(x, *, how="ends"):
         time.sleep(0.01)
     if how == "submits":
         return other[config](x).result(60)
-    run = ech.RunDir.current()
+    run = ech.evidence.RunDir.current()
     return x, ech.RankInfo().rank, os.path.basename(os.path.dirname(os.path.abspath(__file__))), str(run.path)
 
 @slurm_fn

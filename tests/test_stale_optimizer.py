@@ -155,7 +155,7 @@ def _by_hand() -> dict[str, Any]:
     half, looked = net(), net()
     fully_shard(looked)
     return {
-        "prepare_fsdp": early(lambda m: ech.prepare_fsdp(m, CPU)),
+        "prepare_fsdp": early(lambda m: ech.layouts.prepare_fsdp(m, CPU)),
         "fully_shard": early(fully_shard),
         "fsdp1": early(lambda m: FullyShardedDataParallel(m, device_id=CPU)),
         "in between": _trained(Own(half, in_between(half))),
@@ -270,7 +270,7 @@ def _legitimate() -> dict[str, Any]:
     frozen = net()
     frozen.requires_grad_(False)
     frozen.last.requires_grad_(True)
-    sharded, helper = ech.prepare_fsdp(net(), CPU), nn.Linear(4, 4).double()
+    sharded, helper = ech.layouts.prepare_fsdp(net(), CPU), nn.Linear(4, 4).double()
     units = {
         "tied": Regression(module=tied, strategy="fsdp"),
         "frozen": Given(_sgd(frozen.last.parameters()), module=frozen, strategy="ddp"),

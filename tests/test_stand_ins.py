@@ -73,7 +73,9 @@ def _plain() -> dict[str, torch.Tensor]:
 def _synchronised(recompute: bool) -> tuple[dict[str, torch.Tensor], float, int]:
     options: dict[str, Any] = {}
     if recompute:
-        options["activation_checkpoint_params"] = ech.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, nn.Linear))
+        options["activation_checkpoint_params"] = ech.layouts.ActivationCheckpointParams(
+            check_fn=lambda m: isinstance(m, nn.Linear)
+        )
     unit = Unit(strategy=ech.DDPStrategy(sync_batchnorm=True), **options)
     ech.train(unit, ech.Loader(_rows(), BATCH, shuffle=False), max_epochs=EPOCHS)
     return _values(unit.prepared.unwrapped), float(unit.metric.weight), int(unit.metric.update_count)

@@ -117,7 +117,7 @@ class Words(nn.Module):
 
 
 def _classes() -> tuple[set[str], set[str]]:
-    module = ech.prepare_module(Words(), torch.device("cpu"), strategy="fsdp")
+    module = ech.layouts.prepare_module(Words(), torch.device("cpu"), strategy="fsdp")
     before = {type(part).__name__ for part in module.modules()}
     with authors_classes(module):
         return before, {type(part).__name__ for part in module.modules()}
@@ -217,7 +217,7 @@ def _refused() -> list[str]:
 class Searches(ech.TrainUnit[Any]):
     def __init__(self) -> None:
         super().__init__()
-        self.module = ech.prepare_module(net(), torch.device("cpu"), strategy="fsdp")
+        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), strategy="fsdp")
         self.optimizer = torch.optim.LBFGS(self.module.parameters())
 
     def train_step(self, state: ech.State, data: Any) -> None:

@@ -55,7 +55,7 @@ def a_step_copies_the_batch_and_nothing_else(folder: str) -> None:
     from tests.fake_gpu import FakeGPU
 
     gpu = FakeGPU()
-    ema = ech.SWAParams(warmup_steps_or_epochs=1, step_or_epoch_update_freq=1, averaging_method="ema", ema_decay=0.9)
+    ema = ech.units.SWAParams(warmup_steps_or_epochs=1, step_or_epoch_update_freq=1, averaging_method="ema", ema_decay=0.9)
     cases: dict[str, tuple[type[Regression], list[Any], dict[str, Any]]] = {
         "plain": (Unwatched, [], {}),
         "clipped by norm and value": (Unwatched, [], {"clip_grad_norm": 1.0, "clip_grad_value": 0.5}),

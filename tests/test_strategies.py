@@ -73,7 +73,7 @@ Trained = tuple[dict[str, torch.Tensor], list[float]]
 
 
 def _train(strategies: list[str], cases: list[str]) -> dict[tuple[str, str], Trained]:
-    world, done = ech.World.current(CPU), {}
+    world, done = ech.launching.World.current(CPU), {}
     for case in cases:
         build, optimizer, accumulation, clip = CASES[case]
         mine = [m[world.rank] for window in _windows(world.size, accumulation) for m in window]
@@ -159,11 +159,11 @@ OPTIONS: dict[str, Any] = {
     "fsdp offload": lambda: ech.FSDPStrategy(cpu_offload=True, forward_prefetch=True),
     "fsdp offload 1": lambda: ech.FSDPStrategy(cpu_offload=_torch("CPUOffload")(offload_params=True)),
     "fsdp float64": lambda: ech.FSDPStrategy(mixed_precision=_torch("MixedPrecision")(param_dtype=torch.float64)),
-    "fsdp2 all": lambda: ech.FSDP2Strategy(modules_to_shard="all", shard_on_largest_dim=True),
-    "fsdp2 names": lambda: ech.FSDP2Strategy(modules_to_shard=["first"], shard_predicates=[lambda n, m: n == "blocks.0"]),
-    "fsdp2 offload": lambda: ech.FSDP2Strategy(cpu_offload=_torch("CPUOffloadPolicy")(pin_memory=True), mesh=_mesh(2, 2)),
-    "hsdp": lambda: ech.HSDPStrategy(shard_size=4, cpu_offload=True),
-    "hsdp 2": lambda: ech.HSDPStrategy(replicate_size=4, reshard_after_forward=False),
+    "fsdp2 all": lambda: ech.layouts.FSDP2Strategy(modules_to_shard="all", shard_on_largest_dim=True),
+    "fsdp2 names": lambda: ech.layouts.FSDP2Strategy(modules_to_shard=["first"], shard_predicates=[lambda n, m: n == "blocks.0"]),
+    "fsdp2 offload": lambda: ech.layouts.FSDP2Strategy(cpu_offload=_torch("CPUOffloadPolicy")(pin_memory=True), mesh=_mesh(2, 2)),
+    "hsdp": lambda: ech.layouts.HSDPStrategy(shard_size=4, cpu_offload=True),
+    "hsdp 2": lambda: ech.layouts.HSDPStrategy(replicate_size=4, reshard_after_forward=False),
     "zero2 offload": lambda: ech.ZeROStrategy(2, cpu_offload=True),
     "zero3 options": lambda: ech.ZeROStrategy(3, options=ech.FSDPStrategy(forward_prefetch=True)),
 }
@@ -190,7 +190,7 @@ def _mean_hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 def _with_options(names: list[str]) -> dict[str, Any]:
-    world, done = ech.World.current(CPU), {}
+    world, done = ech.launching.World.current(CPU), {}
     for name in names:
         module = net(seed=world.rank)  # all start from rank 0's
         unit = Regression(module=module, strategy=OPTIONS[name](), clip_grad_norm=0.3, optimizer="AdamW")
@@ -216,10 +216,10 @@ def _placements() -> dict[str, Any]:
     made = {}
     for name, strategy in {
         "fsdp": ech.FSDPStrategy(),
-        "hsdp": ech.HSDPStrategy(),
+        "hsdp": ech.layouts.HSDPStrategy(),
         "hybrid": ech.FSDPStrategy(sharding_strategy=_torch("ShardingStrategy").HYBRID_SHARD),
-        "copies": ech.HSDPStrategy(shard_size=1),
-        "largest": ech.FSDP2Strategy(shard_on_largest_dim=True),
+        "copies": ech.layouts.HSDPStrategy(shard_size=1),
+        "largest": ech.layouts.FSDP2Strategy(shard_on_largest_dim=True),
         "ignored": ech.FSDPStrategy(ignored_modules=[(frozen := _frozen()).first]),
         "ignored 2": ech.FSDPStrategy(ignored_states=list((again := _frozen()).first.parameters())),
     }.items():
@@ -273,7 +273,7 @@ def _precisions() -> list[Any]:
     mixed = _torch("MixedPrecision")
     for strategy in (
         ech.FSDPStrategy(mixed_precision=mixed(param_dtype=torch.bfloat16, buffer_dtype=torch.float16)),
-        ech.FSDP2Strategy(mp_policy="bf16"),
+        ech.layouts.FSDP2Strategy(mp_policy="bf16"),
     ):
         module = net(dtype=torch.float32)
         module.register_buffer("scale", torch.ones(1))
@@ -367,8 +367,8 @@ def test_fully_shard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for strategy in (
         ech.FSDPStrategy(cpu_offload=policy()),
-        ech.FSDP2Strategy(cpu_offload=True),
-        ech.HSDPStrategy(cpu_offload=True),
+        ech.layouts.FSDP2Strategy(cpu_offload=True),
+        ech.layouts.HSDPStrategy(cpu_offload=True),
         ech.ZeROStrategy(3, cpu_offload=True),
         ech.ZeROStrategy(2, options=ech.FSDPStrategy(cpu_offload=_torch("CPUOffload")(offload_params=True))),
     ):

@@ -12,7 +12,8 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel.strategy import resolve
+from echelon.parallel import LAYOUTS, resolve
+from echelon.parallel.layouts import in_words
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, plain_training, whole
 from tests.units import PARALLEL, Regression
@@ -53,13 +54,13 @@ def _misfits() -> dict[str, str]:
         "devices": lambda: Regression(strategy=ech.DDPStrategy(device_ids=[0])),
         "grads": lambda: Regression(strategy=ech.FSDPStrategy(mixed_precision=low)),
         "offload": lambda: Regression(strategy=ech.FSDPStrategy(cpu_offload="yes")),  # type: ignore[arg-type]
-        "container": lambda: Regression(strategy=ech.FSDP2Strategy(modules_to_shard=["blocks"])),
-        "class": lambda: Regression(strategy=ech.FSDP2Strategy(modules_to_shard=[nn.Conv2d])),
-        "nothing": lambda: Regression(strategy=ech.FSDP2Strategy(shard_predicates=[lambda n, m: False])),
+        "container": lambda: Regression(strategy=ech.layouts.FSDP2Strategy(modules_to_shard=["blocks"])),
+        "class": lambda: Regression(strategy=ech.layouts.FSDP2Strategy(modules_to_shard=[nn.Conv2d])),
+        "nothing": lambda: Regression(strategy=ech.layouts.FSDP2Strategy(shard_predicates=[lambda n, m: False])),
         "loose": lambda: Regression(module=(m := net()), strategy=ech.FSDPStrategy(ignored_modules=[m.last])),
-        "sizes": lambda: Regression(strategy=ech.HSDPStrategy(shard_size=3)),
-        "both sizes": lambda: Regression(strategy=ech.HSDPStrategy(shard_size=2, replicate_size=2)),
-        "frozen": lambda: ech.prepare_ddp(net().requires_grad_(False), CPU),
+        "sizes": lambda: Regression(strategy=ech.layouts.HSDPStrategy(shard_size=3)),
+        "both sizes": lambda: Regression(strategy=ech.layouts.HSDPStrategy(shard_size=2, replicate_size=2)),
+        "frozen": lambda: ech.layouts.prepare_ddp(net().requires_grad_(False), CPU),
         "twice": lambda: Regression(module=wrapped, strategy="fsdp"),
         "meta": lambda: Regression(module=bare, strategy="zero1"),
         "meta, unfilled": lambda: Regression(module=empty, strategy=ech.FSDPStrategy(param_init_fn=lambda m: None)),
@@ -77,7 +78,7 @@ def test_what_cannot_be_names_the_remedy_on_all_ranks(ranks: Ranks) -> None:
     first, second = ranks(2, _misfits)
     assert first == second
     for name, words in {
-        "dp": "Take strategy 'ddp'",
+        "dp": "Take layout 'ddp'",
         "NO_SHARD": "strategy 'ddp'",
         "unknown": "FULL_SHARD, SHARD_GRAD_OP",
         "blocks twice": "Give one of them",
@@ -136,7 +137,7 @@ def test_dp_without_gpus_is_the_plain_module_and_says_so(caplog: pytest.LogCaptu
     ech.train(unit, [batch(4, 0)], max_epochs=1)
     want, _, _ = plain_training([[batch(4, 0)]])
     assert type(unit.module).__name__ == "Net" and all(torch.equal(whole(unit.module)[n], want[n]) for n in want)
-    assert caplog.messages == ["strategy 'dp': there are no CUDA devices to use, so this is the plain module on cpu"]
+    assert caplog.messages == ["layout 'dp': there are no CUDA devices to use, so this is the plain module on cpu"]
 
 
 def test_a_module_in_dataparallel_by_hand_is_saved_under_its_own_names(tmp_path: Path) -> None:
@@ -149,9 +150,9 @@ def test_a_module_in_dataparallel_by_hand_is_saved_under_its_own_names(tmp_path:
 
 
 def test_names_stand_for_defaults() -> None:
-    for name in ("dp", "ddp", "fsdp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "noop"):
-        strategy = resolve(name)
-        assert strategy is not None and strategy.name == name
+    for name in LAYOUTS:
+        layout = resolve(name)
+        assert layout is not None and in_words(layout) == name
 
 
 class Looked(nn.Module):
@@ -168,7 +169,7 @@ class Looked(nn.Module):
 class _Closing(ech.TrainUnit[Any]):
     def __init__(self, strategy: Any) -> None:
         super().__init__()
-        self.module = ech.prepare_module(net(), CPU, strategy=strategy)
+        self.module = ech.layouts.prepare_module(net(), CPU, strategy=strategy)
         self.optimizer = torch.optim.LBFGS(self.module.parameters(), lr=0.1)
 
     def train_step(self, state: ech.State, data: Any) -> None:

@@ -258,7 +258,7 @@ class _Own(ech.TrainUnit[Any]):
 
 
 def _own_unit() -> tuple[list[float], tuple[int, int, bool]]:
-    module = ech.prepare_module(net(), ech.init_from_env(), strategy=ech.TPStrategy(size=2))
+    module = ech.layouts.prepare_module(net(), ech.init_from_env(), strategy=ech.TPStrategy(size=2))
     unit = _Own(module)
     ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(16, 0)), 8), max_epochs=1)
     again = Regression(module=module).prepared  # a module that was prepared before is recognised
@@ -381,7 +381,7 @@ class _Bare(nn.Module):
 )
 def test_what_cannot_be_split_is_an_error_before_any_collective(module: Any, strategy: Any, size: int, message: str) -> None:
     with pytest.raises(UsageError) as caught:  # there is no group here: a collective would be another error
-        strategy.prepare(module(), ech.World(0, size, CPU), Recipe())
+        strategy.prepare(module(), ech.launching.World(0, size, CPU), Recipe())
     assert message in str(caught.value)
 
 
@@ -493,7 +493,7 @@ class Heads(nn.Module):
 def _rounded_once() -> tuple[bool, bool]:
     torch.manual_seed(0)
     plan = {"up": "colwise", "scale": "summed", "down": "rowwise"}
-    module = ech.prepare_module(Heads().bfloat16(), CPU, strategy=ech.TPStrategy(plan=plan))
+    module = ech.layouts.prepare_module(Heads().bfloat16(), CPU, strategy=ech.TPStrategy(plan=plan))
     module(torch.randn(16, 8, dtype=torch.bfloat16)).pow(2).mean().backward()
     scale: Any = module.scale
     parts = [torch.empty_like(scale.of_rank) for _ in range(dist.get_world_size())]

@@ -209,7 +209,7 @@ class Unit(ech.AutoUnit[torch.Tensor]):
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         return optimizer(self.kind, module), None
 
-    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.units.TrainStepResults) -> None:
         if results.total_grad_norm is not None:
             self.norms.append(float(results.total_grad_norm))
 
@@ -368,7 +368,7 @@ def test_a_checkpoint_of_parts_is_bit_equal_elsewhere(ranks: Ranks, tmp_path: Pa
 
 
 def test_an_inferred_plan_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
-    assert ech.tp_plan(Small()) == {
+    assert ech.layouts.tp_plan(Small()) == {
         "h.*.attn.c_attn": "colwise_gather",
         "h.*.attn.c_proj": "rowwise_split",
         "h.*.mlp.c_fc": "colwise",
@@ -395,7 +395,7 @@ class Adapted(nn.Module):
 
 def test_an_adapter_that_narrows_before_it_widens_is_no_mlp() -> None:
     """Split as one, its first layer would take a rank's part of features that are all there."""
-    assert ech.tp_plan(Adapted()) == {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+    assert ech.layouts.tp_plan(Adapted()) == {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
 
 
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")  # of torchao, which peft imports
@@ -440,15 +440,15 @@ def _between() -> float:
     module = Between(lambda h: h.softmax(-1)).double()
     x = torch.randn(3, 4, dtype=torch.float64)
     want = module(x).detach()
-    unit = ech.prepare_module(module, CPU, strategy="tp")
+    unit = ech.layouts.prepare_module(module, CPU, strategy="tp")
     with torch.no_grad():
         return float((unit(x) - want).abs().max())
 
 
 def test_what_lies_between_the_halves_of_an_mlp_gets_all_features_unless_it_is_known(ranks: Ranks) -> None:
     """A softmax of a rank's part of the features would be another one, in silence."""
-    assert ech.tp_plan(Between(torch.tanh)) == {"mlps.*.fc1": "colwise_gather", "mlps.*.fc2": "rowwise_split"}
-    assert ech.tp_plan(Between(nn.GELU())) == {"mlps.*.fc1": "colwise", "mlps.*.fc2": "rowwise"}
+    assert ech.layouts.tp_plan(Between(torch.tanh)) == {"mlps.*.fc1": "colwise_gather", "mlps.*.fc2": "rowwise_split"}
+    assert ech.layouts.tp_plan(Between(nn.GELU())) == {"mlps.*.fc1": "colwise", "mlps.*.fc2": "rowwise"}
     assert all(far < 1e-12 for far in ranks(2, _between))
 
 
@@ -459,7 +459,7 @@ class Larger(nn.Module):
 
 
 def _plans() -> list[dict[str, Any]]:
-    return [ech.tp_plan(_of_transformers("llama")), ech.tp_plan(Larger())]
+    return [ech.layouts.tp_plan(_of_transformers("llama")), ech.layouts.tp_plan(Larger())]
 
 
 def test_transformers_own_plan_is_taken_also_of_a_part(ranks: Ranks) -> None:
@@ -555,7 +555,7 @@ def _few_heads() -> str:
 
 
 def test_attention_that_transformers_splits_in_a_way_of_its_own_computes_all_heads() -> None:
-    plan = ech.tp_plan(_of_transformers("deepseek"))
+    plan = ech.layouts.tp_plan(_of_transformers("deepseek"))
     layers = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     styles = [plan.get(f"model.layers.*.self_attn.{name}") for name in layers]
     assert styles == [None, "colwise_gather", None, "colwise_gather", "rowwise_split"]
@@ -568,7 +568,7 @@ def test_attention_is_known_by_deberta_s_names_too() -> None:
             super().__init__()
             self.query_proj, self.key_proj, self.value_proj = (nn.Linear(8, 8) for _ in range(3))
 
-    plan = ech.tp_plan(nn.ModuleList([Disentangled(), Disentangled()]))
+    plan = ech.layouts.tp_plan(nn.ModuleList([Disentangled(), Disentangled()]))
     assert plan == dict.fromkeys(("*.query_proj", "*.key_proj", "*.value_proj"), "colwise_gather")
 
 
@@ -632,7 +632,7 @@ def _in_order(orders: list[tuple[int, ...]]) -> list[str | float]:
     found: list[str | float] = []
     for order in orders:
         one = Ordered(order).double()
-        module = ech.prepare_module(Ordered(order).double(), CPU, strategy=ech.TPStrategy(sequence_parallel=True))
+        module = ech.layouts.prepare_module(Ordered(order).double(), CPU, strategy=ech.TPStrategy(sequence_parallel=True))
         one.load_state_dict(whole(module), strict=False)
         ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(2))
         try:
@@ -682,7 +682,7 @@ def test_a_norm_of_each_head_that_a_plan_forgets_is_named(ranks: Ranks) -> None:
 
 def _messages(sequence: bool) -> tuple[list[str], list[str]]:
     """The collectives of a forward and a backward pass of a block of Llama."""
-    module = ech.prepare_module(made("llama"), CPU, strategy=ech.TPStrategy(sequence_parallel=sequence))
+    module = ech.layouts.prepare_module(made("llama"), CPU, strategy=ech.TPStrategy(sequence_parallel=sequence))
     sent: list[str] = []
     before: dict[str, Any] = {}
     places: dict[str, Any] = {"all_reduce": dist, "all_gather_single": tensor_traffic, "reduce_scatter_single": tensor_traffic}
@@ -722,7 +722,7 @@ def test_parts_of_the_sequence_travel_as_much(ranks: Ranks) -> None:
 
 def _dropped(sequence: bool, length: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     one = Small(dropout=0.4).double()
-    module = ech.prepare_module(Small(dropout=0.4).double(), CPU, strategy=ech.TPStrategy(sequence_parallel=sequence))
+    module = ech.layouts.prepare_module(Small(dropout=0.4).double(), CPU, strategy=ech.TPStrategy(sequence_parallel=sequence))
     seen: list[int] = []
     module.h[0].ln_2.register_forward_hook(lambda _, args, out: seen.append(out.shape[1]))
     ids = torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(2))

@@ -39,7 +39,7 @@ RECORDS += [{"step": 3, "eval_loss": 0.5, "time": 1e9 + 4}, {"step": 4, "loss": 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
-    made = ech.RunDir.create(tmp_path / "runs", "mine")
+    made = ech.evidence.RunDir.create(tmp_path / "runs", "mine")
     write_json(made.run_json, {"name": "mine", "ranks": 2, "versions": {"torch": "2"}, "args": ["--lr", "1"]})
     for name, value in made.to_env().items():
         monkeypatch.setenv(name, value)
@@ -416,7 +416,7 @@ def test_a_tracker_is_made_once_for_all_trainings_of_a_run(run: RunDir, monkeypa
     exec(OWN, {"__name__": "__main__"})
     ech.train(Regression(), [batch(4, 0)], max_epochs=1)
     assert len(made) == 1 and made[0].calls == 3 * 2 + 1 + 4  # numbers, and four trainings end
-    other = ech.RunDir.create(run.path.parent, "other")
+    other = ech.evidence.RunDir.create(run.path.parent, "other")
     assert len(trackers.trackers(other)) == 1 and made[0].calls == 12 and len(made) == 2
 
 

@@ -145,7 +145,7 @@ def test_lightnings_older_spelling_is_understood_with_a_hint(tmp_path: Path, cap
     unit = Regression()
     ech.Trainer(gpus=2, accelerator="ddp", max_epochs=1, callbacks=Watch(tmp_path)).fit(unit, loader())
     assert (tmp_path / "rank1").read_text().startswith("DDPPrepared 2 4")
-    assert "write devices=2" in caplog.text and "write strategy='ddp'" in caplog.text
+    assert "write devices=2" in caplog.text and "write layout='ddp'" in caplog.text
 
 
 class Drops(Regression):
@@ -228,7 +228,7 @@ class ByHand(ech.TrainUnit[Batch]):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
-        self.module = ech.prepare_ddp(net(), torch.device("cpu"))
+        self.module = ech.layouts.prepare_ddp(net(), torch.device("cpu"))
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
 
     def train_step(self, state: ech.State, data: Batch) -> None:
@@ -412,7 +412,7 @@ def test_progress_is_shown_on_a_terminal_by_ranks_that_a_trainer_starts(tmp_path
         ({"devices": 0}, "devices must be a number of ranks, .*got 0"),
         ({"devices": "two"}, "devices"),
         ({"devices": [0, 0]}, r"\[0, 0\]"),
-        ({"strategy": "horovod"}, "strategy must be one of 'noop', .*got 'horovod'"),
+        ({"strategy": "horovod"}, "layout must be one of 'none', .*got 'horovod'"),
         ({"accelerator": "tpu"}, "accelerator must be 'auto', 'cpu' or 'gpu', got 'tpu'"),
         ({"accelerator": "ddp", "strategy": "fsdp"}, "is a strategy"),
         ({"gpus": 2, "devices": 2}, "Give devices alone"),

@@ -177,7 +177,7 @@ def test_only_weights_leave_alone_what_is_frozen(tmp_path: Path) -> None:
     module = net()
     module.first.requires_grad_(False)
     newest = max(tmp_path.glob("step-*"))
-    weights = ech.RestoreOptions(restore_train_progress=False, restore_optimizers=False, restore_lr_schedulers=False)
+    weights = ech.callbacks.RestoreOptions(restore_train_progress=False, restore_optimizers=False, restore_lr_schedulers=False)
     Saver.restore(newest, Tuning(module=module), restore_options=weights)
     assert not module.first.weight.requires_grad
 

@@ -69,7 +69,7 @@ def _each_way(folder: Path) -> dict[str, tuple[dict[str, torch.Tensor], tuple[in
 
 
 def test_each_way_to_train_makes_as_many_updates_as_it_is_told(ranks: Ranks, tmp_path: Path) -> None:
-    order = ech.Loader(DATA, 8, seed=1, options=ech.LoaderOptions(dp=(0, 1))).order
+    order = ech.Loader(DATA, 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order
     x, y = DATA.tensors
     rows = [torch.as_tensor(order.at(0, torch.arange(8 * k, 8 * k + 8).numpy())) for k in range(5)]
     want = plain_training([[(x[each], y[each])] for each in rows])[0]
@@ -168,7 +168,7 @@ def test_what_eval_every_may_be() -> None:
 
 
 def test_the_schedule_and_the_records_go_by_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ech.RunDir.create(tmp_path, "here")
+    run = ech.evidence.RunDir.create(tmp_path, "here")
     for name, value in run.to_env().items():
         monkeypatch.setenv(name, value)
     unit = Regression(
@@ -347,7 +347,7 @@ def test_older_words_say_the_new_ones(tmp_path: Path) -> None:
     fit = _older(lambda: ech.fit(Regression(), data, data, max_steps=2, max_train_steps_per_epoch=2, evaluate_every_n_steps=1))
     assert all(new in fit for new in ("max_updates", "updates_per_epoch", "evaluate_every_n_updates"))
     assert "save_every_n_updates" in _older(lambda: Saver(tmp_path, save_every_n_train_steps=3))
-    assert "keep_every_n_updates" in _older(lambda: ech.SaveOptions(keep_every_n_train_steps=3))
+    assert "keep_every_n_updates" in _older(lambda: ech.callbacks.SaveOptions(keep_every_n_train_steps=3))
     assert ech.Trainer(max_updates=2).max_updates == 2
     assert "max_updates" in _older(lambda: ech.Trainer(max_steps=2))
     with pytest.raises(UsageError, match=r"no argument 'max_step'\. Is it max_steps"):
@@ -373,7 +373,10 @@ def test_older_words_say_the_new_ones(tmp_path: Path) -> None:
         ),
         (
             lambda unit, data, folder: ech.train(
-                unit, data, max_updates=1, callbacks=[Saver(folder, options=ech.SaveOptions(keep_every_n_train_steps=12))]
+                unit,
+                data,
+                max_updates=1,
+                callbacks=[Saver(folder, options=ech.callbacks.SaveOptions(keep_every_n_train_steps=12))],
             ),
             "keep_every_n_updates=4",
         ),

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.standing_ranks
 
 
 def _train(strategy: str, shape: list[list[list[int]]], **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
-    world = ech.World.current()
+    world = ech.launching.World.current()
     windows = windows_of(shape, world.size)
     mine = [micro[world.rank] for window in windows for micro in window]
     unit = Regression(strategy=strategy, gradient_accumulation_steps=2, **options)
@@ -101,7 +101,7 @@ class _Tokens(Regression):
 
 
 def _train_tokens(strategy: str, shape: list[list[list[int]]]) -> dict[str, torch.Tensor]:
-    world = ech.World.current()
+    world = ech.launching.World.current()
     windows = windows_of(shape, world.size)
     unit = _Tokens(strategy=strategy, gradient_accumulation_steps=2)
     ech.train(unit, [micro[world.rank] for window in windows for micro in window], max_epochs=1)
@@ -139,7 +139,7 @@ def test_a_global_batch_without_weight_is_an_error_on_all_ranks(ranks: Ranks) ->
 
 
 def _losses(strategy: str, rows: list[int]) -> tuple[float, float]:
-    world = ech.World.current()
+    world = ech.launching.World.current()
     unit = Regression(strategy=strategy)
     # Ranks evaluate other numbers of batches of other sizes; fsdp's ranks take equally many.
     mine = [batch(n, 10 * world.rank + i) for i, n in enumerate(rows if world.rank == 0 or strategy == "fsdp" else rows[:1])]
@@ -176,7 +176,7 @@ class MaskedByNumbers(Masked):
 
 
 def _masked(strategy: str | None, kind: type[Masked], chosen: list[list[float]]) -> Any:
-    rank = ech.World.current().rank
+    rank = ech.launching.World.current().rank
     unit = kind(strategy=strategy, gradient_accumulation_steps=2, clip_grad_norm=float("inf"), detect_anomaly=True)
     data = [(*batch(4, 10 * i + rank), torch.tensor(row, dtype=torch.float64).roll(rank)) for i, row in enumerate(chosen)]
     ech.fit(unit, data, data, max_epochs=1)

@@ -168,7 +168,7 @@ def _plain(module: nn.Module, optimizer: str) -> dict[str, torch.Tensor]:
 
 def _half() -> tuple[torch.Tensor, float]:
     """fp16 with a rank that owns nothing, whose scaler would find no gradient to look at."""
-    unit = Regression(module=Lone().float(), strategy="zero1", precision=ech.Precision(torch.float16, init_scale=64.0))
+    unit = Regression(module=Lone().float(), strategy="zero1", precision=ech.layouts.Precision(torch.float16, init_scale=64.0))
     ech.train(unit, [(x.float(), y.float()) for x, y in _mine()], max_epochs=1)
     assert unit.grad_scaler is not None
     return whole(unit.module)["weight"], unit.grad_scaler.get_scale()
@@ -187,7 +187,7 @@ class ByHand(ech.TrainUnit[Batch]):
     def __init__(self) -> None:
         super().__init__()
         module = net()
-        self.module = ech.prepare_module(module, CPU, strategy="zero1")
+        self.module = ech.layouts.prepare_module(module, CPU, strategy="zero1")
         self.optimizer = torch.optim.SGD(module.blocks.parameters(), lr=0.1, momentum=0.9)
         self.partition = Partition(self.optimizer)
         self.left = 0
@@ -266,7 +266,7 @@ def test_what_cannot_be_divided_is_said_on_all_ranks(ranks: Ranks) -> None:
 
 
 def test_prepare_module_says_that_it_never_sees_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
-    ech.prepare_module(net(), CPU, strategy="zero1")
+    ech.layouts.prepare_module(net(), CPU, strategy="zero1")
     assert "call echelon.parallel.partition.Partition(optimizer)" in caplog.text
     dist.destroy_process_group()
 

@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.parallel import STRATEGIES
+from echelon.parallel import LAYOUTS
 from tests.models import Batch, net
 
-# Strategies over several ranks, each on its own share of the data.
-PARALLEL = [
-    name for name in STRATEGIES if name not in ("noop", "dp", "tp", "parallel", "local_sgd", "diloco")
-]  # "parallel" alone is "fsdp"
+# Layouts over several ranks, each on its own share of the data.
+PARALLEL = [name for name in LAYOUTS if name not in ("none", "local_sgd", "diloco")]
 
 # In `make test` a test of one strategy each has ddp, zero1 and fsdp: whole parameters, with the optimizer whole or divided, and
 # shards. The others are forms of fsdp; that all train the same numbers is tests/test_equivalence.py's.
@@ -53,13 +51,13 @@ class Regression(ech.AutoUnit[Batch]):
         optimizer = kind(module.parameters(), lr=self.lr, **({"momentum": 0.9} if self.kind == "SGD" else {}))
         return optimizer, (self.schedule(optimizer) if self.schedule else None)
 
-    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.TrainStepResults) -> None:
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.units.TrainStepResults) -> None:
         self.steps.append(step)
         if results.total_grad_norm is not None:
             self.norms.append(float(results.total_grad_norm))
 
 
-class Numbers(ech.TrainUnit[Any], ech.EvalUnit[Any], ech.PredictUnit[Any], ech.TestUnit[Any]):
+class Numbers(ech.TrainUnit[Any], ech.EvalUnit[Any], ech.PredictUnit[Any], ech.units.TestUnit[Any]):
     """Its batches are numbers; each step writes its number down, and sets it as `value`."""
 
     def __init__(self) -> None:

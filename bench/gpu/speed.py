@@ -69,8 +69,8 @@ def run(setting: Setting, notes: Notes, variant: str) -> None:
     device = torch.device(setting.device) if chosen.by_hand else ech.init_from_env(setting.device)
     if chosen.chunked and not hasattr(ech, "linear_cross_entropy"):
         if variant == "chunked loss" or chosen.precision == "float8":
-            raise LeftOut("not there: ech.linear_cross_entropy")
-        notes("without", "the chunked loss", remark="not there: ech.linear_cross_entropy")
+            raise LeftOut("not there: ech.nn.linear_cross_entropy")
+        notes("without", "the chunked loss", remark="not there: ech.nn.linear_cross_entropy")
         chosen = replace(chosen, chunked=False)
     for name in ["tiny"] if setting.small else _sizes(chosen.largest, device):
         rows = 1 if setting.small else ROWS
@@ -105,7 +105,7 @@ def _unless_it_is_too_large(measure: Callable[[], dict[str, float]]) -> dict[str
 def _measure(variant: Variant, size: Size, rows: int, device: torch.device) -> dict[str, float]:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    chunked = ech.linear_cross_entropy if variant.chunked else None
+    chunked = ech.nn.linear_cross_entropy if variant.chunked else None
     with device:
         module = Llama(size, chunked)
     began: list[float] = []
@@ -185,14 +185,14 @@ def _recipe(variant: Variant, device: torch.device) -> dict[str, Any]:
     if variant.compiled and device.type == "cpu":
         # The reduced form compiles once: each time takes seconds.
         other: dict[str, Any] = {"backend": "aot_eager", "disable": variant != VARIANTS["compiled"]}
-        made["torch_compile_params"] = ech.TorchCompileParams(recursive_module_types=["Block"], **other)
+        made["torch_compile_params"] = ech.layouts.TorchCompileParams(recursive_module_types=["Block"], **other)
     elif variant.compiled and "compile" in known:
         made["compile"] = "blocks"
     elif variant.compiled:
-        made["torch_compile_params"] = ech.TorchCompileParams(recursive_module_types=["Block"])
+        made["torch_compile_params"] = ech.layouts.TorchCompileParams(recursive_module_types=["Block"])
     if variant.recompute is None:
         return made
-    params = ech.ActivationCheckpointParams
+    params = ech.layouts.ActivationCheckpointParams
     if variant.recompute == "memory budget":
         if "memory_budget" not in inspect.signature(params.__init__).parameters:
             raise LeftOut("not there: ActivationCheckpointParams(memory_budget=)")

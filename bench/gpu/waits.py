@@ -25,7 +25,7 @@ from bench.gpu.work import Batches, Fit, tiny
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel import STRATEGIES
+from echelon.parallel import LAYOUTS
 
 SAYS = "called a synchronizing CUDA operation"  # torch's words
 WARM, WATCHED, ACCUMULATION = 6, 8, 2
@@ -34,7 +34,7 @@ WARM, WATCHED, ACCUMULATION = 6, 8, 2
 def run(setting: Setting, notes: Notes) -> None:
     device = ech.init_from_env(setting.device)
     common: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 1.0, "gradient_accumulation_steps": ACCUMULATION}
-    for strategy in ("noop", "fsdp") if setting.small else STRATEGIES:
+    for strategy in ("none", "fsdp") if setting.small else LAYOUTS:
         _case(strategy, device, notes, {**common, "strategy": strategy})
     _case("noop, fp16 and its scaler", device, notes, {**common, "precision": "fp16"})
     saver = ech.DistributedCheckpointSaver(setting.folder / "saves", save_every_n_updates=4, async_checkpoint=True)

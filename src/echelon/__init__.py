@@ -1,5 +1,81 @@
 """echelon: train PyTorch models on many processes, from a laptop to a cluster, with the same script.
 
+A loop of your own:
+    prepare                     make model, optimizer and loaders parallel, in a loop of your own
+    epochs                      the epochs of a run, from where a restored run stands
+    window                      the context of one batch: forward pass, backward pass, optimizer step
+    evaluating                  evaluation in such a loop
+
+Units and loops:
+    AutoUnit                    one module and its loss; precision, accumulation, clipping and layout are values
+    TrainUnit                   a training step of your own
+    EvalUnit                    an evaluation step of your own
+    PredictUnit                 a prediction step of your own
+    train                       train a unit
+    fit                         train, and evaluate now and then
+    evaluate                    evaluate a unit
+    predict                     predict with a unit
+    Trainer                     start ranks from a plain script and train a unit in them
+    State                       what a loop knows: phases, stop(), log()
+    Callback                    hooks around all that a loop does
+    EarlyStopping               stop when a number no longer improves
+    Mean                        a weighted mean over steps and ranks
+    count_tokens                how many labels of a batch count
+
+Data:
+    Loader                      batches of a dataset, by the size of the global batch
+    StreamLoader                batches of an iterable dataset
+    Tokens                      a dataset of token files
+    Packed                      documents packed into rows of one length
+    Mixture                     several datasets, mixed by weight
+
+Layouts:
+    Layout                      axes of ranks together: data, tensor, context, pipeline, expert
+    DDPStrategy                 a copy of the model on each rank
+    FSDPStrategy                parameters, gradients and optimizer state split over the ranks
+    TPStrategy                  layers split over the ranks
+    ZeROStrategy                optimizer state, and with stage 2 gradients, split over the ranks
+    Strategy                    the base of layouts; write your own
+    on_meta                     build a model without memory, to be filled where it is split
+    gather                      the rows of all ranks, with gradients
+    gathered_rows               where this rank's rows are among them
+    all_mean                    a weighted mean over the ranks
+
+Checkpoints:
+    DistributedCheckpointSaver  the callback that saves and restores
+    save_pretrained             the whole weights as a model of transformers, or as one file
+
+Evidence:
+    prove                       does a script train what one process trains?
+    Proof                       what prove found
+    EchelonError                the base of all errors; they are in echelon.errors
+    UsageError                  a value that cannot work, with the remedy
+    CheckpointError             a checkpoint that cannot be written or read
+    RankFailedError             a rank raised, exited or was killed
+
+Launch:
+    launch                      run a function on local ranks
+    slurm_fn                    run a function as a Slurm job
+    SlurmConfig                 what that job asks for
+    init_from_env               pick the device and join the ranks
+    RankInfo                    this process's place among the ranks
+    rank                        its number
+    world_size                  how many there are
+    is_main                     whether it is rank 0
+    seed                        seed all random number generators alike
+
+More, by subject:
+    echelon.nn                  experts, losses of large vocabularies, sequences in parts
+    echelon.data                loaders' options, token files, views of datasets
+    echelon.units               states and counts of loops, averaged weights, other phases
+    echelon.callbacks           all callbacks, and the options of saving and restoring
+    echelon.loggers             where numbers go besides the run's folder
+    echelon.layouts             all layouts and their options, modules made parallel by hand
+    echelon.errors              all errors
+    echelon.evidence            what commands find in run folders, as values
+    echelon.launching           ways to start ranks of other systems
+    echelon.compat              the names of other libraries
+
 Names are resolved when they are first used, so that `import echelon` costs nothing and the command line works without torch.
 """
 
@@ -7,239 +83,217 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from echelon.contracts.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from echelon.contracts.errors import DataError, EchelonError
+    from echelon import callbacks as callbacks
+    from echelon import compat as compat
+    from echelon import data as data
+    from echelon import errors as errors
+    from echelon import evidence as evidence
+    from echelon import launching as launching
+    from echelon import layouts as layouts
+    from echelon import loggers as loggers
+    from echelon import nn as nn
+    from echelon import units as units
+    from echelon.contracts.errors import CheckpointError, EchelonError, RankFailedError, UsageError
     from echelon.contracts.rank import RankInfo
-    from echelon.contracts.run_dir import RunDir
     from echelon.data.loader import Loader
-    from echelon.data.options import LoaderOptions, StreamOptions
-    from echelon.data.packed import Packed, cu_seqlens
+    from echelon.data.packed import Packed
     from echelon.data.stream import StreamLoader
-    from echelon.data.text import ByteText
-    from echelon.data.tokens import Tokens, TokenWriter, write_tokens
-    from echelon.data.views import Mixture, Weighted
+    from echelon.data.tokens import Tokens
+    from echelon.data.views import Mixture
     from echelon.launcher.cluster.slurm_config import SlurmConfig
     from echelon.launcher.cluster.slurm_fn import slurm_fn
-    from echelon.launcher.dragon.group import CollectiveGroup
-    from echelon.launcher.dragon.system import Policy, System
-    from echelon.launcher.functions.run import launch, spawn
-    from echelon.loop.auto import AutoUnit, TrainStepResults
-    from echelon.loop.auto_predict import AutoPredictUnit
-    from echelon.loop.averaged import AveragedWeights, SWALRParams, SWAParams
+    from echelon.launcher.functions.run import launch
+    from echelon.loop.auto import AutoUnit
     from echelon.loop.callback import Callback
-    from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
-    from echelon.loop.checkpointing.rollback import RollBack
-    from echelon.loop.checkpointing.saver import BestCheckpointConfig, DistributedCheckpointSaver
+    from echelon.loop.callbacks import EarlyStopping
+    from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
     from echelon.loop.loss import count_tokens
     from echelon.loop.metrics import Mean
     from echelon.loop.own.prepare import epochs, evaluating, prepare, window
     from echelon.loop.pretrained import save_pretrained
-    from echelon.loop.progress import Progress
-    from echelon.loop.run import evaluate, fit, predict, test, train
-    from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
+    from echelon.loop.run import evaluate, fit, predict, train
+    from echelon.loop.state import State
     from echelon.loop.trainer import Trainer
-    from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
-    from echelon.observe.loggers.ranks import get_logger
-    from echelon.parallel.activation import ActivationCheckpointParams, checkpoint_wrapper
-    from echelon.parallel.axes import data_axes
-    from echelon.parallel.composed import Parallel
-    from echelon.parallel.context_active import positions, whole_sequence
+    from echelon.loop.unit import EvalUnit, PredictUnit, TrainUnit
+    from echelon.parallel.composed import Layout
     from echelon.parallel.ddp import DDPStrategy
     from echelon.parallel.deferred import on_meta
-    from echelon.parallel.dp import DPStrategy
-    from echelon.parallel.experts import GroupedExperts, MoE, auxiliary_loss, balance_experts, expert_loads
-    from echelon.parallel.float8 import Float8
-    from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
-    from echelon.parallel.fsdp2 import FSDP2Strategy
-    from echelon.parallel.linear_cross_entropy import linear_cross_entropy
-    from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
+    from echelon.parallel.fsdp import FSDPStrategy
     from echelon.parallel.over_ranks import all_mean, gather, gathered_rows
-    from echelon.parallel.parallelize import prepare_ddp, prepare_fsdp, prepare_fsdp2, prepare_module
-    from echelon.parallel.precision import Precision
-    from echelon.parallel.recipe import TorchCompileParams
-    from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
+    from echelon.parallel.strategy import Strategy
     from echelon.parallel.tensor import TPStrategy
-    from echelon.parallel.tensor_plans import tp_plan
     from echelon.parallel.zero import ZeROStrategy
     from echelon.prover.prove import Proof, prove
-    from echelon.world.init import World, init_from_env, is_main, rank, world_size
+    from echelon.world.init import init_from_env, is_main, rank, world_size
     from echelon.world.rng import seed
 
 __all__ = [
-    "ActivationCheckpointParams",
-    "ActivePhase",
-    "AutoPredictUnit",
     "AutoUnit",
-    "AveragedWeights",
-    "BestCheckpointConfig",
-    "ByteText",
     "Callback",
-    "CollectiveGroup",
+    "CheckpointError",
     "DDPStrategy",
-    "DPStrategy",
-    "DataError",
-    "DiLoCoStrategy",
     "DistributedCheckpointSaver",
+    "EarlyStopping",
     "EchelonError",
-    "EntryPoint",
     "EvalUnit",
-    "FSDP2Strategy",
     "FSDPStrategy",
-    "Float8",
-    "GroupedExperts",
-    "HSDPStrategy",
+    "Layout",
     "Loader",
-    "LoaderOptions",
-    "LocalSGDStrategy",
     "Mean",
     "Mixture",
-    "MoE",
-    "NOOPStrategy",
     "Packed",
-    "Parallel",
-    "PhaseState",
-    "Policy",
-    "Precision",
     "PredictUnit",
-    "Prepared",
-    "Progress",
     "Proof",
+    "RankFailedError",
     "RankInfo",
-    "RestoreOptions",
-    "RollBack",
-    "RunDir",
-    "SWALRParams",
-    "SWAParams",
-    "SaveOptions",
     "SlurmConfig",
     "State",
     "Strategy",
     "StreamLoader",
-    "StreamOptions",
-    "System",
     "TPStrategy",
-    "TestUnit",
-    "TokenWriter",
     "Tokens",
-    "TorchCompileParams",
-    "TrainStepResults",
     "TrainUnit",
     "Trainer",
-    "Weighted",
-    "World",
+    "UsageError",
     "ZeROStrategy",
     "all_mean",
-    "auxiliary_loss",
-    "balance_experts",
-    "checkpoint_wrapper",
     "count_tokens",
-    "cu_seqlens",
-    "data_axes",
     "epochs",
     "evaluate",
     "evaluating",
-    "expert_loads",
     "fit",
     "gather",
     "gathered_rows",
-    "get_logger",
     "init_from_env",
     "is_main",
     "launch",
-    "linear_cross_entropy",
     "on_meta",
-    "positions",
     "predict",
     "prepare",
-    "prepare_ddp",
-    "prepare_fsdp",
-    "prepare_fsdp2",
-    "prepare_module",
     "prove",
     "rank",
     "save_pretrained",
     "seed",
     "slurm_fn",
-    "spawn",
-    "test",
-    "tp_plan",
     "train",
-    "whole_sequence",
     "window",
     "world_size",
-    "write_tokens",
 ]
 
-# Where each name lives, below `echelon.`; a test holds this against `__all__` and the imports above.
+# Where each name lives, below `echelon.`; a test holds this against `__all__`, the imports and the page above.
 _NAMES = {
-    "contracts.errors": ["DataError", "EchelonError"],
+    "contracts.errors": ["CheckpointError", "EchelonError", "RankFailedError", "UsageError"],
     "contracts.rank": ["RankInfo"],
-    "contracts.run_dir": ["RunDir"],
     "data.loader": ["Loader"],
-    "data.options": ["LoaderOptions", "StreamOptions"],
-    "data.packed": ["Packed", "cu_seqlens"],
+    "data.packed": ["Packed"],
     "data.stream": ["StreamLoader"],
-    "data.text": ["ByteText"],
-    "data.tokens": ["TokenWriter", "Tokens", "write_tokens"],
-    "data.views": ["Mixture", "Weighted"],
+    "data.tokens": ["Tokens"],
+    "data.views": ["Mixture"],
     "launcher.cluster.slurm_config": ["SlurmConfig"],
     "launcher.cluster.slurm_fn": ["slurm_fn"],
-    "launcher.dragon.group": ["CollectiveGroup"],
-    "launcher.dragon.system": ["Policy", "System"],
-    "launcher.functions.run": ["launch", "spawn"],
-    "loop.auto": ["AutoUnit", "TrainStepResults"],
-    "loop.auto_predict": ["AutoPredictUnit"],
-    "loop.averaged": ["AveragedWeights", "SWALRParams", "SWAParams"],
+    "launcher.functions.run": ["launch"],
+    "loop.auto": ["AutoUnit"],
     "loop.callback": ["Callback"],
-    "loop.checkpointing.options": ["RestoreOptions", "SaveOptions"],
-    "loop.checkpointing.rollback": ["RollBack"],
-    "loop.checkpointing.saver": ["BestCheckpointConfig", "DistributedCheckpointSaver"],
+    "loop.callbacks": ["EarlyStopping"],
+    "loop.checkpointing.saver": ["DistributedCheckpointSaver"],
     "loop.loss": ["count_tokens"],
     "loop.metrics": ["Mean"],
     "loop.own.prepare": ["epochs", "evaluating", "prepare", "window"],
     "loop.pretrained": ["save_pretrained"],
-    "loop.progress": ["Progress"],
-    "loop.run": ["evaluate", "fit", "predict", "test", "train"],
-    "loop.state": ["ActivePhase", "EntryPoint", "PhaseState", "State"],
+    "loop.run": ["evaluate", "fit", "predict", "train"],
+    "loop.state": ["State"],
     "loop.trainer": ["Trainer"],
-    "loop.unit": ["EvalUnit", "PredictUnit", "TestUnit", "TrainUnit"],
-    "observe.loggers.ranks": ["get_logger"],
-    "parallel.activation": ["ActivationCheckpointParams", "checkpoint_wrapper"],
-    "parallel.axes": ["data_axes"],
-    "parallel.context_active": ["positions", "whole_sequence"],
-    "parallel.composed": ["Parallel"],
+    "loop.unit": ["EvalUnit", "PredictUnit", "TrainUnit"],
+    "parallel.composed": ["Layout"],
     "parallel.ddp": ["DDPStrategy"],
     "parallel.deferred": ["on_meta"],
-    "parallel.dp": ["DPStrategy"],
-    "parallel.experts": ["GroupedExperts", "MoE", "auxiliary_loss", "balance_experts", "expert_loads"],
-    "parallel.float8": ["Float8"],
-    "parallel.fsdp": ["FSDPStrategy", "HSDPStrategy"],
-    "parallel.fsdp2": ["FSDP2Strategy"],
-    "parallel.linear_cross_entropy": ["linear_cross_entropy"],
-    "parallel.local_sgd": ["DiLoCoStrategy", "LocalSGDStrategy"],
-    "parallel.parallelize": ["prepare_ddp", "prepare_fsdp", "prepare_fsdp2", "prepare_module"],
-    "parallel.precision": ["Precision"],
-    "parallel.recipe": ["TorchCompileParams"],
-    "parallel.strategy": ["NOOPStrategy", "Prepared", "Strategy"],
+    "parallel.fsdp": ["FSDPStrategy"],
+    "parallel.over_ranks": ["all_mean", "gather", "gathered_rows"],
+    "parallel.strategy": ["Strategy"],
     "parallel.tensor": ["TPStrategy"],
-    "parallel.tensor_plans": ["tp_plan"],
     "parallel.zero": ["ZeROStrategy"],
     "prover.prove": ["Proof", "prove"],
-    "parallel.over_ranks": ["all_mean", "gather", "gathered_rows"],
-    "world.init": ["World", "init_from_env", "is_main", "rank", "world_size"],
+    "world.init": ["init_from_env", "is_main", "rank", "world_size"],
     "world.rng": ["seed"],
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
+# Modules that a name may be asked of without an import of its own: `ech.nn.MoE`.
+_MODULES = ("nn", "data", "units", "callbacks", "loggers", "layouts", "errors", "evidence", "launching", "compat")
+
+# Names that were at the root, by the module that has them now.
+_MOVED = {
+    "callbacks": ["BestCheckpointConfig", "RestoreOptions", "RollBack", "SaveOptions"],
+    "data": ["ByteText", "LoaderOptions", "StreamOptions", "TokenWriter", "Weighted", "cu_seqlens", "write_tokens"],
+    "errors": ["DataError"],
+    "evidence": ["RunDir"],
+    "launching": ["CollectiveGroup", "Policy", "System", "World", "spawn"],
+    "layouts": [
+        "ActivationCheckpointParams",
+        "DPStrategy",
+        "DiLoCoStrategy",
+        "FSDP2Strategy",
+        "Float8",
+        "HSDPStrategy",
+        "LocalSGDStrategy",
+        "NOOPStrategy",
+        "Precision",
+        "Prepared",
+        "TorchCompileParams",
+        "data_axes",
+        "prepare_ddp",
+        "prepare_fsdp",
+        "prepare_fsdp2",
+        "prepare_module",
+        "tp_plan",
+    ],
+    "loggers": ["get_logger"],
+    "nn": [
+        "GroupedExperts",
+        "MoE",
+        "auxiliary_loss",
+        "balance_experts",
+        "checkpoint_wrapper",
+        "expert_loads",
+        "linear_cross_entropy",
+        "positions",
+        "whole_sequence",
+    ],
+    "units": [
+        "ActivePhase",
+        "AutoPredictUnit",
+        "AveragedWeights",
+        "EntryPoint",
+        "PhaseState",
+        "Progress",
+        "SWALRParams",
+        "SWAParams",
+        "TestUnit",
+        "TrainStepResults",
+        "test",
+    ],
+}
+_NOW = {name: f"echelon.{home}.{name}" for home, names in _MOVED.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"echelon.{name}")
+    if name == "Parallel":
+        warnings.warn("echelon.Parallel is now echelon.Layout", DeprecationWarning, stacklevel=2)
+        name = "Layout"
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'echelon' has no attribute {name!r}")
+        text = f"echelon.{name} is now {_NOW[name]}" if name in _NOW else f"module 'echelon' has no attribute {name!r}"
+        # `from echelon import NAME` would hide an AttributeError behind a text of its own.
+        imports = name in _NOW and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
+        raise ImportError(text) if imports else AttributeError(text)
     value = getattr(importlib.import_module(f"echelon.{home}"), name)
     globals()[name] = value
     return value

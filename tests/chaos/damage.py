@@ -199,7 +199,7 @@ def refused(folder: str, how: str, asynchronous: bool) -> dict[str, Any]:
         logging.getLogger("echelon").addHandler(told)
         unit, loader = unit_and_loader()
         saver = Saver(
-            folder, save_every_n_updates=2, async_checkpoint=asynchronous, options=ech.SaveOptions(tolerated_failures=1)
+            folder, save_every_n_updates=2, async_checkpoint=asynchronous, options=ech.callbacks.SaveOptions(tolerated_failures=1)
         )
         seen: dict[str, Any] = {}
         ech.train(unit, loader, max_updates=END, callbacks=[Refusal(begin, end), saver])

@@ -159,7 +159,7 @@ def train(folder: str, scenario: str, until: int, victim: int = -1, at: int = 0,
         arm(folder, at, action)
     began = Saver.restore_from_latest(folder, unit, train_dataloader=loader) and unit.train_progress.num_steps_completed
     restored = digest(unit)
-    saver = Saver(folder, save_every_n_updates=2, options=ech.SaveOptions(tolerated_failures=1), **SCENARIOS[scenario])
+    saver = Saver(folder, save_every_n_updates=2, options=ech.callbacks.SaveOptions(tolerated_failures=1), **SCENARIOS[scenario])
     accident = Accident(folder, at, action, error)
     callbacks = [watch, *([accident] if me == victim and not lethal else []), saver, Again(saver)]
     ech.train(unit, loader, max_updates=until, callbacks=callbacks)

@@ -48,4 +48,4 @@ def test_policies_are_built_from_nodes() -> None:
             Node(wrong)
     with pytest.raises(UsageError, match=r"Node\(7\)"):
         Policy(host_id=7)
-    assert isinstance(system, ech.System) and isinstance(Policy(), ech.Policy)
+    assert isinstance(system, ech.launching.System) and isinstance(Policy(), ech.launching.Policy)

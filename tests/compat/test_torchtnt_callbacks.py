@@ -138,7 +138,7 @@ def test_the_metric_0_is_a_metric(tmp_path: Path) -> None:
     """TorchTNT takes it for a missing one."""
     unit = Regression()
     unit.accuracy = 0.0
-    best = ech.BestCheckpointConfig(monitored_metric="accuracy", mode="max")
+    best = ech.callbacks.BestCheckpointConfig(monitored_metric="accuracy", mode="max")
     saver = DistributedCheckpointSaver(str(tmp_path), save_every_n_epochs=1, best_checkpoint_config=best)
     ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
     assert DistributedCheckpointSaver.restore_from_best(str(tmp_path), Regression(), "accuracy", "max", knob_options=None)
@@ -157,6 +157,6 @@ def test_what_has_no_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_a_timer_times_an_event() -> None:
     timer = IterationTimer()
     for each in (timer, None):
-        with get_timing_context(ech.State(entry_point=ech.EntryPoint.TRAIN, timer=each), "my stage"):
+        with get_timing_context(ech.State(entry_point=ech.units.EntryPoint.TRAIN, timer=each), "my stage"):
             pass
     assert list(timer.recorded_durations) == ["my stage"] and len(timer.recorded_durations["my stage"]) == 1

@@ -269,7 +269,8 @@ def _loaders(kind: str) -> dict[str, Any]:
         return {name: Counted(name, n) for name, n in lengths.items()}
     if kind == "echelon":
         return {
-            name: ech.Loader(list(range(10 * n, 11 * n)), 1, options=ech.LoaderOptions(dp=(0, 1))) for name, n in lengths.items()
+            name: ech.Loader(list(range(10 * n, 11 * n)), 1, options=ech.data.LoaderOptions(dp=(0, 1)))
+            for name, n in lengths.items()
         }
     return {name: DataLoader([f"{name}{i}" for i in range(n)], batch_size=None) for name, n in lengths.items()}
 
@@ -361,7 +362,7 @@ def test_samplers_are_told_the_epoch_and_shuffle_anew_when_they_begin_again() ->
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=1, rank=0)  # type: ignore[arg-type]
     loaders: dict[str, Any] = {
         "torch": DataLoader(data, batch_size=None, sampler=sampler),  # type: ignore[arg-type]
-        "echelon": ech.Loader(data, 1, options=ech.LoaderOptions(dp=(0, 1))),
+        "echelon": ech.Loader(data, 1, options=ech.data.LoaderOptions(dp=(0, 1))),
         "long": range(100),
     }
     loader = MultiDataLoader(loaders, AllDatasetBatches(RESTART))
@@ -381,7 +382,7 @@ def test_padding_stays_padding() -> None:
     """Of a short last batch some ranks have no sample, and compute one that weighs nothing."""
 
     def short(tail: Any = "keep") -> ech.Loader:
-        return ech.Loader(list(range(5)), 4, shuffle=False, tail=tail, options=ech.LoaderOptions(dp=(3, 4)))
+        return ech.Loader(list(range(5)), 4, shuffle=False, tail=tail, options=ech.data.LoaderOptions(dp=(3, 4)))
 
     batches = list(MultiDataLoader({"a": short(), "b": short()}, RoundRobin()))
     assert [isinstance(batch, Padding) for batch in batches] == [False, False, True, True]
@@ -432,7 +433,7 @@ def test_the_loop_places_and_checks_the_loaders_within() -> None:
     unit = Second()
     ech.train(unit, MultiDataLoader({"a": ech.Loader(list(range(8)), 4, shuffle=False)}, InOrder()), max_epochs=1)
     assert unit.seen == ["a:[2, 3]", "a:[6, 7]"]
-    uneven = MultiDataLoader({"a": ech.Loader(list(range(5)), 4, options=ech.LoaderOptions(dp=(0, 2)))}, InOrder())
+    uneven = MultiDataLoader({"a": ech.Loader(list(range(5)), 4, options=ech.data.LoaderOptions(dp=(0, 2)))}, InOrder())
     with pytest.raises(UsageError, match="only AutoUnit weighs shares"):
         ech.train(Sees(), uneven, max_epochs=1)
 

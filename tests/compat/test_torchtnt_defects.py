@@ -127,7 +127,7 @@ class Watching(Regression):
 
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         phase = state.active_phase
-        (self.seen if phase is ech.ActivePhase.TRAIN else self.evaluated).append(float(data[0][0, 0]))
+        (self.seen if phase is ech.units.ActivePhase.TRAIN else self.evaluated).append(float(data[0][0, 0]))
         return super().compute_loss(state, data)
 
 
@@ -244,7 +244,7 @@ def test_a_strategy_takes_groups_and_states_that_cannot_be_copied(ranks: Ranks) 
 def test_folders_and_metrics_may_have_any_name(tmp_path: Path, name: str) -> None:
     unit = Regression()
     setattr(unit, "loss/on-eval", 0.25)
-    best = ech.BestCheckpointConfig(monitored_metric="loss/on-eval", mode="min")
+    best = ech.callbacks.BestCheckpointConfig(monitored_metric="loss/on-eval", mode="min")
     saver = DistributedCheckpointSaver(str(tmp_path / name), save_every_n_epochs=1, best_checkpoint_config=best)
     ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
     assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / name), Regression())

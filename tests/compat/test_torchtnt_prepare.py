@@ -316,7 +316,7 @@ def test_names_become_strategies_and_types() -> None:
     kinds = {"ddp": tnt.DDPStrategy, "fsdp": tnt.FSDPStrategy, "fsdp2": tnt.FSDP2Strategy, "noop": tnt.NOOPStrategy}
     for name, kind in kinds.items():
         assert type(tnt.convert_str_to_strategy(name)) is kind
-    with pytest.raises(ValueError, match=r"strategy must be one of 'noop', .*, got 'deepspeed'"):
+    with pytest.raises(ValueError, match=r"layout must be one of 'none', .*, got 'deepspeed'"):
         tnt.convert_str_to_strategy("deepspeed")
     convert = precision.convert_precision_str_to_dtype
     assert [convert(n) for n in ("fp16", "bf16", "fp32")] == [torch.float16, torch.bfloat16, None]

@@ -84,7 +84,7 @@ def train(fault: str, rank: int, folder: str, strategy: str = "ddp", wait_s: flo
             str(Path(folder) / "checkpoints"),
             save_every_n_updates=5,
             async_checkpoint=fault.startswith("async"),
-            options=ech.SaveOptions(tolerated_failures=0),
+            options=ech.callbacks.SaveOptions(tolerated_failures=0),
         )
         callbacks.append(saver)
         if guilty:

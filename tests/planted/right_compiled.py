@@ -13,12 +13,12 @@ def block() -> nn.Module:
 
 torch.manual_seed(3)
 net = nn.Sequential(nn.Linear(4, 16), block(), block(), nn.Linear(16, 1))
-budget = ech.ActivationCheckpointParams(memory_budget=0.5) if "budget" in sys.argv else None
+budget = ech.layouts.ActivationCheckpointParams(memory_budget=0.5) if "budget" in sys.argv else None
 backend = "inductor" if "inductor" in sys.argv else "aot_eager"
 unit = Auto(
     module=net,
     strategy="fsdp",
-    compile=ech.TorchCompileParams(backend=backend),
+    compile=ech.layouts.TorchCompileParams(backend=backend),
     activation_checkpoint_params=budget,
     precision="bf16" if "bf16" in sys.argv else None,
 )

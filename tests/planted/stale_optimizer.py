@@ -6,4 +6,4 @@ from common import Own, device, ech, loader, model, torch
 
 module = model()
 optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-ech.train(Own(ech.prepare_fsdp(module, device), optimizer), loader(), max_epochs=3)
+ech.train(Own(ech.layouts.prepare_fsdp(module, device), optimizer), loader(), max_epochs=3)

@@ -61,7 +61,7 @@ def trains(steps: int) -> tuple[int, int, list[float]]:
     import torch
 
     ech.init_from_env()
-    run = ech.RunDir.current()
+    run = ech.evidence.RunDir.current()
     assert run is not None
     torch.manual_seed(0)
 

@@ -81,11 +81,11 @@ class FSDPStrategy(fsdp.FSDPStrategy):
 
 
 class ActivationCheckpointParams(activation.ActivationCheckpointParams):
-    """`echelon.ActivationCheckpointParams`, with TorchTNT's first argument.
+    """`echelon.layouts.ActivationCheckpointParams`, with TorchTNT's first argument.
 
     Args:
         checkpoint_impl: has no effect: recomputation is always the non-reentrant kind.
-        options: `echelon.ActivationCheckpointParams`'s.
+        options: `echelon.layouts.ActivationCheckpointParams`'s.
     """
 
     def __init__(

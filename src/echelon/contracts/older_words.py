@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 from echelon.contracts.errors import UsageError
 
-__all__ = ["is_now", "translated", "unknown"]
+__all__ = ["is_now", "renames", "translated", "unknown"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def translated(
@@ -41,6 +44,27 @@ def translated(
         is_now(f"{function}({name}=...)", f"{new}=...")
         found[new] = value if value is not None else found.get(new)
     return found
+
+
+def renames(**words: str) -> Callable[[F], F]:
+    """`translated` as a decorator, of a function whose newer argument has a value by default: `@renames(strategy="layout")`."""
+
+    def decorate(function: F) -> F:
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def renamed(*args: Any, **given: Any) -> Any:
+            for older in words.keys() & given.keys():
+                new = words[older]
+                if new in given:
+                    raise UsageError(f"{name} was given {older} and {new}, which are the same. Give {new} alone.")
+                is_now(f"{name}({older}=...)", f"{new}=...")
+                given[new] = given.pop(older)
+            return function(*args, **given)
+
+        return cast(F, renamed)
+
+    return decorate
 
 
 def is_now(older: str, new: str) -> None:

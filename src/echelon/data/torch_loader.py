@@ -39,14 +39,14 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         what = type(sampler if sampler is not None else loader.dataset).__name__
         first = "Give it Subset(dataset, indices), of torch.utils.data, and shuffle=True. Or use" if _chooses(sampler) else "Use"
         raise UsageError(
-            f"a DataLoader with {what} {why}. {first} echelon.Loader (echelon.Weighted gives its samples weights), for iterable "
-            "datasets echelon.StreamLoader, or a DistributedSampler of your own."
+            f"a DataLoader with {what} {why}. {first} echelon.Loader (echelon.data.Weighted gives its samples weights), for "
+            "iterable datasets echelon.StreamLoader, or a DistributedSampler of your own."
         )
     divided = is_distributed(loader)
     if not divided and len(sampler) != (size := len(loader.dataset)):  # type: ignore[arg-type]
         raise UsageError(
             f"a DataLoader's {type(sampler).__name__} must draw every sample, got {len(sampler)} of {size}. Choose samples by "
-            "torch.utils.data.Subset, or use echelon.Weighted."
+            "torch.utils.data.Subset, or use echelon.data.Weighted."
         )
     if (size := len(loader.dataset)) < global_batch and (loader.drop_last or not isinstance(sampler, SequentialSampler)):  # type: ignore[arg-type]
         raise UsageError(

@@ -13,9 +13,10 @@ from echelon.contracts.numbers import number, whole
 from echelon.loop.averaged import SWAParams
 from echelon.parallel.activation import Preset
 from echelon.parallel.float8 import Float8
+from echelon.parallel.layouts import resolve
 from echelon.parallel.precision import Precision
 from echelon.parallel.recipe import Compile, TorchCompileParams, recipe_of
-from echelon.parallel.strategy import Strategy, resolve
+from echelon.parallel.strategy import Strategy
 
 __all__ = ["AutoOptions", "BuiltAtFirstUse"]
 

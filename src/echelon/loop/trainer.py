@@ -24,7 +24,7 @@ from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.machine import visible_devices
 from echelon.contracts.numbers import whole
-from echelon.contracts.older_words import translated
+from echelon.contracts.older_words import renames, translated
 from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks
@@ -37,7 +37,8 @@ from echelon.loop.rebuild import pack, recall
 from echelon.loop.state import PhaseState
 from echelon.loop.trainer_rank import BETWEEN_PROCESSES, OLDER, Plan, Work, in_order, save, work_here, work_in_rank
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel.strategy import STRATEGIES, Strategy, resolve
+from echelon.parallel.layouts import is_word, resolve
+from echelon.parallel.strategy import Strategy
 from echelon.world import rng
 from echelon.world.init import rank_info
 
@@ -60,7 +61,7 @@ class Trainer:
 
     Args:
         devices: how many ranks on this machine, or which GPUs, as a list; "auto" is one rank per GPU, else one.
-        strategy: for units that were built without one. "auto" is "ddp" for several ranks.
+        layout: for units that were built without one. "auto" is "ddp" for several ranks.
         num_nodes: of the launcher that started this script; this class starts ranks on its own machine only.
         accelerator: "cpu" leaves GPUs alone; "gpu" insists on them.
         max_epochs, max_updates: when to stop.
@@ -69,7 +70,7 @@ class Trainer:
         unit_options: arguments of AutoUnit's constructor that the unit gets instead, such as {"precision": "bf16"}.
         callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
         run_dir: of each `fit`; below `checkpoints` it has the unit's state after every epoch, unless a callback saves.
-        older: `gpus`, an older word for `devices`, as a strategy is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is
+        older: `gpus`, an older word for `devices`, as a layout is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is
             understood, with a hint. `max_steps`, of updates, and `evaluate_every_n_steps`, of micro-batches.
     Attributes:
         callback_metrics: "eval_loss" and "test_loss" of the latest calls, over all ranks, where the unit computes them.
@@ -77,10 +78,11 @@ class Trainer:
         UsageError: a value that makes no sense; the text names it.
     """
 
+    @renames(strategy="layout")
     def __init__(
         self,
         devices: int | str | Sequence[int] = "auto",
-        strategy: Strategy | str | None = "auto",
+        layout: Strategy | str | None = "auto",
         num_nodes: int = 1,
         *,
         accelerator: str = "auto",
@@ -95,10 +97,10 @@ class Trainer:
         **older: Unpack[_Older],
     ) -> None:
         _check_names(older)
-        accelerator, strategy, devices = _without_old_words(accelerator, strategy, devices, older.get("gpus"))
+        accelerator, layout, devices = _without_old_words(accelerator, layout, devices, older.get("gpus"))
         require(accelerator in ACCELERATORS, "accelerator", "'auto', 'cpu' or 'gpu'", accelerator)
         self.accelerator = accelerator
-        self.strategy = strategy if strategy == "auto" else resolve(strategy)
+        self.layout = layout if layout == "auto" else resolve(layout)
         self.ranks, self.device_numbers = _devices_of(devices, accelerator)
         self.num_nodes = whole("num_nodes", num_nodes, at_least=1)
         self.limits = _named("max_steps_per_epoch", max_steps_per_epoch, PHASES)
@@ -220,7 +222,7 @@ class Trainer:
         gpus = len(visible_devices()) if self.accelerator != "cpu" else 0
         if self.accelerator in ("gpu", "cuda") and not gpus:
             raise UsageError(f"accelerator is {self.accelerator!r}, but this machine has no GPU. Leave it out, or give 'cpu'.")
-        if isinstance(self.strategy, Strategy) and self.strategy.name == "dp":
+        if isinstance(self.layout, Strategy) and self.layout.name == "dp":
             return 1  # one process drives all devices
         return self.ranks or (auto_ranks() if gpus else 1)
 
@@ -228,7 +230,7 @@ class Trainer:
         """What is true now: attributes may have been set since."""
         return Plan(
             on_cpu=self.accelerator == "cpu",
-            strategy=self.strategy,
+            layout=self.layout,
             unit_options=self.unit_options,
             training=self._training(),
             in_steps=self._in_steps,
@@ -294,19 +296,19 @@ def _check_names(others: Mapping[str, Any]) -> None:
         raise UsageError(f"Trainer has no argument {name!r}.{hint}")
 
 
-def _without_old_words(accelerator: str, strategy: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:
-    """(accelerator, strategy, devices) of `Trainer(gpus=2, accelerator="ddp")`, which many scripts have."""
-    if isinstance(accelerator, str) and accelerator in STRATEGIES:
-        if strategy != "auto":
-            raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
-        logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)
-        accelerator, strategy = "auto", accelerator
+def _without_old_words(accelerator: str, layout: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:
+    """(accelerator, layout, devices) of `Trainer(gpus=2, accelerator="ddp")`, which many scripts have."""
+    if accelerator not in ACCELERATORS and is_word(accelerator):
+        if layout != "auto":
+            raise UsageError(f"accelerator {accelerator!r} is a layout, and layout {layout!r} is given too. Give one.")
+        logger.warning("Trainer(accelerator=%r) is an old spelling: write layout=%r", accelerator, accelerator)
+        accelerator, layout = "auto", accelerator
     if gpus is not None:
         if devices != "auto":
             raise UsageError(f"gpus={gpus!r} and devices={devices!r} are both given. Give devices alone.")
         logger.warning("Trainer(gpus=%r) is an old spelling: write devices=%r", gpus, gpus)
         accelerator, devices = ("cpu", 1) if gpus in (0, "0", []) else (accelerator, gpus)
-    return accelerator, strategy, devices
+    return accelerator, layout, devices
 
 
 def _named(parameter: str, given: Mapping[str, Any] | None, names: Sequence[str]) -> dict[str, Any]:

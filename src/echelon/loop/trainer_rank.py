@@ -28,8 +28,8 @@ from echelon.loop.rebuild import Parcel, own_attributes, rebuild, remembered, un
 from echelon.loop.run import evaluate, predict, run_training, test
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.unit import Unit
+from echelon.parallel.layouts import resolve
 from echelon.parallel.precision import Precision
-from echelon.parallel.strategy import resolve
 from echelon.world import agree, rng
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import World, init_from_env
@@ -74,7 +74,7 @@ class Plan:
     """
 
     on_cpu: bool
-    strategy: Any
+    layout: Any
     unit_options: Mapping[str, Any]
     training: Mapping[str, Any]
     in_steps: float | None
@@ -184,12 +184,12 @@ def changes_for(plan: Plan, options: AutoOptions) -> dict[str, Any]:
     if "precision" in changes:
         changes["precision"] = Precision.of(changes["precision"])
     if own is None:
-        chosen = plan.strategy
+        chosen = plan.layout
         if chosen == "auto":
             chosen = "ddp" if World.current().size > 1 else None
         changes |= {"strategy": chosen} if chosen is not None else {}
-    elif plan.strategy not in ("auto", None) and resolve(own) != resolve(plan.strategy):
-        logger.warning("strategy %r of the Trainer has no effect: the unit was built with %r", plan.strategy, own)
+    elif plan.layout not in ("auto", None) and resolve(own) != resolve(plan.layout):
+        logger.warning("layout %r of the Trainer has no effect: the unit was built with %r", plan.layout, own)
     return changes
 
 

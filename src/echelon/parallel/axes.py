@@ -167,7 +167,7 @@ def share(module: nn.Module, averaged: Sequence[Axis]) -> Share:
         if axis.size > 1 and _DOUBTFUL & set(axis.name.lower().split("_")):
             return Share(
                 unknown=f"gradients of {type(module).__name__} are averaged over the axis {axis.name!r} of {axis.size} ranks, "
-                "whose name does not say that they have other samples. Say which axes have: echelon.data_axes(module, "
+                "whose name does not say that they have other samples. Say which axes have: echelon.layouts.data_axes(module, "
                 f'mesh["{axis.name}"]) if this one has, or the mesh of those that have, such as mesh["dp"].'
             )
     return _number(averaged)

@@ -1,4 +1,4 @@
-"""Parallelism in several directions at once, as one value: `Parallel(dp_shard=2, tp=4)`.
+"""The layout of ranks along named axes, as one value: `Layout(dp_shard=2, tp=4)`.
 
 Each direction is a file of its own, which knows how to change a module and what that means for a step. Here they are put
 together, in the one order that is right: stages are cut out, their layers split, their experts divided, their attention taught
@@ -41,18 +41,17 @@ from echelon.world.mesh import AXES, ParallelDims
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["Parallel"]
+__all__ = ["Layout"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Parallel(Strategy):
-    """Every direction of parallelism at once. The sizes of the axes multiply to the world size.
+@dataclass(frozen=True, repr=False)
+class Layout(Strategy):
+    """How ranks share a model and its samples, along named axes whose sizes multiply to the number of ranks.
 
-    The other strategies are short for one of these: "ddp" for `Parallel(dp_replicate=-1)`, "fsdp" for `Parallel(dp_shard=-1)`,
-    "hsdp" for `Parallel(dp_replicate=2)`, "tp" for `Parallel(tp=-1)`. `Parallel.parse("dp_shard=2,tp=4")` reads it from text;
-    `strategy="dp_shard=2,tp=4"` means the same.
+    `layout="dp_shard=2,tp=4"` is `Layout(dp_shard=2, tp=4)`. Some words are short for one: "ddp" for `dp_replicate=-1`, "fsdp"
+    for `dp_shard=-1`.
 
     Args:
         dp_replicate: copies of the model, each on other samples.
@@ -74,8 +73,6 @@ class Parallel(Strategy):
             whole ones, submodule by submodule. Not with `pp`, whose stages see no whole sequence.
         fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
     """
-
-    name = "parallel"
 
     dp_replicate: int = 1
     dp_shard: int | None = None
@@ -105,23 +102,33 @@ class Parallel(Strategy):
         kind_named(self.schedule)
 
     @classmethod
-    def parse(cls, text: str) -> Parallel:
-        """From "dp_shard=2,tp=4", or "dp_shard=2+tp=4" where commas part strategies, as a command line has it.
+    def parse(cls, text: str) -> Layout:
+        """From "dp_shard=2,tp=4", or "dp_shard=2+tp=4" where commas part layouts, as a command line has it.
 
         Raises:
-            UsageError: another word than an axis's name, or no whole number.
+            UsageError: another word than an axis's name, an axis twice, or no whole number.
         """
         sizes: dict[str, Any] = {}
-        known = (*AXES, "ep")
         for word in text.replace("+", ",").split(","):
-            name, equals, size = (part.strip() for part in word.partition("="))
-            if not equals or name not in known or name in sizes or not size.removeprefix("-").isdecimal():
+            name, _, size = (part.strip() for part in word.partition("="))
+            known = name in (*AXES, "ep") and name not in sizes
+            if not known or not (size.isascii() and size.removeprefix("-").isdecimal()):
                 raise UsageError(
-                    f"strategy must give each axis once, such as 'dp_shard=2,tp=4', of {', '.join(known)}, got {word.strip()!r} "
-                    f"in {text!r}."
+                    f"layout must give each axis once, with its size, such as 'dp_shard=2,tp=4', of {', '.join(AXES)}, ep, got "
+                    f"{word.strip()!r} in {text!r}."
                 )
             sizes[name] = int(size)
         return cls(**sizes)
+
+    @property
+    def text(self) -> str:
+        """The axes, as `parse` reads them; other options are not in it."""
+        sizes = {axis: getattr(self, axis) for axis in (*AXES, "ep")}
+        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (None, 1)) or "dp_shard=-1"
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.text
 
     def dims(self, world_size: int) -> ParallelDims:
         """The sizes of all axes on so many ranks.
@@ -180,7 +187,7 @@ class Parallel(Strategy):
         """
         given = ("device_mesh", "process_group", "mesh")
         if any(getattr(self.fsdp, name, None) is not None for name in given):
-            raise UsageError("fsdp must have no mesh and no group of its own in Parallel: the axes choose the ranks.")
+            raise UsageError("fsdp must have no mesh and no group of its own in Layout: the axes choose the ranks.")
         check_experts(module, dims.ep, dims.pp)
         if dims.cp > 1:
             check_context(module, recipe)

@@ -256,7 +256,7 @@ class ContextParallel:
                 raise
             said = UsageError(
                 f"context parallelism: code met shapes that do not fit, after {self._cut} of the batch was cut into "
-                f"{self.parts.size} parts. If that dimension is no sequence, Parallel(sequence_dim=...) says which one is; a "
+                f"{self.parts.size} parts. If that dimension is no sequence, Layout(sequence_dim=...) says which one is; a "
                 f"batch without sequences is for 'fsdp' or 'ddp'. Layers that mix tokens must be attention. torch says: {error}"
             )
             raise said.with_traceback(error.__traceback__) from error

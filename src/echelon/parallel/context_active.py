@@ -45,7 +45,7 @@ def positions(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     length, parts = x.shape[dim], current()
     if parts is None:
         return torch.arange(length, device=x.device)
-    parts.chunk_of_part(length, "echelon.positions")
+    parts.chunk_of_part(length, "echelon.nn.positions")
     return parts.positions(length, x.device)
 
 
@@ -53,10 +53,10 @@ def whole_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     """The whole sequence in its order, from the parts of all context-parallel ranks; `x` itself without them.
 
     For the keys' side of a mask, where this rank's tokens are the queries: `documents[:, :, None] ==
-    echelon.whole_sequence(documents)[:, None, :]`. Gradients go back to the ranks. Collective over them, in the module's forward.
+    echelon.nn.whole_sequence(documents)[:, None, :]`. Gradients go back to the ranks. Collective over them, in a forward pass.
     """
     parts = current()
     if parts is None:
         return x
-    parts.chunk_of_part(x.shape[dim], "echelon.whole_sequence")
+    parts.chunk_of_part(x.shape[dim], "echelon.nn.whole_sequence")
     return parts.whole(x, dim)

@@ -172,7 +172,7 @@ def _wrong_mask(shape: tuple[int, int], length: int, size: int) -> UsageError:
     return UsageError(
         f"context parallelism: an attention mask must be over all {length * size} keys of the sequence, or one row for all "
         f"queries, got {shape[0]} x {shape[1]} where this rank has {length} of the tokens. For a causal mask say is_causal=True. "
-        "For another, take the keys' side from echelon.whole_sequence: documents[:, :, None] == "
-        "echelon.whole_sequence(documents)[:, None, :], and positions from echelon.positions(x). If the code is not yours to "
-        "change, train it without cp."
+        "For another, take the keys' side from echelon.nn.whole_sequence: documents[:, :, None] == "
+        "echelon.nn.whole_sequence(documents)[:, None, :], and positions from echelon.nn.positions(x). If the code is not yours "
+        "to change, train it without cp."
     )

@@ -69,7 +69,7 @@ def sequence_dims(batch: Any, said: SequenceDim = None) -> dict[str, int]:
     if not found:
         raise UsageError(
             "context parallelism splits sequences, but no tensor of the batch has one: a tensor of shape (rows, length, ...). "
-            f"Got {_names(tensors) or type(batch).__name__}. Say Parallel(sequence_dim={{name: dimension}}), or train without cp."
+            f"Got {_names(tensors) or type(batch).__name__}. Say Layout(sequence_dim={{name: dimension}}), or train without cp."
         )
     return found
 
@@ -92,7 +92,7 @@ def _guessed(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
             raise UsageError(
                 f"context parallelism: the sequence has {length} tokens, and {_shape(name, tensors)} has that many in another "
                 "dimension than 1. Say which tensors have the sequence and where, None for those without: "
-                f"Parallel(sequence_dim={_example(tensors, name)})."
+                f"Layout(sequence_dim={_example(tensors, name)})."
             )
     return found
 

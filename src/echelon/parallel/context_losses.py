@@ -42,7 +42,7 @@ _LEFT_OUT = 0.4  # of the labels
 _APART = 1e-4  # what tokens may have to do with one another, relative to what they have with themselves
 _REMEDY = (
     "A loss of one token of each sequence, of pooled or neighbouring tokens, a sum, or a mean for each sequence is for 'fsdp' or "
-    "'ddp'. If only the comparison is wrong, switch it off: Parallel(check_context=False)."
+    "'ddp'. If only the comparison is wrong, switch it off: Layout(check_context=False)."
 )
 
 

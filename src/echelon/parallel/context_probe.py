@@ -94,7 +94,7 @@ def _could_not(module: nn.Module, kind: str, short: int, error: Exception | None
     return UsageError(
         f"context parallelism: {kind} could not be called on whole sequences of {short} tokens, to "
         f"compare with their parts: {type(error).__name__}: {error}. Switch the comparison off if it cannot work: "
-        "Parallel(check_context=False)."
+        "Layout(check_context=False)."
     )
 
 
@@ -165,9 +165,9 @@ def _differs(module: nn.Module, root: str, name: str, side: str, difference: flo
     return UsageError(
         f"context parallelism over {size} ranks would change the model: {where} {what} for the parts of a sequence than "
         f"for the whole; they differ by {difference:.1%} of their norm. It must compute attention by "
-        "torch.nn.functional.scaled_dot_product_attention, positions by echelon.positions(x) instead of torch.arange, and "
+        "torch.nn.functional.scaled_dot_product_attention, positions by echelon.nn.positions(x) instead of torch.arange, and "
         "anything else token by token; if the code is not yours to change, train it without cp. If only the comparison is wrong, "
-        "as with random numbers in evaluation mode, switch it off: Parallel(check_context=False)."
+        "as with random numbers in evaluation mode, switch it off: Layout(check_context=False)."
     )
 
 

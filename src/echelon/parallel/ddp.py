@@ -181,7 +181,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
 register(Kind("ddp", lambda module: isinstance(module, DistributedDataParallel), DDPPrepared, inner="module"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DDPStrategy(Strategy):
     """DistributedDataParallel's options, under its names; defaults are torch's, except for `gradient_as_bucket_view`.
 

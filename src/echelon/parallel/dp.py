@@ -47,7 +47,7 @@ class DPPrepared(WrapperPrepared["nn.DataParallel[Any]"]):
 register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module", unknown_to_torch=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DPStrategy(Strategy):
     """DataParallel's options, under its names. Where there is one device, or none but the CPU, it is the plain module.
 
@@ -73,19 +73,19 @@ class DPStrategy(Strategy):
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         if world.size > 1:
             raise UsageError(
-                f"strategy 'dp' is one process that drives several devices, but {world.size} ranks run: each would train a "
-                "model of its own. Take strategy 'ddp', or start one rank."
+                f"layout 'dp' is one process that drives several devices, but {world.size} ranks run: each would train a "
+                "model of its own. Take layout 'ddp', or start one rank."
             )
         materialize(module, world.device)
         devices = list(self.device_ids if self.device_ids is not None else range(torch.cuda.device_count()))
         if world.device.type != "cuda" or len(devices) < 2:
             there = f"{len(devices)} CUDA device(s) chosen" if world.device.type == "cuda" else "there are no CUDA devices to use"
-            logger.warning("strategy 'dp': %s, so this is the plain module on %s", there, world.device)
+            logger.warning("layout 'dp': %s, so this is the plain module on %s", there, world.device)
             return Prepared(recipe.compile(recipe.checkpoint_activations(module.to(world.device))))
         if recipe.activation_checkpoint is not None:
             raise UsageError(
-                "strategy 'dp' copies the module to each device for every step, and the copies would recompute with the first "
-                "one's weights. Take strategy 'ddp', or no activation_checkpoint_params."
+                "layout 'dp' copies the module to each device for every step, and the copies would recompute with the first "
+                "one's weights. Take layout 'ddp', or no recompute."
             )
         module = recipe.compile(recipe.checkpoint_activations(module.to(_first(devices))))
         return DPPrepared(nn.DataParallel(module, devices, self.output_device, self.dim), world)

@@ -33,7 +33,7 @@ class DTensorPrepared(Prepared[nn.Module]):
             self._share = Share(
                 unknown=f"parameters of {type(module).__name__} are split over {names}, but {world.size} ranks run, and nothing "
                 f"averages gradients over the {copies} that hold the same parts. Call fully_shard(module, mesh=mesh[...]) with "
-                "the axis of other samples. In a TrainUnit that averages by itself: echelon.data_axes(module, mesh[...])."
+                "the axis of other samples. In a TrainUnit that averages by itself: echelon.layouts.data_axes(module, mesh[...])."
             )
 
     def trains_also(self, others: list[nn.Parameter]) -> None:

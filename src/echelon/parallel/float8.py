@@ -72,7 +72,7 @@ class Float8:
         found, needed = torch.cuda.get_device_capability(device), _NEEDED[self.recipe]
         if found < needed:
             if found >= _NEEDED["tensorwise"]:
-                remedy = "Take precision=echelon.Float8(recipe='tensorwise')."
+                remedy = "Take precision=echelon.layouts.Float8(recipe='tensorwise')."
             raise UsageError(
                 f"precision 'float8' with recipe {self.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or "
                 f"more, got {torch.cuda.get_device_name(device)} with {found[0]}.{found[1]}. {remedy}"
@@ -101,8 +101,8 @@ def convert(module: nn.Module, float8: Float8 | None, strategy: str) -> None:
     if float8 is None:
         return
     torchao = _torchao()
-    if strategy == "tp":
-        raise UsageError("precision 'float8' is not there under strategy 'tp' yet. Take 'fsdp', or precision='bf16'.")
+    if strategy == "tp" or "tp=" in strategy:
+        raise UsageError("precision 'float8' is not there under layout 'tp' yet. Take 'fsdp', or precision='bf16'.")
     chosen = _chosen(module, float8)
     if not chosen:
         raise UsageError(
@@ -126,7 +126,7 @@ def refuse_wrapped(module: nn.Module, float8: Float8 | None) -> None:
         return
     raise UsageError(
         f"precision 'float8' replaces layers, and {type(module).__name__} is made parallel already. Pass the plain module with a "
-        "strategy, or call torchao's convert_to_float8_training before you wrap it, and take precision='bf16'."
+        "layout, or call torchao's convert_to_float8_training before you wrap it, and take precision='bf16'."
     )
 
 

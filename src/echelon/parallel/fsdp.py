@@ -38,7 +38,7 @@ __all__ = ["FSDPStrategy", "HSDPStrategy"]
 _REDUCTION = ("requires_gradient_sync", "requires_all_reduce")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FSDPStrategy(Strategy):
     """Shard parameters, gradients and optimizer state with `fully_shard`; the older FSDP's options keep their meaning.
 
@@ -181,7 +181,7 @@ def _grid(shards: dist.ProcessGroup, copies: dist.ProcessGroup) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HSDPStrategy(Strategy):
     """Shard over few ranks and replicate the shards over the rest: gathers stay where traffic is fast.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["FSDP2Strategy"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FSDP2Strategy(Strategy):
     """Shard parameters, gradients and optimizer state: `fully_shard` of chosen submodules, then of the root.
 

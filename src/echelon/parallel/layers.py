@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.parallel.composed import Parallel
+from echelon.parallel.composed import Layout
 from echelon.parallel.experts.distribute import count, stacked_experts
 from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
@@ -100,23 +100,23 @@ def layers_of(module: nn.Module, strategy: Strategy, ranks: int) -> Layers:
     return Layers(class_name(module), text, ranks, _rows(module, axes), notes, styles)
 
 
-def _as_axes(strategy: Strategy, ranks: int) -> Parallel | None:
+def _as_axes(strategy: Strategy, ranks: int) -> Layout | None:
     if isinstance(strategy, TPStrategy):
         size = strategy.size or ranks
-        return Parallel(
+        return Layout(
             dp_replicate=strategy.dp_replicate,
             tp=size,
             plan=strategy.plan,
             sequence_parallel=strategy.sequence_parallel,
             fsdp=strategy.fsdp,
         )
-    if isinstance(strategy, Parallel):
+    if isinstance(strategy, Layout):
         dims = strategy.dims(ranks)
         return replace(strategy, **{axis: getattr(dims, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")})
     return None
 
 
-def _sharded(strategy: Strategy, several: Parallel | None, ranks: int) -> FSDPStrategy | FSDP2Strategy | None:
+def _sharded(strategy: Strategy, several: Layout | None, ranks: int) -> FSDPStrategy | FSDP2Strategy | None:
     """What shards the parameters, if something does."""
     if several is not None:
         dims = several.dims(ranks)

@@ -151,7 +151,7 @@ def _prepare(
     return WorkerPrepared(Worker(recipe.compile(recipe.checkpoint_activations(module)), strategy, every, outer), world)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LocalSGDStrategy(Strategy):
     """Each rank trains by itself; every so many updates all take the average of their parameters. For slow networks.
 
@@ -179,7 +179,7 @@ def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DiLoCoStrategy(Strategy):
     """As LocalSGDStrategy, with an outer optimizer between the averages. For hundreds of updates without a message.
 

@@ -1,7 +1,7 @@
 """The one order in which a module is changed: activation checkpointing, then compile, then shard.
 
 Recompute comes first so that the compiler sees it; sharding comes last so that what is gathered is the whole compiled
-block. A strategy receives the first two as a `Recipe` and applies it where its own work allows.
+block. A layout receives the first two as a `Recipe` and applies it where its own work allows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.errors import UsageError, require
+from echelon.contracts.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.parallel.activation import Preset
 from echelon.parallel.ddp import DDPStrategy
@@ -23,6 +24,7 @@ from echelon.parallel.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.hooked import refuse_lost
+from echelon.parallel.layouts import resolve
 from echelon.parallel.names import without_compile
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
@@ -30,7 +32,7 @@ from echelon.parallel.recipe import Compile, Recipe, TorchCompileParams, recipe_
 from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.replaced import note
 from echelon.parallel.shards import is_fully_sharded, reshard_after_looking
-from echelon.parallel.strategy import NOOPStrategy, Strategy, resolve
+from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.parallel.sync_batchnorm import on_host
 from echelon.world.init import World
 
@@ -58,7 +60,7 @@ def check_module(module: Any) -> None:
 
 def parallelize(
     module: nn.Module,
-    strategy: Strategy | str | None,
+    layout: Strategy | str | None,
     device: torch.device,
     recipe: Recipe | None = None,
     *,
@@ -67,16 +69,16 @@ def parallelize(
     """Make a module parallel over the ranks of the default group.
 
     Args:
-        module: as built, or as the user wrapped it; with strategy None a wrapped module is taken as it is.
-        strategy: a Strategy, its name, or None.
+        module: as built, or as the user wrapped it; with layout None a wrapped module is taken as it is.
+        layout: a word, axes, a value, or None.
         device: where this rank computes.
-        overridden: takes the place of `strategy` for a module that is not wrapped already; a function makes it from `strategy`.
+        overridden: takes the place of `layout` for a module that is not wrapped already; a function makes it from `layout`.
     Raises:
-        UsageError: an unknown strategy; a strategy for a module that is wrapped already.
+        UsageError: an unknown layout; a layout for a module that is wrapped already.
     """
     check_module(module)
     require(isinstance(device, torch.device), "device", "a torch.device", device, "init_from_env() gives this rank's.")
-    chosen, world, recipe = resolve(strategy), World.current(device), recipe or Recipe()
+    chosen, world, recipe = resolve(layout), World.current(device), recipe or Recipe()
     recipe.check(device)
     float8 = recipe.precision.float8 if recipe.precision is not None else None
     kind = kind_of(without_compile(module))
@@ -95,8 +97,8 @@ def parallelize(
         return prepared
     if chosen is not None and not is_plain:
         raise UsageError(
-            f"strategy {chosen.name!r} for a {type(module).__name__} that is made parallel already. "
-            "Pass the plain module, or no strategy."
+            f"layout {chosen.name!r} for a {type(module).__name__} that is made parallel already. "
+            "Pass the plain module, or no layout."
         )
     refuse_wrapped(module, float8)
     given = Prepared.of(module, world)
@@ -113,7 +115,7 @@ def _refuse_lazy(module: nn.Module, chosen: Strategy) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UsageError(
-                f"{type(module).__name__}.{name} has no shape before a first batch (a lazy module), so strategy {chosen.name!r} "
+                f"{type(module).__name__}.{name} has no shape before a first batch (a lazy module), so layout {chosen.name!r} "
                 "cannot make it parallel. Call the module on one batch first, on all ranks, or give its layers their sizes."
             )
 
@@ -139,46 +141,47 @@ def _refuse_wrapped_parts(module: nn.Module) -> None:
         if wrapper_of(inner) is not None:
             raise UsageError(
                 f"{type(module).__name__}.{name} is a {type(inner).__name__}, but the whole module is not: gradients of the "
-                "rest would not be reduced. Wrap the whole module, or pass it plain with a strategy."
+                "rest would not be reduced. Wrap the whole module, or pass it plain with a layout."
             )
 
 
+@renames(strategy="layout", activation_checkpoint_params="recompute")
 def prepare_module(
     module: nn.Module,
     device: torch.device,
     *,
-    strategy: Strategy | str | None = None,
+    layout: Strategy | str | None = None,
     compile: Compile = None,
     torch_compile_params: TorchCompileParams | None = None,
-    activation_checkpoint_params: Preset = None,
+    recompute: Preset = None,
     precision: str | torch.dtype | Precision | None = None,
 ) -> nn.Module:
     """The module moved to `device` and made parallel, for those who write their own unit.
 
     Args:
-        precision: what a sharded strategy gathers parameters in. The forward passes are yours, and so is the autocast around
-            them: `with echelon.Precision.of("bf16").autocast(device):`.
+        precision: what a sharded layout gathers parameters in. The forward passes are yours, and so is the autocast around
+            them: `with echelon.layouts.Precision.of("bf16").autocast(device):`.
     """
     decided = overrides()
     chosen = decided.precision or precision
-    compiled, recomputed = recipe_of(compile, torch_compile_params, activation_checkpoint_params)
+    compiled, recomputed = recipe_of(compile, torch_compile_params, recompute)
     compiled = compiled if decided.compile is not False else None
     recipe = Recipe(recomputed, compiled, Precision.of(chosen) if chosen is not None else None)
-    prepared = parallelize(module, strategy, device, recipe, overridden=decided.strategy)
+    prepared = parallelize(module, layout, device, recipe, overridden=decided.strategy)
     if prepared.works_alone:
         raise UsageError(
-            f"prepare_module knows of no updates, after some of which workers of strategy {decided.strategy or strategy!r} meet. "
+            f"prepare_module knows of no updates, after some of which workers of layout {decided.strategy or layout!r} meet. "
             "Use echelon.prepare, or a unit such as AutoUnit."
         )
     if prepared.part[1] > 1 or prepared.takes_windows:
         raise UsageError(
-            "prepare_module must have a strategy without cp and pp: nothing splits the sequences, or passes micro-batches "
+            "prepare_module must have a layout without cp and pp: nothing splits the sequences, or passes micro-batches "
             "through stages, in a step of your own. Write an AutoUnit; for cp also echelon.prepare with a loop of your own."
         )
     if prepared.divides_optimizer:
         logger.warning(
-            "prepare_module never sees the optimizer that strategy 'zero1' divides: call echelon.parallel.partition.Partition("
-            "optimizer) once you have built it, or this is strategy 'ddp'"
+            "prepare_module never sees the optimizer that layout 'zero1' divides: call echelon.parallel.partition.Partition("
+            "optimizer) once you have built it, or this is layout 'ddp'"
         )
     return _for_own_steps(prepared)
 
@@ -190,13 +193,14 @@ def _for_own_steps(prepared: Prepared[Any]) -> nn.Module:
     return made
 
 
-def prepare_ddp(module: nn.Module, device: torch.device, strategy: DDPStrategy | None = None) -> DistributedDataParallel:
+@renames(strategy="layout")
+def prepare_ddp(module: nn.Module, device: torch.device, layout: DDPStrategy | None = None) -> DistributedDataParallel:
     """The module on `device` in DistributedDataParallel.
 
     Raises:
         UsageError: nothing in it is to be trained, so there is nothing to wrap.
     """
-    prepared = parallelize(module, strategy or DDPStrategy(), device).module
+    prepared = parallelize(module, layout or DDPStrategy(), device).module
     if not isinstance(prepared, DistributedDataParallel):
         raise UsageError(
             f"prepare_ddp: no parameter of {type(module).__name__} requires a gradient, so there is nothing to reduce. "
@@ -205,11 +209,13 @@ def prepare_ddp(module: nn.Module, device: torch.device, strategy: DDPStrategy |
     return prepared
 
 
-def prepare_fsdp(module: nn.Module, device: torch.device, strategy: FSDPStrategy | None = None) -> nn.Module:
+@renames(strategy="layout")
+def prepare_fsdp(module: nn.Module, device: torch.device, layout: FSDPStrategy | None = None) -> nn.Module:
     """The module on `device`, sharded in place by `fully_shard`; its parameters are DTensors."""
-    return _for_own_steps(parallelize(module, strategy or FSDPStrategy(), device))
+    return _for_own_steps(parallelize(module, layout or FSDPStrategy(), device))
 
 
-def prepare_fsdp2(module: nn.Module, device: torch.device, strategy: FSDP2Strategy | None = None) -> nn.Module:
+@renames(strategy="layout")
+def prepare_fsdp2(module: nn.Module, device: torch.device, layout: FSDP2Strategy | None = None) -> nn.Module:
     """As `prepare_fsdp`, with `fully_shard`'s own options."""
-    return _for_own_steps(parallelize(module, strategy or FSDP2Strategy(), device))
+    return _for_own_steps(parallelize(module, layout or FSDP2Strategy(), device))

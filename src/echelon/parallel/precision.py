@@ -83,7 +83,7 @@ class Precision:
         if value in (torch.float16, torch.bfloat16) and isinstance(value, torch.dtype):
             return cls(value)
         raise UsageError(
-            f"precision must be 'fp32', 'bf16', 'fp16', 'float8', a torch dtype or ech.Precision(...), got {value!r}."
+            f"precision must be 'fp32', 'bf16', 'fp16', 'float8', a torch dtype or ech.layouts.Precision(...), got {value!r}."
         )
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -145,8 +145,8 @@ def check_scaler(scaler: torch.amp.GradScaler | None, precision: Precision, prep
         if not isinstance(scaler, ShardedGradScaler):
             raise UsageError(
                 f"grad_scaler is a {type(scaler).__name__}, which checks this rank's shards only, so that on an inf some "
-                "ranks would "
-                "skip the update and others not. Choose its options with precision=ech.Precision(torch.float16, init_scale=...)."
+                "ranks would skip the update and others not. Choose its options with "
+                "precision=ech.layouts.Precision(torch.float16, init_scale=...)."
             )
 
 

@@ -106,7 +106,7 @@ def meaning(module: nn.Module, text: str) -> str | None:
             f"parameters of {name} are gathered in {half}, and one of them meets numbers of another type. A layer within "
             "torch.autocast(..., enabled=False) must have its input in the type of its weight: layer(x.to(layer.weight.dtype)). "
             "To have its weight in float32 there, as under 'ddp', give "
-            "FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32)), which is fsdp= of Parallel: then "
+            "FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32)), which is fsdp= of Layout: then "
             "autocast casts weights where they are used."
         )
     if "Sparse" in text and ("fsdp::" in text or "backend" in text):

@@ -52,7 +52,7 @@ _TIED = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TPStrategy(Strategy):
     """Split single layers over `size` neighbouring ranks, and the data over the groups of them.
 
@@ -63,7 +63,7 @@ class TPStrategy(Strategy):
             all), "colwise_logits" (its outputs, which `cross_entropy` takes split), "summed" (a whole layer that works on split
             features, such as a norm of each head), or a ParallelStyle of torch. An nn.Embedding is split by rows with
             "rowwise". Names of transformers for the same are understood. By default the module's own `tp_plan`, that of
-            transformers, or an inferred one, which rank 0 logs and `echelon.tp_plan(module)` gives.
+            transformers, or an inferred one, which rank 0 logs and `echelon.layouts.tp_plan(module)` gives.
         size: ranks that share each layer; by default all.
         dp_replicate: copies of the shards over the data-parallel ranks, as HSDPStrategy has; by default one.
         sequence_parallel: between split layers, work on this rank's part of the sequence: norms, dropout, sums of residuals.

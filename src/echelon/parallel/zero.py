@@ -42,7 +42,7 @@ class ZeROPrepared(DDPPrepared):
         return made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ZeROStrategy(Strategy):
     """Divide optimizer state (stage 1), gradients (2) and parameters (3) over the ranks.
 

@@ -16,11 +16,12 @@ from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.observer import observing
 from echelon.loop.target import Target
-from echelon.parallel.composed import Parallel
+from echelon.parallel.composed import Layout
 from echelon.parallel.layers import Layers, layers_of
+from echelon.parallel.layouts import resolve
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
-from echelon.parallel.strategy import NOOPStrategy, Strategy, resolve
+from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.parallel.tensor import TPStrategy
 from echelon.world.init import World
 from echelon.world.mesh import AXES
@@ -102,20 +103,20 @@ def plan_layers(target: Target, strategy: str | None = None, ranks: int | None =
 def _with_options_of(own: Strategy | None, given: Strategy) -> Strategy:
     """`given`, which was only named, with what the script's own strategy says of the model: its plan, its stages, its blocks."""
     if type(own) is type(given):
-        own_axes = {*AXES, "ep"} if isinstance(given, Parallel) else set()
+        own_axes = {*AXES, "ep"} if isinstance(given, Layout) else set()
         assert is_dataclass(own)
         kept = {each.name: getattr(own, each.name) for each in fields(own) if each.init and each.name not in own_axes}
         return replace(given, **kept)
-    if isinstance(given, Parallel) and isinstance(own, TPStrategy):
+    if isinstance(given, Layout) and isinstance(own, TPStrategy):
         return replace(given, plan=own.plan, sequence_parallel=own.sequence_parallel, fsdp=own.fsdp)
-    if isinstance(given, TPStrategy) and isinstance(own, Parallel):
+    if isinstance(given, TPStrategy) and isinstance(own, Layout):
         return replace(given, plan=own.plan, sequence_parallel=own.sequence_parallel, fsdp=own.fsdp)
     return given
 
 
 def _least_ranks(strategy: Strategy) -> int:
     sizes = [1]
-    if isinstance(strategy, Parallel):
+    if isinstance(strategy, Layout):
         sizes = [strategy.pp, strategy.dp_replicate, strategy.dp_shard or 1, strategy.cp, strategy.tp]
         if strategy.dp_shard is None and strategy.ep > 1:
             sizes.append(strategy.ep)

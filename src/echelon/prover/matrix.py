@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.composed import Parallel
+from echelon.parallel.composed import Layout
+from echelon.parallel.layouts import resolve
 from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
 from echelon.parallel.pipeline.schedules import SCHEDULES
-from echelon.parallel.strategy import resolve
 from echelon.parallel.tensor import TPStrategy
 
 __all__ = ["AS_WRITTEN", "DIRECTIONS", "YOURS", "Row", "matrix"]
@@ -174,7 +174,7 @@ def _of_strategy(
 def _directions(several: Sequence[int], accumulation: Sequence[int]) -> list[Row]:
     """Each alone with the most micro-batches of an update, which a pipeline has under way at once."""
     return [
-        Row(name, size, Parallel(**axes), max(accumulation), fits_some=True)
+        Row(name, size, Layout(**axes), max(accumulation), fits_some=True)
         for size in several
         for name, axes in DIRECTIONS.get(size, {}).items()
     ]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.composed import Parallel
+from echelon.parallel.composed import Layout
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.layouts import in_words, resolve
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
-from echelon.parallel.strategy import resolve as resolve_strategy
 from echelon.parallel.zero import ZeROStrategy
 from echelon.prover.matrix import Row
 from echelon.prover.values import widen
@@ -32,7 +32,7 @@ class RowStrategy(Strategy):
     """
 
     def __init__(self, row: Row, dtype: torch.dtype) -> None:
-        self._row, self._given = row, resolve_strategy(row.strategy)
+        self._row, self._given = row, resolve(row.strategy)
         self._strategy: Strategy = self._given or NOOPStrategy()
         self.name, self.own = self._strategy.name, ""
         self.used, self.is_own, self._dtype = False, True, dtype
@@ -46,7 +46,7 @@ class RowStrategy(Strategy):
         self._strategy = self._given or (mine if self._dtype is torch.float64 else own)
         if isinstance(self._row.strategy, str):
             self._strategy = with_options_of(own, self._strategy)
-        self.name, self.own = self._strategy.name, _in_words(own)
+        self.name, self.own = self._strategy.name, in_words(own)
         self.is_own = self.is_own and self._strategy == mine
         return self
 
@@ -55,13 +55,6 @@ class RowStrategy(Strategy):
         if self._dtype is torch.float64:
             widen(module)  # which may be in half precision
         return self._strategy.prepare(module, world, recipe)
-
-
-def _in_words(strategy: Strategy) -> str:
-    if not isinstance(strategy, Parallel):
-        return strategy.name
-    sizes = {axis: getattr(strategy, axis) for axis in (*AXES, "ep")}
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (None, 1)) or strategy.name
 
 
 def with_options_of(own: Strategy, given: Strategy) -> Strategy:
@@ -79,6 +72,6 @@ def with_options_of(own: Strategy, given: Strategy) -> Strategy:
         return replace(given, options=replace(fsdp, sharding_strategy=None, reshard_after_forward=None))
     if isinstance(given, FSDPStrategy) and fsdp is not None:
         return fsdp
-    if isinstance(given, Parallel) and isinstance(own, Parallel):
+    if isinstance(given, Layout) and isinstance(own, Layout):
         return replace(own, **{axis: getattr(given, axis) for axis in (*AXES, "ep")})
     return own if type(own) is type(given) and not isinstance(own, ZeROStrategy) else given

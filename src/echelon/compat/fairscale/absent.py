@@ -6,7 +6,7 @@ from echelon.compat.names import leave_out
 
 __all__ = ["BELOW", "EXPERTS", "INSTEAD", "PIPELINE", "register"]
 
-EXPERTS = "echelon.MoE, a layer of experts, which strategy 'ep=2' divides over ranks."
+EXPERTS = "echelon.nn.MoE, a layer of experts, which strategy 'ep=2' divides over ranks."
 _HELPERS = "a helper inside of FairScale: keep its file, it needs nothing but torch."
 PIPELINE = "strategy 'pp=2', which cuts a model into stages over ranks; or torch.distributed.pipelining."
 _SLOWMO = "DiLoCoStrategy(every=..., outer_optimizer=...), whose outer optimizer has the slow momentum."

@@ -57,14 +57,14 @@ _INSTEAD = {
     "ignore_data_skip": "a resumed run finds its place in the data at once; leave it out",
     "include_for_metrics": "compute_metrics gets predictions and labels",
     "include_num_input_tokens_seen": "metrics.jsonl of a run folder has tokens per second",
-    "liger_kernel_config": "apply the kernels to the model before the Trainer, or echelon.linear_cross_entropy",
+    "liger_kernel_config": "apply the kernels to the model before the Trainer, or echelon.nn.linear_cross_entropy",
     "neftune_noise_alpha": "a forward hook of your own on the model's input embeddings",
     "optim_target_modules": "override create_optimizer",
     "parallelism_config": "strategy=, with one of echelon's strategies",
     "push_to_hub": "trainer.save_model(folder), then upload the folder",
     "save_only_model": "trainer.save_model(folder) writes the model alone",
     "train_sampling_strategy": "'random' or 'sequential'; another order is a sampler's, in get_train_dataloader",
-    "use_liger_kernel": "apply the kernels to the model before the Trainer, or echelon.linear_cross_entropy",
+    "use_liger_kernel": "apply the kernels to the model before the Trainer, or echelon.nn.linear_cross_entropy",
 }
 _ALSO_FINE: Mapping[str, tuple[Any, ...]] = {
     "fsdp": ("", [], False),

@@ -38,7 +38,7 @@ class CollectiveGroup:
     Args:
         training_fn: as `launch` takes it.
         training_args, training_kwargs: its arguments.
-        policies: a rank for each, `echelon.Policy` or Dragon's; without any, one rank per GPU, else one per core.
+        policies: a rank for each, `echelon.launching.Policy` or Dragon's; without any, one rank per GPU, else one per core.
         hide_stderr: drop what ranks write to standard error. A failure's traceback arrives in any case.
         port: where rank 0 serves the group's store, on Dragon; by default a free one. Ranks of this machine always have a
             store that is bound before they start.

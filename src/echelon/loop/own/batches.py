@@ -16,6 +16,7 @@ from echelon.data.parts import Padding
 from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.own.kept import kept_for
 from echelon.loop.own.unit import LoopUnit
+from echelon.parallel.layouts import resolve
 from echelon.parallel.names import class_name
 from echelon.world.device import copy_data_to_device
 
@@ -102,7 +103,7 @@ class EvaluationBatches(_Batches):
                 raise UsageError(_TOO_FEW)
 
 
-def refuse_prepared(objects: Sequence[Any], strategy: Any) -> None:
+def refuse_prepared(objects: Sequence[Any], layout: Any) -> None:
     """
     Raises:
         UsageError: an earlier call was given one of the objects, or returned it. A model that is parallel already may be given
@@ -110,7 +111,12 @@ def refuse_prepared(objects: Sequence[Any], strategy: Any) -> None:
     """
     for each in objects:
         session, step = kept_for(each), getattr(each, "step", None)
-        again = isinstance(each, nn.Module) and session is not None and session.unit.module is each and strategy in (None, "noop")
+        again = (
+            isinstance(each, nn.Module)
+            and session is not None
+            and session.unit.module is each
+            and (layout is None or resolve(layout) == resolve("none"))
+        )
         if isinstance(each, _Batches) or getattr(step, "knows_window", False) or (session is not None and not again):
             what = (
                 "loader"
@@ -122,7 +128,7 @@ def refuse_prepared(objects: Sequence[Any], strategy: Any) -> None:
             raise UsageError(
                 f"objects must be new to prepare(), got a {what} that an earlier call was given or returned. Make the "
                 "model, the optimizer, the scheduler and the loaders anew for each run, as for each fold; to train the same "
-                "model with another optimizer, give the model that prepare() returned, with strategy=None."
+                "model with another optimizer, give the model that prepare() returned, with layout=None."
             )
 
 

@@ -1,6 +1,6 @@
 """`prepare`, `epochs`, `window` and `evaluating`: a training loop of one's own on many processes.
 
-    model, optimizer, loader = echelon.prepare(model, optimizer, loader, strategy="fsdp", checkpoints="checkpoints")
+    model, optimizer, loader = echelon.prepare(model, optimizer, loader, layout="fsdp", checkpoints="checkpoints")
     for epoch in echelon.epochs(loader, 3):
         for x, y in loader:
             with echelon.window(model) as window:
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from echelon.checkpoint.layout import Stateful
 from echelon.checkpoint.policy import Keep
 from echelon.contracts.errors import UsageError, require
-from echelon.contracts.older_words import translated
+from echelon.contracts.older_words import renames, translated
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.torch_loader import is_distributed
@@ -59,12 +59,13 @@ logger = logging.getLogger(__name__)
 _KEPT = 3
 
 _OLDER = {"gradient_accumulation_steps": "accumulate", "activation_checkpoint_params": "recompute"}
-_WORDS = ("strategy", "precision", "checkpoints", "callbacks", "compile", "device")
+_WORDS = ("layout", "precision", "checkpoints", "callbacks", "compile", "device")
 
 
+@renames(strategy="layout")
 def prepare(
     *objects: Any,
-    strategy: Strategy | str | None = "ddp",
+    layout: Strategy | str | None = "ddp",
     precision: str | torch.dtype | Precision | Float8 | None = None,
     accumulate: int | None = None,
     checkpoints: str | Path | DistributedCheckpointSaver | None = None,
@@ -84,28 +85,28 @@ def prepare(
             to evaluate on (those after the first), and objects with `state_dict` and `load_state_dict` to be saved as well, also
             modules that the optimizer does not train: a copy, such as an average of the weights, is split as the model is. A
             torch DataLoader's batch size is that of one process, which the ranks share; with a DistributedSampler, each rank's.
-        strategy, precision, compile, recompute, device: as in AutoUnit.
+        layout, precision, compile, recompute, device: as in AutoUnit.
         accumulate: batches of a rank in an update; by default the loader's, 1 for a DataLoader.
         checkpoints: a folder, in which every epoch is saved, and what a stop interrupts; or a DistributedCheckpointSaver. What is
             there is restored, before this returns. Of a folder the last 3 stay; a saver keeps all, or `keep_last_n_checkpoints`.
         callbacks: as in `train`.
         older: older names of these arguments, which are translated with a warning.
     Returns:
-        what was given, in its order: the model as the strategy has it, the same optimizer and scheduler, loaders that give
+        what was given, in its order: the model as the layout has it, the same optimizer and scheduler, loaders that give
         this rank's batches on its device. One object alone comes back as it is, not in a tuple.
     Raises:
         UsageError: on all ranks: an optimizer of other parameters, several models or optimizers, what is none of these.
     """
     renamed = translated("prepare", older, _OLDER, {"accumulate": accumulate, "recompute": recompute}, others=_WORDS)
     accumulate, recompute = renamed["accumulate"], renamed["recompute"]
-    refuse_prepared(objects, strategy)
+    refuse_prepared(objects, layout)
     parts = _Parts.of(objects)
     device = device or init_from_env()
     greet()
     loader, steps = training_loader(parts.loader, accumulate)
     unit = _unit(
         parts,
-        strategy=strategy,
+        strategy=layout,
         precision=precision,
         gradient_accumulation_steps=steps,
         compile=compile,

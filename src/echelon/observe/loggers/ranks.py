@@ -47,7 +47,7 @@ def _says(ranks: Ranks, here: int) -> bool:
 def get_logger(name: str | None = None) -> RankLogger:
     """`logging.getLogger(name)`, of which rank 0 alone writes.
 
-        log = echelon.get_logger(__name__)
+        log = echelon.loggers.get_logger(__name__)
         log.info("%d samples", n)                      # rank 0
         log.warning("nan in batch %d", i, ranks="all")  # [rank 3] nan in batch 7
 

@@ -5,7 +5,7 @@
     auxiliary_loss    what `balance="auxiliary"` adds to the loss
     expert_loads      how many tokens each expert had in the latest update
 
-`Parallel(ep=n)` divides the experts of every layer over n ranks (`distribute`): each token travels to the ranks that have its
+`Layout(ep=n)` divides the experts of every layer over n ranks (`distribute`): each token travels to the ranks that have its
 experts and back (`dispatch`). No token is ever left out.
 """
 

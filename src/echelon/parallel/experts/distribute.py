@@ -25,7 +25,7 @@ def moe_layers(module: nn.Module) -> dict[str, MoE]:
 
 
 def stacked_experts(module: nn.Module) -> dict[str, nn.Module]:
-    """Modules that have the experts of a layer, by name: for an `echelon.MoE` the layer's."""
+    """Modules that have the experts of a layer, by name: for an `echelon.nn.MoE` the layer's."""
     own: dict[str, nn.Module] = {name: layer.experts for name, layer in moe_layers(module).items()}
     return own | foreign_experts(module)
 
@@ -45,8 +45,8 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
     added = [name for name, layer in layers.items() if layer.router.balance == "auxiliary"]
     if added and pp > 1:
         raise UsageError(
-            f"pp must be 1 for {type(module).__name__}, whose {added[0]} is an echelon.MoE with balance='auxiliary', got {pp}: "
-            "only the last stage computes the loss, to which the losses of all stages' routers would be added. Use "
+            f"pp must be 1 for {type(module).__name__}, whose {added[0]} is an echelon.nn.MoE with balance='auxiliary', got "
+            f"{pp}: only the last stage computes the loss, to which the losses of all stages' routers would be added. Use "
             "balance='loss_free', or give the ranks to ep, dp_shard or tp."
         )
     if ep == 1:
@@ -72,7 +72,7 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
         if (problem := tried[kind]) is not None:
             raise UsageError(
                 f"ep must be 1 for {type(module).__name__}, whose {name}, a {type(part).__name__}, cannot be divided: {problem}. "
-                "Use echelon.MoE(...) for its experts, or give the ranks to dp_shard."
+                "Use echelon.nn.MoE(...) for its experts, or give the ranks to dp_shard."
             )
 
 
@@ -86,7 +86,7 @@ def _refuse_without(module: nn.Module, ep: int) -> None:
     )
     raise UsageError(
         f"ep must be 1 for {type(module).__name__}, which has no layer of experts that ep can divide, got {ep}.{hint} Use "
-        "echelon.MoE(...) for its experts, or give the ranks to dp_shard."
+        "echelon.nn.MoE(...) for its experts, or give the ranks to dp_shard."
     )
 
 

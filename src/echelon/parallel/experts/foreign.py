@@ -25,7 +25,7 @@ _TOKENS = 16  # that are tried, most of them with one expert: none may be left o
 
 
 def foreign_experts(module: nn.Module) -> dict[str, nn.Module]:
-    """By name: submodules that look like experts, but for those of `echelon.MoE`, whether or not they can be divided."""
+    """By name: submodules that look like experts, but for those of `echelon.nn.MoE`, whether or not they can be divided."""
     return {name: part for name, part in module.named_modules() if _looks_like_experts(part)}
 
 

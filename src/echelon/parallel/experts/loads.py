@@ -26,8 +26,8 @@ __all__ = ["Routers", "auxiliary_loss", "balance_experts", "expert_loads", "rout
 def auxiliary_loss(module: nn.Module) -> torch.Tensor:
     """What layers with `balance="auxiliary"` add to the loss of the forward pass that was just made: a sum over the layers.
 
-    Call it once after each forward pass, in `compute_loss`: `loss + echelon.auxiliary_loss(self.module)`. It is a mean over the
-    micro-batch's tokens (those that a mask counts) and is weighted as the loss is: exact for any division into micro-batches
+    Call it once after each forward pass, in `compute_loss`: `loss + echelon.nn.auxiliary_loss(self.module)`. It is a mean over
+    the micro-batch's tokens (those that a mask counts) and is weighted as the loss is: exact for any division into micro-batches
     where `weight` counts these tokens, or rows of as many tokens each. Without gradients it is 0.
 
     Raises:
@@ -36,7 +36,8 @@ def auxiliary_loss(module: nn.Module) -> torch.Tensor:
     seen = [router.seen for router in routers_of(module).values() if router.balance == "auxiliary"]
     if not seen:
         raise UsageError(
-            f"auxiliary_loss: {type(module).__name__} must have an echelon.MoE with balance='auxiliary', got none. Leave it out."
+            f"auxiliary_loss: {type(module).__name__} must have an echelon.nn.MoE with balance='auxiliary', got none. Leave it "
+            "out."
         )
     made = [Added.apply(each.auxiliary, each) for each in seen if each.auxiliary is not None]  # type: ignore[no-untyped-call]
     for each in seen:
@@ -146,7 +147,7 @@ def _lacks_loss(router: Router) -> bool:
 def _not_added(name: str) -> UsageError:
     return UsageError(
         f"{name or 'MoE'}: balance='auxiliary' must be in the loss of every rank, and no backward pass of one has reached it. "
-        "Return loss + echelon.auxiliary_loss(self.module) from compute_loss, or take balance='loss_free'."
+        "Return loss + echelon.nn.auxiliary_loss(self.module) from compute_loss, or take balance='loss_free'."
     )
 
 

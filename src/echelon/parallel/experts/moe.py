@@ -122,7 +122,7 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts: (..., dim) -> (..., dim). In one process plain PyTorch; `Parallel(ep=n)` divides the experts.
+    """A mixture of experts: (..., dim) -> (..., dim). In one process plain PyTorch; `Layout(ep=n)` divides the experts.
 
     Args:
         dim: features of a token.
@@ -133,7 +133,7 @@ class MoE(nn.Module):
         top_k: experts for each token.
         balance: how the load of the experts is kept even. "loss_free": a bias for each expert, moved by `bias_update_rate`
             after each update towards the mean load, which takes part in the choice and not in the weights. "auxiliary": a loss,
-            which `compute_loss` adds: `loss + echelon.auxiliary_loss(module)`. None: nothing.
+            which `compute_loss` adds: `loss + echelon.nn.auxiliary_loss(module)`. None: nothing.
         score: "softmax" over the experts, or "sigmoid" of each.
         normalize: divide the weights of a token by their sum; by default with more than one expert for each token, since a
             single weight of 1 would give the router no gradient.

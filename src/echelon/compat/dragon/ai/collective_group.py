@@ -12,7 +12,7 @@ __all__ = ["CollectiveGroup", "RankInfo"]
 
 
 class CollectiveGroup(group.CollectiveGroup):
-    """`echelon.CollectiveGroup`: on Dragon's runtime a group of Dragon's, elsewhere ranks of this machine."""
+    """`echelon.launching.CollectiveGroup`: on Dragon's runtime a group of Dragon's, elsewhere ranks of this machine."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class _WaitMode(enum.Enum):
 
 
 class Policy(system.Policy):
-    """`echelon.Policy`.
+    """`echelon.launching.Policy`.
 
     Args:
         host_id: the node by its number among System().nodes; -1 is none.

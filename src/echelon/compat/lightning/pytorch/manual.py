@@ -22,12 +22,12 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
+from echelon.parallel.layouts import resolve
 from echelon.parallel.loose import average_
 from echelon.parallel.parallelize import prepare_module
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import is_split
-from echelon.parallel.strategy import resolve
 from echelon.world import agree
 from echelon.world.init import World, init_from_env
 
@@ -59,8 +59,8 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         chosen = resolve(strategy)
         if decided.strategy is not None:
             chosen = decided.strategy(chosen) if callable(decided.strategy) else resolve(decided.strategy)
-        name = chosen.name if chosen is not None else "noop"
-        if name not in ("noop", "ddp", *_SHARDED):
+        name = chosen.name if chosen is not None else "none"
+        if name not in ("none", "ddp", *_SHARDED):
             raise UsageError(f"strategy {name!r} with automatic_optimization = False: use 'ddp', 'fsdp', 'zero2' or 'zero3'.")
         self._parts: list[Prepared[Any]] = []
         self._loose: list[nn.Parameter] = []
@@ -68,7 +68,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         if name in _SHARDED:
             self._shard(lightning_module, strategy)
         else:
-            self.module = prepare_module(lightning_module, self.device, strategy=strategy, precision=self.computes)
+            self.module = prepare_module(lightning_module, self.device, layout=strategy, precision=self.computes)
             self._parts = [Prepared.of(self.module, World.current(self.device))]
             self._loose = list(lightning_module.parameters()) if self._is_ddp else []
         self.batch: Any = None
@@ -95,7 +95,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
                         "with automatic_optimization = False. Put them into one module, or use strategy='ddp'."
                     )
         for _, network in networks:
-            prepare_module(network, self.device, strategy=strategy, precision=self.computes)
+            prepare_module(network, self.device, layout=strategy, precision=self.computes)
             self._parts.append(Prepared.of(network, World.current(self.device)))
         inside = {p for _, network in networks for p in network.parameters()}
         self._loose = [p for p in module.parameters() if p not in inside]

@@ -91,7 +91,7 @@ class ModuleRuns(Running):
     """Of a Trainer, whose constructor sets the attributes."""
 
     accelerator: str
-    strategy: Any
+    layout: Any
     of_modules: dict[str, Any]
     given_limits: dict[str, Any]
     given_callbacks: list[Any]
@@ -123,10 +123,10 @@ class ModuleRuns(Running):
         if self.enable_checkpointing is not False and not self.checkpoint_callbacks:
             self.lightning_callbacks.append(ModelCheckpoint())
         self.loggers = self._chosen_loggers()
-        if self.of_modules["sync_batchnorm"] and self.strategy in ("auto", None):
-            self.strategy = DDPStrategy(sync_batchnorm=True)
-        elif self.of_modules["sync_batchnorm"] and isinstance(self.strategy, DDPStrategy):
-            self.strategy = replace(self.strategy, sync_batchnorm=True)
+        if self.of_modules["sync_batchnorm"] and self.layout in ("auto", None):
+            self.layout = DDPStrategy(sync_batchnorm=True)
+        elif self.of_modules["sync_batchnorm"] and isinstance(self.layout, DDPStrategy):
+            self.layout = replace(self.layout, sync_batchnorm=True)
         elif self.of_modules["sync_batchnorm"]:
             raise UsageError("sync_batchnorm=True is of strategy 'ddp'. Give DDPStrategy(sync_batchnorm=True), or no strategy.")
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel import STRATEGIES
-from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.strategy import Strategy
+from echelon.loop.trainer import ACCELERATORS
+from echelon.parallel.layouts import is_word
 
 __all__ = [
     "OF_MODULES",
@@ -19,24 +18,12 @@ __all__ = [
     "interval",
     "precision_of",
     "sorted_out",
-    "strategy_of",
     "without_effect",
     "without_strategy",
 ]
 
 logger = logging.getLogger(__name__)
 
-_STRATEGIES = {
-    "ddp_spawn": "ddp",
-    "ddp_fork": "ddp",
-    "ddp_notebook": "ddp",
-    "ddp_sharded": "zero2",
-    "fsdp_native": "fsdp",
-    "deepspeed_stage_1": "zero1",
-    "deepspeed_stage_2": "zero2",
-    "deepspeed_stage_3": "zero3",
-    "single_device": "noop",
-}
 _PRECISIONS = {
     **dict.fromkeys(("32", "32-true"), "fp32"),
     **dict.fromkeys(("16", "16-mixed"), "fp16"),
@@ -144,27 +131,12 @@ def check_for_units(of_modules: Mapping[str, Any], limits: Mapping[str, Any], in
 
 def without_strategy(accelerator: Any, strategy: Any) -> tuple[Any, Any]:
     """(accelerator, strategy) where the accelerator is one of Lightning's older strategies, such as "ddp_spawn"."""
-    if accelerator not in _STRATEGIES:
+    if accelerator in ACCELERATORS or not is_word(accelerator):
         return accelerator, strategy
     if strategy != "auto":
         raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
     logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)
     return "auto", accelerator
-
-
-def strategy_of(given: Strategy | str | None) -> Strategy | str | None:
-    """Lightning's names of strategies that have another one here."""
-    if given is None or isinstance(given, Strategy) or given in STRATEGIES or given == "auto":
-        return given
-    name = str(given)
-    for suffix in ("_find_unused_parameters_true", "_find_unused_parameters_false"):
-        if name.endswith(suffix) and name.startswith("ddp"):
-            return DDPStrategy(find_unused_parameters=suffix.endswith("true"))
-    if name in _STRATEGIES:
-        if not name.startswith("ddp_") or name == "ddp_sharded":
-            logger.warning("strategy %r: here it is %r", name, _STRATEGIES[name])
-        return _STRATEGIES[name]
-    return given  # which the Trainer refuses, and says what there is
 
 
 def precision_of(given: Any) -> Any:

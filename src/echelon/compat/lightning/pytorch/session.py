@@ -25,8 +25,8 @@ from echelon.data.replayed import Replayed
 from echelon.loop.modes import tell_of_eval_mode
 from echelon.loop.run import evaluate, predict, run_training, test
 from echelon.loop.state import PhaseState
+from echelon.parallel.layouts import resolve
 from echelon.parallel.registry import kind_of
-from echelon.parallel.strategy import resolve
 from echelon.world import agree, rng
 from echelon.world.init import World, init_from_env
 
@@ -121,7 +121,7 @@ class Session:
             trainer.log_hyperparams()
 
     def _strategy(self) -> Any:
-        given = self.trainer.strategy
+        given = self.trainer.layout
         if kind_of(self.module) is not None:  # of an earlier call: it was sharded in place
             return None
         chosen = ("ddp" if World.current().size > 1 else None) if given == "auto" else given

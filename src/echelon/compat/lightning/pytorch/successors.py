@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 NAMES = {
-    "Fabric": "echelon.init_from_env() and echelon.prepare_module, or a TrainUnit",
+    "Fabric": "echelon.init_from_env() and echelon.layouts.prepare_module, or a TrainUnit",
 }
 _BAR = "the progress that `echelon run` and Trainer show; Trainer(enable_progress_bar=False) is understood"
 _SPIKES = "EarlyStopping(check_finite=True); a run of losses that are inf or nan ends by itself"

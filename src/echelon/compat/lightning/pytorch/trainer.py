@@ -114,7 +114,7 @@ class Trainer(ModuleRuns, trainer.Trainer):
         self.given_callbacks = [each for each in every if isinstance(each, Callback)]
         super().__init__(
             options.devices_of(devices),
-            options.strategy_of(strategy),
+            strategy,
             num_nodes,
             accelerator=accelerator,
             max_epochs=math.inf if max_epochs == -1 else max_epochs,

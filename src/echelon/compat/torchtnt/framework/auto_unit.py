@@ -260,7 +260,7 @@ def _in_loss_parallel(step: Callable[[Any, Any], Any]) -> Any:
 
 
 class AutoPredictUnit(PredictStages, auto_predict.AutoPredictUnit[T], unit.PredictUnit[T]):
-    """As `echelon.AutoPredictUnit`.
+    """As `echelon.units.AutoPredictUnit`.
 
     Args:
         global_mesh: the ranks as a grid, for a TPStrategy or FSDP2Strategy.

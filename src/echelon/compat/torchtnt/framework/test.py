@@ -22,7 +22,7 @@ def test(
     callbacks: list[Any] | None = None,
     timer: Any = None,
 ) -> None:
-    """As `echelon.test`; the log has the limits, the end and the timer's table."""
+    """As `echelon.units.test`; the log has the limits, the end and the timer's table."""
     limits = {"max_steps_per_epoch": max_steps_per_epoch}
     with told(logger, "test", test_unit, ("test",), timer, **limits):
         run.test(test_unit, test_dataloader, callbacks=callbacks, timer=timer, **limits)

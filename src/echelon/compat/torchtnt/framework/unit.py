@@ -96,7 +96,7 @@ class PredictUnit(AppStateMixin, unit.PredictUnit[TPredictData]):
 
 
 class TestUnit(AppStateMixin, unit.TestUnit[TTestData]):
-    """As `echelon.TestUnit`."""
+    """As `echelon.units.TestUnit`."""
 
     reports_own_steps = True
 

@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BestCheckpointConfig(policy.BestCheckpointConfig):
-    """As `echelon.BestCheckpointConfig`. It is the saver that refuses a wrong mode, as there."""
+    """As `echelon.callbacks.BestCheckpointConfig`. It is the saver that refuses a wrong mode, as there."""
 
     def __post_init__(self) -> None: ...
 

@@ -23,11 +23,12 @@ from echelon.parallel.activation import checkpoint_activations
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.gradients import clip_by_norm_
+from echelon.parallel.layouts import resolve
 from echelon.parallel.materialize import materialize
 from echelon.parallel.parallelize import prepare_ddp
 from echelon.parallel.recipe import Recipe, TorchCompileParams
 from echelon.parallel.state import states_by_name
-from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy, resolve
+from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
 from echelon.world.init import World
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def convert_str_to_strategy(strategy: str) -> Strategy:
     Raises:
         UsageError, a ValueError: an unknown name.
     """
+    if strategy in (own := {"fsdp": FSDPStrategy, "fsdp2": FSDP2Strategy}):
+        return own[strategy]()  # type: ignore[no-any-return]
     try:
         found = resolve(strategy)
     except UsageError as error:
@@ -149,7 +152,7 @@ def convert_str_to_strategy(strategy: str) -> Strategy:
             f"Strategy {strategy} not supported. Please use one of ['ddp', 'fsdp', 'fsdp2', 'noop']. {error}"
         ) from None
     assert found is not None
-    return FSDPStrategy() if type(found) is fsdp.FSDPStrategy else found
+    return found
 
 
 def prepare_module(
@@ -162,7 +165,7 @@ def prepare_module(
     enable_compiled_autograd: bool = False,
     global_mesh: GlobalMeshCoordinator | None = None,
 ) -> nn.Module:
-    """As `echelon.prepare_module`.
+    """As `echelon.layouts.prepare_module`.
 
     Args:
         enable_compiled_autograd: compile backward passes, too, from now on in this process.
@@ -184,15 +187,15 @@ def prepare_module(
     made = parallelize.prepare_module(
         module,
         device,
-        strategy=chosen,
+        layout=chosen,
         torch_compile_params=compilable(torch_compile_params),
-        activation_checkpoint_params=activation_checkpoint_params,
+        recompute=activation_checkpoint_params,
     )
     return _with_older_methods(made) if isinstance(chosen, fsdp.FSDPStrategy) else made
 
 
 def prepare_fsdp(module: nn.Module, device: torch.device, strategy: FSDPStrategy | None = None) -> nn.Module:
-    """As `echelon.prepare_fsdp`: `fully_shard` in place. The module has the older class's `no_sync` and `clip_grad_norm_`."""
+    """As `echelon.layouts.prepare_fsdp`: `fully_shard` in place, with the older class's `no_sync` and `clip_grad_norm_`."""
     return _with_older_methods(parallelize.prepare_fsdp(module, device, strategy))
 
 
@@ -202,7 +205,7 @@ def prepare_fsdp2(
     strategy: FSDP2Strategy | None = None,
     global_mesh: GlobalMeshCoordinator | None = None,
 ) -> nn.Module:
-    """As `echelon.prepare_fsdp2`; a mesh with several copies keeps them."""
+    """As `echelon.layouts.prepare_fsdp2`; a mesh with several copies keeps them."""
     chosen = on_mesh(strategy or FSDP2Strategy(), global_mesh)
     assert isinstance(chosen, FSDP2Strategy)
     return parallelize.prepare_fsdp2(module, device, chosen)
@@ -210,7 +213,7 @@ def prepare_fsdp2(
 
 def on_mesh(strategy: Strategy | str | None, global_mesh: GlobalMeshCoordinator | None) -> Strategy | None:
     """The strategy with the ranks' grid, which TorchTNT gives beside it."""
-    chosen = resolve(strategy)
+    chosen = convert_str_to_strategy(strategy) if isinstance(strategy, str) else strategy
     if global_mesh is None:
         return chosen
     if isinstance(chosen, TPStrategy):

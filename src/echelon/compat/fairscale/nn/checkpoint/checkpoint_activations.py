@@ -45,7 +45,7 @@ def disable_checkpointing() -> Iterator[None]:
 
 
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False, *, context_fn: Any = None) -> nn.Module:
-    """As `echelon.checkpoint_wrapper`; the functions above know of modules that are wrapped by this one."""
+    """As `echelon.nn.checkpoint_wrapper`; the functions above know of modules that are wrapped by this one."""
     if not isinstance(module.forward, activation.Recompute):
         module.forward = _Recompute(module, offload_to_cpu, context_fn)
     return module

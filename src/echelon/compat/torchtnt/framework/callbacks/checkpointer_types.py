@@ -9,7 +9,7 @@ __all__ = ["KnobOptions", "RestoreOptions"]
 
 
 class RestoreOptions(options.RestoreOptions):
-    """As `echelon.RestoreOptions`.
+    """As `echelon.callbacks.RestoreOptions`.
 
     Args:
         init_optim_states: without effect: an optimizer's state is made wherever it is needed.

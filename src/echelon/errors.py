@@ -1,0 +1,43 @@
+"""The errors that echelon raises: each is an EchelonError, and the builtin exception that it resembles."""
+
+from echelon.contracts.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointInUseError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointUnreadableError,
+    CheckpointWriteError,
+    DataError,
+    DivergedError,
+    EchelonError,
+    LauncherEnvironmentError,
+    LossError,
+    NonFiniteError,
+    RankFailedError,
+    RanksDisagreeError,
+    RankTimeoutError,
+    UnitError,
+    UsageError,
+)
+
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointInUseError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointUnreadableError",
+    "CheckpointWriteError",
+    "DataError",
+    "DivergedError",
+    "EchelonError",
+    "LauncherEnvironmentError",
+    "LossError",
+    "NonFiniteError",
+    "RankFailedError",
+    "RankTimeoutError",
+    "RanksDisagreeError",
+    "UnitError",
+    "UsageError",
+]

@@ -1,0 +1,8 @@
+"""Ways to start ranks for programs written for other systems, and what a rank knows of the others."""
+
+from echelon.launcher.dragon.group import CollectiveGroup
+from echelon.launcher.dragon.system import Policy, System
+from echelon.launcher.functions.run import spawn
+from echelon.world.init import World
+
+__all__ = ["CollectiveGroup", "Policy", "System", "World", "spawn"]

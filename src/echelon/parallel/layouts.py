@@ -1,0 +1,95 @@
+"""The words for a layout, that is for how ranks share a model and its samples: one table, also of other libraries' words.
+
+A layout is a word such as "fsdp", axes such as "dp_shard=2,tp=4", or a frozen value that has options, such as
+`FSDPStrategy(blocks=[...])`. `resolve` makes the value of each, and `in_words` the shortest text of a value.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.composed import Layout
+from echelon.parallel.ddp import DDPStrategy
+from echelon.parallel.dp import DPStrategy
+from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
+from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
+from echelon.parallel.strategy import NOOPStrategy, Strategy
+from echelon.parallel.zero import ZeROStrategy
+from echelon.world.mesh import AXES
+
+__all__ = ["LAYOUTS", "in_words", "is_word", "resolve"]
+
+# What users write, and errors list.
+LAYOUTS: dict[str, Callable[[], Strategy]] = {
+    "none": NOOPStrategy,
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "hsdp": HSDPStrategy,
+    "zero1": ZeROStrategy,
+    "zero2": partial(FSDPStrategy, reshard_after_forward=False),
+    "local_sgd": LocalSGDStrategy,
+    "diloco": DiLoCoStrategy,
+}
+
+# Older words and those of other libraries, by what they are here.
+ALIASES: dict[str, str | Callable[[], Strategy]] = {
+    "dp": DPStrategy,  # DataParallel: one process
+    **{axis: f"{axis}=-1" for axis in AXES},  # over all ranks
+    **dict.fromkeys(("noop", "single_device"), "none"),
+    **dict.fromkeys(("ddp_spawn", "ddp_fork", "ddp_notebook", "no_shard"), "ddp"),
+    **dict.fromkeys(("fsdp2", "zero3", "fsdp_native", "full_shard", "fully_shard", "deepspeed_stage_3"), "fsdp"),
+    **dict.fromkeys(("shard_grad_op", "ddp_sharded", "deepspeed_stage_2"), "zero2"),
+    **dict.fromkeys(("hybrid_shard",), "hsdp"),
+    **dict.fromkeys(("deepspeed_stage_1",), "zero1"),
+    **{
+        f"ddp{how}_find_unused_parameters_{unused}": partial(DDPStrategy, find_unused_parameters=unused == "true")
+        for how in ("", "_spawn", "_fork", "_notebook")
+        for unused in ("true", "false")
+    },
+}
+
+
+def resolve(layout: Strategy | str | None) -> Strategy | None:
+    """The value of a layout; None stays None: a module that is made parallel already has its own.
+
+    Raises:
+        UsageError: a word that is not known, with those that are; axes that make no sense.
+    """
+    if layout is None or isinstance(layout, Strategy):
+        return layout
+    if not isinstance(layout, str):
+        raise UsageError(f"layout must be {_known()}, got {layout!r}.")
+    if "=" in layout or "," in layout:
+        return Layout.parse(layout)
+    found = _entry(layout)
+    if found is None:
+        near = difflib.get_close_matches(layout.lower(), [*LAYOUTS, *ALIASES], 1)
+        raise UsageError(f"layout must be {_known()}, got {layout!r}." + (f" Is it {near[0]!r}?" if near else ""))
+    return resolve(found) if isinstance(found, str) else found()
+
+
+def is_word(text: Any) -> bool:
+    """Whether it is one of the words; axes are none."""
+    return isinstance(text, str) and _entry(text) is not None
+
+
+def in_words(layout: Strategy) -> str:
+    """The shortest text: the word or the axes that `resolve` makes the same value of, else how to write it in Python."""
+    for word, make in LAYOUTS.items():
+        if layout == make():
+            return word
+    return layout.text if isinstance(layout, Layout) and layout == Layout.parse(layout.text) else repr(layout)
+
+
+def _entry(word: str) -> str | Callable[[], Strategy] | None:
+    word = word.strip().lower().replace("-", "_")  # as torch's ShardingStrategy and command lines spell them
+    return LAYOUTS.get(word) or ALIASES.get(word)
+
+
+def _known() -> str:
+    words = ", ".join(map(repr, LAYOUTS))
+    return f"one of {words}, axes such as 'dp_shard=2,tp=4' or 'pp=4', or a value such as Layout(...) or FSDPStrategy(...)"

@@ -1,0 +1,25 @@
+"""What surrounds units: the states and counts of a loop, averaged weights, units and loops of other phases."""
+
+from echelon.loop.auto import TrainStepResults
+from echelon.loop.auto_predict import AutoPredictUnit
+from echelon.loop.averaged import AveragedWeights, SWALRParams, SWAParams
+from echelon.loop.own.window import OwnWindow
+from echelon.loop.progress import Progress
+from echelon.loop.run import test
+from echelon.loop.state import ActivePhase, EntryPoint, PhaseState
+from echelon.loop.unit import TestUnit
+
+__all__ = [
+    "ActivePhase",
+    "AutoPredictUnit",
+    "AveragedWeights",
+    "EntryPoint",
+    "OwnWindow",
+    "PhaseState",
+    "Progress",
+    "SWALRParams",
+    "SWAParams",
+    "TestUnit",
+    "TrainStepResults",
+    "test",
+]
