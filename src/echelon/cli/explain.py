@@ -6,7 +6,8 @@ import argparse
 import json
 
 from echelon.cli.parser import runs_folder
-from echelon.contracts.errors import UsageError
+from echelon.contracts.error_pages import PAGES, as_text
+from echelon.contracts.errors import CommandError
 from echelon.contracts.run_dir import RunDir, find_run
 
 __all__ = ["add_arguments", "execute"]
@@ -15,9 +16,9 @@ __all__ = ["add_arguments", "execute"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Say why a run stopped: which rank is to blame, and for what. Exit code 1 means that nothing tells, 0 that the cause is "
-        "known or the run is well."
+        "known or the run is well. Of an error's code, such as E-LAYOUT, say what it means."
     )
-    parser.add_argument("run", metavar="RUN", help="a run's name or its folder")
+    parser.add_argument("run", metavar="RUN", help="a run's name or its folder, or the code of an error")
     parser.add_argument("--attempt", type=int, metavar="N", help="of this start only (default: all, the last in full)")
     parser.add_argument("--json", action="store_true", help="as JSON, for programs")
     parser.add_argument("--runs", type=runs_folder, default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
@@ -26,13 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from echelon.launcher.explain import Evidence, explain, show
 
+    if arguments.run in PAGES:
+        print(as_text(arguments.run))
+        return 0
     folder = find_run(arguments.run, arguments.runs)
     numbers = [int(path.name) for path in RunDir(folder).attempts()]
     if not numbers:
-        raise UsageError(f"{folder} has no attempts: nothing was started in it.")
+        raise CommandError(f"{folder} has no attempts: nothing was started in it.")
     if arguments.attempt is not None:
         if arguments.attempt not in numbers:
-            raise UsageError(f"--attempt must be one of {_ranges(numbers)}, got {arguments.attempt}.")
+            raise CommandError(f"--attempt must be one of {_ranges(numbers)}, got {arguments.attempt}.")
         numbers = [arguments.attempt]
     told = [(evidence, explain(evidence)) for evidence in (Evidence.of(folder, number) for number in numbers)]
     if arguments.json:

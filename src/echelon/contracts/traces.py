@@ -74,8 +74,9 @@ def shortened(error: BaseException) -> str:
     whole = traceback.TracebackException.from_exception(error)
     dropped = _shorten(whole, error, set())
     text = "".join(whole.format())
+    code = f"`echelon explain {error.code}` says what kind of error this is\n" if isinstance(error, EchelonError) else ""
     hidden = f"{dropped} frame{'s' if dropped > 1 else ''} inside echelon left out"
-    return text + (f"({hidden}; {FULL_VARIABLE}=1 shows all)\n" if dropped else "")
+    return text + (f"({hidden}; {FULL_VARIABLE}=1 shows all)\n" if dropped else "") + code
 
 
 def _shorten(trace: traceback.TracebackException, error: BaseException, seen: set[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from echelon.contracts.error_pages import PAGES
 from echelon.contracts.terminal import printable
 from echelon.launcher.job import Failure
 
@@ -24,6 +25,8 @@ def render(failure: Failure, ranks: int) -> str:
         else f"{failure.kind}: {failure.message}"
     )
     lines += _shown(text) or [failure.kind]
+    if failure.code in PAGES:  # a record may say anything
+        lines.append(f"`echelon explain {failure.code}` says what kind of error this is")
     if failure.log is not None:
         lines.append(f"log: {failure.log}" + (f"   all ranks: {failure.log.parent}" if ranks > 1 else ""))
     return printable("\n".join(lines))  # an exception may hold anything, such as what was read from a file

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LaunchError, UsageError
 from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores, visible_devices
 from echelon.contracts.terminal import shortly
 from echelon.launcher.lost_peers import gave_up_waiting, lost_peer, told_by_another
@@ -125,6 +125,7 @@ class Failure:
         message: the exception's text.
         user_frames, traceback: the frames in the user's own files, and the whole text.
         ours: an error of echelon's own, whose text already says all.
+        code: of such an error, as `echelon explain` knows it.
         log: where the rank's output is.
         reported: the rank itself said so; False if only its parent saw it end.
         headline: what is said in place of "rank N failed first", of a rank that did not fail by itself.
@@ -143,6 +144,7 @@ class Failure:
     reported: bool = True
     headline: str = ""
     oom: bool = False
+    code: str = ""
 
     @classmethod
     def from_record(cls, rank: int, exit_code: int, time_ns: int, record: Mapping[str, Any], log: Path) -> Failure:
@@ -158,6 +160,7 @@ class Failure:
             bool(record.get("ours", False)),
             log,
             bool(record),
+            code=str(record.get("code", "")),
         )
 
     @property
@@ -231,13 +234,15 @@ def parse_ranks(text: str | int) -> int:
     try:
         ranks = operator.index(text) if not isinstance(text, str) else int(text) if _WHOLE.fullmatch(text) else int("no number")
     except (TypeError, ValueError):
-        raise UsageError(
+        raise LaunchError(
             f"ranks must be a whole number of at least 1, or 'auto' for one per device or core, got {text!r}."
         ) from None
     if ranks > (most := max(1024, 64 * usable_cores())):
-        raise UsageError(f"ranks must be at most {most} on this machine, which has {usable_cores()} cores for them, got {ranks}.")
+        raise LaunchError(
+            f"ranks must be at most {most} on this machine, which has {usable_cores()} cores for them, got {ranks}."
+        )
     if ranks < 1 or isinstance(text, bool):
-        raise UsageError(f"ranks must be at least 1, or 'auto' for one per device or core, got {text}.")
+        raise LaunchError(f"ranks must be at least 1, or 'auto' for one per device or core, got {text}.")
     return ranks
 
 
@@ -251,7 +256,7 @@ def parse_rank_range(text: str) -> tuple[int | None, int]:
         return None, parse_ranks(text)
     least, most = (parse_ranks(part) for part in text.split(":", 1))
     if least > most:
-        raise UsageError(f"ranks must be MIN:MAX with MIN at most MAX, got {text!r}.")
+        raise LaunchError(f"ranks must be MIN:MAX with MIN at most MAX, got {text!r}.")
     return least, most
 
 
@@ -271,7 +276,7 @@ def parse_duration(text: str, what: str = "a duration") -> float:
     parts = re.fullmatch("".join(rf"(?:({_AMOUNT}){unit})?" for unit in _UNITS), text)
     seconds = sum(float(n) * unit for n, unit in zip(parts.groups(), _UNITS.values(), strict=True) if n) if parts else 0.0
     if not seconds:
-        raise UsageError(
+        raise LaunchError(
             f"{what} must be a number of seconds above 0, or like 55m or 1h30m with d, h, m, s, got {shortly(text)}."
         )
     return seconds
@@ -288,4 +293,4 @@ def parse_hang_timeout(text: str, what: str = "a hang timeout") -> float:
     try:
         return 0.0 if text == "none" else parse_duration(text, what)
     except UsageError as error:
-        raise UsageError(str(error).replace(" must be ", " must be 'none', or ", 1)) from None
+        raise LaunchError(str(error).replace(" must be ", " must be 'none', or ", 1)) from None

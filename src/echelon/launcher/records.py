@@ -81,7 +81,7 @@ def _object(must: Mapping[str, Check], may: Mapping[str, Check]) -> Check:
     return check
 
 
-_SAID = {"user_frames": _texts, "traceback": _text, "ours": _flag}
+_SAID = {"user_frames": _texts, "traceback": _text, "ours": _flag, "code": _text}
 _RANK = _object(
     {"exit_code": _exit_code},
     {

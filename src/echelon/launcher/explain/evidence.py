@@ -42,7 +42,19 @@ __all__ = ["Evidence", "RankEvidence"]
 _MOST_NOTES = 20
 _STACK_BYTES, _FLIGHT_BYTES, _ALL_BYTES = 1 << 20, 16 << 20, 256 << 20  # the last: of all files of an attempt together
 # What is used of a record, whatever else it holds.
-_OF_RANK = ("exit_code", "time_ns", "kind", "message", "user_frames", "traceback", "ours", "finished", "heard", "collectives")
+_OF_RANK = (
+    "exit_code",
+    "time_ns",
+    "kind",
+    "message",
+    "user_frames",
+    "traceback",
+    "ours",
+    "code",
+    "finished",
+    "heard",
+    "collectives",
+)
 _OF_END = ("exit_code", "stopped", "ranks", "seen", "hang", "world_size")
 _MOST_GROUPS = 1000
 _FILE = re.compile(r"(exit\.rank|stack\.rank|flight\.rank|exit\.node)(\d{1,7})\.(json|txt)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from echelon.contracts import errors
 from echelon.launcher.aborted import DAMAGED
 from echelon.launcher.explain.words import lost_data_worker
 from echelon.launcher.job import Failure
@@ -42,6 +43,7 @@ _DATA_WORKER = Kind(
     "num_workers=0 shows the error itself.",
 )
 # The first that fits.
+_USAGE = "|".join(name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, errors.UsageError))
 _KINDS = (
     Kind(
         r"OutOfMemoryError\b|\b(CUDA|HIP|XPU|NPU|MPS backend)( error:)? out of memory|CU(DNN|BLAS)_STATUS_ALLOC_FAILED|"
@@ -173,7 +175,7 @@ _KINDS = (
         "'ddp' or 'zero1', whose parameters are whole.",
     ),
     Kind(r"^RanksDisagreeError\b", "ranks disagree", ""),
-    Kind(r"^(LauncherEnvironmentError|UsageError)\b", "usage", ""),
+    Kind(rf"^({_USAGE})\b", "usage", ""),
     Kind(
         r"^(CheckpointCorruptError|CheckpointMismatchError|CheckpointNotFoundError|CheckpointUnreadableError)\b", "checkpoint", ""
     ),

@@ -33,6 +33,7 @@ def describe(error: BaseException) -> dict[str, Any]:
         "kind": type(error).__name__,
         "message": redacted(cut(_text_of(error)), known),
         "ours": isinstance(error, EchelonError),
+        "code": error.code if isinstance(error, EchelonError) else "",
         "user_frames": [redacted(frame, known) for frame in user_frames(trace)[-_MOST_FRAMES:]],
         "traceback": text,
     }

@@ -1,0 +1,279 @@
+"""A page for each code of an error: what it means, how it reads, what to do. `echelon explain CODE` shows one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.contracts import errors
+from echelon.contracts.errors import EchelonError
+
+__all__ = ["PAGES", "Page", "as_markdown", "as_text", "class_of"]
+
+
+@dataclass(frozen=True)
+class Page:
+    """What one code means.
+
+    Args:
+        meaning: when it is raised, in a sentence or two.
+        example: a message as it is printed.
+        remedy: what to try, in the order of what helps most often.
+    """
+
+    meaning: str
+    example: str
+    remedy: str
+
+
+PAGES = {
+    "E-ECHELON": Page(
+        "An error of another rank, of a kind that this rank does not know; or the base of all others.",
+        "saving failed: OSError: [Errno 116] Stale file handle",
+        "Look at the rank that is named: its log has the whole traceback.",
+    ),
+    "E-USAGE": Page(
+        "An argument has a value that cannot work. The message names the argument, what it must be, and what it got; so do the "
+        "error's fields `name`, `expected` and `got`.",
+        "global_batch must be a whole number, at least 1, got 0.",
+        "Change the value. Nothing was started or written before the check.",
+    ),
+    "E-ENVIRONMENT": Page(
+        "RANK, WORLD_SIZE, MASTER_ADDR and their like are half set, contradict each other, or name an address that is taken.",
+        "RANK is set (0), but WORLD_SIZE is not. Set both, or neither.",
+        "Start the script with `echelon run`, torchrun or srun, which set all of them; or unset what an earlier shell has left.",
+    ),
+    "E-COMMAND": Page(
+        "An option of a command, or two of them together, cannot work.",
+        "--ranks must be given once, got --ranks 2 and --ranks 4.",
+        "`echelon COMMAND --help` lists the options with their defaults.",
+    ),
+    "E-SCRIPT": Page(
+        "The program to start is not there, cannot be read, or is no Python file or module.",
+        "there is no file trian.py in this folder. Did you mean train.py?",
+        "Give the path from the folder in which you are, or `-m package.module`.",
+    ),
+    "E-RUN-FOLDER": Page(
+        "The folder of a run is missing, belongs to another user, is used by a live run, or holds something else.",
+        "runs/a is in use by process 4711 on this machine. Wait for it, or choose another --name.",
+        "List runs with `ls runs`; give a run by its name or its folder; choose another `--name` for a new one.",
+    ),
+    "E-CLUSTER": Page(
+        "A job of Slurm, Kubernetes or Dragon asks for what there is not, or the cluster's own command refused it.",
+        "sbatch: error: invalid partition specified: gpus. Partitions here: debug, batch.",
+        "`echelon submit --dry-run ...` shows the job and asks the cluster, and starts nothing; `echelon doctor` looks at nodes.",
+    ),
+    "E-LAUNCH": Page(
+        "A function cannot run on ranks: it cannot be sent to other processes, or there are more ranks than this machine has.",
+        "fn must be a function that can be sent to other processes, got a lambda that holds a lock.",
+        "Define the function at the top of a module and give it plain arguments; open files and connections inside of it.",
+    ),
+    "E-DEVICE": Page(
+        "A device that does not exist here, or that this process may not use.",
+        "device_type is 'cuda', but this machine has no GPU.",
+        "Leave the device out: it is a GPU where there is one. `--device cpu` and ECHELON_DEVICE=cpu go before it.",
+    ),
+    "E-LOADER": Page(
+        "A loader cannot give all ranks the batches that the global batch asks for: its size, sampler, workers or dataset.",
+        "global_batch must be a multiple of accumulation x ranks, 8, got 12.",
+        "Give `echelon.Loader` the global batch and let it divide it; give samplers' weights by `echelon.data.Weighted`.",
+    ),
+    "E-DATASET": Page(
+        "A dataset's files or shape are not what its class reads.",
+        "tokens.bin holds 10 bytes, which are no whole number of uint32 tokens.",
+        "Write token files with `echelon.data.write_tokens`; look at the file that is named.",
+    ),
+    "E-DATA": Page(
+        "A sample could not be read, or the process that read it died or gave nothing in time.",
+        "sample 1234 could not be read on rank 1 by worker 0: OSError: [Errno 5] Input/output error",
+        "Read that sample alone. Where some losses are fine, `LoaderOptions(on_error=...)` says how many may be left out.",
+    ),
+    "E-LAYOUT": Page(
+        "The layout is no known word, does not fit the number of ranks, or the model cannot lie so.",
+        "layout must divide 4 ranks, got tp=3.",
+        "Choose another layout (docs/strategies.md); `echelon plan SCRIPT --layers` says what each would do with each layer.",
+    ),
+    "E-TENSOR-PARALLEL": Page(
+        "A layer cannot be split as the tensor-parallel plan says, or uses what only a whole layer has.",
+        "tensor-parallel plan: 'blocks.*.q' matches no submodule of GPT.",
+        "Compare the plan with the names in `echelon plan SCRIPT --layers`; leave the layer out, or let the plan be inferred.",
+    ),
+    "E-CONTEXT-PARALLEL": Page(
+        "Something needs whole sequences, of which a rank has a part: a mask, positions, a mean over tokens, a convolution.",
+        "attn_mask must be None or is_causal under context parallelism, got a mask of (64, 64).",
+        "Positions come from `echelon.nn.positions`, keys of masks from `echelon.nn.whole_sequence` (guides/long_sequences.md).",
+    ),
+    "E-PIPELINE": Page(
+        "The model cannot be cut into stages, or does in its forward pass what stages cannot do for each other.",
+        "pp must be at most 3 for GPT, which has 3 blocks, got 4.",
+        "The message names the module or the line. Make it a block that returns what the next one takes, or use fewer stages.",
+    ),
+    "E-EXPERTS": Page(
+        "Experts cannot be divided over the ranks, or their auxiliary loss is not in the loss.",
+        "ep must divide the number of experts, 8, got 3.",
+        "Use `echelon.nn.MoE`, and add `echelon.nn.auxiliary_loss(module)` to the loss where its balance is 'auxiliary'.",
+    ),
+    "E-PRECISION": Page(
+        "A number type that this device, this layout or a gradient scaler cannot compute with.",
+        "precision must be 'fp32', 'bf16', 'fp16', 'float8', a torch dtype or a Precision, got 'bf8'.",
+        'Take "bf16", which needs no scaler.',
+    ),
+    "E-RECOMPUTE": Page(
+        "Which activations to compute again names no module, or modules that cannot be.",
+        "recompute matches no module of Net.",
+        'Take "blocks", or name modules as `model.named_modules()` has them.',
+    ),
+    "E-COMPILE": Page(
+        "What is to be compiled cannot be, or not together with another option.",
+        'compile="blocks" finds no repeated blocks in Net.',
+        "Take compile=True for the whole module, or leave it out.",
+    ),
+    "E-OPTIMIZER": Page(
+        "The optimizer holds other parameters than the model, none that train, or cannot step on what the layout makes of them.",
+        "the optimizer holds 4 parameters that are not the module's.",
+        "Build it in `configure_optimizers_and_lr_scheduler(module)`, from the module that is given there.",
+    ),
+    "E-LOOP": Page(
+        "A training, evaluation or prediction cannot begin or go on: its limits, its loaders, a unit's options.",
+        "train() must be given max_updates or max_epochs, got neither.",
+        "The message names the argument; docs/trainer.md has the options of units.",
+    ),
+    "E-OWN-LOOP": Page(
+        "A loop of one's own does things in an order that cannot be right on several ranks.",
+        "optimizer.step() must be called within echelon.window(...), got a call outside of it.",
+        "Compare with the loop in docs/guides/bare_loop.md.",
+    ),
+    "E-TRAINER": Page(
+        "A Trainer has an argument that it does not know, or a unit that cannot be sent to other processes.",
+        "Trainer has no argument 'max_step'. Is it max_steps?",
+        "Pass a function that builds the unit, so that each rank builds its own.",
+    ),
+    "E-CALLBACK": Page(
+        "A callback's options, or the number that it watches: nobody logged it, and the unit has no such attribute.",
+        "early stopping monitors 'acc', which is neither logged nor an attribute of the unit. There are: accuracy, eval_loss.",
+        'Log it by `state.log("acc", value)`, or give one of the names that the message lists.',
+    ),
+    "E-LOGGER": Page(
+        "A value that is no number, a name that is taken, or a tracker that cannot be reached.",
+        "state.log('scores') must be given one number, got 10 of them. Log their mean or sum.",
+        "Reduce the value to one number; check the tracker's own settings.",
+    ),
+    "E-UNIT": Page(
+        "A unit lacks a method or a base class that the entry point needs.",
+        "train() needs a TrainUnit, got Net, which is an nn.Module.",
+        "Derive from AutoUnit, or from TrainUnit for a step of your own.",
+    ),
+    "E-LOSS": Page(
+        "`compute_loss` returned something that has no gradient, or is no scalar.",
+        "compute_loss must return a scalar loss with a gradient, got shape (8,).",
+        "Take its mean; look for `.detach()`, `.item()` or `torch.no_grad()` on its way.",
+    ),
+    "E-NOT-FINITE": Page(
+        "Losses or gradients were inf or nan for several updates in a row.",
+        "the loss was nan for 10 updates in a row, the first at update 412 on rank 1.",
+        "Restore an earlier checkpoint with a lower learning rate or with clipping; `detect_anomaly=True` names the operation.",
+    ),
+    "E-DIVERGED": Page(
+        "The loss grew or was lost again and again, in spite of going back to older checkpoints.",
+        "the loss left its bounds at step 900 for the third time.",
+        "Lower the learning rate; look at the samples that the message names.",
+    ),
+    "E-RANKS-DISAGREE": Page(
+        "Ranks hold different values of what must be one: a loader's length, a limit, a model, a version.",
+        "the loaders' lengths must be the same on all ranks, got rank 0: 12, rank 1: 11.",
+        "Build it alike on all ranks: one seed, no rank in a condition, `echelon.Loader` in place of splitting by hand.",
+    ),
+    "E-RANK-FAILED": Page(
+        "A rank of a launched job raised, exited with an error or was killed. Its number and exit code are fields.",
+        "rank 1 failed first (exit code 137)",
+        "`echelon explain RUN` says which rank is to blame and for what.",
+    ),
+    "E-RANK-TIMEOUT": Page(
+        "The ranks did not finish in the time that was given. The message holds the stacks of all of them.",
+        "the ranks did not finish within 60 s",
+        "Find the line at which most ranks stand, and the rank that is not there (docs/guides/hangs.md).",
+    ),
+    "E-CHECKPOINT": Page(
+        "A checkpoint could not be written or read, for a reason that no other code names.",
+        "checkpoints/step-00000500 is being written by another process.",
+        "`echelon ckpt verify FOLDER` looks at every file.",
+    ),
+    "E-CHECKPOINT-NOT-FOUND": Page(
+        "There is no checkpoint at the path that was named.",
+        "there is no checkpoint at checkpoints/step-00000500.",
+        "`echelon ckpt ls FOLDER` lists those that there are.",
+    ),
+    "E-CHECKPOINT-UNREADABLE": Page(
+        "The checkpoint is there, and the system does not let this process read it. Nothing falls back from it.",
+        "checkpoints/step-00000500/manifest.json: Permission denied",
+        "Read it as its owner, or change its permissions.",
+    ),
+    "E-CHECKPOINT-CORRUPT": Page(
+        "A file of a checkpoint is missing, cut off or changed.",
+        "checkpoints/step-00000500/rank0.safetensors has 1024 bytes, the manifest says 4096.",
+        "Resume from the one before; `echelon ckpt verify FOLDER` says which are whole.",
+    ),
+    "E-CHECKPOINT-MISMATCH": Page(
+        "A whole checkpoint of another model, optimizer, dataset or batch. The message has a table of what changed.",
+        "the checkpoint does not fit: head.weight has shape (10, 64) there, (12, 64) here.",
+        "Build what was saved; or say what may differ by RestoreOptions (docs/checkpoints.md).",
+    ),
+    "E-CHECKPOINT-WRITE": Page(
+        "The storage refused a save: a full disk, a permission, an I/O error. Older checkpoints are as they were.",
+        "step 500 could not be saved: No space left on device",
+        "Make room, or keep fewer checkpoints. Training goes on through a few failures in a row.",
+    ),
+    "E-CHECKPOINT-IN-USE": Page(
+        "Another live run writes into the same folder of checkpoints.",
+        "checkpoints is written by process 4711 on this machine.",
+        "End that run, or give this one another folder.",
+    ),
+    "E-CHECKPOINT-OPTION": Page(
+        "How checkpoints should be saved, kept, restored or exported cannot be done so.",
+        "keep must be a whole number, at least 1, or None for all, got 0.",
+        "docs/checkpoints.md has the options.",
+    ),
+    "E-PROVE": Page(
+        "`prove` cannot try the script, or not with these options.",
+        "--rows must name rows of the table, got 'fsdp9'.",
+        "`echelon prove --help`; a script must train when it is run, and end.",
+    ),
+    "E-PLAN": Page(
+        "`plan` cannot know what it was asked.",
+        "train.py builds no unit, and calls no prepare().",
+        "Give a script that trains; `echelon plan --help` has the options.",
+    ),
+    "E-NOT-HERE": Page(
+        "Another library has something under a name that `echelon.compat` answers to, and echelon does not have it.",
+        "pytorch.loggers.NeptuneLogger is not part of echelon.compat. Instead: a subclass of Logger that calls neptune.",
+        "The message says what takes its place; docs/compared.md lists what is not here.",
+    ),
+}
+
+
+def class_of(code: str) -> type[EchelonError]:
+    """The class that has a code."""
+    found: type[EchelonError] = next(
+        kind for kind in vars(errors).values() if isinstance(kind, type) and vars(kind).get("code") == code
+    )
+    return found
+
+
+def as_text(code: str) -> str:
+    """A page for the terminal."""
+    page = PAGES[code]
+    return f"{code} ({class_of(code).__name__})\n\n{page.meaning}\n\n    {page.example}\n\nWhat to do: {page.remedy}"
+
+
+def as_markdown() -> str:
+    """All pages: docs/errors.md."""
+    head = (
+        "# Errors by code\n\n"
+        "Each error has a `code` that stays as it is when its words change, and `fields` with its facts. `echelon explain CODE` "
+        "shows one of these pages at the terminal. The classes are in `echelon.errors`; all are an `EchelonError`.\n"
+    )
+    pages = (
+        f"\n## {code}\n\n`{class_of(code).__name__}`. {page.meaning}\n\n```text\n{page.example}\n```\n\n"
+        f"**What to do:** {page.remedy}\n"
+        for code, page in PAGES.items()
+    )
+    return head + "".join(pages)
