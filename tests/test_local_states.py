@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,33 @@ def _frozen_in_a_step(strategy: str, folder: Path) -> Any:
 
 def _frozen_in_a_step_everywhere(strategy: str, folder: Path) -> Any:
     return _train(_FreezesEverywhere(strategy))
+
+
+def _other_model(strategy: str, folder: Path, *, how: str) -> Any:
+    torch.manual_seed(0)
+    names = ["a", "b"] if how != "order" or _odd() else ["b", "a"]
+    with ech.on_meta() if how == "meta" and _odd() else contextlib.nullcontext():
+        module = nn.Sequential(OrderedDict((name, nn.Linear(3, 3)) for name in names))
+        if how == "more" and _odd():
+            module.append(nn.Linear(3, 3))
+    module = module.to(torch.float32 if how == "dtype" and _odd() else torch.float64)
+    return _train(Regression(module=module, strategy=strategy))
+
+
+def _of_another_order(strategy: str, folder: Path) -> Any:
+    return _other_model(strategy, folder, how="order")
+
+
+def _of_another_type(strategy: str, folder: Path) -> Any:
+    return _other_model(strategy, folder, how="dtype")
+
+
+def _with_more_layers(strategy: str, folder: Path) -> Any:
+    return _other_model(strategy, folder, how="more")
+
+
+def _on_meta(strategy: str, folder: Path) -> Any:
+    return _other_model(strategy, folder, how="meta")
 
 
 class _Skips(_Unit):
@@ -407,6 +436,10 @@ TOLD: list[tuple[Case, list[str], str]] = [
     (_unfrozen_later, ["fsdp", "ddp", "zero1"], "spare.weight was unfrozen on rank 1 and not on rank 0"),
     (_unfrozen_with_an_epoch, ["ddp", "fsdp"], "spare.weight was unfrozen on rank 1 and not on rank 0"),
     (_block_frozen_later, ["fsdp", "ddp"], "blocks.1.0.weight was frozen on rank 1 and not on rank 0"),
+    (_of_another_order, ["ddp", "fsdp", "zero1"], "has b.weight (3, 3) of float64 on rank 0, it has a.weight"),
+    (_of_another_type, ["ddp", "fsdp"], "it has a.weight (3, 3) of float32 on another"),
+    (_with_more_layers, ["fsdp", "ddp"], "has nothing more on rank 0, it has 2.weight"),
+    (_on_meta, ["fsdp", "ddp"], "of float64 without values on another"),
     (_no_gradient, ["fsdp", "zero2"], "spare"),
     (_logs, ["ddp", "fsdp"], "rank 0: nothing, rank 1: mine"),
     (_logs_in_evaluation, ["ddp", "fsdp"], "rank 0: nothing, rank 1: mine"),

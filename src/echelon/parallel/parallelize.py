@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import RanksDisagreeError, UsageError, require
 from echelon.contracts.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.parallel.activation import Preset
+from echelon.parallel.apart import ranks_apart
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.embeddings import check_embeddings
 from echelon.parallel.float8 import convert, refuse_wrapped, scales_after_step
@@ -25,7 +27,7 @@ from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.hooked import refuse_lost
 from echelon.parallel.layouts import resolve
-from echelon.parallel.names import without_compile
+from echelon.parallel.names import class_name, without_compile
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Compile, Recipe, TorchCompileParams, recipe_of
@@ -34,6 +36,7 @@ from echelon.parallel.replaced import note
 from echelon.parallel.shards import is_fully_sharded, reshard_after_looking
 from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.parallel.sync_batchnorm import on_host
+from echelon.world import agree
 from echelon.world.init import World
 
 __all__ = [
@@ -92,6 +95,7 @@ def parallelize(
         chosen = chosen or NOOPStrategy()
         _refuse_lazy(module, chosen)
         convert(module, float8, chosen.name)
+        _refuse_other_models(module, chosen)
         prepared = _prepared(module, chosen, world, recipe)
         scales_after_step(prepared, float8)
         return prepared
@@ -107,6 +111,31 @@ def parallelize(
     given.adopt()
     given.find_replicas()
     return given
+
+
+def _refuse_other_models(module: nn.Module, chosen: Strategy) -> None:
+    """Parameters are paired by their order: in another order, of the same shapes, they would be mixed in silence, and of other
+    shapes or numbers ranks would wait for ever. Collective, over all ranks."""
+    of_some = any(getattr(chosen, name, None) is not None for name in ("process_group", "device_mesh", "mesh"))
+    if isinstance(chosen, NOOPStrategy) or of_some or any(ranks_apart(part) is not None for part in module.modules()):
+        return
+    fills = getattr(chosen, "param_init_fn", None) is not None  # rank 0's values reach the others' meta tensors then
+    mine = [[n, list(p.shape), str(p.dtype), p.is_meta and not fills] for n, p in module.named_parameters()]
+    told = agree.kinds(mine)
+    if len(told) > 1:
+        one, other = next(pair for pair in zip_longest(*told[:2]) if pair[0] != pair[1])
+        raise RanksDisagreeError(
+            f"the model must be the same on all ranks, got two: where {class_name(module)} has {_shown(one)} on rank 0, it has "
+            f"{_shown(other)} on another. Build it alike on all ranks, with its layers in one order (a set has none), "
+            "and under echelon.on_meta() on all of them or on none."
+        )
+
+
+def _shown(parameter: Any) -> str:
+    if parameter is None:
+        return "nothing more"
+    name, shape, dtype, is_meta = parameter
+    return f"{name} {tuple(shape)} of {dtype.removeprefix('torch.')}{' without values' if is_meta else ''}"
 
 
 def _refuse_lazy(module: nn.Module, chosen: Strategy) -> None:
