@@ -36,7 +36,7 @@ def trace_stage(
     make: Callable[[Size], nn.Module],
     size: Size,
     ranks: int,
-    strategy: ech.Parallel,
+    strategy: ech.Layout,
     stage: int,
     micro_batches: int,
     axes: Callable[[Any], dict[str, str]],
@@ -82,7 +82,7 @@ def _recipe() -> Recipe:
     return Recipe(ActivationCheckpointParams(), None, ech.layouts.Precision.of("bf16"))
 
 
-def _kinds(make: Callable[[Size], nn.Module], size: Size, ranks: int, strategy: ech.Parallel) -> dict[str, Form]:
+def _kinds(make: Callable[[Size], nn.Module], size: Size, ranks: int, strategy: ech.Layout) -> dict[str, Form]:
     """What the units of a model give, by the names in one with two blocks that is in no pipeline."""
     found: dict[str, Form] = {}
     # Tensor parallelism leaves them as they are.

@@ -57,13 +57,13 @@ MIXTURES = {
         Mixture(experts=128, chosen=8, hidden=1536),
     ),
 }
-COMPOSITIONS: dict[str, Callable[[int], ech.Parallel]] = {
-    "fsdp": lambda ranks: ech.Parallel(dp_shard=-1),
-    "hsdp": lambda ranks: ech.Parallel(dp_replicate=-1, dp_shard=min(128, ranks // 2)),
-    "tp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, tp=min(8, ranks // 2)),
-    "cp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, cp=min(8, ranks // 2), check_context=False),
-    "tp x cp x fsdp": lambda ranks: ech.Parallel(dp_shard=-1, tp=min(8, ranks // 4), cp=2, check_context=False),
-    "tp x hsdp": lambda ranks: ech.Parallel(dp_replicate=2, tp=min(8, ranks // 4)),
+COMPOSITIONS: dict[str, Callable[[int], ech.Layout]] = {
+    "fsdp": lambda ranks: ech.Layout(dp_shard=-1),
+    "hsdp": lambda ranks: ech.Layout(dp_replicate=-1, dp_shard=min(128, ranks // 2)),
+    "tp x fsdp": lambda ranks: ech.Layout(dp_shard=-1, tp=min(8, ranks // 2)),
+    "cp x fsdp": lambda ranks: ech.Layout(dp_shard=-1, cp=min(8, ranks // 2), check_context=False),
+    "tp x cp x fsdp": lambda ranks: ech.Layout(dp_shard=-1, tp=min(8, ranks // 4), cp=2, check_context=False),
+    "tp x hsdp": lambda ranks: ech.Layout(dp_replicate=2, tp=min(8, ranks // 4)),
 }
 STAGES = "pp x tp x fsdp"
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ class Model(Llama):
         return F.cross_entropy(logits.float(), targets.flatten())
 
 
-def trace(size: Size, ranks: int, strategy: ech.Parallel, mixture: Mixture | None = None) -> Traced:
+def trace(size: Size, ranks: int, strategy: ech.Layout, mixture: Mixture | None = None) -> Traced:
     """One update on rank 0, after one that sets up.
 
     Args:
@@ -176,7 +176,7 @@ def _cells(row: dict[str, Any]) -> list[list[str]]:
 def _stages(size: Size, ranks: int) -> Iterator[tuple[str, ParallelDims, Traced, Theory]]:
     """The first stage of a pipeline, which has most micro-batches under way, and the last one, which has the head."""
     pp = min(8 if ranks < 1024 else 16, size.depth)
-    strategy, micro_batches = ech.Parallel(dp_shard=-1, tp=min(8, ranks // pp), pp=pp), 2 * pp
+    strategy, micro_batches = ech.Layout(dp_shard=-1, tp=min(8, ranks // pp), pp=pp), 2 * pp
     dims = strategy.dims(ranks)
     for stage in (0, pp - 1):
         found, units = trace_stage(Model, size, ranks, strategy, stage, micro_batches, _axes)
@@ -187,7 +187,7 @@ def _stages(size: Size, ranks: int) -> Iterator[tuple[str, ParallelDims, Traced,
 def _traced(shape: str, ranks: int, name: str) -> Iterator[tuple[str, ParallelDims, Traced, Theory]]:
     if shape in MIXTURES:
         size, mixture = MIXTURES[shape]
-        strategy = ech.Parallel(dp_shard=-1, ep=min(mixture.experts, 8))
+        strategy = ech.Layout(dp_shard=-1, ep=min(mixture.experts, 8))
         found, dims = trace(size, ranks, strategy, mixture), strategy.dims(ranks)
         yield "", dims, found, theory(size, dims, mixture)
     elif name == STAGES:

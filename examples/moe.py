@@ -100,7 +100,7 @@ def main() -> None:
     unit = Unit(
         module=Model(width, depth, args.experts, context),
         device=device,
-        strategy=args.strategy or (ech.Parallel(ep=ranks) if ranks > 1 else "noop"),
+        strategy=args.strategy or (ech.Layout(ep=ranks) if ranks > 1 else "noop"),
         clip_grad_norm=1.0,
     )
     saver = ech.DistributedCheckpointSaver(args.checkpoints, save_every_n_updates=100, keep_last_n_checkpoints=2)

@@ -83,19 +83,17 @@ LATER: Any = {"requires_gradient_sync": False}
 STRATEGIES: dict[str, Any] = {
     "fsdp": "fsdp",
     "fsdp, later": ech.FSDPStrategy(**LATER),
-    "fsdp2, later": ech.layouts.FSDP2Strategy(**LATER),
     "zero2": "zero2",
     "hsdp": "hsdp",
-    "hsdp, later": ech.layouts.HSDPStrategy(**LATER),
-    "hsdp, at once": ech.layouts.HSDPStrategy(requires_all_reduce=True),
-    "tp x fsdp": ech.TPStrategy(size=2),
+    "hsdp, later": ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", **LATER),
+    "hsdp, at once": ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", requires_all_reduce=True),
+    "tp x fsdp": ech.Layout(tp=2),
 }
 # Of each: how often the gradients are reduced and scattered in a window, in sizes of the model, and how much of them is
 # all-reduced; None: not looked at.
 SENT: dict[str, list[float | None]] = {
     "fsdp": [3.0, None],
     "fsdp, later": [1.0, 0.0],
-    "fsdp2, later": [1.0, 0.0],
     "zero2": [3.0, None],
     "hsdp": [3.0, 0.5],
     "hsdp, later": [1.0, 0.5],
@@ -161,15 +159,15 @@ def _choose_all(heads: list[int]) -> dict[str, Any]:
         "ddp": _chosen(ech.DDPStrategy(find_unused_parameters=True), heads),
         "fsdp": _chosen("fsdp", heads),
         "hsdp": _chosen("hsdp", heads),
-        "at once": _chosen(ech.layouts.HSDPStrategy(requires_all_reduce=True), heads),
-        "later": _chosen(ech.layouts.HSDPStrategy(requires_gradient_sync=False), heads),
+        "at once": _chosen(ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", requires_all_reduce=True), heads),
+        "later": _chosen(ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", requires_gradient_sync=False), heads),
     }
 
 
 def test_other_parameters_in_each_micro_batch_are_right_or_refused(ranks: Ranks) -> None:
     """torch adds a unit's deferred gradients by place: a head's would end in the other one's."""
     for got in ranks(4, _choose_all, [0, 1, 1, 1]):
-        assert "heads.0" in got["hsdp"] and "HSDPStrategy(requires_all_reduce=True)" in got["hsdp"]
+        assert "heads.0" in got["hsdp"] and "FSDPStrategy(requires_all_reduce=True)" in got["hsdp"]
         for name in ("fsdp", "at once", "later"):
             assert largest_difference(got[name], got["ddp"]) < 1e-9, name
     for got in ranks(4, _choose_all, [0, 0, 1, 1]):  # the same within each window
@@ -220,7 +218,7 @@ def _chosen_by_copy(others: list[int]) -> str:
 @pytest.mark.parametrize("others", [[0, 1, 0], [0, 0, 1]])
 def test_what_the_ranks_of_one_copy_find_all_are_told(ranks: Ranks, others: list[int]) -> None:
     said = ranks(4, _chosen_by_copy, others)
-    assert said == [said[0]] * 4 and "heads.0" in said[0] and "HSDPStrategy(requires_all_reduce=True)" in said[0]
+    assert said == [said[0]] * 4 and "heads.0" in said[0] and "FSDPStrategy(requires_all_reduce=True)" in said[0]
 
 
 class _InTurns(nn.Module):

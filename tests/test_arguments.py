@@ -15,6 +15,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.compat.torchtnt.framework.callbacks import SlowRankDetector
+from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.launcher.calls import Call, pack
 from echelon.loop.callbacks import EarlyStopping, GarbageCollector, LearningRateMonitor, PyTorchProfiler
@@ -191,7 +192,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (ech.FSDPStrategy, {"process_group": (1, 2)}, r"a ProcessGroup, a pair of them, or None, got \(1, 2\)"),
     (ech.FSDPStrategy, {"ignored_modules": 3}, "a list of modules, got 3"),
     (
-        ech.layouts.HSDPStrategy,
+        ech.FSDPStrategy,
         {"reshard_after_forward": {"blocks.*": None}},
         "True, False, a number of ranks, a dict of these by names, or None, got {'blocks.*': None}",
     ),
@@ -201,13 +202,12 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
         "True, False, a number of ranks, a dict of these by names, or None, got 'no'",
     ),
     (ech.FSDPStrategy, {"sync_module_states": "no"}, "True or False, got 'no'"),
-    (ech.layouts.FSDP2Strategy, {"shard_predicates": [3]}, r"a list of functions .*got \[3\]"),
-    (ech.layouts.FSDP2Strategy, {"modules_to_shard": 3}, "'all', or a list of names or classes, got 3"),
-    (ech.layouts.FSDP2Strategy, {"shard_placement_fn": 3}, "a function or None, got 3"),
-    (ech.layouts.HSDPStrategy, {"shard_size": "a"}, "a whole number of at least 1, got 'a'"),
-    (ech.TPStrategy, {"plan": "colwise"}, "a dict from names of layers to styles, .*got 'colwise'"),
-    (ech.TPStrategy, {"size": 0}, "a whole number of at least 1, got 0"),
-    (ech.ZeROStrategy, {"stage": True}, "1 .optimizer state., .*got True"),
+    (FSDP2Strategy, {"shard_predicates": [3]}, r"a list of functions .*got \[3\]"),
+    (FSDP2Strategy, {"modules_to_shard": 3}, "'all', or a list of names or classes, got 3"),
+    (FSDP2Strategy, {"shard_placement_fn": 3}, "a function or None, got 3"),
+    (ech.Layout, {"dp_shard": "a"}, "a whole number of at least -1, got 'a'"),
+    (ech.Layout, {"plan": "colwise"}, "a dict from names of layers to styles, .*got 'colwise'"),
+    (ech.layouts.ZeROStrategy, {"stage": True}, "1 .optimizer state., .*got True"),
     (ech.layouts.DPStrategy, {"device_ids": 3}, "a list of CUDA devices, got 3"),
     (fp16, {"init_scale": "a"}, "above 0, got 'a'"),
     (fp16, {"growth_interval": 2.5}, "a whole number of at least 1, got 2.5"),
@@ -264,7 +264,7 @@ def test_options_keep_what_an_iterator_gave() -> None:
     assert ech.layouts.ActivationCheckpointParams(save_ops=iter([mm])).save_ops == (mm,)  # type: ignore[arg-type]
     ignored = linear()
     assert ech.FSDPStrategy(ignored_modules=iter([ignored])).ignored_modules == (ignored,)
-    assert ech.layouts.FSDP2Strategy(modules_to_shard=iter(["up"])).modules_to_shard == ("up",)
+    assert FSDP2Strategy(modules_to_shard=iter(["up"])).modules_to_shard == ("up",)
 
 
 @pytest.mark.parametrize("flag", [True, 1, torch.tensor(False)])

@@ -336,7 +336,7 @@ def _older_fsdp() -> str:
 
 
 def test_the_older_fsdp_is_refused_with_the_remedy(ranks: Ranks) -> None:
-    assert all("strategy='fsdp'" in text for text in ranks(2, _older_fsdp))
+    assert all("layout='fsdp'" in text for text in ranks(2, _older_fsdp))
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_bytes_and_memory_of_ddp_and_zero1(micro_batches: int) -> None:
     """
     ddp = ech.DDPStrategy(comm_hook=lambda _, bucket: _all_reduce(bucket))
     beside = 4 if micro_batches > 1 else 0
-    for strategy, sent, state in ((ddp, 0, 8), (ech.ZeROStrategy(1, options=ddp), 4, 8 / 8)):
+    for strategy, sent, state in ((ddp, 0, 8), (ddp.but(shard_optimizer=True), 4, 8 / 8)):
         trace, n = traced(8, blocks=32, micro_batches=micro_batches, strategy=strategy)
         assert near(trace.all_reduced[torch.float32], 4 * n) and not trace.gathered and not trace.reduced
         assert trace.sent[torch.float32] == sent * n
@@ -143,7 +143,7 @@ def test_bytes_and_memory_of_ddp_and_zero1(micro_batches: int) -> None:
 
 def test_bytes_and_memory_of_hsdp() -> None:
     """As fsdp on the ranks of one copy; the shards of the gradients are all-reduced over the copies in the last micro-batch."""
-    trace, n = traced(64, blocks=32, micro_batches=2, strategy=ech.layouts.HSDPStrategy(shard_size=8))
+    trace, n = traced(64, blocks=32, micro_batches=2, strategy=ech.Layout(dp_replicate=-1, dp_shard=8))
     assert near(trace.gathered[torch.float32], 2 * 2 * 4 * n) and near(trace.reduced[torch.float32], 2 * 4 * n)
     assert near(trace.all_reduced[torch.float32], 4 * n / 8)
     theory = 16 * n / 8 + of_a_block(None) * n / 32
@@ -152,7 +152,7 @@ def test_bytes_and_memory_of_hsdp() -> None:
 
 def test_bytes_and_memory_of_tensor_parallelism() -> None:
     """Of a pair of layers the results are added up in the forward pass, and the gradients of its input in the backward pass."""
-    strategy = ech.TPStrategy(plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})
+    strategy = ech.Layout(tp=-1, plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})
     trace, n = traced(8, blocks=32, strategy=strategy)
     assert near(trace.all_reduced[torch.float32], 2 * 32 * BATCH * WIDTH * 4)
     assert not trace.gathered and not trace.reduced

@@ -86,7 +86,7 @@ def _groups(module: nn.Module) -> list[dict[str, Any]]:
 
 def _strategy(kind: str) -> Any:
     unused = ech.DDPStrategy(find_unused_parameters=True)
-    return {"ddp": unused, "zero1": ech.ZeROStrategy(1, options=unused), "plain": "noop"}.get(kind, kind)
+    return {"ddp": unused, "zero1": unused.but(shard_optimizer=True), "plain": "noop"}.get(kind, kind)
 
 
 def _prepared(module: nn.Module, kind: str) -> Prepared[Any]:

@@ -127,7 +127,7 @@ def _train(case: str, cp: int, dp: int) -> tuple[float, float, float]:
     windows = _windows(cp, dp, batch)
     unit = Language(
         module=make(),
-        strategy=ech.Parallel(dp_shard=dp, cp=cp, ep=2 if case == "divided experts" else 1),
+        strategy=ech.Layout(dp_shard=dp, cp=cp, ep=2 if case == "divided experts" else 1),
         gradient_accumulation_steps=2,
         **{"clip_grad_norm": float("inf"), **options},
     )
@@ -221,7 +221,7 @@ def test_without_a_step_under_way_nothing_is_split(ranks: Ranks) -> None:
 
 def _evaluated(cp: int) -> tuple[float, float, list[float]]:
     batches = [tokens(2 + i % 2, 8 * cp, i, ignored=0.5) for i in range(4)]
-    unit = Language(module=lm(), strategy=ech.Parallel(cp=cp), by_tokens=True)
+    unit = Language(module=lm(), strategy=ech.Layout(cp=cp), by_tokens=True)
     ech.evaluate(unit, batches)
     module, total, count = lm(), 0.0, 0
     for batch in batches:
@@ -236,7 +236,7 @@ def _evaluated(cp: int) -> tuple[float, float, list[float]]:
             far.append(float((outputs - module(data)).abs().max()))
 
     far: list[float] = []
-    ech.predict(Predicts(module=lm(), strategy=ech.Parallel(cp=cp)), [b["inputs"] for b in batches])
+    ech.predict(Predicts(module=lm(), strategy=ech.Layout(cp=cp)), [b["inputs"] for b in batches])
     return unit.eval_loss, total / count, far
 
 
@@ -545,7 +545,7 @@ def test_other_kernels_are_refused(which: str) -> None:
 def _unchecked() -> tuple[bool, list[list[int]]]:
     """Without the check, and with dimensions that are said, a batch that would be refused goes through."""
     unit = Language(
-        module=lm(), strategy=ech.Parallel(cp=2, sequence_dim={"inputs": 1, "targets": 1, "image": None}, check_context=False)
+        module=lm(), strategy=ech.Layout(cp=2, sequence_dim={"inputs": 1, "targets": 1, "image": None}, check_context=False)
     )
     batch = {**tokens(2, 16, 0), "image": torch.zeros(2, 3, 16)}
     part = unit.prepared.part_of(batch)

@@ -88,7 +88,7 @@ def references(standing_ranks: StandingRanksBySize, tmp_path_factory: pytest.Tem
     return made
 
 
-P = ech.Parallel
+P = ech.Layout
 WAYS: dict[str, tuple[int, Any]] = {
     "tp on 4": (4, "tp=4"),
     "copies x shards": (4, "dp_replicate=2,dp_shard=2"),

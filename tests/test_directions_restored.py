@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "tp x fsdp": (4, "dp_shard=2,tp=2"),
     "cp x fsdp": (4, "dp_shard=2,cp=2"),
     "pp": (2, "pp=2"),
-    "interleaved": (2, ech.Parallel(pp=2, schedule="interleaved")),
+    "interleaved": (2, ech.Layout(pp=2, schedule="interleaved")),
     "pp x fsdp": (4, "dp_shard=2,pp=2"),
     "tp x pp": (4, "tp=2,pp=2"),
 }

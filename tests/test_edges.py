@@ -140,7 +140,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
     "zero2": ("zero2", {}),
     "prefetch": (ech.FSDPStrategy(forward_prefetch=True), {}),
-    "prefetch far": (ech.layouts.FSDP2Strategy(forward_prefetch=2, backward_prefetch=2), {}),
+    "prefetch far": (ech.FSDPStrategy(forward_prefetch=2, backward_prefetch=2), {}),
     "recomputed": ("fsdp", {"activation_checkpoint_params": ech.layouts.ActivationCheckpointParams()}),
     "compiled": ("fsdp", {"torch_compile_params": ech.layouts.TorchCompileParams(backend="aot_eager")}),
     "windows": ("fsdp", {"gradient_accumulation_steps": 2}),
@@ -171,7 +171,7 @@ def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:
     with pytest.raises(UsageError, match="forward_prefetch must be a whole number of at least 0, got 'no'"):
         ech.FSDPStrategy(forward_prefetch="no")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="backward_prefetch must be a whole number of at least 1, or None"):
-        ech.layouts.HSDPStrategy(backward_prefetch=0)
+        ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", backward_prefetch=0)
 
 
 class _Counts(logging.Handler):

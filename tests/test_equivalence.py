@@ -131,7 +131,7 @@ def _tolerant(strategy: Any, case: Case) -> Any:
     if case.has_unused_layers and strategy == "ddp":
         return ech.DDPStrategy(find_unused_parameters=True)
     if case.has_unused_layers and strategy == "zero1":
-        return ech.ZeROStrategy(1, options=ech.DDPStrategy(find_unused_parameters=True))
+        return ech.DDPStrategy(find_unused_parameters=True, shard_optimizer=True)
     return strategy
 
 
@@ -166,8 +166,8 @@ WAYS: dict[str, tuple[int, Any]] = {
     # One process; workers that meet seldom; two ranks cannot be split in two ways.
     if name not in ("none", "local_sgd", "diloco") and (name, ranks) != ("hsdp", 2)
 }
-WAYS["tp x fsdp on 4"] = (4, ech.TPStrategy(size=2))
-WAYS["tp x hsdp on 4"] = (4, ech.TPStrategy(size=1, dp_replicate=2))
+WAYS["tp x fsdp on 4"] = (4, ech.Layout(tp=2))
+WAYS["tp x hsdp on 4"] = (4, ech.Layout(tp=1, dp_replicate=2))
 
 
 # In `make test` each strategy is on two ranks, and hsdp, which divides ranks in two ways, on four.

@@ -216,16 +216,16 @@ def _far(strategy: Any, cases: list[str], ranks: int) -> dict[str, tuple[float, 
 SETUPS: dict[str, tuple[int, Any, list[str], list[str]]] = {
     "ep on two": (
         2,
-        ech.Parallel(ep=2),
+        ech.Layout(ep=2),
         ["sgd", "auxiliary"],
         ["adamw, clipped", "one expert a token", "frozen router", "recomputed"],
     ),
-    "ep two, data two": (4, ech.Parallel(ep=2), [], ["adamw, clipped", "sgd", "auxiliary"]),
-    "ep on four": (4, ech.Parallel(ep=4), [], ["adamw, clipped", "one expert a token"]),
-    "ep two, copies two": (4, ech.Parallel(dp_replicate=2, ep=2), [], ["sgd", "adamw, clipped"]),
-    "ep two, tp two": (4, ech.Parallel(ep=2, tp=2, plan={"first": "colwise_gather"}), [], ["adamw, clipped", "auxiliary"]),
-    "stages": (2, ech.Parallel(pp=2), ["sgd"], ["adamw, clipped", "one expert a token", "frozen router"]),
-    "ep two, pp two": (4, ech.Parallel(ep=2, pp=2), ["adamw, clipped"], ["sgd"]),
+    "ep two, data two": (4, ech.Layout(ep=2), [], ["adamw, clipped", "sgd", "auxiliary"]),
+    "ep on four": (4, ech.Layout(ep=4), [], ["adamw, clipped", "one expert a token"]),
+    "ep two, copies two": (4, ech.Layout(dp_replicate=2, ep=2), [], ["sgd", "adamw, clipped"]),
+    "ep two, tp two": (4, ech.Layout(ep=2, tp=2, plan={"first": "colwise_gather"}), [], ["adamw, clipped", "auxiliary"]),
+    "stages": (2, ech.Layout(pp=2), ["sgd"], ["adamw, clipped", "one expert a token", "frozen router"]),
+    "ep two, pp two": (4, ech.Layout(ep=2, pp=2), ["adamw, clipped"], ["sgd"]),
     "ddp on two": (2, "ddp", [], ["sgd", "auxiliary"]),
     "fsdp on two": (2, "fsdp", ["recomputed"], ["adamw, clipped"]),
 }
@@ -335,9 +335,9 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("saves", "reads"),
     [
-        ((2, ech.Parallel(ep=2)), (2, "ddp")),
-        pytest.param((2, "fsdp"), (4, ech.Parallel(ep=4)), marks=pytest.mark.full),
-        pytest.param((4, ech.Parallel(ep=2)), (2, ech.Parallel(ep=2)), marks=pytest.mark.full),
+        ((2, ech.Layout(ep=2)), (2, "ddp")),
+        pytest.param((2, "fsdp"), (4, ech.Layout(ep=4)), marks=pytest.mark.full),
+        pytest.param((4, ech.Layout(ep=2)), (2, ech.Layout(ep=2)), marks=pytest.mark.full),
     ],
     ids=["ep to ddp", "fsdp to ep", "ep with data to ep"],
 )
@@ -349,8 +349,8 @@ def test_a_checkpoint_reads_under_another_layout(ranks: Ranks, tmp_path: Path, s
 
 
 def test_stages_read_a_checkpoint_of_any_layout(ranks: Ranks, tmp_path: Path) -> None:
-    saved = ranks(2, _save, tmp_path, ech.Parallel(ep=2), 3)
-    stages = ranks(2, _restore, tmp_path, ech.Parallel(pp=2))
+    saved = ranks(2, _save, tmp_path, ech.Layout(ep=2), 3)
+    stages = ranks(2, _restore, tmp_path, ech.Layout(pp=2))
     assert not set(stages[0]) & set(stages[1])
     _same(stages[0] | stages[1], saved[0])
 
@@ -371,12 +371,12 @@ def _counted_in_stages(strategy: Any) -> list[float]:
 
 def test_a_micro_batch_that_counts_nothing_does_so_in_every_stage(ranks: Ranks) -> None:
     """A stage's backward pass comes after the forward passes of other micro-batches."""
-    assert ranks(2, _counted_in_stages, ech.Parallel(pp=2)) == [[3 * ROWS, 3 * ROWS]] * 2
+    assert ranks(2, _counted_in_stages, ech.Layout(pp=2)) == [[3 * ROWS, 3 * ROWS]] * 2
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, size: int) -> None:
-    strategy = ech.Parallel(ep=2)
+    strategy = ech.Layout(ep=2)
     ranks(size, _save, tmp_path, strategy, 3)
     for got, want in zip(ranks(size, _go_on, tmp_path, strategy, 6), ranks(size, _train, strategy, 6), strict=True):
         _same(got, want)
@@ -398,7 +398,7 @@ def _loads(strategy: Any) -> tuple[list[dict[str, torch.Tensor]], float, float]:
     return found, float(latest[-1]), float(latest[-2])
 
 
-@pytest.mark.parametrize("strategy", [ech.Parallel(ep=2), ech.Parallel(pp=2)], ids=["ep", "pp"])
+@pytest.mark.parametrize("strategy", [ech.Layout(ep=2), ech.Layout(pp=2)], ids=["ep", "pp"])
 def test_loads_count_each_sample_once_on_any_number_of_ranks(ranks: Ranks, strategy: Any) -> None:
     """Nothing of an evaluation, nothing of the padding that evens out the ranks; of all stages' layers on all ranks."""
     want, tokens, entropy = _loads(None)
@@ -546,7 +546,7 @@ def _from_meta(strategy: Any, kind: str, deferred: bool) -> dict[str, torch.Tens
 
 @pytest.mark.parametrize("kind", ["modules", "grouped"])
 def test_a_model_built_without_memory_has_the_same_values(ranks: Ranks, kind: str) -> None:
-    strategy = ech.Parallel(ep=2)
+    strategy = ech.Layout(ep=2)
     plain, meta = (ranks(2, _from_meta, strategy, kind, deferred) for deferred in (False, True))
     _same(plain[0], meta[0])
 
@@ -554,7 +554,7 @@ def test_a_model_built_without_memory_has_the_same_values(ranks: Ranks, kind: st
 def _experts_are_units(precision: str | None) -> set[bool]:
     """Whether `fully_shard` gathers experts by themselves; it leaves its mark on the class of what it gathers."""
     model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS))
-    unit = Regression(module=model, strategy=ech.Parallel(ep=2), precision=precision)
+    unit = Regression(module=model, strategy=ech.Layout(ep=2), precision=precision)
     return {isinstance(layer.experts, FSDPModule) for layer in unit.prepared.module.modules() if isinstance(layer, ech.nn.MoE)}
 
 
@@ -570,7 +570,7 @@ def _by_hand() -> list[float]:
     torch.manual_seed(0)
     model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
-    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 12), strategy=ech.Parallel(ep=2))
+    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 12), strategy=ech.Layout(ep=2))
     losses = []
     for x, y in loader:
         with ech.window(model) as window:
@@ -622,7 +622,7 @@ def _refused(model: str, **sizes: int) -> str:
         "foreign": lambda: nn.Sequential(nn.Linear(4, 1), MixtralExperts()),
     }
     with pytest.raises(UsageError) as caught:
-        Regression(module=made[model](), strategy=ech.Parallel(**sizes))
+        Regression(module=made[model](), strategy=ech.Layout(**sizes))
     return str(caught.value)
 
 

@@ -17,19 +17,19 @@ TINY = Size(width=32, depth=3, heads=8, kv_heads=4, hidden=64, vocabulary=56, co
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
     [
-        (4, ech.Parallel(dp_shard=-1)),
-        (6, ech.Parallel(dp_shard=-1)),
-        (512, ech.Parallel(dp_shard=-1)),
-        (8, ech.Parallel(dp_replicate=2)),
-        (8, ech.Parallel(tp=2)),
-        (16, ech.Parallel(dp_replicate=2, tp=4)),
-        (4, ech.Parallel(cp=2, check_context=False)),
-        (16, ech.Parallel(cp=4, tp=2, check_context=False)),
-        (16, ech.Parallel(ep=4)),
+        (4, ech.Layout(dp_shard=-1)),
+        (6, ech.Layout(dp_shard=-1)),
+        (512, ech.Layout(dp_shard=-1)),
+        (8, ech.Layout(dp_replicate=2)),
+        (8, ech.Layout(tp=2)),
+        (16, ech.Layout(dp_replicate=2, tp=4)),
+        (4, ech.Layout(cp=2, check_context=False)),
+        (16, ech.Layout(cp=4, tp=2, check_context=False)),
+        (16, ech.Layout(ep=4)),
     ],
-    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.dims(48).used.items()) if isinstance(value, ech.Parallel) else None,
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.dims(48).used.items()) if isinstance(value, ech.Layout) else None,
 )
-def test_a_step_sends_holds_and_computes_what_theory_says(ranks: int, strategy: ech.Parallel) -> None:
+def test_a_step_sends_holds_and_computes_what_theory_says(ranks: int, strategy: ech.Layout) -> None:
     found, said = trace(TINY, ranks, strategy), theory(TINY, strategy.dims(ranks))
     assert dict(found.message) == said.messages
     assert (found.held_before, found.flops) == (said.held, said.flops)
@@ -40,7 +40,7 @@ def test_a_step_sends_holds_and_computes_what_theory_says(ranks: int, strategy: 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_stage_sends_holds_and_computes_what_theory_says(stage: int) -> None:
-    strategy, micro_batches = ech.Parallel(dp_shard=-1, tp=2, pp=3), 4
+    strategy, micro_batches = ech.Layout(dp_shard=-1, tp=2, pp=3), 4
     found, units = trace_stage(Model, TINY, 24, strategy, stage, micro_batches, _axes)
     said = theory_of_stage(TINY, strategy.dims(24), units, micro_batches)
     assert units == [["tokens", "blocks.0"], ["blocks.1"], ["blocks.2", "norm", "head"]][stage]
@@ -49,6 +49,6 @@ def test_a_stage_sends_holds_and_computes_what_theory_says(stage: int) -> None:
 
 
 def test_experts_of_another_shape_are_as_in_theory() -> None:
-    mixture, strategy = Mixture(experts=32, chosen=2, hidden=24), ech.Parallel(dp_shard=-1, ep=8)
+    mixture, strategy = Mixture(experts=32, chosen=2, hidden=24), ech.Layout(dp_shard=-1, ep=8)
     found, said = trace(TINY, 16, strategy, mixture), theory(TINY, strategy.dims(16), mixture)
     assert dict(found.message) == said.messages and (found.held_before, found.flops) == (said.held, said.flops)

@@ -112,7 +112,7 @@ def test_each_value_is_computed_by_one_rank(ranks: Ranks) -> None:
 def _on_device() -> dict[str, Any]:
     before = torch.random.get_rng_state().clone()
     found = {}
-    for strategy in ("noop", "ddp", "fsdp", ech.TPStrategy({"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})):
+    for strategy in ("noop", "ddp", "fsdp", ech.Layout(tp=-1, plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})):
         seed = 5 if strategy == "noop" else 5 + dist.get_rank()
         unit = Regression(module=_made(seed, on_device=True), strategy=strategy)
         found[str(strategy)[:6]] = _values(unit.prepared.unwrapped)

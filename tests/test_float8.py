@@ -170,6 +170,6 @@ def _refusals() -> list[str]:
 def test_where_it_cannot_be_it_is_refused(ranks: Ranks) -> None:
     pytest.importorskip("torchao")
     tp, wrapped, nothing = ranks(2, _refusals)[0]
-    assert "not there under strategy 'tp' yet" in tp
+    assert "not there under layout 'tp' yet" in tp
     assert "is made parallel already. Pass the plain module" in wrapped
     assert "finds no linear layer in Wide" in nothing

@@ -323,7 +323,7 @@ def _exported(folder: str, strategies: list[str]) -> list[str]:
     for strategy in strategies:
         plan = {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
         for make in (auto_bf16,) if strategy == "tp" else (gpt2, auto_bf16, lora):
-            given = ech.TPStrategy({**plan, "model.layers.*.mlp.down_proj": "rowwise"}, size=2) if strategy == "tp" else strategy
+            given = ech.Layout(tp=2, plan={**plan, "model.layers.*.mlp.down_proj": "rowwise"}) if strategy == "tp" else strategy
             torch.manual_seed(0)
             unit = Tuning(module=make(), strategy=given)
             ech.train(unit, [dict(_tokens([8, 3], 1))], max_epochs=1)

@@ -232,7 +232,7 @@ def test_a_rank_reads_its_own_bytes_and_no_others(ranks: Ranks, tmp_path: Path) 
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     layer = "model.layers.*"
     plan = {f"{layer}.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")} | {f"{layer}.mlp.down_proj": "rowwise"}
-    strategies = {"fsdp": "fsdp", "hsdp": "hsdp", "tp": ech.TPStrategy(plan), "tp x fsdp": ech.TPStrategy(plan, size=2)}
+    strategies = {"fsdp": "fsdp", "hsdp": "hsdp", "tp": ech.Layout(tp=-1, plan=plan), "tp x fsdp": ech.Layout(tp=2, plan=plan)}
     for found in ranks(4, _bytes_read, str(tmp_path), strategies):
         for name, (read, held, whole) in found.items():
             assert read == held, name

@@ -312,7 +312,7 @@ def test_training_on_one_rank_is_torchs(ranks: Ranks) -> None:
     ("size", "strategies"),
     [
         (2, {"ddp": "ddp", "fsdp": "fsdp", "zero2": "zero2", "tp": "tp"}),
-        pytest.param(4, {"tp two, fsdp two": ech.TPStrategy(size=2), "hsdp": "hsdp", "tp": "tp"}, marks=pytest.mark.full),
+        pytest.param(4, {"tp two, fsdp two": ech.Layout(tp=2), "hsdp": "hsdp", "tp": "tp"}, marks=pytest.mark.full),
     ],
 )
 def test_training_on_several_ranks_is_torchs(ranks: Ranks, size: int, strategies: dict[str, Any]) -> None:
@@ -428,7 +428,7 @@ def _frozen_body() -> float:
             each.bytes.requires_grad_(False)
             each.body.requires_grad_(False)
         if strategy == "hsdp":
-            strategy = ech.layouts.HSDPStrategy(blocks=["head"])
+            strategy = ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", blocks=["head"])
         unit = LanguageUnit(module=module, strategy=strategy, device=torch.device("cpu"))
         prepared = unit.prepared
         ech.train(unit, [words_of(0, prepared.dp_rank)], max_epochs=1)

@@ -531,7 +531,7 @@ def _staged(way: str, at: int, schedule: str, dims: dict[str, int]) -> None:
     blocks = [_Block(way if i == at else "") for i in range(4)]
     unit = Regression(
         module=nn.Sequential(*blocks, nn.Linear(3, 1)).double(),
-        strategy=ech.Parallel(pp=2, schedule=schedule, **dims),
+        strategy=ech.Layout(pp=2, schedule=schedule, **dims),
         gradient_accumulation_steps=2,
     )
     torch.manual_seed(0)
@@ -580,7 +580,7 @@ def _tied(frozen_on: int) -> Any:
             unit.module.first.weight.requires_grad_(False)
 
     torch.manual_seed(0)
-    unit = Regression(module=_Tied().double(), strategy=ech.Parallel(pp=2), gradient_accumulation_steps=2)
+    unit = Regression(module=_Tied().double(), strategy=ech.Layout(pp=2), gradient_accumulation_steps=2)
     data = [(torch.randn(4, 3).double(), torch.randn(4, 3).double()) for _ in range(8)]
     callback: Any = type("Freezes", (ech.Callback,), {"on_train_step_end": lambda self, *given: freeze(*given)})()
     ech.train(unit, data, max_epochs=1, callbacks=[callback])

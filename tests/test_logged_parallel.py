@@ -49,9 +49,9 @@ class Logs(Regression):
 NAMES = ("batches", "x", "out", "near", "rows", "most", "large", "steps", "seen")
 # By strategy, whose ranks share all samples.
 STRATEGIES = {
-    "1f1b": ech.Parallel(pp=2, stages=["blocks.1"], schedule="1f1b"),
-    "interleaved": ech.Parallel(pp=2, stages=["blocks.0", "blocks.1", "last"], schedule="interleaved"),
-    "tp": ech.Parallel(tp=2),
+    "1f1b": ech.Layout(pp=2, stages=["blocks.1"], schedule="1f1b"),
+    "interleaved": ech.Layout(pp=2, stages=["blocks.0", "blocks.1", "last"], schedule="interleaved"),
+    "tp": ech.Layout(tp=2),
 }
 
 

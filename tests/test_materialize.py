@@ -313,7 +313,7 @@ def _plain_sums() -> dict[str, float]:
 )
 def test_every_strategy_gives_the_values_of_a_plain_build_and_trains(ranks: Ranks, size: int, named: list[str]) -> None:
     strategies: list[Any] = list(named)
-    strategies += [ech.FSDPStrategy(cpu_offload=True), ech.TPStrategy(size=2)] if size == 4 else []
+    strategies += [ech.FSDPStrategy(cpu_offload=True), ech.Layout(tp=2)] if size == 4 else []
     results = ranks(size, _under_each, strategies)
     want = _plain_sums()
     for found in results:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import echelon as ech
 from echelon.loop.checkpointing.changes import facts
+from echelon.parallel import resolve
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped
 from echelon.prover.values import named_values, parameters_of
 from tests.conftest import Ranks
@@ -53,7 +54,7 @@ def _seen() -> dict[str, Any]:
         names = [n for n, _ in plain_names(module)], [n for n, _ in parameters_of(Own(module))]
         buffers = [n for n, _ in plain_buffers(module)], list(named_values(Own(module)))
         within = [n for n, _ in plain_names(nn.Sequential(module))]
-        seen[name] = *names, *buffers, within, type(unwrapped(module)).__name__.removeprefix("FSDP"), described["strategy"]
+        seen[name] = *names, *buffers, within, type(unwrapped(module)).__name__.removeprefix("FSDP"), described["layout"]
     return seen
 
 
@@ -168,11 +169,9 @@ def test_a_copy_of_a_unit_recognises_its_own_modules() -> None:
 
 
 def test_a_manifest_says_the_strategy_as_it_was_given_or_as_it_was_done_by_hand() -> None:
-    said = [
-        facts(unit, None)["strategy"] for unit in (Regression(strategy="noop"), Regression(strategy=ech.layouts.NOOPStrategy()))
-    ]
-    assert said == ["noop", "NOOPStrategy"]
-    assert [facts(Own(m), None)["strategy"] for m in (nn.DataParallel(net()), net())] == ["dp", None]
+    said = [facts(unit, None)["layout"] for unit in (Regression(strategy="noop"), Regression(strategy=resolve("none")))]
+    assert said == ["none", "none"]
+    assert [facts(Own(m), None)["layout"] for m in (nn.DataParallel(net()), net())] == ["dp", None]
     assert facts(Own(nn.DataParallel(Holder())), None)["modules"] == {"net": "Holder"}
 
 

@@ -118,8 +118,18 @@ def test_older_keywords_are_understood_and_say_the_new_one() -> None:
         ech.layouts.prepare_module(net, torch.device("cpu"), strategy="noop", layout="none")  # type: ignore[call-arg]
     with pytest.warns(DeprecationWarning, match=r"Trainer\(strategy=\.\.\.\) is now layout="):
         assert ech.Trainer(1, strategy="fsdp2").layout == ech.FSDPStrategy()  # type: ignore[call-arg]
-    with pytest.warns(DeprecationWarning, match="Parallel is now echelon.Layout"):
-        assert ech.Parallel is ech.Layout
+    with pytest.warns(DeprecationWarning, match=r"Parallel\(...\) is now Layout\(tp=2\)"):
+        assert ech.Parallel(tp=2) == ech.Layout(tp=2)  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match=r"TPStrategy\(...\) is now Layout\(tp=2, sequence_parallel=True\)"):
+        assert ech.TPStrategy(size=2, sequence_parallel=True) == ech.Layout(tp=2, sequence_parallel=True)  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match=r"ZeROStrategy\(...\) is now DDPStrategy\(shard_optimizer=True\)"):
+        assert ech.ZeROStrategy(1) == resolve("zero1")  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match=r"is now FSDPStrategy\(reshard_after_forward=False\)"):
+        assert ech.layouts.ZeROStrategy(2) == resolve("zero2")
+    with pytest.warns(DeprecationWarning, match=r"HSDPStrategy\(...\) is now Layout\(dp_replicate=2, fsdp=FSDPStrategy\(\)\)"):
+        ech.layouts.HSDPStrategy(replicate_size=2)
+    with pytest.raises(AttributeError, match=r"FSDP2Strategy is now echelon.compat.torchtnt.utils"):
+        ech.FSDP2Strategy  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 0}, {"ep": -1}, {"cp": -2}, {"pp": 1.5}, {"dp_shard": "2"}])

@@ -211,14 +211,14 @@ def check(results: list[Trained], want: tuple[dict[str, torch.Tensor], list[floa
 @pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.full)])
 def test_two_stages_train_as_one_process_does(ranks: Ranks, schedule: str, optimizer: str) -> None:
     updates = windows(20, 3)
-    strategy = ech.Parallel(pp=2, schedule=schedule)
+    strategy = ech.Layout(pp=2, schedule=schedule)
     check(ranks(2, trained, "tied", updates, strategy, optimizer=optimizer), plain("tied", updates, optimizer=optimizer))
 
 
 def test_sums_in_the_root_masks_and_skips_are_found_and_sent(ranks: Ranks) -> None:
     updates = windows(20, 4)
     for schedule in ("1f1b", "interleaved", "zbv"):
-        results = ranks(2, trained, "residual", updates, ech.Parallel(pp=2, schedule=schedule), optimizer="AdamW")
+        results = ranks(2, trained, "residual", updates, ech.Layout(pp=2, schedule=schedule), optimizer="AdamW")
         check(results, plain("residual", updates, optimizer="AdamW"))
 
 
@@ -238,13 +238,13 @@ def test_batches_of_the_users_own_classes_may_differ_in_shape(ranks: Ranks) -> N
     """torch's pytree takes a dataclass for one leaf, so that all seemed of one shape."""
     updates = windows(4, 3, rows=(2, 1, 3))
     pairs: Any = [[Pair(*each) for each in window] for window in updates]
-    check(ranks(2, trained, "untied", pairs, ech.Parallel(pp=2)), plain("untied", updates, optimizer="SGD"))
+    check(ranks(2, trained, "untied", pairs, ech.Layout(pp=2)), plain("untied", updates, optimizer="SGD"))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_short_tails_and_other_shapes_within_a_window_keep_their_weight(ranks: Ranks, schedule: str) -> None:
     updates = [*windows(4, 5, rows=(2, 2, 2, 1, 3)), [tokens(2, 90), tokens(2, 91, length=4)]]
-    results = ranks(2, trained, "untied", updates, ech.Parallel(pp=2, schedule=schedule))
+    results = ranks(2, trained, "untied", updates, ech.Layout(pp=2, schedule=schedule))
     check(results, plain("untied", updates, optimizer="SGD"))
 
 
@@ -253,7 +253,7 @@ def test_frozen_layers_stay_and_a_stage_without_trained_parameters_passes_on(ran
     updates = windows(4, 2)
     stages = ["blocks.1"] if frozen == "blocks.0" else None
     for schedule in ("1f1b", "zero_bubble"):
-        strategy = ech.Parallel(pp=2, stages=stages, schedule=schedule)
+        strategy = ech.Layout(pp=2, stages=stages, schedule=schedule)
         results = ranks(2, trained, "untied", updates, strategy, frozen=frozen)
         check(results, plain("untied", updates, optimizer="SGD", frozen=frozen))
 
@@ -262,7 +262,7 @@ def test_frozen_layers_stay_and_a_stage_without_trained_parameters_passes_on(ran
 def test_four_stages_on_four_ranks(ranks: Ranks) -> None:
     updates = windows(5, 6)
     for name, schedule in (("tied", "1f1b"), ("residual", "zero_bubble"), ("deep", "interleaved"), ("deep", "zbv")):
-        results = ranks(4, trained, name, updates, ech.Parallel(pp=4, schedule=schedule))
+        results = ranks(4, trained, name, updates, ech.Layout(pp=4, schedule=schedule))
         check(results, plain(name, updates, optimizer="SGD"))
 
 
@@ -278,7 +278,7 @@ def trained_with_data(name: str, updates: list[list[Tokens]], strategy: Any, dp:
 )
 def test_stages_are_sharded_over_the_data_ranks(ranks: Ranks, copies: int, schedule: str) -> None:
     updates = windows(10, 4, rows=(2, 2, 1, 3, 2))
-    strategy = ech.Parallel(pp=2, dp_replicate=copies, schedule=schedule)
+    strategy = ech.Layout(pp=2, dp_replicate=copies, schedule=schedule)
     results = ranks(4, trained_with_data, "tied", updates, strategy, 2, optimizer="AdamW")
     want = plain("tied", updates, optimizer="AdamW")
     assert largest_difference(together(results), want[0]) < 1e-11
@@ -291,19 +291,19 @@ def test_stages_are_sharded_over_the_data_ranks(ranks: Ranks, copies: int, sched
 def test_layers_of_stages_are_split_too(ranks: Ranks) -> None:
     updates = windows(10, 2)
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    check(ranks(4, trained, "untied", updates, ech.Parallel(pp=2, tp=2, plan=plan)), plain("untied", updates, optimizer="SGD"))
+    check(ranks(4, trained, "untied", updates, ech.Layout(pp=2, tp=2, plan=plan)), plain("untied", updates, optimizer="SGD"))
 
 
 def test_a_tied_head_with_a_bias_of_its_own_is_split_over_tp(ranks: Ranks) -> None:
     updates = [[(x, y.clamp(max=11)) for x, y in window] for window in windows(4, 2)]
     plan = {"words": "rowwise", "head": "colwise_gather", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    results = ranks(4, trained, "tied with bias", updates, ech.Parallel(pp=2, tp=2, plan=plan))
+    results = ranks(4, trained, "tied with bias", updates, ech.Layout(pp=2, tp=2, plan=plan))
     check(results, plain("tied with bias", updates, optimizer="SGD"))
 
 
 def test_a_stage_without_anything_for_its_optimizer_is_refused_on_all_ranks(ranks: Ranks) -> None:
     stages = [["words", "positions", "blocks.0"], ["blocks.1", "blocks.2", "blocks.3", "norm", "head"]]
-    for text in ranks(2, empty_optimizer, ech.Parallel(pp=2, stages=stages)):
+    for text in ranks(2, empty_optimizer, ech.Layout(pp=2, stages=stages)):
         assert "empty parameter list" in text and "module.parameters()" in text
 
 
@@ -364,9 +364,9 @@ def assert_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 def test_a_checkpoint_of_a_pipeline_is_read_by_others_and_theirs_by_it(ranks: Ranks, tmp_path: Any) -> None:
     updates = windows(3, 2)
-    pipeline = ech.Parallel(pp=2, schedule="interleaved")
+    pipeline = ech.Layout(pp=2, schedule="interleaved")
     want = merged(ranks(2, saved, str(tmp_path / "pp"), pipeline, updates, 3))
-    for strategy in ("ddp", "fsdp", ech.Parallel(pp=2, stages=["blocks.3"])):
+    for strategy in ("ddp", "fsdp", ech.Layout(pp=2, stages=["blocks.3"])):
         before, _ = zip(*ranks(2, resumed, str(tmp_path / "pp"), strategy, []), strict=True)
         assert_bits(merged(list(before)), want)
     want = merged(ranks(2, saved, str(tmp_path / "fsdp"), "fsdp", updates, 3, 2))
@@ -377,7 +377,7 @@ def test_a_checkpoint_of_a_pipeline_is_read_by_others_and_theirs_by_it(ranks: Ra
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_resumed_pipeline_ends_with_the_same_bits(ranks: Ranks, tmp_path: Any, dp: int) -> None:
     updates = windows(5, 2)
-    strategy = ech.Parallel(pp=2)
+    strategy = ech.Layout(pp=2)
     want = merged(ranks(2 * dp, saved, str(tmp_path / "whole"), strategy, updates, 9, dp))
     ranks(2 * dp, saved, str(tmp_path / "half"), strategy, updates[:3], 3, dp)
     _, after = zip(*ranks(2 * dp, resumed, str(tmp_path / "half"), strategy, updates[3:], dp), strict=True)
@@ -447,7 +447,7 @@ def test_evaluation_and_prediction_go_through_the_stages_to_all_ranks(ranks: Ran
     losses = [F.cross_entropy(z.flatten(0, 1), y.flatten()) for z, (_, y) in zip(logits, batches, strict=True)]
     want = float(sum(w * loss.detach() for w, loss in zip(weights, losses, strict=True)) / sum(weights))
     for schedule in ("1f1b", "zbv"):
-        for loss, test, got in ranks(2, evaluated, name, ech.Parallel(pp=2, schedule=schedule), batches):
+        for loss, test, got in ranks(2, evaluated, name, ech.Layout(pp=2, schedule=schedule), batches):
             assert loss == test == pytest.approx(want, rel=1e-12)
             assert len(got) == 6
             for mine, its in zip(got, [*logits, *logits], strict=True):
@@ -463,7 +463,7 @@ def fitted(strategy: Any) -> tuple[list[float], list[float]]:
 
 def test_training_and_evaluation_take_turns(ranks: Ranks) -> None:
     (alone,) = ranks(1, fitted, "noop")
-    for losses, evaluations in ranks(2, fitted, ech.Parallel(pp=2)):
+    for losses, evaluations in ranks(2, fitted, ech.Layout(pp=2)):
         assert losses == pytest.approx(alone[0], rel=1e-11)
         assert evaluations == pytest.approx(alone[1], rel=1e-11)
 
@@ -549,20 +549,20 @@ def refused(how: str, strategy: Any, hook: bool = False, direct: bool = False) -
 def test_what_a_pipeline_cannot_do_is_refused_on_all_ranks(
     ranks: Ranks, how: str, options: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    for text in ranks(2, refused, how, ech.Parallel(**options)):
+    for text in ranks(2, refused, how, ech.Layout(**options)):
         for word in words:
             assert word in text, text
 
 
 def test_hooks_of_split_modules_and_calls_of_submodules_are_refused(ranks: Ranks) -> None:
-    for text in ranks(2, refused, "", ech.Parallel(pp=2), hook=True):
+    for text in ranks(2, refused, "", ech.Layout(pp=2), hook=True):
         assert "Shapes has hooks (forward hooks)" in text
-    for text in ranks(2, refused, "", ech.Parallel(pp=2), direct=True):
+    for text in ranks(2, refused, "", ech.Layout(pp=2), direct=True):
         assert "compute_loss calls a submodule of Shapes directly" in text
 
 
 def test_schedules_and_stages_are_checked_when_they_are_given() -> None:
     with pytest.raises(UsageError, match="'1f1b', 'interleaved', 'zero_bubble', 'zbv', got 'gpip'"):
-        ech.Parallel(pp=2, schedule="gpip")
+        ech.Layout(pp=2, schedule="gpip")
     with pytest.raises(UsageError, match="stages must be the names"):
-        ech.Parallel(pp=2, stages="blocks.1")
+        ech.Layout(pp=2, stages="blocks.1")

@@ -104,7 +104,7 @@ def _compiled_parts() -> nn.Module:
     return torch.compile(module, backend="eager")  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("strategy", [ech.Parallel(pp=2, stages=["blocks.1"]), ech.Parallel(tp=2, plan=Net.tp_plan)])
+@pytest.mark.parametrize("strategy", [ech.Layout(pp=2, stages=["blocks.1"]), ech.Layout(tp=2, plan=Net.tp_plan)])
 def test_a_compiled_model_is_cut_and_split_by_the_names_of_its_author(strategy: Any) -> None:
     from echelon.parallel.pipeline.prepared import plan_stages
     from echelon.parallel.tensor import check_tensor
@@ -407,7 +407,7 @@ SPLIT = {
 def test_weights_that_meet_a_stages_inputs_never_or_twice_have_all_their_gradients(ranks: Ranks) -> None:
     """torch's zero-bubble schedules left the former out in silence, and failed with the latter."""
     for schedule, stages in SPLIT.items():
-        results = ranks(2, _trained, _decoding, ech.Parallel(pp=2, schedule=schedule, stages=stages))
+        results = ranks(2, _trained, _decoding, ech.Layout(pp=2, schedule=schedule, stages=stages))
         assert largest_difference(_all(results), _plain(_decoding())) < 1e-12, schedule
 
 
@@ -430,7 +430,7 @@ def _skipping() -> nn.Module:
 
 def test_what_a_stage_sends_on_and_has_used_itself_is_kept_for_its_weights(ranks: Ranks) -> None:
     """torch's zero-bubble schedules detach in place what was sent, before they compute the weights' gradients from it."""
-    strategy = ech.Parallel(pp=2, schedule="zbv", stages=[["first"], ["middle", "blocks.0"], ["blocks.1"], ["last"]])
+    strategy = ech.Layout(pp=2, schedule="zbv", stages=[["first"], ["middle", "blocks.0"], ["blocks.1"], ["last"]])
     results = ranks(2, _trained, _skipping, strategy)
     assert largest_difference(_all(results), _plain(_skipping())) < 1e-12
 

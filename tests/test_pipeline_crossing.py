@@ -415,7 +415,7 @@ def _each(makes: list[type[Base]], strategy: Any) -> list[Told]:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", pytest.param("zero_bubble", marks=pytest.mark.full)])
 def test_what_a_stage_uses_of_an_earlier_one_is_found_by_its_use(ranks: Ranks, schedule: str) -> None:
     """Writes in place were made twice, or in one stage only; what stood behind a comparison was nan."""
-    told = ranks(2, _each, RIGHT, ech.Parallel(pp=2, schedule=schedule))
+    told = ranks(2, _each, RIGHT, ech.Layout(pp=2, schedule=schedule))
     for make, *of_ranks in zip(RIGHT, *told, strict=True):
         want = _plain(make)
         got = {name: value for values, _, _ in of_ranks for name, value in values.items()}
@@ -431,7 +431,7 @@ def _refused(cases: list[tuple[type[Base], str, str]]) -> list[str]:
     found = []
     for make, schedule, _ in cases:
         with pytest.raises(ech.EchelonError) as caught:
-            _trained(make, ech.Parallel(pp=2, schedule=schedule))
+            _trained(make, ech.Layout(pp=2, schedule=schedule))
         found.append(str(caught.value))
     return found
 

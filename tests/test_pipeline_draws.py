@@ -84,12 +84,12 @@ def _drawn(strategy: Any, again: bool = False) -> tuple[list[float], list[float]
     return trained, unit.noise, [each for block in blocks for each in block.drawn[-6:]], whole(unit.module)
 
 
-@pytest.mark.parametrize("strategy", [ech.Parallel(pp=2), ech.Parallel(pp=2, schedule="interleaved"), "pp=2,dp_shard=2"])
+@pytest.mark.parametrize("strategy", [ech.Layout(pp=2), ech.Layout(pp=2, schedule="interleaved"), "pp=2,dp_shard=2"])
 def test_noise_is_alike_in_all_stages_and_layers_draw_apart(ranks: Ranks, strategy: Any) -> None:
-    told = ranks(2 if isinstance(strategy, ech.Parallel) else 4, _drawn, strategy)
+    told = ranks(2 if isinstance(strategy, ech.Layout) else 4, _drawn, strategy)
     here, there = told[0], told[len(told) // 2 if len(told) == 4 else 1]
     assert here[:2] == there[:2]
-    stages = 2 if isinstance(strategy, ech.Parallel) and strategy.schedule == "interleaved" else 1
+    stages = 2 if isinstance(strategy, ech.Layout) and strategy.schedule == "interleaved" else 1
     assert len(set(here[0])) == len(here[0]) / stages == 6 and len(set(here[1])) == 2
     layers = [each for rank in told for each in rank[2]]
     assert len(set(layers)) == len(layers) == 24 * len(told) / 2
@@ -98,6 +98,6 @@ def test_noise_is_alike_in_all_stages_and_layers_draw_apart(ranks: Ranks, strate
 
 
 def test_what_is_computed_again_draws_the_same_again(ranks: Ranks) -> None:
-    once, twice = (ranks(2, _drawn, ech.Parallel(pp=2), again) for again in (False, True))
+    once, twice = (ranks(2, _drawn, ech.Layout(pp=2), again) for again in (False, True))
     for plain, again in zip(once, twice, strict=True):
         assert all(torch.equal(plain[3][name], again[3][name]) for name in plain[3])

@@ -105,7 +105,7 @@ def test_models_of_transformers_run_in_stages_as_they_are(ranks: Ranks, name: st
     if name == "gpt2":
         schedules.append(("zero_bubble", None))
     for schedule, stages in schedules:
-        results = ranks(2, trained, name, ech.Parallel(pp=2, schedule=schedule, stages=stages), data)
+        results = ranks(2, trained, name, ech.Layout(pp=2, schedule=schedule, stages=stages), data)
         got = {key: value for values, _ in results for key, value in values.items()}
         assert largest_difference(got, want) < 1e-11
         for _, told in results:
@@ -167,12 +167,12 @@ def merged(results: list[tuple[dict[str, torch.Tensor], float]]) -> dict[str, to
 def test_statistics_meta_builds_and_recomputed_blocks_are_as_in_one_process(ranks: Ranks, options: dict[str, Any]) -> None:
     (want,) = ranks(1, classified, strategy="noop")
     for schedule in ("1f1b", "zbv") if not options else ("interleaved",):
-        got = merged(ranks(2, classified, strategy=ech.Parallel(pp=2, schedule=schedule), **options))
+        got = merged(ranks(2, classified, strategy=ech.Layout(pp=2, schedule=schedule), **options))
         assert largest_difference(got, want[0]) < 1e-11
 
 
 def test_dropout_draws_in_each_stage_from_a_stream_of_its_own_and_again_the_same(ranks: Ranks) -> None:
-    strategy = ech.Parallel(pp=2)
+    strategy = ech.Layout(pp=2)
     first, second = (merged(ranks(2, classified, strategy=strategy, drop=0.5)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     (without,) = ranks(1, classified, strategy="noop")
@@ -182,7 +182,7 @@ def test_dropout_draws_in_each_stage_from_a_stream_of_its_own_and_again_the_same
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_trains_and_its_scaler_agrees(ranks: Ranks, precision: str) -> None:
     (want,) = ranks(1, classified, strategy="noop", precision=precision)
-    for strategy in (ech.Parallel(pp=2), ech.Parallel(pp=2, fsdp=ech.FSDPStrategy())):
+    for strategy in (ech.Layout(pp=2), ech.Layout(pp=2, fsdp=ech.FSDPStrategy())):
         got = merged(ranks(2, classified, strategy=strategy, precision=precision))
         assert largest_difference(got, want[0]) < 2e-2
 
@@ -213,7 +213,7 @@ def test_a_stage_without_gradients_agrees_on_the_scale(ranks: Ranks, frozen: str
     """It has nothing to look at for an inf, and hears of the other stage's."""
     (want,) = ranks(1, _frozen_stage, frozen, "noop")
     stages = ["layers.0"] if frozen == "stem" else ["head"]
-    results = ranks(2, _frozen_stage, frozen, ech.Parallel(pp=2, stages=stages))
+    results = ranks(2, _frozen_stage, frozen, ech.Layout(pp=2, stages=stages))
     got = {name: value for values, _ in results for name, value in values.items()}
     assert [scaled for _, scaled in results] == [want[1]] * 2
     assert largest_difference(got, want[0]) < 2e-2

@@ -125,7 +125,7 @@ def test_adapters_in_stages_are_written_alone_and_merged(ranks: Ranks, tmp_path:
     from safetensors.torch import load_file
 
     made = _saved(tmp_path, "llama")
-    assert ranks(2, _adapters, str(tmp_path), ech.Parallel(pp=2)) == [[], []]
+    assert ranks(2, _adapters, str(tmp_path), ech.Layout(pp=2)) == [[], []]
     assert _adapters(str(tmp_path), "noop") == []
     staged, one = tmp_path / "pp", tmp_path / "noop"
     got, want = load_file(staged / "adapter_model.safetensors"), load_file(one / "adapter_model.safetensors")
@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[Callable[[Any], None], str]] = {
 
 def _refused(folder: str) -> dict[str, tuple[str, bool]]:
     """By case the error, and whether the unit was left as it was."""
-    unit = Causal(module=_made("llama"), strategy=ech.Parallel(pp=2))
+    unit = Causal(module=_made("llama"), strategy=ech.Layout(pp=2))
     before, found = {n: p.detach().clone() for n, p in unit.prepared.named_parameters()}, {}
     for case in WRONG:
         with pytest.raises(EchelonError) as caught:
@@ -243,11 +243,11 @@ def _check(results: list[Any], folder: Path, made: dict[str, Any], firsts: tuple
 
 def test_a_model_is_read_into_stages_and_written_whole(ranks: Ranks, tmp_path: Path) -> None:
     made = {kind: _saved(tmp_path, kind) for kind in TIED}
-    _check(ranks(2, _round_trip, str(tmp_path), list(TIED), ech.Parallel(pp=2)), tmp_path, made, (0, 1))
+    _check(ranks(2, _round_trip, str(tmp_path), list(TIED), ech.Layout(pp=2)), tmp_path, made, (0, 1))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 2}], ids=str)
 def test_stages_that_are_sharded_are_read_and_written_whole(ranks: Ranks, tmp_path: Path, axes: dict[str, Any]) -> None:
     made = {kind: _saved(tmp_path, kind) for kind in TIED}
-    _check(ranks(4, _round_trip, str(tmp_path), list(TIED), ech.Parallel(pp=2, **axes)), tmp_path, made, (0, 2))
+    _check(ranks(4, _round_trip, str(tmp_path), list(TIED), ech.Layout(pp=2, **axes)), tmp_path, made, (0, 2))

@@ -12,6 +12,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
+from echelon.parallel import resolve
 from echelon.parallel.layers import Layers, layers_of
 from tests.context_models import LM
 
@@ -44,7 +45,7 @@ def told(layers: Layers, axis: str) -> dict[str, str]:
 
 def test_every_parameter_counts_once_and_alike_layers_share_a_row() -> None:
     module = Tower()
-    layers = layers_of(module, ech.layouts.NOOPStrategy(), 1)
+    layers = layers_of(module, resolve("none"), 1)
     assert sum(row.parameters for row in layers.rows) == sum(p.numel() for p in module.parameters())
     assert [row.name for row in layers.rows] == ["", "words", *(f"blocks.{{0..3}}.{n}" for n in ("0", "1.up", "1.down")), "head"]
     assert layers.rows[-1].parameters == 0  # tied
@@ -52,7 +53,7 @@ def test_every_parameter_counts_once_and_alike_layers_share_a_row() -> None:
 
 
 def test_tensor_parallelism_is_what_training_would_do() -> None:
-    layers = layers_of(Tower(), ech.Parallel(dp_shard=2, tp=2), 4)
+    layers = layers_of(Tower(), ech.Layout(dp_shard=2, tp=2), 4)
     assert layers.strategy == "dp_shard=2,tp=2"
     assert told(layers, "tp") == {
         "": "whole",
@@ -64,12 +65,12 @@ def test_tensor_parallelism_is_what_training_would_do() -> None:
     }
     assert "tp: inferred for Tower" in layers.notes
     assert ech.layouts.tp_plan(Tower(), 2)["blocks.*.1.up"] == "colwise"
-    for strategy, ranks in ((ech.TPStrategy(), 2), (ech.TPStrategy(size=2), 4)):
+    for strategy, ranks in ((ech.Layout(tp=-1), 2), (ech.Layout(tp=2), 4)):
         assert told(layers_of(Tower(), strategy, ranks), "tp") == told(layers, "tp")
 
 
 def test_stages_split_what_is_alike_and_tied_weights_are_said() -> None:
-    layers = layers_of(Tower(), ech.Parallel(pp=2), 2)
+    layers = layers_of(Tower(), ech.Layout(pp=2), 2)
     assert told(layers, "pp") == {
         "": "every stage",
         "words": "stage 0, rank 0",
@@ -85,31 +86,33 @@ def test_sharded_blocks_are_those_that_are_gathered_together() -> None:
     assert fsdp["blocks.{0..3}.1.up"] == "blocks.*" and fsdp["words"] == "the root"
     chosen = told(layers_of(Tower(), ech.FSDPStrategy(blocks=[Mlp]), 2), "gathered with")
     assert chosen["blocks.{0..3}.1.up"] == "blocks.*.1" and chosen["blocks.{0..3}.0"] == "the root"
-    assert told(layers_of(Tower(), ech.ZeROStrategy(3), 2), "gathered with") == fsdp
-    assert told(layers_of(Tower(), ech.layouts.HSDPStrategy(blocks=[Mlp]), 2), "gathered with") == chosen
+    assert told(layers_of(Tower(), ech.FSDPStrategy(), 2), "gathered with") == fsdp
+    assert (
+        told(layers_of(Tower(), ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", blocks=[Mlp]), 2), "gathered with") == chosen
+    )
 
 
 def test_experts_and_sequences() -> None:
     module = nn.Sequential(nn.Linear(8, 8), ech.nn.MoE(8, ech.nn.GroupedExperts(8, 16, 4)))
-    rows = told(layers_of(module, ech.Parallel(ep=2), 2), "ep")
+    rows = told(layers_of(module, ech.Layout(ep=2), 2), "ep")
     assert rows["1.experts"] == "2 of 4 experts" and rows["0"] == "as the rest"
-    assert any("1/2 of each sequence" in note for note in layers_of(LM(), ech.Parallel(cp=2), 2).notes)
+    assert any("1/2 of each sequence" in note for note in layers_of(LM(), ech.Layout(cp=2), 2).notes)
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "says"),
     [
-        (ech.Parallel(tp=3), 3, "does not divide"),
-        (ech.Parallel(pp=8), 8, "too few for 8 stages"),
-        (ech.Parallel(ep=2), 2, "no layer of experts that ep can divide"),
-        (ech.Parallel(dp_shard=2, tp=2), 6, "dp_shard"),
-        (ech.Parallel(tp=2, plan={"blocks.*.q": "colwise"}), 2, "matches no submodule"),
+        (ech.Layout(tp=3), 3, "does not divide"),
+        (ech.Layout(pp=8), 8, "too few for 8 stages"),
+        (ech.Layout(ep=2), 2, "no layer of experts that ep can divide"),
+        (ech.Layout(dp_shard=2, tp=2), 6, "dp_shard"),
+        (ech.Layout(tp=2, plan={"blocks.*.q": "colwise"}), 2, "matches no submodule"),
     ],
 )
 def test_what_training_refuses_is_refused(strategy: ech.Strategy, ranks: int, says: str) -> None:
     module = Tower()
     if "does not divide" in says:
-        strategy = ech.Parallel(tp=3, plan={"blocks.*.1.up": "colwise", "blocks.*.1.down": "rowwise"})
+        strategy = ech.Layout(tp=3, plan={"blocks.*.1.up": "colwise", "blocks.*.1.down": "rowwise"})
     with pytest.raises(UsageError, match=says):
         layers_of(module, strategy, ranks)
 
@@ -120,7 +123,7 @@ def test_plans_of_transformers_are_named_with_what_they_leave_whole() -> None:
     config = tf.Qwen3MoeConfig(**size, intermediate_size=64, moe_intermediate_size=16, num_experts=4)
     with torch.device("meta"):
         module = tf.Qwen3MoeForCausalLM(config)
-    layers = layers_of(module, ech.TPStrategy(), 2)
+    layers = layers_of(module, ech.Layout(tp=-1), 2)
     tp = told(layers, "tp")
     assert layers.notes[0] == "tp: as transformers says of Qwen3MoeForCausalLM" and "experts whole" in layers.notes[1]
     assert tp["model.layers.{0..1}.self_attn.q_proj"] == "colwise" and tp["model.layers.{0..1}.self_attn.q_norm"] == "summed"
@@ -133,7 +136,7 @@ import echelon as ech
 print("made by", sys.argv[1])
 net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
-strategy = ech.TPStrategy(plan={"0": "colwise", "2": "rowwise"})
+strategy = ech.Layout(tp=-1, plan={"0": "colwise", "2": "rowwise"})
 net, optimizer, data = ech.prepare(net, optimizer, [torch.zeros(2, 4)] * 3, strategy=strategy)
 for epoch in ech.epochs(net, 2):
     raise SystemExit("it trains")

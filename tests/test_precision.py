@@ -106,7 +106,7 @@ def test_an_inf_in_one_shard_skips_the_update_on_all_ranks(ranks: Ranks, strateg
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", [ech.TPStrategy(size=2), "hsdp", "zero1"], ids=["tp + fsdp", "hsdp", "zero1"])
+@pytest.mark.parametrize("strategy", [ech.Layout(tp=2), "hsdp", "zero1"], ids=["tp + fsdp", "hsdp", "zero1"])
 def test_an_inf_in_one_shard_of_four(ranks: Ranks, strategy: Any) -> None:
     _check_overflow(ranks(4, _overflow, strategy))
 

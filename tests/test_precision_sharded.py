@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon as ech
+from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.contracts.errors import UsageError
 from echelon.parallel.parallelize import parallelize, prepare_module
 from echelon.parallel.recipe import Recipe
@@ -104,7 +105,7 @@ def _look_all(strategies: dict[str, Any], precisions: list[str]) -> dict[str, An
         (2, {"fsdp": "fsdp"}, ["bf16", "fp16"]),
         pytest.param(
             4,
-            {"zero2": "zero2", "zero3": "zero3", "hsdp": "hsdp", "tp x fsdp": ech.TPStrategy(size=2)},
+            {"zero2": "zero2", "zero3": "zero3", "hsdp": "hsdp", "tp x fsdp": ech.Layout(tp=2)},
             ["bf16"],
             marks=pytest.mark.full,
         ),
@@ -210,7 +211,7 @@ def _policies() -> dict[str, Any]:
         "the user's reduction alone": weight_type(ech.FSDPStrategy(mixed_precision=MixedPrecisionPolicy(reduce_dtype=BF16))),
         "of the older FSDP": weight_type(ech.FSDPStrategy(mixed_precision=MixedPrecision(param_dtype=torch.float32))),
         "no precision": weight_type("fsdp", None),
-        "fsdp2's own": weight_type(ech.layouts.FSDP2Strategy(mp_policy="bf16"), None),
+        "fsdp2's own": weight_type(FSDP2Strategy(mp_policy="bf16"), None),
         "float64": weight_type("fsdp", "bf16", net(dtype=torch.float64)),
     }
 

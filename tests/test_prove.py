@@ -21,6 +21,7 @@ import echelon as ech
 from echelon.cli.main import main
 from echelon.contracts.errors import UsageError
 from echelon.loop.target import Target
+from echelon.parallel.layouts import with_options_of
 from echelon.prover import show
 from echelon.prover.causes import CAUSES
 from echelon.prover.matrix import matrix
@@ -36,7 +37,6 @@ from echelon.prover.proof import (
     by_float64,
 )
 from echelon.prover.prove import Proof, prove_target
-from echelon.prover.row_strategy import with_options_of
 from echelon.prover.verdict import Difference
 from echelon.prover.wide import without_narrow_casts
 from tests import forked
@@ -491,11 +491,12 @@ def test_a_script_that_starts_ranks_itself_is_told_so(tmp_path: Path) -> None:
 
 def test_a_strategy_that_is_only_named_has_the_options_of_the_scripts_own() -> None:
     ddp, blocks = ech.DDPStrategy(find_unused_parameters=True), ech.FSDPStrategy(blocks=["a"], mixed_precision=object())
-    assert with_options_of(ddp, ech.DDPStrategy()) is ddp
-    assert with_options_of(ddp, ech.ZeROStrategy(1)) == ech.ZeROStrategy(1, options=ddp)
-    assert with_options_of(ech.ZeROStrategy(1, options=ddp), ech.DDPStrategy()) is ddp
-    assert with_options_of(blocks, ech.FSDPStrategy()) == ech.FSDPStrategy(blocks=["a"])
-    assert with_options_of(blocks, ech.ZeROStrategy(2)) == ech.ZeROStrategy(2, options=ech.FSDPStrategy(blocks=["a"]))
+    assert with_options_of(ddp, ech.DDPStrategy()) == ddp
+    assert with_options_of(ddp, ech.DDPStrategy(shard_optimizer=True)) == ddp.but(shard_optimizer=True)
+    assert with_options_of(ddp.but(shard_optimizer=True), ech.DDPStrategy()) == ddp
+    assert with_options_of(blocks, ech.FSDPStrategy()) == blocks
+    assert with_options_of(blocks, ech.FSDPStrategy(reshard_after_forward=False)) == blocks.but(reshard_after_forward=False)
+    assert with_options_of(blocks.but(reshard_after_forward=False), ech.FSDPStrategy()) == blocks
     assert with_options_of(ddp, ech.FSDPStrategy()) == ech.FSDPStrategy()
 
 

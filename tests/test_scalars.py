@@ -73,7 +73,7 @@ def _rows(rank: int) -> list[Batch]:
 
 def _strategy(name: str) -> Any:
     unused = ech.DDPStrategy(find_unused_parameters=True)
-    return {"ddp": unused, "zero1": ech.ZeROStrategy(1, options=unused)}.get(name, name)
+    return {"ddp": unused, "zero1": unused.but(shard_optimizer=True)}.get(name, name)
 
 
 def _train(strategies: list[str], optimizer: str) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def test_bit_equal_training_holds_for_scalars(ranks: Ranks) -> None:
 def _tensor_parallel() -> str:
     module = _module()
     with pytest.raises(UsageError) as caught:
-        Regression(module=module, strategy=ech.TPStrategy(plan={"blocks.*.inner": "colwise_gather"}))
+        Regression(module=module, strategy=ech.Layout(tp=-1, plan={"blocks.*.inner": "colwise_gather"}))
     return str(caught.value)
 
 
@@ -271,7 +271,7 @@ def test_tensor_parallelism_over_one_rank_has_no_such_question(ranks: Ranks) -> 
 
 
 def _over_data() -> dict[str, torch.Tensor]:
-    strategy = ech.TPStrategy(plan={"blocks.*.inner": "colwise_gather"}, size=1)
+    strategy = ech.Layout(tp=1, plan={"blocks.*.inner": "colwise_gather"})
     unit = Regression(module=_module(), strategy=strategy, gradient_accumulation_steps=2, clip_grad_norm=0.2, lr=0.02)
     ech.train(unit, _rows(dist.get_rank()), max_epochs=1)
     return whole(unit.module)

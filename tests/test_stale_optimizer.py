@@ -78,7 +78,7 @@ def _all_early() -> dict[str, Any]:
     wholes = ech.FSDPStrategy(reshard_after_forward=False)
     return {
         **{strategy: _early(strategy) for strategy in PARALLEL},
-        "tp": _early(ech.TPStrategy()),
+        "tp": _early(ech.Layout(tp=-1)),
         "assigned": _assigned("fsdp"),
         "assigned, ddp": _assigned("ddp"),
         "meta": _trained(meta),

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import echelon as ech
 from echelon.compat.older_options import FSDPStrategy
+from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.contracts.errors import UsageError
 from echelon.parallel.blocks import blocks_by_policy, without_shared
 from echelon.parallel.data_mesh import replicas_default
@@ -159,13 +160,13 @@ OPTIONS: dict[str, Any] = {
     "fsdp offload": lambda: ech.FSDPStrategy(cpu_offload=True, forward_prefetch=True),
     "fsdp offload 1": lambda: ech.FSDPStrategy(cpu_offload=_torch("CPUOffload")(offload_params=True)),
     "fsdp float64": lambda: ech.FSDPStrategy(mixed_precision=_torch("MixedPrecision")(param_dtype=torch.float64)),
-    "fsdp2 all": lambda: ech.layouts.FSDP2Strategy(modules_to_shard="all", shard_on_largest_dim=True),
-    "fsdp2 names": lambda: ech.layouts.FSDP2Strategy(modules_to_shard=["first"], shard_predicates=[lambda n, m: n == "blocks.0"]),
-    "fsdp2 offload": lambda: ech.layouts.FSDP2Strategy(cpu_offload=_torch("CPUOffloadPolicy")(pin_memory=True), mesh=_mesh(2, 2)),
-    "hsdp": lambda: ech.layouts.HSDPStrategy(shard_size=4, cpu_offload=True),
-    "hsdp 2": lambda: ech.layouts.HSDPStrategy(replicate_size=4, reshard_after_forward=False),
-    "zero2 offload": lambda: ech.ZeROStrategy(2, cpu_offload=True),
-    "zero3 options": lambda: ech.ZeROStrategy(3, options=ech.FSDPStrategy(forward_prefetch=True)),
+    "fsdp2 all": lambda: FSDP2Strategy(modules_to_shard="all", shard_on_largest_dim=True),
+    "fsdp2 names": lambda: FSDP2Strategy(modules_to_shard=["first"], shard_predicates=[lambda n, m: n == "blocks.0"]),
+    "fsdp2 offload": lambda: FSDP2Strategy(cpu_offload=_torch("CPUOffloadPolicy")(pin_memory=True), mesh=_mesh(2, 2)),
+    "hsdp": lambda: ech.Layout(dp_replicate=-1, dp_shard=4, fsdp=ech.FSDPStrategy(cpu_offload=True)),
+    "hsdp 2": lambda: ech.Layout(dp_replicate=4, fsdp=ech.FSDPStrategy(reshard_after_forward=False)),
+    "zero2 offload": lambda: ech.FSDPStrategy(reshard_after_forward=False, cpu_offload=True),
+    "zero3 options": lambda: ech.FSDPStrategy(forward_prefetch=True),
 }
 
 
@@ -216,10 +217,10 @@ def _placements() -> dict[str, Any]:
     made = {}
     for name, strategy in {
         "fsdp": ech.FSDPStrategy(),
-        "hsdp": ech.layouts.HSDPStrategy(),
+        "hsdp": ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD"),
         "hybrid": ech.FSDPStrategy(sharding_strategy=_torch("ShardingStrategy").HYBRID_SHARD),
-        "copies": ech.layouts.HSDPStrategy(shard_size=1),
-        "largest": ech.layouts.FSDP2Strategy(shard_on_largest_dim=True),
+        "copies": ech.Layout(dp_replicate=-1, dp_shard=1, fsdp=ech.FSDPStrategy()),
+        "largest": FSDP2Strategy(shard_on_largest_dim=True),
         "ignored": ech.FSDPStrategy(ignored_modules=[(frozen := _frozen()).first]),
         "ignored 2": ech.FSDPStrategy(ignored_states=list((again := _frozen()).first.parameters())),
     }.items():
@@ -273,7 +274,7 @@ def _precisions() -> list[Any]:
     mixed = _torch("MixedPrecision")
     for strategy in (
         ech.FSDPStrategy(mixed_precision=mixed(param_dtype=torch.bfloat16, buffer_dtype=torch.float16)),
-        ech.layouts.FSDP2Strategy(mp_policy="bf16"),
+        FSDP2Strategy(mp_policy="bf16"),
     ):
         module = net(dtype=torch.float32)
         module.register_buffer("scale", torch.ones(1))
@@ -367,10 +368,10 @@ def test_fully_shard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for strategy in (
         ech.FSDPStrategy(cpu_offload=policy()),
-        ech.layouts.FSDP2Strategy(cpu_offload=True),
-        ech.layouts.HSDPStrategy(cpu_offload=True),
-        ech.ZeROStrategy(3, cpu_offload=True),
-        ech.ZeROStrategy(2, options=ech.FSDPStrategy(cpu_offload=_torch("CPUOffload")(offload_params=True))),
+        FSDP2Strategy(cpu_offload=True),
+        ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", cpu_offload=True),
+        ech.FSDPStrategy(cpu_offload=True),
+        ech.FSDPStrategy(cpu_offload=_torch("CPUOffload")(offload_params=True), reshard_after_forward=False),
     ):
         told.clear()
         Regression(strategy=strategy)

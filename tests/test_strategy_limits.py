@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
+from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.contracts.errors import UsageError
 from echelon.parallel import LAYOUTS, resolve
 from echelon.parallel.layouts import in_words
@@ -54,12 +55,12 @@ def _misfits() -> dict[str, str]:
         "devices": lambda: Regression(strategy=ech.DDPStrategy(device_ids=[0])),
         "grads": lambda: Regression(strategy=ech.FSDPStrategy(mixed_precision=low)),
         "offload": lambda: Regression(strategy=ech.FSDPStrategy(cpu_offload="yes")),  # type: ignore[arg-type]
-        "container": lambda: Regression(strategy=ech.layouts.FSDP2Strategy(modules_to_shard=["blocks"])),
-        "class": lambda: Regression(strategy=ech.layouts.FSDP2Strategy(modules_to_shard=[nn.Conv2d])),
-        "nothing": lambda: Regression(strategy=ech.layouts.FSDP2Strategy(shard_predicates=[lambda n, m: False])),
+        "container": lambda: Regression(strategy=FSDP2Strategy(modules_to_shard=["blocks"])),
+        "class": lambda: Regression(strategy=FSDP2Strategy(modules_to_shard=[nn.Conv2d])),
+        "nothing": lambda: Regression(strategy=FSDP2Strategy(shard_predicates=[lambda n, m: False])),
         "loose": lambda: Regression(module=(m := net()), strategy=ech.FSDPStrategy(ignored_modules=[m.last])),
-        "sizes": lambda: Regression(strategy=ech.layouts.HSDPStrategy(shard_size=3)),
-        "both sizes": lambda: Regression(strategy=ech.layouts.HSDPStrategy(shard_size=2, replicate_size=2)),
+        "sizes": lambda: Regression(strategy=ech.Layout(dp_replicate=-1, dp_shard=3)),
+        "both sizes": lambda: Regression(strategy=ech.Layout(dp_replicate=2, dp_shard=2)),
         "frozen": lambda: ech.layouts.prepare_ddp(net().requires_grad_(False), CPU),
         "twice": lambda: Regression(module=wrapped, strategy="fsdp"),
         "meta": lambda: Regression(module=bare, strategy="zero1"),
@@ -79,20 +80,20 @@ def test_what_cannot_be_names_the_remedy_on_all_ranks(ranks: Ranks) -> None:
     assert first == second
     for name, words in {
         "dp": "Take layout 'ddp'",
-        "NO_SHARD": "strategy 'ddp'",
+        "NO_SHARD": "layout 'ddp'",
         "unknown": "FULL_SHARD, SHARD_GRAD_OP",
         "blocks twice": "Give one of them",
         "ranks twice": "Give one of them",
         "device": "must be this rank's device, cpu",
-        "devices": "there is strategy 'dp'",
+        "devices": "there is layout 'dp'",
         "grads": "build the module in that type",
         "offload": "got str",
         "container": "blocks is a ModuleList",
         "class": "no submodule of class Conv2d in Net",
         "nothing": "must accept a submodule of Net, got none",
         "loose": "last.weight would not be reduced",
-        "sizes": "dp_shard 3, but 2 ranks run",
-        "both sizes": "= 4, but 2 ranks run",
+        "sizes": "to the 2 ranks that run, got dp_shard 3.",
+        "both sizes": "to the 2 ranks that run, got dp_replicate 2 x dp_shard 2 = 4.",
         "frozen": "no parameter of Net requires a gradient",
         "twice": "made parallel already",
         "meta": "Bare.scale (3,) is on the meta device and nothing gives it a value",

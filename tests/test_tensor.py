@@ -119,12 +119,12 @@ def _equality(strategy: Any, cases: list[str]) -> dict[str, tuple[float, float]]
 
 SETUPS = {
     "tp on two": (2, "tp"),
-    "tp on four": (4, ech.TPStrategy(size=4)),
-    "tp two, fsdp two": (4, ech.TPStrategy(size=2)),
-    "tp two, copies two": (4, ech.TPStrategy(size=2, dp_replicate=2)),
-    "fsdp two": (2, ech.TPStrategy(size=1)),
+    "tp on four": (4, ech.Layout(tp=4)),
+    "tp two, fsdp two": (4, ech.Layout(tp=2)),
+    "tp two, copies two": (4, ech.Layout(tp=2, dp_replicate=2)),
+    "fsdp two": (2, ech.Layout(tp=1)),
     "as axes": (4, "dp_shard=2,tp=2"),
-    "as axes, copies": (4, ech.Parallel(dp_replicate=2, tp=2)),
+    "as axes, copies": (4, ech.Layout(dp_replicate=2, tp=2)),
 }
 
 
@@ -166,7 +166,7 @@ def _state(strategy: Any) -> tuple[list[str], list[str], bool]:
 def test_the_state_is_complete_and_ties_hold(ranks: Ranks) -> None:
     names = list(_tied().state_dict())
     parameters = [n for n, _ in _tied().named_parameters()]
-    for module, optimizer, tied in ranks(4, _state, ech.TPStrategy(size=2)):
+    for module, optimizer, tied in ranks(4, _state, ech.Layout(tp=2)):
         assert sorted(module) == sorted(names) and tied
         assert sorted(k for k in optimizer if k.endswith("momentum_buffer")) == sorted(
             f"state.{n}.momentum_buffer" for n in parameters
@@ -204,7 +204,7 @@ def _samples(strategy: Any, uneven: bool) -> tuple[list[float], list[list[float]
 def test_ranks_of_a_layer_see_the_same_samples_and_drop_the_same_units(ranks: Ranks) -> None:
     order = ech.Loader(torch.utils.data.TensorDataset(*batch(24, 0)), 8)
     whole_batches = [sorted(b[0][:, 0].tolist()) for b in order]
-    found = ranks(4, _samples, ech.TPStrategy(size=2), False)
+    found = ranks(4, _samples, ech.Layout(tp=2), False)
     assert [place for *_, place in found] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     for a, b in ((0, 1), (2, 3)):
         assert found[a][0] == found[b][0] and found[a][1] == found[b][1]
@@ -237,7 +237,7 @@ def test_losses_are_counted_once(ranks: Ranks, tmp_path: Path, size: int) -> Non
     x, y = batch(22, 0)
     _, want, norms = plain_training([[(x[i : i + 8], y[i : i + 8])] for i in (0, 8, 16)])
     (tmp_path / "attempts" / "000").mkdir(parents=True)
-    for records, eval_loss, want_eval in ranks(size, _recorded, ech.TPStrategy(size=2), tmp_path):
+    for records, eval_loss, want_eval in ranks(size, _recorded, ech.Layout(tp=2), tmp_path):
         training = [r for r in records if "loss" in r]
         assert [r["loss"] for r in training] == pytest.approx(want, rel=1e-6)
         assert [r["grad_norm"] for r in training] == pytest.approx(norms, rel=1e-6)
@@ -258,7 +258,7 @@ class _Own(ech.TrainUnit[Any]):
 
 
 def _own_unit() -> tuple[list[float], tuple[int, int, bool]]:
-    module = ech.layouts.prepare_module(net(), ech.init_from_env(), strategy=ech.TPStrategy(size=2))
+    module = ech.layouts.prepare_module(net(), ech.init_from_env(), strategy=ech.Layout(tp=2))
     unit = _Own(module)
     ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(16, 0)), 8), max_epochs=1)
     again = Regression(module=module).prepared  # a module that was prepared before is recognised
@@ -306,7 +306,7 @@ def _resume(folder: Path, strategy: Any, steps: int) -> dict[str, torch.Tensor]:
     return whole(unit.module)
 
 
-LAYOUTS: dict[str, Any] = {"tp2": ech.TPStrategy(size=2), "tp4": ech.TPStrategy(size=4)}
+LAYOUTS: dict[str, Any] = {"tp2": ech.Layout(tp=2), "tp4": ech.Layout(tp=4)}
 
 
 def _save_each(folder: Path, layouts: list[str]) -> None:
@@ -348,7 +348,7 @@ def _styles() -> float:
     plan = {"blocks.*.0": ColwiseParallel(), "blocks.*.2": RowwiseParallel()}
     module = Planless().double()
     module.load_state_dict(net().state_dict())
-    unit = Regression(module=module, strategy=ech.TPStrategy(plan=plan))
+    unit = Regression(module=module, strategy=ech.Layout(tp=-1, plan=plan))
     ech.train(unit, [batch(4, 0)], max_epochs=1)
     want, _, _ = plain_training([[batch(4, 0)]])
     got = whole(unit.module)
@@ -369,14 +369,14 @@ class _Bare(nn.Module):
 @pytest.mark.parametrize(
     ("module", "strategy", "size", "message"),
     [
-        (_Bare, ech.TPStrategy(), 2, 'a dict such as {"layers.0": "colwise", "layers.1": "rowwise"}'),
-        (Net, ech.TPStrategy(plan={"blocks.*.7": "colwise"}), 2, "'blocks.*.7', which matches no submodule of Net"),
-        (Net, ech.TPStrategy(plan={"first": "columns"}), 2, "got 'columns' for 'first'"),
-        (Net, ech.TPStrategy(plan={"blocks.0": "colwise"}), 2, "Net.blocks.0 is a Sequential"),
-        (Net, ech.TPStrategy(size=3), 3, r"3 ranks does not divide dimension 0 of Net.blocks.0.0.weight (8, 8)"),
-        (lambda: Tied(heads=1), ech.TPStrategy(), 2, "does not divide Tied.blocks.0.heads = 1"),
-        (Net, ech.TPStrategy(size=3), 4, "tp 3, but 4 ranks run. Set tp to 2 or 4"),
-        (Net, ech.TPStrategy(size=2, dp_replicate=3), 8, "dp_replicate 3 x tp 2 = 6, but 8 ranks run"),
+        (_Bare, ech.Layout(tp=-1), 2, 'a dict such as {"layers.0": "colwise", "layers.1": "rowwise"}'),
+        (Net, ech.Layout(tp=-1, plan={"blocks.*.7": "colwise"}), 2, "'blocks.*.7', which matches no submodule of Net"),
+        (Net, ech.Layout(tp=-1, plan={"first": "columns"}), 2, "got 'columns' for 'first'"),
+        (Net, ech.Layout(tp=-1, plan={"blocks.0": "colwise"}), 2, "Net.blocks.0 is a Sequential"),
+        (Net, ech.Layout(tp=3), 3, r"3 ranks does not divide dimension 0 of Net.blocks.0.0.weight (8, 8)"),
+        (lambda: Tied(heads=1), ech.Layout(tp=-1), 2, "does not divide Tied.blocks.0.heads = 1"),
+        (Net, ech.Layout(tp=3), 4, "to the 4 ranks that run, got tp 3. Set tp to 2 or 4"),
+        (Net, ech.Layout(tp=2, dp_replicate=3), 8, "to the 8 ranks that run, got dp_replicate 3 x tp 2 = 6"),
     ],
 )
 def test_what_cannot_be_split_is_an_error_before_any_collective(module: Any, strategy: Any, size: int, message: str) -> None:
@@ -387,7 +387,7 @@ def test_what_cannot_be_split_is_an_error_before_any_collective(module: Any, str
 
 def _untied() -> str:
     with pytest.raises(UsageError) as caught:
-        Regression(module=_tied(), strategy=ech.TPStrategy(plan={"bytes": "rowwise"}))
+        Regression(module=_tied(), strategy=ech.Layout(tp=-1, plan={"bytes": "rowwise"}))
     return str(caught.value)
 
 
@@ -401,8 +401,16 @@ def test_a_plan_for_one_of_two_tied_names_is_an_error(ranks: Ranks) -> None:
         (8, {}, (1, 8, 1)),
         (8, {"dp_replicate": 2}, (2, 4, 1)),
         (8, {"dp_replicate": 2, "tp": 2}, (2, 2, 2)),
-        (8, {"dp_shard": 4, "tp": 3}, "dp_shard 4 x tp 3 = 12, but 8 ranks run. Set tp to 2, or start 12 ranks."),
-        (4, {"dp_replicate": 3}, "dp_replicate 3, but 4 ranks run. Set dp_replicate to 2 or 4, or start 3 ranks."),
+        (
+            8,
+            {"dp_shard": 4, "tp": 3},
+            "the axes must multiply to the 8 ranks that run, got dp_shard 4 x tp 3 = 12. Set tp to 2, or start 12 ranks.",
+        ),
+        (
+            4,
+            {"dp_replicate": 3},
+            "the axes must multiply to the 4 ranks that run, got dp_replicate 3. Set dp_replicate to 2 or 4, or start 3 ranks.",
+        ),
         (2, {"tp": 0}, "tp must be at least 1, or -1 for what the other axes leave, got 0."),
         (8, {"dp_replicate": -1, "tp": 2}, (4, 1, 2)),
         (8, {"dp_replicate": -1, "tp": -1}, "one axis can be -1, what the others leave, got dp_replicate and tp."),
@@ -458,7 +466,7 @@ def _scaled() -> str:
     module = Scaled().double()
     module.uses = dist.get_rank() == 1
     with pytest.raises(UsageError) as caught:
-        ech.train(Regression(module=module, strategy=ech.TPStrategy(size=2)), [batch(4, 0), batch(4, 1)], max_epochs=1)
+        ech.train(Regression(module=module, strategy=ech.Layout(tp=2)), [batch(4, 0), batch(4, 1)], max_epochs=1)
     return str(caught.value)
 
 
@@ -493,7 +501,7 @@ class Heads(nn.Module):
 def _rounded_once() -> tuple[bool, bool]:
     torch.manual_seed(0)
     plan = {"up": "colwise", "scale": "summed", "down": "rowwise"}
-    module = ech.layouts.prepare_module(Heads().bfloat16(), CPU, strategy=ech.TPStrategy(plan=plan))
+    module = ech.layouts.prepare_module(Heads().bfloat16(), CPU, strategy=ech.Layout(tp=-1, plan=plan))
     module(torch.randn(16, 8, dtype=torch.bfloat16)).pow(2).mean().backward()
     scale: Any = module.scale
     parts = [torch.empty_like(scale.of_rank) for _ in range(dist.get_world_size())]

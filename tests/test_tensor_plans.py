@@ -264,10 +264,10 @@ def _far(strategy: Any, names: list[str]) -> dict[str, tuple[float, float]]:
 LOGITS = {"wte": "rowwise", "lm_head": "colwise_logits", "h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise"}
 SETUPS: dict[str, tuple[int, Any]] = {
     "tp": (2, "tp"),
-    "tp + sp": (2, ech.TPStrategy(sequence_parallel=True)),
-    "logits stay split": (2, ech.TPStrategy(plan=LOGITS)),
-    "fsdp two, tp two": (4, ech.TPStrategy(size=2)),
-    "fsdp two, tp two + sp": (4, ech.TPStrategy(size=2, sequence_parallel=True)),
+    "tp + sp": (2, ech.Layout(tp=-1, sequence_parallel=True)),
+    "logits stay split": (2, ech.Layout(tp=-1, plan=LOGITS)),
+    "fsdp two, tp two": (4, ech.Layout(tp=2)),
+    "fsdp two, tp two + sp": (4, ech.Layout(tp=2, sequence_parallel=True)),
 }
 SOME = ["gpt2", "LoRA"]
 OTHERS = [
@@ -531,7 +531,7 @@ def _misused(directly: bool, strategies: list[Any]) -> list[str]:
 def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused(ranks: Ranks) -> None:
     """A head split by outputs trained with half of the classes on each rank; other slips ended in torch's words about shapes."""
     plans: list[dict[str, str]] = [{"last": "colwise"}, {"first": "colwise"}, {"last": "rowwise"}]
-    for loss, outputs, inputs in ranks(2, _misused, False, [ech.TPStrategy(plan=plan) for plan in plans]):
+    for loss, outputs, inputs in ranks(2, _misused, False, [ech.Layout(tp=-1, plan=plan) for plan in plans]):
         assert "the loss of the first update differs between the 2 ranks" in loss and "such as Classes.last." in loss
         assert "code of Classes takes all features" in outputs and "such as first, comes a 'rowwise' one" in outputs
         assert "code of Classes takes all features" in inputs and "'rowwise_split' takes all" in inputs
@@ -539,7 +539,7 @@ def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused(ranks: Ranks)
 
 def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused_in_stages(ranks: Ranks) -> None:
     """On all ranks, of which only those of the last stage see it."""
-    for (loss,) in ranks(4, _misused, False, [ech.Parallel(pp=2, tp=2, stages=["last"], plan={"last": "colwise"})]):
+    for (loss,) in ranks(4, _misused, False, [ech.Layout(pp=2, tp=2, stages=["last"], plan={"last": "colwise"})]):
         assert "the loss of the first update differs between the 2 ranks" in loss and "such as Classes.last." in loss
 
 
@@ -632,7 +632,7 @@ def _in_order(orders: list[tuple[int, ...]]) -> list[str | float]:
     found: list[str | float] = []
     for order in orders:
         one = Ordered(order).double()
-        module = ech.layouts.prepare_module(Ordered(order).double(), CPU, strategy=ech.TPStrategy(sequence_parallel=True))
+        module = ech.layouts.prepare_module(Ordered(order).double(), CPU, strategy=ech.Layout(tp=-1, sequence_parallel=True))
         one.load_state_dict(whole(module), strict=False)
         ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(2))
         try:
@@ -664,7 +664,7 @@ def test_adapters_between_parts_of_a_sequence_are_refused_by_their_name() -> Non
 def _forgotten() -> str:
     """Each head has a norm that the plan does not name."""
     plan = {"model.layers.*.self_attn.[qkv]_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
-    options: dict[str, Any] = {"kind": "SGD", "device": CPU, "strategy": ech.TPStrategy(plan=plan)}
+    options: dict[str, Any] = {"kind": "SGD", "device": CPU, "strategy": ech.Layout(tp=-1, plan=plan)}
     with pytest.raises(UsageError) as caught:
         ech.train(Unit(module=made("qwen3"), **options), [micro[0] for micro in windows(1)[0]], max_epochs=1)
     return str(caught.value)
@@ -682,7 +682,7 @@ def test_a_norm_of_each_head_that_a_plan_forgets_is_named(ranks: Ranks) -> None:
 
 def _messages(sequence: bool) -> tuple[list[str], list[str]]:
     """The collectives of a forward and a backward pass of a block of Llama."""
-    module = ech.layouts.prepare_module(made("llama"), CPU, strategy=ech.TPStrategy(sequence_parallel=sequence))
+    module = ech.layouts.prepare_module(made("llama"), CPU, strategy=ech.Layout(tp=-1, sequence_parallel=sequence))
     sent: list[str] = []
     before: dict[str, Any] = {}
     places: dict[str, Any] = {"all_reduce": dist, "all_gather_single": tensor_traffic, "reduce_scatter_single": tensor_traffic}
@@ -722,7 +722,7 @@ def test_parts_of_the_sequence_travel_as_much(ranks: Ranks) -> None:
 
 def _dropped(sequence: bool, length: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     one = Small(dropout=0.4).double()
-    module = ech.layouts.prepare_module(Small(dropout=0.4).double(), CPU, strategy=ech.TPStrategy(sequence_parallel=sequence))
+    module = ech.layouts.prepare_module(Small(dropout=0.4).double(), CPU, strategy=ech.Layout(tp=-1, sequence_parallel=sequence))
     seen: list[int] = []
     module.h[0].ln_2.register_forward_hook(lambda _, args, out: seen.append(out.shape[1]))
     ids = torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(2))

@@ -112,7 +112,7 @@ def _train(device_type: str, strategy: str) -> dict[str, torch.Tensor]:
 
 
 def _strategy(name: str) -> Any:
-    return ech.layouts.HSDPStrategy(replicate_size=2, shard_size=1) if name == "hsdp" else name
+    return ech.Layout(dp_replicate=2, dp_shard=1) if name == "hsdp" else name
 
 
 def _whole(p: Any) -> torch.Tensor:

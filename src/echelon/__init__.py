@@ -33,8 +33,6 @@ Layouts:
     Layout                      axes of ranks together: data, tensor, context, pipeline, expert
     DDPStrategy                 a copy of the model on each rank
     FSDPStrategy                parameters, gradients and optimizer state split over the ranks
-    TPStrategy                  layers split over the ranks
-    ZeROStrategy                optimizer state, and with stage 2 gradients, split over the ranks
     Strategy                    the base of layouts; write your own
     on_meta                     build a model without memory, to be filled where it is split
     gather                      the rows of all ranks, with gradients
@@ -83,7 +81,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from echelon.contracts.version import __version__ as __version__
@@ -127,8 +124,6 @@ if TYPE_CHECKING:
     from echelon.parallel.fsdp import FSDPStrategy
     from echelon.parallel.over_ranks import all_mean, gather, gathered_rows
     from echelon.parallel.strategy import Strategy
-    from echelon.parallel.tensor import TPStrategy
-    from echelon.parallel.zero import ZeROStrategy
     from echelon.prover.prove import Proof, prove
     from echelon.world.init import init_from_env, is_main, rank, world_size
     from echelon.world.rng import seed
@@ -156,12 +151,10 @@ __all__ = [
     "State",
     "Strategy",
     "StreamLoader",
-    "TPStrategy",
     "Tokens",
     "TrainUnit",
     "Trainer",
     "UsageError",
-    "ZeROStrategy",
     "all_mean",
     "count_tokens",
     "epochs",
@@ -216,8 +209,6 @@ _NAMES = {
     "parallel.fsdp": ["FSDPStrategy"],
     "parallel.over_ranks": ["all_mean", "gather", "gathered_rows"],
     "parallel.strategy": ["Strategy"],
-    "parallel.tensor": ["TPStrategy"],
-    "parallel.zero": ["ZeROStrategy"],
     "prover.prove": ["Proof", "prove"],
     "world.init": ["init_from_env", "is_main", "rank", "world_size"],
     "world.rng": ["seed"],
@@ -238,21 +229,18 @@ _MOVED = {
         "ActivationCheckpointParams",
         "DPStrategy",
         "DiLoCoStrategy",
-        "FSDP2Strategy",
         "Float8",
-        "HSDPStrategy",
         "LocalSGDStrategy",
-        "NOOPStrategy",
         "Precision",
         "Prepared",
         "TorchCompileParams",
         "data_axes",
         "prepare_ddp",
         "prepare_fsdp",
-        "prepare_fsdp2",
         "prepare_module",
         "tp_plan",
     ],
+    "compat.torchtnt.utils.prepare_module": ["FSDP2Strategy", "NOOPStrategy", "prepare_fsdp2"],
     "loggers": ["get_logger"],
     "nn": [
         "GroupedExperts",
@@ -279,16 +267,15 @@ _MOVED = {
         "test",
     ],
 }
+# Which make what has taken their place, and say so.
+_OLDER = ("HSDPStrategy", "Parallel", "TPStrategy", "ZeROStrategy")
 _NOW = {name: f"echelon.{home}.{name}" for home, names in _MOVED.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"echelon.{name}")
-    if name == "Parallel":
-        warnings.warn("echelon.Parallel is now echelon.Layout", DeprecationWarning, stacklevel=2)
-        name = "Layout"
-    home = _HOMES.get(name)
+    home = "parallel.older_layouts" if name in _OLDER else _HOMES.get(name)
     if home is None:
         text = f"echelon.{name} is now {_NOW[name]}" if name in _NOW else f"module 'echelon' has no attribute {name!r}"
         # `from echelon import NAME` would hide an AttributeError behind a text of its own.

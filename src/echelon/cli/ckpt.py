@@ -118,7 +118,7 @@ def _ls(arguments: argparse.Namespace) -> int:
     if not found:
         print(f"{arguments.path} holds no checkpoint.")
         return 0
-    rows = [("step", "time", "size", "ranks", "strategy", "metrics", "whole")]
+    rows = [("step", "time", "size", "ranks", "layout", "metrics", "whole")]
     for path in found:
         try:
             facts = manifest.read(path)
@@ -132,7 +132,7 @@ def _ls(arguments: argparse.Namespace) -> int:
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["time"])),
                 _size(sum(entry["size"] for entry in facts["files"].values())),
                 str(config.get("world_size", "")),
-                str(config.get("strategy") or ""),
+                str(config.get("layout") or config.get("strategy") or ""),
                 ", ".join(f"{name} {value:.6g}" for name, value in facts.get("metrics", {}).items()),
                 "yes" if manifest.is_whole(path) else "no: a file is missing or cut off",
             )

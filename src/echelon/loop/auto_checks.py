@@ -59,8 +59,8 @@ def check_trainable(unit: AutoTrainUnit[Any], *, together: bool, has_strategy: b
         raise UsageError(f"{type(unit).__name__} was built with training=False, so it has no optimizer to train with.")
     if not together and not has_strategy:
         raise UsageError(
-            "strategy must be given for several ranks; without one each would train its own model. Pass strategy='ddp' or "
-            "'fsdp', or a module that you wrapped yourself; strategy='noop' if each rank is to train its own model."
+            "strategy must be given for several ranks; without one each would train its own model. Pass layout='ddp' or "
+            "'fsdp', or a module that you wrapped yourself; layout='noop' if each rank is to train its own model."
         )
 
 

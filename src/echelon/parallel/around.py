@@ -233,7 +233,7 @@ class _Watch:
         elif self._passes.ran:
             self.doubt = (
                 "it was frozen when training began, and a DistributedDataParallel leaves out what is frozen while it is made. "
-                "Wrap the module after unfreezing, or give an AutoUnit the plain module and strategy='ddp', which averages it."
+                "Wrap the module after unfreezing, or give an AutoUnit the plain module and layout='ddp', which averages it."
             )
         else:
             self.doubt = (

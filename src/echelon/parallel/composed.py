@@ -24,7 +24,6 @@ from echelon.parallel.context_batch import SequenceDim, check_sequence_dim
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.experts import check_experts, distribute_experts
 from echelon.parallel.fsdp import FSDPStrategy
-from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.materialize import materialize, remember
 from echelon.parallel.pipeline import Stages, cut_into_stages, plan_stages
 from echelon.parallel.pipeline.schedules import kind_named
@@ -62,7 +61,17 @@ class Layout(Strategy):
         pp: pipeline parallelism: ranks that hold other layers.
         ep: expert parallelism: ranks among which a layer's experts are divided. It is no further axis: they are neighbours of
             dp_shard x cp, and ep divides their number.
-        plan, sequence_parallel: how layers are split over `tp`, as in TPStrategy.
+        plan: how layers are split over `tp`: submodule names, `*` for any part of a name between dots, to "colwise" (a layer's
+            outputs; what follows works on this rank's part of the features), "rowwise" (its inputs, after a colwise layer; the
+            results are summed up), "colwise_gather" (its outputs, put together again), "rowwise_split" (its inputs, of which all
+            ranks have all), "colwise_logits" (its outputs, which `cross_entropy` takes split), "summed" (a whole layer that works
+            on split features, such as a norm of each head), or a ParallelStyle of torch. An nn.Embedding is split by rows with
+            "rowwise". Names of transformers for the same are understood. By default the module's own `tp_plan`, that of
+            transformers, or an inferred one, which rank 0 logs and `echelon.layouts.tp_plan(module)` gives.
+        sequence_parallel: between layers split over `tp`, work on this rank's part of the sequence: norms, dropout, sums of
+            residuals. For models with one list of blocks, whose first is called first and last last, and whose attention and MLP
+            are submodules of the block; sequences of any length. What hooks see between blocks, and hidden states that a model
+            gives out, are parts.
         stages: where the module is cut for `pp`: the names of the modules at which further stages begin, such as ["blocks.4"], or
             a list of names for each stage. By default the repeated blocks, balanced by their parameters.
         schedule: the order of forward and backward passes over `pp`: "gpipe", "1f1b", "interleaved" (two stages a rank, or as
@@ -72,6 +81,9 @@ class Layout(Strategy):
         check_context: compare, in the first pass with `cp`, what the module gives for parts of sequences with what it gives for
             whole ones, submodule by submodule. Not with `pp`, whose stages see no whole sequence.
         fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
+
+    A plan of one's own must know the code: with "colwise", attention says `view(b, t, -1, head_size)`, with -1 for its heads, and
+    a fused projection has the heads as its outermost dimension. "colwise_gather" and "rowwise_split" are right for any code.
     """
 
     dp_replicate: int = 1
@@ -86,7 +98,7 @@ class Layout(Strategy):
     schedule: str = "1f1b"
     sequence_dim: SequenceDim = None
     check_context: bool = True
-    fsdp: FSDPStrategy | FSDP2Strategy | None = None
+    fsdp: FSDPStrategy | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,7 +107,7 @@ class Layout(Strategy):
                 object.__setattr__(self, name, whole(name, size, at_least=1 if name == "ep" else -1))
         object.__setattr__(self, "sequence_dim", check_sequence_dim(self.sequence_dim))
         flags(check_context=self.check_context, sequence_parallel=self.sequence_parallel)
-        require(isinstance(self.fsdp, FSDPStrategy | FSDP2Strategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
+        require(isinstance(self.fsdp, FSDPStrategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
         is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
         require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
         object.__setattr__(self, "stages", check_splits(self.stages))
@@ -124,7 +136,8 @@ class Layout(Strategy):
     def text(self) -> str:
         """The axes, as `parse` reads them; other options are not in it."""
         sizes = {axis: getattr(self, axis) for axis in (*AXES, "ep")}
-        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (None, 1)) or "dp_shard=-1"
+        default = {field.name: field.default for field in fields(self)}
+        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size != default[axis]) or "dp_shard=-1"
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -165,8 +178,7 @@ class Layout(Strategy):
         context = self._context(module, dims, world)
         # Phase 3: the axes over which gradients are averaged.
         data_axes(module, dims.samples_mesh(device))
-        mesh = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(device)}
-        how = _with(fsdp, sync_module_states=False, **mesh).sharding(module, world)
+        how = fsdp.but(sync_module_states=False, device_mesh=dims.data_mesh(device)).sharding(module, world)
         prepared = shard(module, world, recipe, how, ComposedPrepared)
         assert isinstance(prepared, ComposedPrepared)
         prepared.context = context
@@ -185,7 +197,7 @@ class Layout(Strategy):
         Raises:
             UsageError: an axis cannot divide this module.
         """
-        given = ("device_mesh", "process_group", "mesh")
+        given = ("device_mesh", "process_group")
         if any(getattr(self.fsdp, name, None) is not None for name in given):
             raise UsageError("fsdp must have no mesh and no group of its own in Layout: the axes choose the ranks.")
         check_experts(module, dims.ep, dims.pp)
@@ -221,11 +233,6 @@ class Layout(Strategy):
                 f"follow: it needs pp alone, got {dims.used}. Use '1f1b' or 'interleaved'."
             )
         return plan
-
-
-def _with(fsdp: FSDPStrategy | FSDP2Strategy, **changes: Any) -> FSDPStrategy | FSDP2Strategy:
-    values = {field.name: getattr(fsdp, field.name) for field in fields(fsdp)}
-    return type(fsdp)(**{**values, **changes})
 
 
 def _near(dims: ParallelDims, world: World) -> None:

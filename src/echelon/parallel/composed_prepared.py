@@ -47,7 +47,11 @@ class _LaidOut(Pipelined):
             self.is_replica = not self.pipeline.has_last or self.dims.tp_rank(self.rank) > 0
 
     def describe(self) -> dict[str, Any]:
-        return {"module": type(self.unwrapped).__name__, "strategy": "parallel", "mesh": self.dims.used}
+        return {
+            "module": type(self.unwrapped).__name__,
+            "layout": ",".join(f"{axis}={size}" for axis, size in self.dims.used.items()),
+            "mesh": self.dims.used,
+        }
 
 
 class ComposedPrepared(_LaidOut, ShardedStages):

@@ -28,6 +28,7 @@ from echelon.parallel.loose import average_
 from echelon.parallel.materialize import materialize
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.older_torch import ddp_options
+from echelon.parallel.partition import Partition
 from echelon.parallel.prepared import Prepared, WrapperPrepared
 from echelon.parallel.reaching import DistributedDataParallel as Reaching
 from echelon.parallel.recipe import Recipe
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DDPPrepared", "DDPStrategy"]
+__all__ = ["DDPPrepared", "DDPStrategy", "ZeROPrepared"]
 
 O = TypeVar("O")  # noqa: E741
 
@@ -178,6 +179,19 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
             ) from error
 
 
+class ZeROPrepared(DDPPrepared):
+    """A module in DistributedDataParallel, whose optimizer will be divided: stage 1 of ZeRO (Rajbhandari et al. 2020)."""
+
+    divides_optimizer = True
+
+    def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
+        made = super().optimizer(make)
+        optimizer = made[0] if isinstance(made, tuple) and made else made
+        if isinstance(optimizer, torch.optim.Optimizer):
+            Partition(optimizer, self.module.process_group, {p: n for n, p in self.unwrapped.named_parameters()})
+        return made
+
+
 register(Kind("ddp", lambda module: isinstance(module, DistributedDataParallel), DDPPrepared, inner="module"))
 
 
@@ -197,9 +211,9 @@ class DDPStrategy(Strategy):
         sync_batchnorm: batch norm over the global batch.
         device_ids: accepted from scripts that wrap by hand; must be this rank's device: `[device.index]`, on a CPU `[None]`.
         mixed_precision: refused; a precision is the unit's.
+        shard_optimizer: each rank keeps and computes the optimizer's state of a part of the parameters: layout "zero1". It is
+            divided when the unit builds it, so a unit of your own must build it by `prepared.optimizer(...)`.
     """
-
-    name = "ddp"
 
     output_device: int | torch.device | None = None
     dim: int = 0
@@ -223,6 +237,7 @@ class DDPStrategy(Strategy):
     delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None
     param_to_hook_all_reduce: nn.Parameter | None = None
     mixed_precision: object | None = None
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,6 +252,10 @@ class DDPStrategy(Strategy):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, several(name, given, "a list or None"))
 
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "zero1" if self.shard_optimizer else "ddp"
+
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         self._check(world)
         self._refuse_split(module)
@@ -246,7 +265,8 @@ class DDPStrategy(Strategy):
             prepared = Prepared(recipe.compile(recipe.checkpoint_activations(module)), [Axis.of(self.process_group)])
             prepared.reduces_unfrozen()
             return prepared
-        return DDPPrepared(self.wrap(module, world, recipe), world)
+        kind = ZeROPrepared if self.shard_optimizer else DDPPrepared
+        return kind(self.wrap(module, world, recipe), world)
 
     @staticmethod
     def _refuse_split(module: nn.Module) -> None:
@@ -303,5 +323,5 @@ class DDPStrategy(Strategy):
         if self.device_ids is not None and (len(self.device_ids) > 1 or any(d not in mine for d in self.device_ids)):
             raise UsageError(
                 f"device_ids must be this rank's device, {world.device}, got {list(self.device_ids)}. Leave it out; for one "
-                "process that drives several devices there is strategy 'dp'."
+                "process that drives several devices there is layout 'dp'."
             )

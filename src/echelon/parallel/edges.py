@@ -93,7 +93,7 @@ def _whole_copy(parameter: Any) -> torch.Tensor:
     if parameter.requires_grad and "tp" in (mesh.mesh_dim_names or ()):
         raise UsageError(
             "the weight of the model's last layer, which is split over tensor-parallel ranks, is read before the layer itself "
-            "runs. Choose what is sharded one by one without it: TPStrategy(fsdp=FSDPStrategy(blocks=[...]))."
+            "runs. Choose what is sharded one by one without it: Layout(fsdp=FSDPStrategy(blocks=[...]))."
         )
     whole: torch.Tensor = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)
     if whole.requires_grad:

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism: parameters, gradients and optimizer state are split over the ranks.
 
-`FSDPStrategy` has the options of the older FullyShardedDataParallel that mean something to `fully_shard`; `HSDPStrategy`
-keeps several copies of the shards. `sharding.py` says what is communicated.
+`FSDPStrategy` has `fully_shard`'s options, and those of the older FullyShardedDataParallel that mean something to it.
+`sharding.py` says what is communicated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import nn
 
 from echelon.contracts.arguments import several
 from echelon.contracts.errors import UsageError, require
-from echelon.contracts.numbers import whole
 from echelon.parallel.blocks import Blocks, blocks_by_policy, chosen_blocks
 from echelon.parallel.data_mesh import flat_mesh, replica_mesh
 from echelon.parallel.fsdp1 import precision_policies, sharding_named
@@ -33,9 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
     from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 
-__all__ = ["FSDPStrategy", "HSDPStrategy"]
-
-_REDUCTION = ("requires_gradient_sync", "requires_all_reduce")
+__all__ = ["FSDPStrategy"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +42,8 @@ class FSDPStrategy(Strategy):
     Args:
         process_group: the ranks to shard over; a pair is (ranks of one copy, ranks with the same shard).
         sharding_strategy: FULL_SHARD, SHARD_GRAD_OP (whole parameters between forward and backward), HYBRID_SHARD and
-            _HYBRID_SHARD_ZERO2 (the same with several copies, see HSDPStrategy); torch's members or their names.
+            _HYBRID_SHARD_ZERO2 (the same with several copies: a machine has one, and one machine the most that leave two);
+            torch's members or their names. For other numbers of copies: Layout(dp_replicate=..., fsdp=FSDPStrategy(...)).
         cpu_offload: shards and optimizer state live in host memory: True, or torch's CPUOffload or CPUOffloadPolicy.
         auto_wrap_policy: which submodules to shard one by one: a set of classes, or a policy of torch's or your own.
         mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; what it leaves open is the unit's precision. So
@@ -65,6 +63,7 @@ class FSDPStrategy(Strategy):
         requires_gradient_sync: reduce-scatter gradients in every micro-batch of an accumulation window, so that a rank keeps its
             shards of them only. False waits for the last one: less traffic, and whole float32 gradients on every rank meanwhile.
         requires_all_reduce: with several copies, also all-reduce over these in every micro-batch. By default in the last one.
+        shard_placement_fn: the `Shard` for a parameter, as in `fully_shard`; by default along the first dimension.
     """
 
     name = "fsdp"
@@ -86,16 +85,19 @@ class FSDPStrategy(Strategy):
     reshard_after_forward: bool | int | Mapping[str, bool | int] | None = None
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = False
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_prefetch(self.forward_prefetch, self.backward_prefetch)
-        group, mesh, init = self.process_group, self.device_mesh, self.param_init_fn
+        group, mesh = self.process_group, self.device_mesh
         groups = group if isinstance(group, tuple) else (group,)
         are_groups = group is None or all(isinstance(each, dist.ProcessGroup) for each in groups)
         require(are_groups, "process_group", "a ProcessGroup, a pair of them, or None", group)
         require(mesh is None or hasattr(mesh, "mesh_dim_names"), "device_mesh", "a DeviceMesh or None", mesh)
-        require(init is None or callable(init), "param_init_fn", "a function or None", init)
+        for name in ("param_init_fn", "shard_placement_fn"):
+            function = getattr(self, name)
+            require(function is None or callable(function), name, "a function or None", function)
         check_reshard(self.reshard_after_forward)
         for name, what, kind in (
             ("ignored_modules", "a list of modules", nn.Module),
@@ -123,6 +125,7 @@ class FSDPStrategy(Strategy):
             root_policy=root_policy,
             offload=offload,
             pin_memory=pin,
+            placement=self.shard_placement_fn,
             ignored=self._ignored(),
             from_rank0=self.sync_module_states,
             forward_prefetch=self.forward_prefetch,
@@ -179,50 +182,3 @@ def _grid(shards: dist.ProcessGroup, copies: dist.ProcessGroup) -> torch.Tensor:
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(copies))]
     dist.all_gather(rows, row, group=copies)
     return torch.stack(rows)
-
-
-@dataclass(frozen=True, repr=False)
-class HSDPStrategy(Strategy):
-    """Shard over few ranks and replicate the shards over the rest: gathers stay where traffic is fast.
-
-    A rank's gradients are reduce-scattered among the ranks of its copy, then all-reduced over the copies.
-
-    Args:
-        shard_size: ranks that split one copy; by default those of one machine, and on one machine the most that leave
-            two copies (half of the ranks, if their number is even).
-        replicate_size: copies; by default what shard_size leaves. The two must multiply to the world size.
-        blocks, reshard_after_forward, mixed_precision, cpu_offload, sync_module_states, forward_prefetch,
-            backward_prefetch, param_init_fn, requires_gradient_sync, requires_all_reduce: as in FSDPStrategy.
-    """
-
-    name = "hsdp"
-
-    shard_size: int | None = None
-    replicate_size: int | None = None
-    blocks: Sequence[str | type[nn.Module]] | None = None
-    reshard_after_forward: bool | int | Mapping[str, bool | int] | None = None
-    mixed_precision: MixedPrecision | MixedPrecisionPolicy | None = None
-    cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None
-    sync_module_states: bool = True
-    forward_prefetch: bool | int = False
-    backward_prefetch: int | None = None
-    param_init_fn: Callable[[nn.Module], None] | None = None
-    requires_gradient_sync: bool = True
-    requires_all_reduce: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_prefetch(self.forward_prefetch, self.backward_prefetch)
-        check_reshard(self.reshard_after_forward)
-        for name in ("shard_size", "replicate_size"):
-            if (size := getattr(self, name)) is not None:
-                object.__setattr__(self, name, whole(name, size, at_least=1))
-
-    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        local_size = rank_info().local_world_size
-        mesh = replica_mesh(world, self.replicate_size, self.shard_size, local_size=local_size)
-        same = ("blocks", "reshard_after_forward", "mixed_precision", "cpu_offload", "sync_module_states", "forward_prefetch")
-        options: dict[str, Any] = {
-            name: getattr(self, name) for name in (*same, "backward_prefetch", "param_init_fn", *_REDUCTION)
-        }
-        return FSDPStrategy(device_mesh=mesh, **options).prepare(module, world, recipe)

@@ -40,7 +40,7 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
     def parameters_written(self) -> None:
         raise UsageError(
             "the older FullyShardedDataParallel keeps copies of its parameters that cannot be told of a change, so its weights "
-            "cannot be averaged. Pass the plain module with strategy='fsdp'."
+            "cannot be averaged. Pass the plain module with layout='fsdp'."
         )
 
     def gathered(self) -> AbstractContextManager[Any]:
@@ -76,7 +76,7 @@ def sharding_named(value: Any) -> tuple[bool, bool]:
     """
     name = getattr(value, "name", value) or "FULL_SHARD"
     if name == "NO_SHARD":
-        raise UsageError("sharding_strategy must shard something, got NO_SHARD. Use strategy 'ddp' instead.")
+        raise UsageError("sharding_strategy must shard something, got NO_SHARD. Use layout 'ddp' instead.")
     if name not in _SHARDINGS:
         raise UsageError(f"sharding_strategy must be one of {', '.join(_SHARDINGS)}, got {value!r}.")
     return _SHARDINGS[name]

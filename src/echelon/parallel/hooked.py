@@ -29,7 +29,7 @@ def refuse_lost(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, 
             parameter, "_backward_hooks", "_post_accumulate_grad_hooks"
         ):
             raise UsageError(
-                f"strategy {strategy!r} puts another parameter in the place of {name}, whose hook (register_hook, or "
+                f"layout {strategy!r} puts another parameter in the place of {name}, whose hook (register_hook, or "
                 f"register_post_accumulate_grad_hook) would never be called. Take it away before. {_REMEDY}"
             )
 

@@ -12,15 +12,13 @@ from torch import nn
 
 from echelon.parallel.composed import Layout
 from echelon.parallel.experts.distribute import count, stacked_experts
-from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
-from echelon.parallel.fsdp2 import FSDP2Strategy
+from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.names import class_name, plain_name
 from echelon.parallel.pipeline import Stages
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.strategy import Strategy
-from echelon.parallel.tensor import Chosen, TPStrategy
+from echelon.parallel.tensor import Chosen
 from echelon.parallel.units import units_of
-from echelon.parallel.zero import ZeROStrategy
 
 __all__ = ["Layers", "Row", "layers_of"]
 
@@ -101,31 +99,18 @@ def layers_of(module: nn.Module, strategy: Strategy, ranks: int) -> Layers:
 
 
 def _as_axes(strategy: Strategy, ranks: int) -> Layout | None:
-    if isinstance(strategy, TPStrategy):
-        size = strategy.size or ranks
-        return Layout(
-            dp_replicate=strategy.dp_replicate,
-            tp=size,
-            plan=strategy.plan,
-            sequence_parallel=strategy.sequence_parallel,
-            fsdp=strategy.fsdp,
-        )
     if isinstance(strategy, Layout):
         dims = strategy.dims(ranks)
         return replace(strategy, **{axis: getattr(dims, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")})
     return None
 
 
-def _sharded(strategy: Strategy, several: Layout | None, ranks: int) -> FSDPStrategy | FSDP2Strategy | None:
+def _sharded(strategy: Strategy, several: Layout | None, ranks: int) -> FSDPStrategy | None:
     """What shards the parameters, if something does."""
     if several is not None:
         dims = several.dims(ranks)
         return several.fsdp or FSDPStrategy() if dims.dp_shard * dims.cp > 1 else None
-    if isinstance(strategy, HSDPStrategy):
-        return FSDPStrategy(blocks=strategy.blocks)
-    if isinstance(strategy, ZeROStrategy) and strategy.stage > 1:
-        return strategy.options if isinstance(strategy.options, FSDPStrategy) else FSDPStrategy()
-    return strategy if isinstance(strategy, (FSDPStrategy, FSDP2Strategy)) else None
+    return strategy if isinstance(strategy, FSDPStrategy) else None
 
 
 # --- one axis each: from a layer's name and the layer to what becomes of it
@@ -162,7 +147,7 @@ def _experts(module: nn.Module, ep: int) -> Callable[[str, nn.Module], str]:
     return lambda name, layer: f"{divided[layer] // ep} of {divided[layer]} experts" if layer in divided else "as the rest"
 
 
-def _gathered(module: nn.Module, sharded: FSDPStrategy | FSDP2Strategy) -> Callable[[str, nn.Module], str]:
+def _gathered(module: nn.Module, sharded: FSDPStrategy) -> Callable[[str, nn.Module], str]:
     units = units_of(module, sharded.blocks_of(module), None, None, True, torch.device("cpu"), reports=False)
     held: dict[nn.Parameter, str] = {}
     for unit in units:

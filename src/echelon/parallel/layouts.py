@@ -15,21 +15,20 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel.composed import Layout
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.dp import DPStrategy
-from echelon.parallel.fsdp import FSDPStrategy, HSDPStrategy
+from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
 from echelon.parallel.strategy import NOOPStrategy, Strategy
-from echelon.parallel.zero import ZeROStrategy
 from echelon.world.mesh import AXES
 
-__all__ = ["LAYOUTS", "in_words", "is_word", "resolve"]
+__all__ = ["LAYOUTS", "in_words", "is_word", "resolve", "with_options_of"]
 
 # What users write, and errors list.
 LAYOUTS: dict[str, Callable[[], Strategy]] = {
     "none": NOOPStrategy,
     "ddp": DDPStrategy,
     "fsdp": FSDPStrategy,
-    "hsdp": HSDPStrategy,
-    "zero1": ZeROStrategy,
+    "hsdp": partial(FSDPStrategy, sharding_strategy="HYBRID_SHARD"),
+    "zero1": partial(DDPStrategy, shard_optimizer=True),
     "zero2": partial(FSDPStrategy, reshard_after_forward=False),
     "local_sgd": LocalSGDStrategy,
     "diloco": DiLoCoStrategy,
@@ -83,6 +82,21 @@ def in_words(layout: Strategy) -> str:
         if layout == make():
             return word
     return layout.text if isinstance(layout, Layout) and layout == Layout.parse(layout.text) else repr(layout)
+
+
+def with_options_of(own: Strategy | None, given: Strategy) -> Strategy:
+    """`given`, a layout that was only named, with the options of a script's own layout, if it is one of the same family.
+
+    They tell what the model needs: that parameters stay unused, which modules are blocks, where it is cut into stages.
+    """
+    if isinstance(given, Layout) and isinstance(own, Layout):
+        return own.but(**{axis: getattr(given, axis) for axis in (*AXES, "ep")})
+    if isinstance(given, DDPStrategy) and isinstance(own, DDPStrategy):
+        return own.but(shard_optimizer=given.shard_optimizer)
+    if isinstance(given, FSDPStrategy) and isinstance(own, FSDPStrategy):
+        how = ("sharding_strategy", "reshard_after_forward")
+        return own.but(**{name: getattr(given, name) for name in how})
+    return own if own is not None and type(own) is type(given) else given
 
 
 def _entry(word: str) -> str | Callable[[], Strategy] | None:

@@ -121,7 +121,7 @@ class WorkerPrepared(Prepared[Worker]):
             self.module.load_own_state(extras["worker"])
 
     def describe(self) -> dict[str, Any]:
-        return {"module": type(self.unwrapped).__name__, "strategy": self.module.strategy, "mesh": {}}
+        return {"module": type(self.unwrapped).__name__, "layout": self.module.strategy, "mesh": {}}
 
 
 register(

@@ -24,7 +24,6 @@ from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.embeddings import check_embeddings
 from echelon.parallel.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.fsdp import FSDPStrategy
-from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.hooked import refuse_lost
 from echelon.parallel.layouts import resolve
 from echelon.parallel.names import class_name, without_compile
@@ -44,7 +43,6 @@ __all__ = [
     "parallelize",
     "prepare_ddp",
     "prepare_fsdp",
-    "prepare_fsdp2",
     "prepare_module",
 ]
 
@@ -242,9 +240,3 @@ def prepare_ddp(module: nn.Module, device: torch.device, layout: DDPStrategy | N
 def prepare_fsdp(module: nn.Module, device: torch.device, layout: FSDPStrategy | None = None) -> nn.Module:
     """The module on `device`, sharded in place by `fully_shard`; its parameters are DTensors."""
     return _for_own_steps(parallelize(module, layout or FSDPStrategy(), device))
-
-
-@renames(strategy="layout")
-def prepare_fsdp2(module: nn.Module, device: torch.device, layout: FSDP2Strategy | None = None) -> nn.Module:
-    """As `prepare_fsdp`, with `fully_shard`'s own options."""
-    return _for_own_steps(parallelize(module, layout or FSDP2Strategy(), device))

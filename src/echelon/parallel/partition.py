@@ -93,7 +93,7 @@ class Partition:
         group: dist.ProcessGroup | None = None,
         names: dict[nn.Parameter, str] | None = None,
         *,
-        what: str = "strategy 'zero1'",
+        what: str = "layout 'zero1'",
         unfreezing: str = "Unfreeze it before the module is prepared; give it an lr of 0 until then.",
         largest_first: bool = True,
         shows_all: bool = True,
@@ -101,7 +101,7 @@ class Partition:
         self._shows_all, self._mine = shows_all, list[list[nn.Parameter]]()
         self._what, self._unfreezing = what, unfreezing
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(f"{what} cannot shard LBFGS, which needs all parameters at once. Use strategy 'ddp'.")
+            raise UsageError(f"{what} cannot shard LBFGS, which needs all parameters at once. Use layout 'ddp'.")
         if Partition.of(optimizer) is not None or is_zero_redundancy(optimizer):
             raise UsageError(
                 f"this {type(optimizer).__name__} is sharded already, and {what} would shard it again. Build it unsharded."
@@ -121,7 +121,7 @@ class Partition:
         # The optimizer's own would leave the gradients of what others own.
         optimizer.zero_grad = partial(_zero_grad, self)  # type: ignore[method-assign]
         Partition._all[optimizer] = self
-        if self._size > 1 and what.startswith("strategy"):  # others consolidate what they give
+        if self._size > 1 and what.startswith("layout"):  # others consolidate what they give
             tell_when_optimizer_is_pickled(optimizer)
 
     @staticmethod

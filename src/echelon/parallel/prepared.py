@@ -181,7 +181,7 @@ class Prepared(Generic[M]):
         """What a checkpoint says of the module, and another run compares: its class, how it is parallel, over which ranks."""
         kind = kind_of(self.module)
         name = kind.name if kind is not None else None
-        return {"module": type(self.unwrapped).__name__, "strategy": name, "mesh": mesh_of(self.module)}
+        return {"module": type(self.unwrapped).__name__, "layout": name, "mesh": mesh_of(self.module)}
 
     def gathered(self) -> AbstractContextManager[Any]:
         """Context in which `named_parameters` gives all parameters in their own shape, split or not. Collective."""

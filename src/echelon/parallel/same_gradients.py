@@ -73,7 +73,7 @@ class SameGradients:
             self._first = None
         problem = (
             f"{others[0]} has a gradient in some micro-batches of an accumulation window and none in others, so the all-reduce "
-            "over the copies of the shards cannot wait for the last of them. Give HSDPStrategy(requires_all_reduce=True)."
+            "over the copies of the shards cannot wait for the last of them. Give FSDPStrategy(requires_all_reduce=True)."
             if others
             else None
         )

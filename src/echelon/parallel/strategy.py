@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -35,6 +36,13 @@ class Strategy(ABC):
         options: tuple[Any, ...] = fields(self) if is_dataclass(self) else ()
         given = [f"{each.name}={value!r}" for each in options if (value := getattr(self, each.name)) is not each.default]
         return f"{type(self).__name__}({', '.join(given)})"
+
+    def but(self, **options: Any) -> Self:
+        """A copy with other options, which must make sense."""
+        made = copy.copy(self)
+        for name, value in options.items():
+            object.__setattr__(made, name, value)
+        return made
 
     @abstractmethod
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:

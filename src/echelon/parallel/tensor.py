@@ -17,31 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.arguments import flags
-from echelon.contracts.errors import UsageError, require
-from echelon.contracts.numbers import whole
+from echelon.contracts.errors import UsageError
 from echelon.parallel.axes import axes_of
-from echelon.parallel.fsdp import FSDPStrategy
-from echelon.parallel.fsdp2 import FSDP2Strategy
-from echelon.parallel.materialize import remember
 from echelon.parallel.names import matching, plain_name, tied_names
-from echelon.parallel.prepared import Prepared
-from echelon.parallel.recipe import Recipe
-from echelon.parallel.same_draws import SameDraws
 from echelon.parallel.sequence_part import PartOfSequence
-from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor_adapters import with_adapters
 from echelon.parallel.tensor_layers import has_own_weights, install, is_transposed, split_dims
 from echelon.parallel.tensor_plans import ALIASES, STYLES, Plan, plan_of
 from echelon.parallel.tensor_sequence import check_sequence, split_sequence
-from echelon.world.init import World, ensure_group
-from echelon.world.mesh import ParallelDims
+from echelon.world.init import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["Chosen", "TPStrategy", "check_tensor", "equalize", "split_layers"]
+__all__ = ["Chosen", "check_tensor", "equalize", "split_layers"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,72 +40,6 @@ _TIED = (
     "tensor-parallel plan: {0} and {1} are one tied parameter, but would be split differently. An nn.Embedding as 'rowwise' and "
     "an nn.Linear as 'colwise' or 'colwise_gather' are split alike."
 )
-
-
-@dataclass(frozen=True, repr=False)
-class TPStrategy(Strategy):
-    """Split single layers over `size` neighbouring ranks, and the data over the groups of them.
-
-    Args:
-        plan: submodule names, `*` for any part of a name between dots, to how each is split: "colwise" (its outputs; what
-            follows works on this rank's part of the features), "rowwise" (its inputs, after a colwise layer; the results are
-            summed up), "colwise_gather" (its outputs, put together again), "rowwise_split" (its inputs, of which all ranks have
-            all), "colwise_logits" (its outputs, which `cross_entropy` takes split), "summed" (a whole layer that works on split
-            features, such as a norm of each head), or a ParallelStyle of torch. An nn.Embedding is split by rows with
-            "rowwise". Names of transformers for the same are understood. By default the module's own `tp_plan`, that of
-            transformers, or an inferred one, which rank 0 logs and `echelon.layouts.tp_plan(module)` gives.
-        size: ranks that share each layer; by default all.
-        dp_replicate: copies of the shards over the data-parallel ranks, as HSDPStrategy has; by default one.
-        sequence_parallel: between split layers, work on this rank's part of the sequence: norms, dropout, sums of residuals.
-            For models with one list of blocks, whose first is called first and last last, and whose attention and MLP are
-            submodules of the block; sequences of any length.
-            What hooks see between blocks, and hidden states that a model gives out, are parts.
-        fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
-
-    A plan of one's own must know the code: with "colwise", attention says `view(b, t, -1, head_size)`, with -1 for its heads, and
-    a fused projection has the heads as its outermost dimension. "colwise_gather" and "rowwise_split" are right for any code.
-    """
-
-    name = "tp"
-
-    plan: Mapping[str, str | ParallelStyle] | None = None
-    size: int | None = None
-    dp_replicate: int = 1
-    sequence_parallel: bool = False
-    fsdp: FSDPStrategy | FSDP2Strategy | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
-        require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
-        require(isinstance(self.fsdp, FSDPStrategy | FSDP2Strategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
-        flags(sequence_parallel=self.sequence_parallel)
-        object.__setattr__(self, "dp_replicate", whole("dp_replicate", self.dp_replicate, at_least=1))
-        if self.size is not None:
-            object.__setattr__(self, "size", whole("size", self.size, at_least=1))
-
-    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        # Phase 1: everything that can be wrong, before the first collective.
-        dims = ParallelDims.of(world.size, dp_replicate=self.dp_replicate, tp=self.size if self.size is not None else world.size)
-        given = ("device_mesh", "process_group", "mesh")
-        if any(getattr(self.fsdp, name, None) is not None for name in given):
-            raise UsageError(
-                "fsdp must have no mesh and no group of its own in TPStrategy: size and dp_replicate choose the ranks."
-            )
-        chosen = check_tensor(module, self.plan, dims.tp, sequence_parallel=self.sequence_parallel)
-        chosen.report(world)
-        # Phase 2: the same values on all ranks, then each takes its part of the layers: no communication.
-        ensure_group(world.device)
-        remember(module)
-        equalize(module, world, from_rank0=self.fsdp is None or self.fsdp.sync_module_states)
-        if dims.tp > 1:
-            split_layers(module, chosen, dims.tp_mesh(world.device))
-        # Phase 3: the data-parallel axes.
-        fsdp = self.fsdp or FSDPStrategy()
-        mesh: dict[str, Any] = {"mesh" if isinstance(fsdp, FSDP2Strategy) else "device_mesh": dims.data_mesh(world.device)}
-        prepared = replace(fsdp, sync_module_states=False, **mesh).prepare(module, world, recipe)
-        prepared.draws_apart, prepared.draws = self.sequence_parallel and dims.tp > 1, SameDraws.over(dims, world)
-        return prepared
 
 
 @dataclass(frozen=True)
@@ -291,7 +215,7 @@ def _refuse_scalars(module: nn.Module) -> None:
             raise UsageError(
                 f"{type(module).__name__}.{name} is a scalar. Whether the ranks that share a layer have all of its gradient or a "
                 "part of it depends on where it is used, which tensor parallelism cannot know. Make it a tensor of one element "
-                "for each feature, freeze it, or take strategy 'fsdp'."
+                "for each feature, freeze it, or take layout 'fsdp'."
             )
 
 

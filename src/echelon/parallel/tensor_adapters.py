@@ -31,7 +31,7 @@ def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any
             adapter = type(layer).__module__.rpartition(".")[0].rpartition(".")[2]
             raise UsageError(
                 f"tensor-parallel plan: {name} has an adapter of PEFT ({adapter}) that is not split; of these only LoRA's is. "
-                "Leave it out of the plan: TPStrategy(plan=...) takes one; or train under 'fsdp'."
+                "Leave it out of the plan: Layout(plan=...) takes one; or train under 'fsdp'."
             )
         if isinstance(copies := getattr(layer, "modules_to_save", None), nn.ModuleDict) and hasattr(layer, "original_module"):
             inside = ["original_module", *(f"modules_to_save.{adapter}" for adapter in copies)]
@@ -44,7 +44,7 @@ def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any
         if magnitudes or isinstance(without_adapter(layer), nn.Embedding):
             kind = "DoRA, which needs the whole weight" if magnitudes else "an Embedding"
             raise UsageError(
-                f"tensor-parallel plan: {name} is an adapter of {kind}. Leave it out of the plan: TPStrategy(plan=...) takes "
+                f"tensor-parallel plan: {name} is an adapter of {kind}. Leave it out of the plan: Layout(plan=...) takes "
                 "one; or train under 'fsdp'."
             )
         side = "lora_B" if style.startswith("colwise") else "lora_A"

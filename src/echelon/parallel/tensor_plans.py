@@ -100,7 +100,7 @@ def tp_plan(module: nn.Module, size: int = 1) -> dict[str, Any]:
     """The plan by which tensor parallelism splits a module that is given none: patterns of submodule names to styles.
 
     It is the module's own `tp_plan`, or that of transformers, or inferred from names and shapes of common attention and MLP
-    blocks. Print it before you train, change what you know better, and give it to TPStrategy(plan=...).
+    blocks. Print it before you train, change what you know better, and give it to Layout(plan=...).
 
     Args:
         module: not yet made parallel; the meta device will do.
@@ -345,6 +345,6 @@ def _refusal(module: nn.Module, plan: Plan) -> str:
     example = ", ".join(f'"{name}": "{style}"' for name, style in _example(module).items())
     why = "".join(f" {name} stays whole: {reason}." for name, reason in list(plan.whole.items())[:2])
     return (
-        f"strategy 'tp': {type(module).__name__} has no tp_plan that says how its layers are split, and none can be inferred."
-        f"{why} Give TPStrategy(plan=...) or the module's attribute tp_plan a dict such as {{{example}}}."
+        f"layout 'tp': {type(module).__name__} has no tp_plan that says how its layers are split, and none can be inferred."
+        f"{why} Give Layout(plan=...) or the module's attribute tp_plan a dict such as {{{example}}}."
     )

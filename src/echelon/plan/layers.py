@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -18,13 +18,11 @@ from echelon.loop.observer import observing
 from echelon.loop.target import Target
 from echelon.parallel.composed import Layout
 from echelon.parallel.layers import Layers, layers_of
-from echelon.parallel.layouts import resolve
+from echelon.parallel.layouts import resolve, with_options_of
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
-from echelon.parallel.tensor import TPStrategy
 from echelon.world.init import World
-from echelon.world.mesh import AXES
 
 __all__ = ["lines", "plan_layers"]
 
@@ -60,7 +58,7 @@ class _Looks(Strategy):
         return self
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        strategy = _with_options_of(self.own, self.given) if self.given else self.own or NOOPStrategy()
+        strategy = with_options_of(self.own, self.given) if self.given else self.own or NOOPStrategy()
         self.found.append(layers_of(module, strategy, self.ranks or _least_ranks(strategy)))
         return NOOPStrategy().prepare(module, world, recipe)
 
@@ -100,28 +98,12 @@ def plan_layers(target: Target, strategy: str | None = None, ranks: int | None =
     return looks.found
 
 
-def _with_options_of(own: Strategy | None, given: Strategy) -> Strategy:
-    """`given`, which was only named, with what the script's own strategy says of the model: its plan, its stages, its blocks."""
-    if type(own) is type(given):
-        own_axes = {*AXES, "ep"} if isinstance(given, Layout) else set()
-        assert is_dataclass(own)
-        kept = {each.name: getattr(own, each.name) for each in fields(own) if each.init and each.name not in own_axes}
-        return replace(given, **kept)
-    if isinstance(given, Layout) and isinstance(own, TPStrategy):
-        return replace(given, plan=own.plan, sequence_parallel=own.sequence_parallel, fsdp=own.fsdp)
-    if isinstance(given, TPStrategy) and isinstance(own, Layout):
-        return replace(given, plan=own.plan, sequence_parallel=own.sequence_parallel, fsdp=own.fsdp)
-    return given
-
-
 def _least_ranks(strategy: Strategy) -> int:
-    sizes = [1]
-    if isinstance(strategy, Layout):
-        sizes = [strategy.pp, strategy.dp_replicate, strategy.dp_shard or 1, strategy.cp, strategy.tp]
-        if strategy.dp_shard is None and strategy.ep > 1:
-            sizes.append(strategy.ep)
-    else:
-        sizes = [getattr(strategy, name, None) or 1 for name in ("size", "dp_replicate")]
+    if not isinstance(strategy, Layout):
+        return 2
+    sizes = [strategy.pp, strategy.dp_replicate, strategy.dp_shard or 1, strategy.cp, strategy.tp]
+    if strategy.dp_shard is None and strategy.ep > 1:
+        sizes.append(strategy.ep)
     return max(2, math.prod(size for size in sizes if size > 0))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from echelon.parallel.layouts import in_words, resolve
 from echelon.prover.matrix import AS_WRITTEN, Row
 from echelon.prover.proof import Result
 from echelon.prover.ran import Ran
@@ -84,7 +85,8 @@ class Fitting:
         """It is the script's own configuration, which was run already."""
         if self._yours is None or row.precision or row.parts or row.optimizer != "script" or not isinstance(row.strategy, str):
             return False
-        return (row.strategy, row.ranks, row.accumulation) == self._yours
+        layout = resolve(row.strategy)
+        return layout is not None and (in_words(layout), row.ranks, row.accumulation) == self._yours
 
     def failed(self, error: str, ranks: int, *, began: bool) -> None:
         """What fails in one process, or twice before it trains, need not be seen again."""

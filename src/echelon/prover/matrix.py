@@ -15,14 +15,13 @@ from echelon.parallel.composed import Layout
 from echelon.parallel.layouts import resolve
 from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
 from echelon.parallel.pipeline.schedules import SCHEDULES
-from echelon.parallel.tensor import TPStrategy
 
 __all__ = ["AS_WRITTEN", "DIRECTIONS", "YOURS", "Row", "matrix"]
 
 AS_WRITTEN = "as written"
 YOURS = "yours"
 
-# Of STRATEGIES all but "noop", which does not reduce, "dp", which is one process, and second names of the same: "fsdp2", "zero3".
+# Of LAYOUTS those that train the same numbers as one process, and tp.
 DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "tp")
 
 # More directions, by the number of ranks: each where so many are run and the model can be divided so.
@@ -118,7 +117,7 @@ def matrix(
 ) -> list[Row]:
     """Every strategy at every number of ranks above one; accumulation splits, SGD and bf16 at the smallest of them.
 
-    A strategy on one rank is compared once, with `noop`. Splits, SGD and bf16 do not depend on how many ranks there are beyond
+    A strategy on one rank is compared once, with `none`. Splits, SGD and bf16 do not depend on how many ranks there are beyond
     one, so they are not multiplied with them.
 
     Args:
@@ -137,12 +136,12 @@ def matrix(
             )
     accumulation = sorted(set(accumulation))
     several = sorted({r for r in ranks if r > 1})
-    rows = [Row("noop", 1, "noop", a) for a in accumulation if a > 1] if 1 in ranks else []
+    rows = [Row("none", 1, "none", a) for a in accumulation if a > 1] if 1 in ranks else []
     if 1 in ranks:
-        rows.insert(0, Row("noop", 1, "noop", 1))
-        rows += [Row("noop", 1, "noop", 1, precision="bf16")] if bf16 else []
+        rows.insert(0, Row("none", 1, "none", 1))
+        rows += [Row("none", 1, "none", 1, precision="bf16")] if bf16 else []
     for name, strategy in named.items():
-        if name != "noop":
+        if name != "none":
             rows += _of_strategy(name, strategy, several, accumulation, sgd=sgd, bf16=bf16)
     if strategies is None:
         rows = [replace(row, fits_some=True) if row.name.startswith("tp") else row for row in rows]
@@ -167,7 +166,7 @@ def _of_strategy(
         rows += [replace(first, optimizer="sgd")] if sgd else []
         rows += [replace(first, precision="bf16", accumulation=max(accumulation))] if bf16 else []
     if name == "tp" and strategy == "tp" and 4 in several:
-        rows.append(Row("tp x fsdp", 4, TPStrategy(size=2), 1))
+        rows.append(Row("tp x fsdp", 4, Layout(tp=2), 1))
     return rows
 
 
@@ -184,8 +183,8 @@ def _bitwise(named: Mapping[str, Any], ranks: Sequence[int], parts: int) -> list
     """Rows of the bit-equal mode, where the number of ranks divides that of the parts."""
     return [
         Row(name, r, strategy, None, parts=parts)
-        for name, strategy in {"noop": "noop", **named}.items()
-        if name in ("noop", "ddp", "fsdp")
-        for r in (sorted(set(ranks)) if name != "noop" else [1])
-        if parts % r == 0 and (r > 1 or name == "noop")
+        for name, strategy in {"none": "none", **named}.items()
+        if name in ("none", "ddp", "fsdp")
+        for r in (sorted(set(ranks)) if name != "none" else [1])
+        if parts % r == 0 and (r > 1 or name == "none")
     ]

@@ -212,7 +212,8 @@ def _divisors(number: int) -> list[int]:
 def _misfit(world_size: int, given: dict[str, int]) -> str:
     product = math.prod(given.values())
     asked = " x ".join(f"{name} {size}" for name, size in given.items())
-    said = f"{asked}{f' = {product}' if len(given) > 1 else ''}, but {world_size} ranks run."
+    sizes = f"{asked}{f' = {product}' if len(given) > 1 else ''}"
+    said = f"the axes must multiply to the {world_size} ranks that run, got {sizes}."
     # What the user may change in one place: the first axis that is not one, or the number of ranks.
     remedies = []
     for name, size in given.items():

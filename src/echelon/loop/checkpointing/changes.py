@@ -27,6 +27,7 @@ from echelon.data.stream import StreamLoader
 from echelon.loop.auto import AutoUnit
 from echelon.loop.checkpointing import forgotten
 from echelon.loop.unit import LRScheduler, Unit
+from echelon.parallel.layouts import in_words, resolve
 from echelon.parallel.partition import Partition
 from echelon.parallel.state_keys import HOW
 from echelon.world import agree
@@ -34,7 +35,7 @@ from echelon.world.init import World
 
 __all__ = ["check", "command_here", "facts", "renamed"]
 
-_HARMLESS = ("world_size", "dp_size", "mesh", "strategy", "torch", "echelon", "python", "command")
+_HARMLESS = ("world_size", "dp_size", "mesh", "layout", "torch", "echelon", "python", "command")
 # Options that a schedule moves.
 _SCHEDULED = {"lr": ("initial_lr",), "momentum": ("max_momentum",), "betas": ("max_momentum",)}
 
@@ -51,7 +52,7 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
         "world_size": World.current(torch.device("cpu")).size,
         "dp_size": getattr(getattr(unit, "prepared", None), "dp_size", None),
         "mesh": _mesh(unit, described),
-        "strategy": _strategy(unit, described),
+        "layout": _layout(unit, described),
         "torch": torch.__version__,
         "echelon": __version__,
         "python": platform.python_version(),
@@ -79,11 +80,11 @@ def _mesh(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> dict[str, i
     return {"data": data[1]} if data is not None else {}
 
 
-def _strategy(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:
+def _layout(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:
     given = unit.auto_options.strategy if isinstance(unit, AutoUnit) else None
     if given is not None:
-        return given if isinstance(given, str) else type(given).__name__
-    return "+".join(sorted({each["strategy"] for each in described.values()} - {None})) or None
+        return in_words(value).partition("(")[0] if (value := resolve(given)) is not None else None
+    return "+".join(sorted({each["layout"] for each in described.values()} - {None})) or None
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from echelon.loop import auto, auto_predict
 from echelon.loop.auto import TrainStepResults
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.averaged import SWALRParams, SWAParams
-from echelon.parallel import tensor
+from echelon.parallel.composed import Layout
 from echelon.parallel.precision import Precision, Shards
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.shards import is_split
@@ -129,7 +129,7 @@ class AutoUnit(
             raise UsageError(f"gradient_accumulation_steps must be > 0. Got {gradient_accumulation_steps}")
         if enable_compiled_autograd:
             compile_backward(torch_compile_params)
-        if enable_loss_parallel and not isinstance(strategy, (TPStrategy, tensor.TPStrategy)) and not _is_split(module):
+        if enable_loss_parallel and not isinstance(strategy, (TPStrategy, Layout)) and not _is_split(module):
             raise UsageError(f"enable_loss_parallel is only supported with TPStrategy, got {strategy!r}.")
         super().__init__(
             module=as_module(module),

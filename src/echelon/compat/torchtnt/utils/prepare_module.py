@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +15,14 @@ from torch import nn
 from echelon.compat import older_options
 from echelon.compat.older_options import ActivationCheckpointParams
 from echelon.compat.torchtnt.utils.distributed import get_global_rank
+from echelon.compat.torchtnt.utils.fsdp2 import FSDP2Strategy
 from echelon.compat.torchtnt.utils.fsdp_utils import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType
 from echelon.compat.torchtnt.utils.optimizer import make_state
 from echelon.contracts.errors import UsageError
-from echelon.parallel import fsdp, parallelize, tensor
+from echelon.parallel import fsdp, parallelize
 from echelon.parallel.activation import checkpoint_activations
+from echelon.parallel.composed import Layout
 from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.fsdp2 import FSDP2Strategy
 from echelon.parallel.gradients import clip_by_norm_
 from echelon.parallel.layouts import resolve
 from echelon.parallel.materialize import materialize
@@ -99,7 +100,7 @@ _BACKWARD_PRE = BackwardPrefetch.to_native_backward_prefetch("BACKWARD_PRE")
 
 @dataclass(frozen=True)
 class TPStrategy(Strategy):
-    """Tensor parallelism with TorchTNT's arguments; `echelon.TPStrategy` has more.
+    """Tensor parallelism with TorchTNT's arguments; `echelon.Layout` has more.
 
     Args:
         tp_plan: submodule names to torch's ParallelStyles, or to "colwise", "rowwise", "colwise_gather".
@@ -115,15 +116,15 @@ class TPStrategy(Strategy):
         """Over all ranks."""
         return self.over(None).prepare(module, world, recipe)
 
-    def over(self, global_mesh: GlobalMeshCoordinator | None) -> tensor.TPStrategy:
+    def over(self, global_mesh: GlobalMeshCoordinator | None) -> Layout:
         if not isinstance(self.tp_plan, Mapping):
             raise UsageError("TPStrategy(tp_plan=...): a dict of submodule names. Put the style under the name of the layer.")
         dims = global_mesh.dims if global_mesh is not None else None
         if global_mesh is not None and global_mesh.tp_mesh is None:
             raise UsageError("TPStrategy: the global mesh has no tensor-parallel axis. GlobalMeshCoordinator(tp=...) makes it.")
-        return tensor.TPStrategy(
+        return Layout(
             plan=self.tp_plan,
-            size=dims.tp if dims is not None else None,
+            tp=dims.tp if dims is not None else -1,
             dp_replicate=dims.dp_replicate if dims is not None else 1,
             fsdp=self.fsdp2_strategy,
         )
@@ -191,7 +192,7 @@ def prepare_module(
         torch_compile_params=compilable(torch_compile_params),
         recompute=activation_checkpoint_params,
     )
-    return _with_older_methods(made) if isinstance(chosen, fsdp.FSDPStrategy) else made
+    return _with_older_methods(made) if isinstance(chosen, fsdp.FSDPStrategy) and not isinstance(chosen, FSDP2Strategy) else made
 
 
 def prepare_fsdp(module: nn.Module, device: torch.device, strategy: FSDPStrategy | None = None) -> nn.Module:
@@ -205,10 +206,10 @@ def prepare_fsdp2(
     strategy: FSDP2Strategy | None = None,
     global_mesh: GlobalMeshCoordinator | None = None,
 ) -> nn.Module:
-    """As `echelon.layouts.prepare_fsdp2`; a mesh with several copies keeps them."""
+    """`fully_shard` in place, with its own options; a mesh with several copies keeps them."""
     chosen = on_mesh(strategy or FSDP2Strategy(), global_mesh)
     assert isinstance(chosen, FSDP2Strategy)
-    return parallelize.prepare_fsdp2(module, device, chosen)
+    return parallelize.prepare_fsdp(module, device, chosen)
 
 
 def on_mesh(strategy: Strategy | str | None, global_mesh: GlobalMeshCoordinator | None) -> Strategy | None:
@@ -221,9 +222,9 @@ def on_mesh(strategy: Strategy | str | None, global_mesh: GlobalMeshCoordinator 
     if not isinstance(chosen, FSDP2Strategy):
         kind = "no strategy" if chosen is None else type(chosen).__name__
         raise UsageError(f"global_mesh is for TPStrategy and FSDP2Strategy; here it meets {kind}. Leave it out.")
-    if chosen.mesh is not None:
+    if chosen.device_mesh is not None:
         raise UsageError("FSDP2Strategy(mesh=...) and global_mesh both choose the ranks. Give one of them.")
-    return replace(chosen, mesh=global_mesh.dp_mesh)
+    return chosen.but(device_mesh=global_mesh.dp_mesh)
 
 
 def compilable(params: Any) -> Any:
