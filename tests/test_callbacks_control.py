@@ -489,7 +489,7 @@ def test_a_name_that_is_none_is_refused_with_those_that_there_are(ranks: Ranks) 
 
 def test_early_stopping_says_what_is_better_or_asks() -> None:
     assert EarlyStopping("val_accuracy").checker.mode == "max" and EarlyStopping("eval_loss").checker.mode == "min"
-    with pytest.raises(UsageError, match="mode must be 'min' or 'max' for a number named 'quality'"):
+    with pytest.raises(UsageError, match="mode must be 'min' or 'max' for 'quality'"):
         EarlyStopping("quality")
     with pytest.raises(UsageError, match="left out with patience"):
         EarlyStopping("quality", EarlyStopChecker("min", 1), patience=2)

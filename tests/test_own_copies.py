@@ -78,7 +78,9 @@ def _averaged(way: str, strategy: str, folder: Path | None = None, epochs: int =
     loader: Any = DataLoader(TensorDataset(X, Y), 8)
     is_plain = strategy == "plain"
     if not is_plain:
-        model, average, optimizer, loader = ech.prepare(model, average, optimizer, loader, strategy=strategy, checkpoints=folder)
+        model, average, optimizer, loader = ech.prepare(
+            model, average, optimizer, loader, strategy=strategy, checkpoints=ech.Checkpoints(folder, every="epoch")
+        )
     computed = []
     for epoch in range(epochs) if is_plain else ech.epochs(loader, epochs):
         if epoch == until:

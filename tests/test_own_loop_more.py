@@ -251,7 +251,7 @@ def _two_loops(folder: Path, dies_in: int = -1) -> tuple[list[tuple[int, int]], 
     model, seen = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = ech.prepare(
-        model, optimizer, DataLoader(DATA, 8, shuffle=True), strategy="noop", checkpoints=folder
+        model, optimizer, DataLoader(DATA, 8, shuffle=True), strategy="noop", checkpoints=ech.Checkpoints(folder, every="epoch")
     )
     for phase, number in enumerate((1, 2)):
         for epoch in ech.epochs(loader, number):
@@ -510,7 +510,9 @@ def test_a_sampler_of_a_subset_is_refused_with_the_subset(ranks: Ranks) -> None:
 def _epochs_in(folder: Path, epochs: int, checkpoints: Any = None) -> list[str]:
     model = net()
     parts = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 11)
-    model, optimizer, loader = ech.prepare(*parts, strategy="noop", checkpoints=checkpoints or folder)
+    model, optimizer, loader = ech.prepare(
+        *parts, strategy="noop", checkpoints=checkpoints or ech.Checkpoints(folder, every="epoch")
+    )
     for _ in ech.epochs(loader, epochs):
         for x, y in loader:
             _step(model, optimizer, x, y)

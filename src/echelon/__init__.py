@@ -40,6 +40,7 @@ Layouts:
     all_mean                    a weighted mean over the ranks
 
 Checkpoints:
+    Checkpoints                 where a run is saved, when, and what stays; restored by itself
     DistributedCheckpointSaver  the callback that saves and restores
     save_pretrained             the whole weights as a model of transformers, or as one file
 
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
     from echelon.loop.auto import AutoUnit
     from echelon.loop.callback import Callback
     from echelon.loop.callbacks import EarlyStopping
+    from echelon.loop.checkpointing.checkpoints import Checkpoints
     from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
     from echelon.loop.loss import count_tokens
     from echelon.loop.metrics import Mean
@@ -132,6 +134,7 @@ __all__ = [
     "AutoUnit",
     "Callback",
     "CheckpointError",
+    "Checkpoints",
     "DDPStrategy",
     "DistributedCheckpointSaver",
     "EarlyStopping",
@@ -194,6 +197,7 @@ _NAMES = {
     "loop.auto": ["AutoUnit"],
     "loop.callback": ["Callback"],
     "loop.callbacks": ["EarlyStopping"],
+    "loop.checkpointing.checkpoints": ["Checkpoints"],
     "loop.checkpointing.saver": ["DistributedCheckpointSaver"],
     "loop.loss": ["count_tokens"],
     "loop.metrics": ["Mean"],

@@ -72,12 +72,14 @@ class Keep:
         every_updates: those of every k-th update stay for ever.
         best: what "best" means.
         spares_kept: nobody has asked for `count`: what was saved by a run that removed none stays, and does not count.
+        newest: `count` are the newest in any case, and beside them the best one stays.
     """
 
     count: int | None = None
     every_updates: int | None = None
     best: BestCheckpointConfig | None = None
     spares_kept: bool = False
+    newest: bool = False
 
     def __post_init__(self) -> None:
         if self.count is not None:
@@ -97,6 +99,8 @@ class Keep:
         kept = {*steps[-1:], *(s for s in steps if self.every_updates and s % self.every_updates == 0)}
         # Those without the metric fill what is left, newest first.
         best = self.best.best_first(metrics) if self.best else []
-        ranked = [*best, *(s for s in reversed(steps) if s not in best)]
-        kept |= set(ranked[: self.count])
+        if self.newest:
+            kept |= {*steps[-self.count :], *best[:1]}
+        else:
+            kept |= set([*best, *(s for s in reversed(steps) if s not in best)][: self.count])
         return [s for s in steps if s not in kept]

@@ -137,6 +137,10 @@ class Logged:
         self.weight = weight
         self._takes_part.add(phase)
 
+    def takes_part(self, phase: str) -> None:
+        """This rank has samples of it: it logs what the others do."""
+        self._takes_part.add(phase)
+
     def of_stage(self, prepared: Any, compute: Callable[..., R], *data: Any) -> R:
         """`compute(*data)`, a loss in a pipeline. In a pass of a stage before the last, or of which nothing stays, nothing is
         logged, and this rank does not take part by it.

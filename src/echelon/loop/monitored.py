@@ -7,10 +7,11 @@ the evaluation or, without one, of the latest update.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Literal
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import require
 from echelon.loop.logged import Logged
 from echelon.world import agree
 
@@ -28,24 +29,17 @@ class Unknown(Exception):
     """There is no such number, or none that can be read; the same on all ranks."""
 
 
-def mode_of(what: str, name: str, mode: str | None) -> Literal["min", "max"]:
-    """Whether less or more of the number is better.
+def mode_of(name: str, mode: str | None = None) -> Literal["min", "max"] | None:
+    """Whether less or more of the number is better: as it is said, else by the name's last word, if that tells.
 
-    Args:
-        what: the argument that was left out or is to be checked, for the error.
-        mode: None goes by the name's last word.
     Raises:
-        UsageError: it is neither, or the name does not tell.
+        UsageError: a mode that is neither.
     """
     if mode is not None:
-        require(mode in ("min", "max"), what, "'min' or 'max'", mode)
+        require(mode in ("min", "max"), "mode", "'min' or 'max'", mode)
         return mode  # type: ignore[return-value]
     last = re.split(r"[^a-z0-9]+", name.lower())[-1]
-    if last not in _LESS | _MORE:
-        raise UsageError(
-            f"{what} must be 'min' or 'max' for a number named {name!r}, which does not tell whether less is better."
-        )
-    return "min" if last in _LESS else "max"
+    return "min" if last in _LESS else "max" if last in _MORE else None
 
 
 def number(name: str, state: Any, unit: Any, phase: str | None = None) -> tuple[float, bool]:
@@ -109,7 +103,7 @@ def _names(latest: dict[str, dict[str, Any]], unit: Any) -> str:
     if getattr(unit, "latest_update", (None, None))[0] is not None:
         found.add("loss")
     for name, value in list(vars(unit).items()):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_number = isinstance(value, float) and not math.isnan(value)  # whole ones are mostly settings
         if not name.startswith("_") and (is_number or callable(getattr(value, "compute", None))):
             found.add(name)
     shown = sorted(found)

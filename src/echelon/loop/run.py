@@ -16,11 +16,15 @@ to stop) they agree on here.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from echelon.contracts.errors import require
 from echelon.contracts.older_words import translated
+from echelon.loop.accept import callbacks_of
 from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_up
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.engine import Run
 from echelon.loop.observer import observed
 from echelon.loop.older import accumulation_of, refuse_steps
@@ -60,6 +64,7 @@ def train(
     updates_per_epoch: float | None = None,
     eval: Iterable[Any] | None = None,
     eval_every: int | Literal["epoch"] = "epoch",
+    checkpoints: str | Path | Checkpoints | DistributedCheckpointSaver | None = None,
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
     **older: Unpack[_OlderOfTrain],
@@ -77,6 +82,8 @@ def train(
         updates_per_epoch: make only so many of each epoch.
         eval: batches to evaluate on; the unit has an `eval_step`, as an AutoUnit has.
         eval_every: evaluate after every "epoch", or after so many updates, counted over the unit's whole life, and at the end.
+        checkpoints: a folder, or a Checkpoints, which says when to save there and what stays: a unit that has not trained yet
+            continues from the newest there. Or a DistributedCheckpointSaver.
         callbacks: called in order.
         timer: times the waits for data ("train.next(data_iter)"; where the unit moves batches, reading and moving by themselves,
             too), the unit's steps, all hooks of unit and callbacks, and within `fit` the same of evaluations; on top of the
@@ -90,7 +97,7 @@ def train(
     """
     limits = {"max_updates": max_updates, "updates_per_epoch": updates_per_epoch}
     refuse_steps("train", older, _TRAIN, accumulation_of(unit, loader))
-    limits = translated("train", older, _TRAIN, limits, others=["max_epochs", "eval", "eval_every", "callbacks", "timer"])
+    limits = translated("train", older, _TRAIN, limits, others=["max_epochs", "eval", "eval_every", "checkpoints", "callbacks", "timer"])
     by_epochs = eval_every == "epoch"
     require(by_epochs or not isinstance(eval_every, str), "eval_every", "a number of updates, or 'epoch'", eval_every)
     train_state = PhaseState(
@@ -101,7 +108,7 @@ def train(
         evaluate_every_n_epochs=1 if eval is not None and by_epochs else None,
     )
     train_state.evaluations.at_end = eval is not None
-    run_training(unit, train_state, PhaseState(dataloader=eval) if eval is not None else None, callbacks, timer)
+    run_training(unit, train_state, PhaseState(dataloader=eval) if eval is not None else None, callbacks, timer, checkpoints)
 
 
 def run_training(
@@ -110,8 +117,13 @@ def run_training(
     eval_state: PhaseState | None,
     callbacks: list[Callback] | None,
     timer: TimerProtocol | None,
+    checkpoints: Any = None,
 ) -> None:
     """A call of `train`, or of `fit` where there is an evaluation, whose limits are in the phases' states."""
+    if checkpoints is not None:
+        saver = saver_of(checkpoints)
+        callbacks = [*callbacks_of(callbacks), saver]
+        take_up(checkpoints, saver, unit, train_state.dataloader)
     callbacks = observed(unit, train_state.dataloader, callbacks)
     if eval_state is None:
         Run(State(entry_point=EntryPoint.TRAIN, timer=timer, train_state=train_state), unit, callbacks, ["train"]).train()
@@ -175,6 +187,7 @@ def fit(
     max_eval_steps_per_epoch: float | None = None,
     evaluate_every_n_updates: float | None = None,
     evaluate_every_n_epochs: float | None = 1,
+    checkpoints: str | Path | Checkpoints | DistributedCheckpointSaver | None = None,
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
     **older: Unpack[_OlderOfFit],
@@ -189,9 +202,9 @@ def fit(
         "evaluate_every_n_updates": evaluate_every_n_updates,
     }
     refuse_steps("fit", older, _FIT, accumulation_of(unit, train_dataloader))
-    limits = translated("fit", older, _FIT, limits, others=["max_epochs", "evaluate_every_n_epochs", "callbacks", "timer"])
+    limits = translated("fit", older, _FIT, limits, others=["max_epochs", "evaluate_every_n_epochs", "checkpoints", "callbacks", "timer"])
     train_state = PhaseState(
         dataloader=train_dataloader, max_epochs=max_epochs, evaluate_every_n_epochs=evaluate_every_n_epochs, **limits
     )
     eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
-    run_training(unit, train_state, eval_state, callbacks, timer)
+    run_training(unit, train_state, eval_state, callbacks, timer, checkpoints)

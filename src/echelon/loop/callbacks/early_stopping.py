@@ -59,7 +59,11 @@ class EarlyStopping(Callback):
         require(is_name, "monitored_attr", "the name of a number that is logged, or of an attribute", monitored_attr)
         self.remembers = early_stop_checker is None
         if early_stop_checker is None:
-            mode = mode_of("mode", monitored_attr, mode)
+            mode = mode_of(monitored_attr, mode)
+            if mode is None:
+                raise UsageError(
+                    f"mode must be 'min' or 'max' for {monitored_attr!r}, got neither, and the name does not say it."
+                )
             early_stop_checker = EarlyStopChecker(mode, 3 if patience is None else patience, min_delta or 0.0)
             phase = "train" if phase is None and interval == "step" else phase
         else:

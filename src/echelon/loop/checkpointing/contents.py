@@ -18,10 +18,12 @@ from echelon.contracts.errors import CheckpointError
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.stream import StreamLoader
+from echelon.loop import monitored as numbers
 from echelon.loop.checkpointing import changes, restoring, unfrozen
 from echelon.loop.checkpointing.replicas import check_ranks
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.metrics import share_of
+from echelon.loop.monitored import Unknown
 from echelon.loop.unit import TrainUnit
 from echelon.parallel.filling import fill_rest
 from echelon.parallel.state import states_by_name
@@ -137,23 +139,23 @@ def is_unevaluated(state: State, unit: TrainUnit[Any]) -> bool:
 
 
 def monitored(name: str, state: State, unit: TrainUnit[Any]) -> dict[str, float]:
-    """The monitored number, rank 0's for all; without it, if the unit does not have it or it is not finite."""
+    """The monitored number of these weights; without it, if there is none or it is not finite. Collective."""
     if is_unevaluated(state, unit):
         logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)
         return {}
-    say = logger.error
+    ran = state.eval_state is None or state.logged.evaluated_at is not None
+    say = logger.error if ran else logger.info
     try:
-        value = getattr(unit, name)
-        say = logger.info if value is None else say  # there was no evaluation yet
-        number = float(value.compute() if hasattr(value, "compute") else value)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        number, is_fresh = numbers.number(name, state, unit, "eval")
+    except Unknown as error:
         say("the checkpoint has no %s: %s", name, error)
-        number = math.nan
-    number = agree.gather(repr(number))[0] if agree.is_joined() else repr(number)  # type: ignore[assignment]
-    if not math.isfinite(float(number)):
+        return {}
+    if not is_fresh:  # it is that of older weights
+        return {}
+    if not math.isfinite(number):
         say("the checkpoint is kept without its %s, which is %s", name, number)
         return {}
-    return {name: float(number)}
+    return {name: number}
 
 
 class _Fixed:

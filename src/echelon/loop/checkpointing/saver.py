@@ -16,12 +16,14 @@ from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned, Snapshot
 from echelon.checkpoint.store import Report
 from echelon.contracts.arguments import flags, options_of
-from echelon.contracts.errors import CheckpointWriteError, require
+from echelon.contracts.errors import CheckpointWriteError, UsageError, require
 from echelon.contracts.older_words import translated
+from echelon.loop import monitored
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.folder import RunFolder, left_alone
 from echelon.loop.checkpointing.options import OLDER, RestoreOptions, SaveOptions, check_group
+from echelon.loop.checkpointing.timetable import Timetable
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.older import accumulation_of, refuse_steps
 from echelon.loop.unit import TrainUnit, Unit
@@ -91,7 +93,9 @@ class DistributedCheckpointSaver(Callback):
         keep = Keep(keep_last_n_checkpoints, options.keep_every_n_updates, best_checkpoint_config)
         self.folder = RunFolder(location(dirpath), keep, restart=options.restart)
         self.failures, self.stall_s = 0, 0.0  # in a row; for which the loop stopped for the latest asynchronous save
-        self._due, self._looked_at = False, 0  # a save, and the step at which it was last asked
+        self.timetable: Timetable | None = None  # by the clock
+        self.insists = False  # on the name of the best one's number
+        self._due, self._looked_at, self._began_at = False, 0, 0  # a save, and the step at which it was last asked
         self._planned = Planned()
         self._frozen = Frozen() if options.only_trained else None
         self._background = Background(self.folder.retire)
@@ -108,7 +112,9 @@ class DistributedCheckpointSaver(Callback):
         if self._in_steps and state.train_state is not None:
             refuse_steps("DistributedCheckpointSaver", self._in_steps, OLDER, accumulation_of(unit, state.train_state.dataloader))
         counted = self.folder.take_over(unit, state)
-        self._looked_at = _step(unit)
+        self._looked_at = self._began_at = _step(unit)
+        if self.timetable is not None:
+            self.timetable.begin()
         if self._frozen is not None:
             self._frozen.begin(unit)
         for prepared in unit.prepared_modules().values():
@@ -122,6 +128,8 @@ class DistributedCheckpointSaver(Callback):
             self._look_after(state)
         # Not by updates % every: one that is left out after a rollback comes by unseen.
         self._due = self._due or (every is not None and updates // every > before // every)
+        if self.timetable is not None and unit.at_boundary and self.timetable.is_due():
+            self._due = True
         if self._due and unit.at_boundary and not _ends_epoch(state, unit):
             self._save(state, unit)
         elif self.async_checkpoint and unit.at_boundary:
@@ -129,7 +137,8 @@ class DistributedCheckpointSaver(Callback):
 
     def on_train_epoch_end(self, state: State, unit: TrainUnit[Any]) -> None:
         every = self.every.epochs
-        if self._due or (every is not None and unit.train_progress.num_epochs_completed % every == 0):
+        is_due = every is not None and unit.train_progress.num_epochs_completed % every == 0
+        if self._due or (is_due and (self.timetable is None or self.timetable.affords_one())):
             self._save(state, unit)
 
     def on_eval_step_end(self, state: State, unit: Any) -> None:
@@ -140,6 +149,8 @@ class DistributedCheckpointSaver(Callback):
     def on_eval_end(self, state: State, unit: Any) -> None:
         if not isinstance(unit, TrainUnit) or state.train_state is None:
             return
+        if self.insists and self.best is not None and not contents.is_unevaluated(state, unit):
+            self.check_best(state, unit)
         every = self.every.eval_epochs
         self._due = self._due or (every is not None and unit.eval_progress.num_epochs_completed % every == 0)  # type: ignore[attr-defined]
         if self._due and unit.at_boundary:  # else at the next step that ends a window
@@ -151,12 +162,43 @@ class DistributedCheckpointSaver(Callback):
             self.save(state, unit)
         finally:
             self._release()
+        trained = _step(unit) != self._began_at and not state.should_stop
+        if self.insists and self.best is not None and state.eval_state is None and trained:  # nothing is lost by an error now
+            self.check_best(state, unit)
+
+    def check_best(self, state: State, unit: TrainUnit[Any]) -> None:
+        """
+        Raises:
+            UsageError: on all ranks: there is no number of that name.
+        """
+        assert self.best is not None
+        name = self.best.monitored_metric
+        try:
+            monitored.number(name, state, unit, "eval")
+        except monitored.Unknown as error:
+            raise UsageError(
+                f"best must be the name of a number that is logged, or of an attribute of the unit, got {name!r}: {error}."
+            ) from None
 
     def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
         self._background.abandon()
         self._release()
 
     # --- saving
+
+    def ask(self) -> None:
+        """Save at the end of the step under way, or of its epoch. On all ranks."""
+        self._due = True
+
+    def note_evaluated(self, state: State, unit: TrainUnit[Any], step: int) -> None:
+        """What was saved at this step has been evaluated since, outside of a run. Collective."""
+        if not commit.is_saved(self.dirpath, step):
+            return
+        self.folder.take()
+        try:
+            self._note_metrics(state, unit, step)
+        finally:
+            self._release()
 
     def _release(self) -> None:
         if not self._background.busy:
@@ -216,7 +258,10 @@ class DistributedCheckpointSaver(Callback):
         finally:
             if not held:
                 self._release()
-        self._saved(state, step, name, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        if self.timetable is not None:
+            self.timetable.saved(seconds)
+        self._saved(state, step, name, seconds)
         return path
 
     def _place(self, unit: TrainUnit[Any]) -> tuple[int, str]:  # the step, and the name of its folder
@@ -231,18 +276,31 @@ class DistributedCheckpointSaver(Callback):
         if self.best is None or contents.is_unevaluated(state, unit):
             return
         if metrics := contents.monitored(self.best.monitored_metric, state, unit):
-            commit.on_rank0(lambda: commit.note_metrics(self.dirpath / manifest.named(step), metrics), self.dirpath)
+            self.note(step, metrics)
+
+    def note(self, step: int, metrics: dict[str, float]) -> None:
+        """The number of a checkpoint that is saved already. Collective."""
+        path = self.dirpath / manifest.named(step)
+
+        def note() -> None:
+            commit.note_metrics(path, metrics)
+            self.folder.retire(path)
+
+        commit.on_rank0(note, self.dirpath)
 
     def _start(self, state: State, unit: TrainUnit[Any]) -> None:
         """The part of an asynchronous save for which the loop stops."""
         began, (step, name) = time.perf_counter(), self._place(unit)
         staged = commit.stage(self.dirpath, step, name)
         if staged is None:
+            self._note_metrics(state, unit, step)
             return
         taken, facts = self._take(state, unit)
         self._pending = (step, name, began)
         self._background.start(staged, step, taken, taken.copy(self._buffers), facts["config"]["world_size"], facts, name)
         self.stall_s = time.perf_counter() - began
+        if self.timetable is not None:
+            self.timetable.saved(self.stall_s)
         if state.recorder is not None:
             state.recorder.event("checkpoint_started", step=step, stall_s=self.stall_s)
             state.recorder.pause_clock()
@@ -272,6 +330,8 @@ class DistributedCheckpointSaver(Callback):
     def _failed(self, state: State, step: int, text: str, cause: BaseException | None) -> None:
         """Report a failed save on every rank and continue; too many in a row end the run."""
         self.failures += 1
+        if self.timetable is not None:
+            self.timetable.saved(0.0)  # and tried again when the next is due
         if state.recorder is not None:
             state.recorder.event("checkpoint_failed", step=step, error=text)
         if self.failures > self.options.tolerated_failures:

@@ -96,11 +96,16 @@ class EvaluationBatches(_Batches):
     def __iter__(self) -> Iterator[Any]:
         together = self._unit.forward_is_collective
         self._check()  # its dataset may have changed
-        for batch in self.loader:
-            if not isinstance(batch, Padding):
-                yield copy_data_to_device(batch, self._unit.device)
-            elif together:  # of a loader that cannot tell before
-                raise UsageError(_TOO_FEW)
+        try:
+            for batch in self.loader:
+                if not isinstance(batch, Padding):
+                    self._unit.evaluated = batch = copy_data_to_device(batch, self._unit.device)
+                    self._unit.has_evaluated = True
+                    yield batch
+                elif together:  # of a loader that cannot tell before
+                    raise UsageError(_TOO_FEW)
+        finally:
+            self._unit.evaluated = None
 
 
 def refuse_prepared(objects: Sequence[Any], layout: Any) -> None:

@@ -26,16 +26,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from echelon.checkpoint.layout import Stateful
-from echelon.checkpoint.policy import Keep
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.older_words import renames, translated
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.torch_loader import is_distributed
 from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_up
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import begin_training, in_mode
 from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, check_shares, refuse_prepared, training_loader
+from echelon.loop.own.evaluation import OwnEvaluation
 from echelon.loop.own.refit import check_optimizer, divide_alike, refit
 from echelon.loop.own.session import Session
 from echelon.loop.own.unit import LoopUnit
@@ -55,9 +56,6 @@ __all__ = ["epochs", "evaluating", "prepare", "window"]
 
 logger = logging.getLogger(__name__)
 
-# Checkpoints that stay of a folder that `prepare` is given: the newest, and two to go back to.
-_KEPT = 3
-
 _OLDER = {"gradient_accumulation_steps": "accumulate", "activation_checkpoint_params": "recompute"}
 _WORDS = ("layout", "precision", "checkpoints", "callbacks", "compile", "device")
 
@@ -68,7 +66,7 @@ def prepare(
     layout: Strategy | str | None = "ddp",
     precision: str | torch.dtype | Precision | Float8 | None = None,
     accumulate: int | None = None,
-    checkpoints: str | Path | DistributedCheckpointSaver | None = None,
+    checkpoints: str | Path | Checkpoints | DistributedCheckpointSaver | None = None,
     callbacks: Sequence[Callback] = (),
     compile: Compile = None,
     recompute: Preset = None,
@@ -87,8 +85,8 @@ def prepare(
             torch DataLoader's batch size is that of one process, which the ranks share; with a DistributedSampler, each rank's.
         layout, precision, compile, recompute, device: as in AutoUnit.
         accumulate: batches of a rank in an update; by default the loader's, 1 for a DataLoader.
-        checkpoints: a folder, in which every epoch is saved, and what a stop interrupts; or a DistributedCheckpointSaver. What is
-            there is restored, before this returns. Of a folder the last 3 stay; a saver keeps all, or `keep_last_n_checkpoints`.
+        checkpoints: a folder, or a Checkpoints, which says when to save there and what stays: the newest there is restored,
+            before this returns. Or a DistributedCheckpointSaver.
         callbacks: as in `train`.
         older: older names of these arguments, which are translated with a warning.
     Returns:
@@ -147,24 +145,21 @@ def _joined(
     unit: LoopUnit,
     loader: Any,
     callbacks: list[Callback],
-    checkpoints: str | Path | DistributedCheckpointSaver | None,
+    checkpoints: str | Path | Checkpoints | DistributedCheckpointSaver | None,
 ) -> TrainingBatches:
     """The training loader as the loop gets it, with all that belongs to it; restored."""
-    saver = checkpoints
-    if saver is not None and not isinstance(saver, DistributedCheckpointSaver):
-        saver = DistributedCheckpointSaver(saver, save_every_n_epochs=1)
-        saver.folder.keep = Keep(_KEPT, spares_kept=True)
+    saver = None if checkpoints is None else saver_of(checkpoints, own_loop=True)
     if saver is not None:
         callbacks.append(saver)
     if isinstance(parts.loader, DataLoader):
         check_shares(parts.loader, unit)
         unit.shares_batches = not is_distributed(parts.loader)
-    session = Session(unit, loader, callbacks)
+    session = Session(unit, loader, callbacks, None if overrides().observes else saver)
     session.take_over()
     batches = TrainingBatches(loader, parts.loader, session)
     session.adopt(unit.module, parts.model, parts.optimizer, batches)
-    if saver is not None and not overrides().observes:
-        DistributedCheckpointSaver.restore_from_latest(str(saver.dirpath), unit, train_dataloader=loader)
+    if saver is not None:
+        take_up(checkpoints, saver, unit, loader)
     return batches
 
 
@@ -194,16 +189,29 @@ def window(prepared: Any, *, weight: float | torch.Tensor | None = None) -> OwnW
 
 
 @contextlib.contextmanager
-def evaluating(prepared: Any) -> Iterator[None]:
-    """Evaluation in a loop of one's own: eval mode, no gradients, `prepare`'s precision. Every rank enters it."""
+def evaluating(prepared: Any) -> Iterator[OwnEvaluation]:
+    """Evaluation in a loop of one's own: eval mode, no gradients, `prepare`'s precision. Every rank enters it.
+
+        with echelon.evaluating(model) as evaluation:
+            for x, y in held_out:
+                evaluation.log("accuracy", (model(x).argmax(1) == y).float().mean())
+        evaluation.numbers["accuracy"]  # over all samples and ranks
+
+    With `Checkpoints(folder, best="accuracy")` what was evaluated so is saved, and the best stays.
+    """
     session = Session.of(prepared, "echelon.evaluating(...)")
-    unit = session.unit
+    unit, evaluation = session.unit, OwnEvaluation(session)
     unit.prepared.before_evaluation()
     with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast(), unit.prepared.explaining():
-        yield
+        try:
+            yield evaluation
+        except BaseException:
+            session.logged.discard("eval")
+            raise
     unit.prepared.reshard()
     if unit.prepared.calls is not None:
         unit.prepared.calls.evaluated()
+    evaluation.end()
     if session.run is not None and session.state.recorder is not None:
         session.state.recorder.pause_clock()
 

@@ -12,6 +12,7 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.loop.accept import has_hook
 from echelon.loop.callback import Callback
 from echelon.loop.engine import Run
+from echelon.loop.logged import Logged
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.steps import Steps
@@ -31,8 +32,9 @@ class OwnRun(Run):
         is_finished, has_failed: `finish` or `failed` was called.
     """
 
-    def __init__(self, unit: LoopUnit, loader: Any, callbacks: Sequence[Callback], epochs: int | None) -> None:
+    def __init__(self, unit: LoopUnit, loader: Any, callbacks: Sequence[Callback], epochs: int | None, logged: Logged) -> None:
         state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=loader, max_epochs=epochs))
+        state.logged = logged
         super().__init__(state, unit, list(callbacks), ["train"])
         self.stage = self._stages["train"]
         self.took_step = self.only_looks = self.is_left = self.is_finished = self.has_failed = False
@@ -81,6 +83,13 @@ class OwnRun(Run):
         """The loop trains on the batch that it has."""
         self.took_step, self.only_looks, self.stage.hooks.step_end = True, False, self._step_end
         self._inner.resumes_with = None
+
+    @property
+    def done(self) -> tuple[int, int]:
+        """Steps and updates, with those on the batch that the loop has."""
+        progress, pending = self.stage.progress, self._steps is not None and self.took_step
+        updated = pending and self._inner.has_updated
+        return progress.num_steps_completed + pending, progress.num_updates_completed + updated
 
     @property
     def has_only_looked(self) -> bool:

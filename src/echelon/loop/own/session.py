@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.contracts.errors import UsageError
 from echelon.contracts.numbers import whole
 from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
+from echelon.loop.logged import Logged
 from echelon.loop.modes import LoopModes
 from echelon.loop.observer import observed
 from echelon.loop.own.kept import keep, kept_for
@@ -20,7 +23,7 @@ from echelon.loop.own.methods import knowing, replace
 from echelon.loop.own.run import OwnRun
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
-from echelon.loop.state import State
+from echelon.loop.state import EntryPoint, State
 from echelon.parallel.gradients import times_changed
 from echelon.world.clock import Part, enter
 
@@ -35,10 +38,15 @@ class Session:
     Attributes:
         batch: that the loop has; None outside of the loader's iteration.
         window: of this batch, once the loop has opened one.
+        saver: what saves its runs.
+        logged: the numbers of its runs and its evaluations.
     """
 
-    def __init__(self, unit: LoopUnit, loader: Any, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self, unit: LoopUnit, loader: Any, callbacks: Sequence[Callback], saver: DistributedCheckpointSaver | None = None
+    ) -> None:
         self.unit, self.loader, self.callbacks = unit, loader, list(callbacks)
+        self.saver, self.logged = saver, Logged()
         self.run: OwnRun | None = None
         self.batch: Any = None
         self.window: OwnWindow | None = None
@@ -80,12 +88,35 @@ class Session:
         assert self.run is not None
         return self.run.state
 
+    @property
+    def best(self) -> BestCheckpointConfig | None:
+        """Which number decides about checkpoints; the same on all ranks."""
+        return None if self.saver is None else self.saver.best
+
+    def evaluated(self, updates: int) -> None:
+        """An evaluation has logged numbers: its weights are saved, with the one that decides. Collective."""
+        assert self.saver is not None
+        run = self.run
+        state = State(entry_point=EntryPoint.TRAIN) if run is None else run.state
+        state.logged = self.logged
+        self.saver.check_best(state, self.unit)
+        if run is None:  # what a loop that counts its epochs itself has trained is saved already
+            self.saver.note_evaluated(state, self.unit, updates)
+            return
+        if not self.unit.at_boundary or (self._in_batch and not run.took_step):
+            raise UsageError(
+                "an evaluation that decides which checkpoint is the best must come behind the loop over the batches, or in it "
+                "after optimizer.step() of an update's last batch (`if window.is_last`), got one "
+                + ("before its batch was trained on." if self.unit.at_boundary else "between the batches of an update.")
+            )
+        self.saver.ask()
+
     def ready(self) -> OwnRun:
         """The run, begun if it is not yet. Collective."""
         if self.run is None:
             if not self._is_observed:  # once, though a loop that counts its epochs itself has a run for each
                 self._is_observed, self.callbacks = True, observed(self.unit, self.loader, self.callbacks) or []
-            self.run = OwnRun(self.unit, self.loader, self.callbacks, self._epochs)
+            self.run = OwnRun(self.unit, self.loader, self.callbacks, self._epochs, self.logged)
             self.take_over()  # a strategy that divides the optimizer has put a `zero_grad` of its own in its place
         return self.run
 

@@ -57,6 +57,7 @@ class LoopUnit(AutoUnit[Any]):
         seeded: called where the RNGs were set for a batch, as with bit-equal numbers.
         left_out: called when the batches of an unfinished update are left out.
         updated: whether the loop has made an update of the batch that it has, or had last.
+        evaluated, has_evaluated: the batch of an evaluation loader that the loop has, and whether it had one in this evaluation.
         shares_batches: whether the ranks share a batch of the loader that the loop was given.
     """
 
@@ -83,6 +84,8 @@ class LoopUnit(AutoUnit[Any]):
         self.seeded: Callable[[], None] | None = None
         self.left_out: Callable[[], None] | None = None
         self.shares_batches, self.updated = True, False
+        self.evaluated: Any = None
+        self.has_evaluated = False
 
     @property
     def divided(self) -> int:
@@ -118,6 +121,11 @@ class LoopUnit(AutoUnit[Any]):
         """What a batch weighs where the loop does not say: its samples."""
         self._samples = step_under_way(state.train_state).samples
         return self.weight(data)
+
+    def samples_evaluated(self) -> float | torch.Tensor:
+        """What the batch weighs that the loop evaluates."""
+        self._samples = None
+        return self.weight(self.evaluated)
 
     def open(self, state: State, data: Any, weight: Any) -> MicroBatch[Any]:
         """Begin the micro-batch that the loader gave."""

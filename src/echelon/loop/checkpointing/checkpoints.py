@@ -1,0 +1,150 @@
+"""`Checkpoints`: the folder of a run's checkpoints, when to save there, and what stays, as one value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from echelon.checkpoint.location import location
+from echelon.checkpoint.policy import BestCheckpointConfig, Keep
+from echelon.contracts.arguments import flags_of, options_of
+from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import whole
+from echelon.contracts.overrides import overrides
+from echelon.launcher.job import parse_duration
+from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
+from echelon.loop.checkpointing.timetable import Timetable
+from echelon.loop.monitored import mode_of
+from echelon.loop.unit import TrainUnit
+
+__all__ = ["Checkpoints", "saver_of", "take_up"]
+
+_EVERY_S, _SHARE = 600.0, 0.05  # by default
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a run is saved, when, and what stays. A path alone means `Checkpoints(path)`.
+
+    Whoever is given it restores the newest checkpoint there before training, if there is one and the unit has not trained yet;
+    saves when it is due, when a signal stops the run, and in any case at the end.
+
+    Args:
+        folder: the same on all ranks, on storage that all can reach; or an fsspec URL such as "s3://bucket/run". One live run
+            may write there.
+        every: a number of updates; "epoch"; or a duration, such as "30min", of which rank 0's clock decides. By default about
+            every ten minutes, in a loop of one's own also at an epoch's end, since nobody tells of its `break`; and less often
+            where saving would take more than a twentieth of the time.
+        keep: the newest n stay, and the best. None keeps all. What a run that kept all has saved there is left alone.
+        best: the name of a number, as it is logged in evaluations, or of the unit's attribute: every evaluation is saved, and
+            the best one stays. A pair says what is better, `("reward", "max")`; "accuracy", "loss" and such words say it alone.
+        asynchronous: the loop stops only to copy the state to host memory; a thread writes. Costs that memory.
+        save_options: what else: a SaveOptions.
+        restore_options: what to take from the newest checkpoint: a RestoreOptions.
+    Raises:
+        UsageError: a value that makes no sense.
+    """
+
+    folder: str | Path
+    _: KW_ONLY
+    every: int | str | None = None
+    keep: int | None = 3
+    best: str | tuple[str, Literal["min", "max"]] | None = None
+    asynchronous: bool = False
+    save_options: SaveOptions | None = None
+    restore_options: RestoreOptions | None = None
+
+    def __post_init__(self) -> None:
+        location(self.folder, "folder")
+        flags_of(self)
+        options_of(SaveOptions, "save_options", self.save_options)
+        options_of(RestoreOptions, "restore_options", self.restore_options)
+        if self.keep is not None:
+            object.__setattr__(self, "keep", whole("keep", self.keep, at_least=1, or_none="for all"))
+        if isinstance(self.every, str):
+            self._seconds()
+        elif self.every is not None:
+            object.__setattr__(self, "every", whole("every", self.every, at_least=1, or_none="for about every ten minutes"))
+        self._best()
+
+    def _seconds(self) -> float | None:
+        """The duration, if `every` is one."""
+        if not isinstance(self.every, str) or self.every == "epoch":
+            return None
+        try:
+            return parse_duration(self.every, "every")
+        except UsageError:
+            raise UsageError(
+                f"every must be a number of updates, 'epoch', or a duration such as '10min' or '1h', got {self.every!r}."
+            ) from None
+
+    def _best(self) -> BestCheckpointConfig | None:
+        if self.best is None:
+            return None
+        name, mode = (self.best, None) if isinstance(self.best, str) else tuple(self.best) if _is_pair(self.best) else ("", None)
+        wanted = "the name of a number, or a pair of it and 'min' or 'max'"
+        require(isinstance(name, str) and name != "", "best", wanted, self.best)
+        if (found := mode_of(name, mode)) is None:
+            raise UsageError(
+                f"best must be a pair such as ({name!r}, 'max'), got {self.best!r}, which does not say what is better."
+            )
+        return BestCheckpointConfig(name, found)
+
+    def saver(self, *, own_loop: bool = False) -> DistributedCheckpointSaver:
+        """The callback that does it.
+
+        Args:
+            own_loop: in a loop of one's own, which may be left without a word, and which evaluates when it likes.
+        """
+        best, seconds = self._best(), self._seconds()
+        made = DistributedCheckpointSaver(
+            self.folder,
+            save_every_n_updates=self.every if isinstance(self.every, int) else None,
+            save_every_n_epochs=1 if self.every == "epoch" or (own_loop and self.every is None) else None,
+            save_every_n_eval_epochs=1 if best is not None else None,
+            best_checkpoint_config=best,
+            async_checkpoint=self.asynchronous,
+            options=self.save_options,
+        )
+        made.folder.keep = Keep(self.keep, made.options.keep_every_n_updates, best, spares_kept=True, newest=True)
+        if self.every is None:
+            made.timetable = Timetable(_EVERY_S, _SHARE)
+        elif seconds is not None:
+            made.timetable = Timetable(seconds)
+        made.insists = not own_loop
+        return made
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def saver_of(checkpoints: Any, *, own_loop: bool = False) -> DistributedCheckpointSaver:
+    """What saves, of any value that `checkpoints=` may have; see `Checkpoints.saver`.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(checkpoints, DistributedCheckpointSaver):
+        return checkpoints
+    if isinstance(checkpoints, Checkpoints):
+        return checkpoints.saver(own_loop=own_loop)
+    is_folder = isinstance(checkpoints, (str, os.PathLike)) and str(checkpoints) != ""
+    require(is_folder, "checkpoints", "a folder, a Checkpoints(folder, ...) or a DistributedCheckpointSaver", checkpoints)
+    return Checkpoints(checkpoints).saver(own_loop=own_loop)
+
+
+def take_up(checkpoints: Any, saver: DistributedCheckpointSaver, unit: Any, loader: Iterable[Any]) -> bool:
+    """Restore the newest there, if the unit has not trained yet. Collective.
+
+    A unit that has goes on from where it stands; the saver refuses a folder that is ahead of it.
+    """
+    if overrides().observes or not isinstance(unit, TrainUnit) or unit.train_progress.num_steps_completed:
+        return False
+    options = checkpoints.restore_options if isinstance(checkpoints, Checkpoints) else None
+    folder = str(saver.dirpath)
+    return DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader, restore_options=options)

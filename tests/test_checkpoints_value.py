@@ -1,0 +1,282 @@
+"""`Checkpoints`: one value for restoring, saving when it is due, and keeping the newest and the best."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+import echelon as ech
+from echelon.checkpoint import manifest
+from echelon.contracts.errors import CheckpointError, RanksDisagreeError, UsageError
+from echelon.loop.checkpointing.timetable import Timetable
+from tests.conftest import Ranks
+from tests.models import batch, largest_difference, net, whole
+
+pytestmark = pytest.mark.standing_ranks
+
+DATA = TensorDataset(*batch(24, 0))
+UPDATES = 3  # of an epoch
+
+
+def _saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in Path(folder).glob("step-*"))
+
+
+def _numbers(folder: Path) -> dict[int, dict[str, Any]]:
+    return {step: manifest.read(folder / manifest.named(step)).get("metrics", {}) for step in _saved(folder)}
+
+
+# --- the value
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": "soon"}, "every must be a number of updates, 'epoch', or a duration"),
+        ({"every": 0}, "every must be"),
+        ({"keep": 0}, "keep must be"),
+        ({"best": "quality"}, "best must be a pair such as \\('quality', 'max'\\)"),
+        ({"best": ("quality", "most")}, "'min' or 'max'"),
+        ({"best": 3}, "best must be the name of a number"),
+        ({"save_options": {}}, "save_options must be"),
+        ({"restore_options": {}}, "restore_options must be"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_where_it_is_written(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ech.Checkpoints("a", **options)
+
+
+def test_it_is_a_value() -> None:
+    one = ech.Checkpoints("a", every="10min", best=("reward", "max"))
+    assert one == ech.Checkpoints("a", every="10min", best=("reward", "max")) != ech.Checkpoints("a", every="1h")
+    with pytest.raises(AttributeError):
+        one.keep = 5  # type: ignore[misc]
+    with pytest.raises(UsageError, match=r"checkpoints must be a folder"):
+        _loop("", 1)
+
+
+# --- when the clock says so
+
+
+def _saves(every_s: float, seconds: float, updates: int, share: float | None = None, cost: float = 0.0) -> tuple[list[int], int]:
+    """The updates after which a run saves whose updates take so long, and how often ranks spoke about it."""
+    clock, looks = [0.0], 0
+
+    def now() -> float:
+        nonlocal looks
+        looks += 1
+        return clock[0]
+
+    table, saved = Timetable(every_s, share, now), []
+    for update in range(1, updates + 1):
+        clock[0] += seconds
+        if table.is_due():
+            saved.append(update)
+            clock[0] += cost
+            table.saved(cost)
+    return saved, looks
+
+
+def test_the_clock_is_looked_at_seldom_and_the_saves_come_in_time() -> None:
+    saved, looks = _saves(600, 0.5, 10_000)
+    assert len(saved) == 8 and all(abs((b - a) * 0.5 - 600) < 6 for a, b in zip([0, *saved], saved, strict=False))
+    assert looks < 200
+    assert _saves(600, 1000, 4)[0] == [1, 2, 3, 4]  # updates that take longer than that
+
+
+def test_by_default_saving_takes_a_small_share_of_the_time() -> None:
+    saved, _ = _saves(600, 1, 20_000, share=0.05, cost=300)
+    assert saved[0] <= 606 and all(5700 <= b - a <= 6060 for a, b in itertools.pairwise(saved))
+
+
+def _with_clocks_of_their_own(folder: Path) -> list[int]:
+    """Rank 1's would be due at once, and rank 0's at each other update."""
+    times = iter(range(0, 1000, 5)) if dist.get_rank() == 0 else iter(range(0, 10**6, 1000))
+    table = Timetable(10.0, None, lambda: float(next(times)))
+    found = []
+    for update in range(8):
+        if table.is_due():
+            found.append(update)
+            table.saved(0.0)
+    return found
+
+
+def test_a_dear_save_at_an_epochs_end_waits_until_it_is_worth_its_time() -> None:
+    clock = [0.0]
+    table = Timetable(600, 0.05, lambda: clock[0])
+    found = []
+    for cost, seconds in ((0.5, 1), (30, 1), (30, 500), (30, 700)):
+        table.saved(cost)
+        clock[0] += seconds
+        found.append(table.affords_one())
+    assert found == [True, False, False, True]
+
+
+def test_ranks_agree_on_a_clock(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, _with_clocks_of_their_own, tmp_path)
+    assert first == second != []
+
+
+# --- in a loop of one's own
+
+
+def _loop(
+    checkpoints: Any, epochs: int, *, kill_at: int | None = None, logs: Any = None, layout: str = "none", **how: Any
+) -> Any:
+    """Numbers of evaluations: those of `logs` by epoch, rank r's by r greater."""
+    model = net(dropout=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    held_out = torch.utils.data.DataLoader(TensorDataset(*batch(4, 1)), 2)
+    loader = ech.Loader(DATA, 8, seed=1)
+    model, optimizer, loader, held_out = ech.prepare(
+        model, optimizer, loader, held_out, layout=layout, checkpoints=checkpoints, **how
+    )
+    me = dist.get_rank() if dist.is_initialized() else 0
+    done = 0
+    for epoch in ech.epochs(loader, epochs):
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            done += 1
+            if done == kill_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if logs is not None:
+            with ech.evaluating(model) as evaluation:
+                for _ in held_out:
+                    evaluation.log("accuracy", logs[epoch] + me)
+    return whole(model)
+
+
+def test_the_end_is_saved_and_resumed_from_and_few_stay(tmp_path: Path) -> None:
+    for every, expected in (
+        ("epoch", [6, 9, 12]),
+        (5, [5, 10, 12]),
+        (1000, [12]),
+        ("1h", [12]),
+        ("0.000001s", [10, 11, 12]),
+    ):
+        folder = tmp_path / str(every)
+        _loop(ech.Checkpoints(folder, every=every), 4)
+        assert _saved(folder) == expected, every
+    wanted = _loop(None, 5)
+    assert largest_difference(_loop(tmp_path / "epoch", 5), wanted) == 0
+    assert _saved(tmp_path / "epoch") == [9, 12, 15]
+
+
+def _stopped(folder: Path, **options: Any) -> Any:
+    try:
+        return _loop(folder, 3, layout="ddp", **options)
+    except SystemExit as ended:
+        return ended.code
+
+
+@pytest.mark.fresh_ranks
+def test_a_signal_saves_and_the_same_line_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, _stopped, tmp_path, kill_at=4) == [75, 75]
+    assert _saved(tmp_path)[-1] == 5  # the update by whose message the ranks agree
+    for one, other in zip(ranks(2, _stopped, tmp_path), ranks(2, _stopped, None), strict=True):
+        assert largest_difference(one, other) == 0
+
+
+def test_the_best_of_a_loops_own_evaluations_stays(ranks: Ranks, tmp_path: Path) -> None:
+    """keep=1: the newest and the best; the number is the mean over the ranks, of the weights that were evaluated."""
+    best = ech.Checkpoints(tmp_path / "c", keep=1, best="accuracy")
+    ranks(2, _loop, best, 4, logs=[1, 3, 2, 0], layout="ddp")
+    assert _numbers(tmp_path / "c") == {6: {"accuracy": 3.5}, 12: {"accuracy": 0.5}}
+    ranks(2, _loop, best, 5, logs=[1, 3, 2, 0, 9], layout="ddp")  # goes on, with what is known of older ones
+    assert _numbers(tmp_path / "c") == {15: {"accuracy": 9.5}}
+
+
+def _counts_itself(folder: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best = ech.Checkpoints(folder, keep=1, best="accuracy")
+    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 8), layout="none", checkpoints=best)
+    for epoch in range(4):
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        with ech.evaluating(model) as evaluation:
+            evaluation.log("accuracy", [1, 3, 2, 0][epoch])
+        assert evaluation.numbers == {"accuracy": [1, 3, 2, 0][epoch]}
+
+
+def test_a_loop_that_counts_its_epochs_itself_keeps_the_best_too(tmp_path: Path) -> None:
+    _counts_itself(tmp_path)
+    assert _numbers(tmp_path) == {6: {"accuracy": 3}, 12: {"accuracy": 0}}
+
+
+def _within_an_epoch(folder: Path, where: str) -> str:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best = ech.Checkpoints(folder, keep=2, best="accuracy")
+    loader = ech.Loader(DATA, 8, accumulation=2 if where == "accumulating" else 1)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="none", checkpoints=best)
+    numbers = iter([5.0, 7.0, 6.0] + [0.0] * 9)
+
+    def evaluate() -> None:
+        with ech.evaluating(model) as evaluation:
+            evaluation.log("accuracy", next(numbers))
+
+    try:
+        for _ in ech.epochs(loader, 2):
+            for x, y in loader:
+                if where == "before":
+                    evaluate()
+                with ech.window(model) as window:
+                    window.backward(torch.nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if where != "before":
+                    evaluate()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_an_evaluation_within_an_epoch_is_of_the_weights_that_are_saved_or_refused(tmp_path: Path) -> None:
+    assert not _within_an_epoch(tmp_path / "after", "after")
+    assert {step: each["accuracy"] for step, each in _numbers(tmp_path / "after").items()} == {2: 7.0, 5: 0.0, 6: 0.0}
+    assert "before its batch was trained on" in _within_an_epoch(tmp_path / "before", "before")
+    assert "between the batches of an update" in _within_an_epoch(tmp_path / "accumulating", "accumulating")
+
+
+def _some_ranks_only(folder: Path) -> str:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best = ech.Checkpoints(folder, best="accuracy")
+    model, optimizer, _loader = ech.prepare(model, optimizer, ech.Loader(DATA, 8), layout="ddp", checkpoints=best)
+    with pytest.raises(RanksDisagreeError) as caught, ech.evaluating(model) as evaluation:
+        if dist.get_rank() == 0:
+            evaluation.log("accuracy", 1.0)
+    return str(caught.value)
+
+
+def test_a_number_of_some_ranks_only_is_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, _some_ranks_only, tmp_path)
+    assert first == second and "rank 0: accuracy, rank 1: nothing" in first
+
+
+def test_a_name_that_no_evaluation_logs_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"got 'f1'.*eval_accuracy"):
+        _loop(ech.Checkpoints(tmp_path, best="f1"), 2, logs=[1, 2])
+
+
+def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
+    _loop(tmp_path, 2)
+    with pytest.raises(CheckpointError):
+        model = torch.nn.Linear(3, 1)
+        ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), ech.Loader(DATA, 8), layout="none", checkpoints=tmp_path)
