@@ -19,6 +19,7 @@ from echelon.contracts.errors import CheckpointError, RanksDisagreeError, UsageE
 from echelon.loop.checkpointing.timetable import Timetable
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
+from tests.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -280,3 +281,152 @@ def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         model = torch.nn.Linear(3, 1)
         ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), ech.Loader(DATA, 8), layout="none", checkpoints=tmp_path)
+
+
+# --- with a unit
+
+
+class Scored(Regression):
+    """Logs an accuracy in evaluations: what `scores` has for the update that is evaluated, 0 on average over the ranks else."""
+
+    def __init__(self, scores: dict[int, float] | None = None, name: str = "accuracy", **options: Any) -> None:
+        super().__init__(optimizer="AdamW", module=net(dropout=0.2), **options)
+        self.scores, self.named = scores or {}, name
+        self.stops_at: tuple[int, int] | None = None  # an update, and a step of its evaluation
+
+    def on_eval_step_end(self, state: ech.State, data: Any, step: int, loss: Any, outputs: Any) -> None:
+        me = dist.get_rank() - 0.5 if dist.is_initialized() else 0.0
+        update = self.train_progress.num_updates_completed
+        state.log(self.named, self.scores.get(update, 0.0) + me)
+        if self.stops_at == (update, self.eval_progress.num_steps_completed_in_epoch):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _train(checkpoints: Any, epochs: int, unit: Scored | None = None, evaluate: Any = (1,), **how: Any) -> Any:
+    unit = unit or Scored(strategy="ddp" if dist.is_initialized() else None)
+    held_out = [batch(2, n) for n in evaluate]
+    try:
+        ech.train(
+            unit,
+            ech.Loader(DATA, 8, seed=1, **how),
+            max_epochs=epochs,
+            eval=held_out or None,
+            checkpoints=checkpoints,
+        )
+    except SystemExit as ended:
+        return ended.code
+    return whole(unit.module)
+
+
+SCORES = {3: 1.0, 6: 3.0, 9: 2.0, 12: 0.0}
+
+
+def _best_of(folder: Any, epochs: int, scores: dict[int, float] = SCORES, **options: Any) -> Any:
+    return _train(ech.Checkpoints(folder, keep=1, best="accuracy", **options), epochs, Scored(scores, strategy="ddp"))
+
+
+def test_the_best_by_a_logged_number_stays_beside_the_newest_at_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    for asynchronous in (False, True):
+        folder = tmp_path / str(asynchronous)
+        ranks(2, _best_of, folder, 4, asynchronous=asynchronous)
+        assert _numbers(folder) == {6: {"accuracy": 3.0}, 12: {"accuracy": 0.0}}
+        best = ech.Checkpoints(folder, keep=1, best="accuracy", asynchronous=asynchronous)
+        _train(best, 5, Scored({15: 2.5}))  # on one rank
+        assert _numbers(folder) == {6: {"accuracy": 3.0}, 15: {"accuracy": 2.5}}
+
+
+def test_one_line_restores_and_the_numbers_are_those_of_a_run_in_one_go(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = ranks(2, _train, None, 4)[0]
+    for every in (None, "epoch", 2):
+        checkpoints = ech.Checkpoints(tmp_path / str(every), every=every)
+        ranks(2, _train, checkpoints, 2)
+        assert largest_difference(ranks(2, _train, checkpoints, 4)[0], wanted) == 0
+        assert _saved(tmp_path / str(every)) == {None: [6, 12], "epoch": [6, 9, 12], 2: [8, 10, 12]}[every]
+
+
+def test_updates_are_counted_whatever_they_accumulate(tmp_path: Path) -> None:
+    unit = Scored()
+    ech.train(unit, ech.Loader(DATA, 8, accumulation=2), max_updates=5, checkpoints=ech.Checkpoints(tmp_path, every=2))
+    assert _saved(tmp_path) == [2, 4, 5]
+
+
+def _stopped_in_evaluation(folder: Path, at: tuple[int, int] | None) -> Any:
+    unit = Scored(SCORES, strategy="ddp")
+    unit.stops_at = at
+    return _train(ech.Checkpoints(folder, best="accuracy"), 3, unit, evaluate=range(6))
+
+
+@pytest.mark.fresh_ranks
+def test_an_evaluation_that_a_signal_cuts_short_gives_no_number_and_the_resumed_one_does(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, _stopped_in_evaluation, tmp_path, (6, 2)) == [75, 75]
+    assert _numbers(tmp_path) == {3: {"accuracy": 1.0}, 6: {}}
+    wanted = ranks(2, _train, None, 3, evaluate=range(6))
+    assert largest_difference(ranks(2, _stopped_in_evaluation, tmp_path, None)[0], wanted[0]) == 0
+    assert _numbers(tmp_path) == {3: {"accuracy": 1.0}, 6: {"accuracy": 3.0}, 9: {"accuracy": 2.0}}
+
+
+def _names_another(folder: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        _train(ech.Checkpoints(folder, best="f1"), 2, Scored(strategy="ddp"))
+    return str(caught.value)
+
+
+def test_a_best_that_nothing_logs_is_refused_after_the_first_evaluation(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, _names_another, tmp_path)
+    assert first == second and "got 'f1'" in first and "eval_accuracy" in first and "eval_loss" in first
+
+
+def test_the_loss_can_be_the_number_of_evaluations_or_of_training(tmp_path: Path) -> None:
+    _train(ech.Checkpoints(tmp_path / "eval", best="loss"), 2)
+    assert all(set(each) == {"loss"} for each in _numbers(tmp_path / "eval").values())
+    _train(ech.Checkpoints(tmp_path / "train", every="epoch", best="loss"), 2, evaluate=())
+    assert all(set(each) == {"loss"} for each in _numbers(tmp_path / "train").values())
+
+
+def test_a_number_stays_with_the_weights_that_it_was_measured_of(tmp_path: Path) -> None:
+    """Saves between evaluations have none."""
+    checkpoints = ech.Checkpoints(tmp_path, every=1, keep=None, best="accuracy")
+    _train(checkpoints, 2, Scored(SCORES))
+    assert _numbers(tmp_path) == {1: {}, 2: {}, 3: {"accuracy": 1.0}, 4: {}, 5: {}, 6: {"accuracy": 3.0}}
+
+
+def test_a_unit_that_has_trained_goes_on_from_where_it_stands(tmp_path: Path) -> None:
+    unit, loader = Scored(), ech.Loader(DATA, 8)
+    ech.train(unit, loader, max_updates=2, checkpoints=tmp_path)
+    with torch.no_grad():
+        unit.module.get_parameter(next(n for n, _ in unit.module.named_parameters())).zero_()
+    changed = whole(unit.module)
+    ech.train(unit, loader, max_updates=2, checkpoints=tmp_path)
+    assert largest_difference(whole(unit.module), changed) == 0
+    other = Scored()
+    ech.train(other, ech.Loader(DATA, 8), max_updates=1)
+    with pytest.raises(CheckpointError, match="ahead of this run"):
+        ech.train(other, ech.Loader(DATA, 8), max_updates=3, checkpoints=tmp_path)
+
+
+def test_an_object_store_will_do(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    url = f"memory://{tmp_path.name}"
+    checkpoints = ech.Checkpoints(url, keep=1, best="accuracy")
+    _train(checkpoints, 3, Scored(SCORES))
+    wanted = _train(None, 4)
+    assert largest_difference(_train(checkpoints, 4, Scored(SCORES)), wanted) == 0
+    from echelon.checkpoint.location import location
+
+    assert sorted(path.name for path in location(url).iterdir() if path.name.startswith("step-")) == [
+        "step-00000006",
+        "step-00000012",
+    ]
+
+
+def test_a_trainer_resumes_by_itself(tmp_path: Path) -> None:
+    def trained(epochs: int) -> int:
+        unit = Scored()
+        trainer = ech.Trainer(
+            1, accelerator="cpu", max_epochs=epochs, checkpoints=ech.Checkpoints(tmp_path, every="epoch", keep=2)
+        )
+        trainer.fit(unit, ech.Loader(DATA, 8, seed=1))
+        return unit.train_progress.num_updates_completed
+
+    assert (trained(2), _saved(tmp_path)) == (6, [3, 6])
+    assert (trained(3), _saved(tmp_path)) == (9, [6, 9])

@@ -97,7 +97,9 @@ def train(
     """
     limits = {"max_updates": max_updates, "updates_per_epoch": updates_per_epoch}
     refuse_steps("train", older, _TRAIN, accumulation_of(unit, loader))
-    limits = translated("train", older, _TRAIN, limits, others=["max_epochs", "eval", "eval_every", "checkpoints", "callbacks", "timer"])
+    limits = translated(
+        "train", older, _TRAIN, limits, others=["max_epochs", "eval", "eval_every", "checkpoints", "callbacks", "timer"]
+    )
     by_epochs = eval_every == "epoch"
     require(by_epochs or not isinstance(eval_every, str), "eval_every", "a number of updates, or 'epoch'", eval_every)
     train_state = PhaseState(
@@ -202,7 +204,9 @@ def fit(
         "evaluate_every_n_updates": evaluate_every_n_updates,
     }
     refuse_steps("fit", older, _FIT, accumulation_of(unit, train_dataloader))
-    limits = translated("fit", older, _FIT, limits, others=["max_epochs", "evaluate_every_n_epochs", "checkpoints", "callbacks", "timer"])
+    limits = translated(
+        "fit", older, _FIT, limits, others=["max_epochs", "evaluate_every_n_epochs", "checkpoints", "callbacks", "timer"]
+    )
     train_state = PhaseState(
         dataloader=train_dataloader, max_epochs=max_epochs, evaluate_every_n_epochs=evaluate_every_n_epochs, **limits
     )

@@ -20,6 +20,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
+from echelon.checkpoint.location import absolute, location
 from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.machine import visible_devices
@@ -32,6 +33,7 @@ from echelon.loop.accept import callbacks_of, check_loader, no_end
 from echelon.loop.auto import AutoUnit
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.checkpoints import Checkpoints
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.rebuild import pack, recall
 from echelon.loop.state import PhaseState
@@ -69,7 +71,9 @@ class Trainer:
         evaluate_every_n_epochs, evaluate_every_n_updates: as `fit`'s.
         unit_options: arguments of AutoUnit's constructor that the unit gets instead, such as {"precision": "bf16"}.
         callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
-        run_dir: of each `fit`; below `checkpoints` it has the unit's state after every epoch, unless a callback saves.
+        run_dir: of each `fit`; it has the checkpoints, in a folder of that name, unless a callback saves.
+        checkpoints: another folder for them, or a Checkpoints, which says when to save there and what stays. `fit` continues from
+            the newest there, if the unit has not trained yet and no `ckpt_path` is given.
         older: `gpus`, an older word for `devices`, as a layout is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is
             understood, with a hint. `max_steps`, of updates, and `evaluate_every_n_steps`, of micro-batches.
     Attributes:
@@ -94,6 +98,7 @@ class Trainer:
         unit_options: Mapping[str, Any] | None = None,
         callbacks: Callback | list[Callback] | None = None,
         run_dir: str | Path | None = None,
+        checkpoints: str | Path | Checkpoints | None = None,
         **older: Unpack[_Older],
     ) -> None:
         _check_names(older)
@@ -117,8 +122,17 @@ class Trainer:
         require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir)
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
         self.has_saver = any(getattr(c, "saves", False) is True for c in self.callbacks)
-        self.saves = self.run_dir is not None and not self.has_saver
+        self.checkpoints = self._checkpoints(checkpoints)
+        self.saves = self.checkpoints is not None and (checkpoints is not None or not self.has_saver)
         self.callback_metrics: dict[str, float] = {}
+
+    def _checkpoints(self, given: Any) -> Checkpoints | None:
+        """By a path that is the same for ranks that are started elsewhere."""
+        if given is None:
+            return Checkpoints(self.run_dir / "checkpoints") if self.run_dir is not None else None
+        require(isinstance(given, Checkpoints) or is_path(given), "checkpoints", "a folder or a Checkpoints(folder, ...)", given)
+        made = given if isinstance(given, Checkpoints) else Checkpoints(given)
+        return replace(made, folder=str(absolute(location(made.folder))))
 
     def _check_limits(self) -> None:
         """In the words of the loop, which is given them in other processes."""
@@ -202,8 +216,8 @@ class Trainer:
         if phase == "fit" and self.max_epochs is None and self.max_updates is None:
             raise no_end("fit")
         require(ckpt_path is None or is_path(ckpt_path), "ckpt_path", "a checkpoint, 'last' or None", ckpt_path)
-        if ckpt_path == "last" and self.run_dir is None:
-            raise UsageError('ckpt_path="last" means the newest below run_dir, which is not given.')
+        if ckpt_path == "last" and self.checkpoints is None:
+            raise UsageError('ckpt_path="last" means the newest below run_dir or in checkpoints, which are not given.')
         work = Work(phase, unit, loaders, str(ckpt_path) if ckpt_path is not None else None)
         if is_launched():
             self._check_launched()
@@ -236,7 +250,7 @@ class Trainer:
             in_steps=self._in_steps,
             limits=self.limits,
             callbacks=self.callbacks,
-            checkpoints=self.run_dir / "checkpoints" if self.run_dir is not None else None,
+            checkpoints=self.checkpoints,
             saves=self.saves,
         )
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from echelon.checkpoint import commit
+from echelon.checkpoint.location import location
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
@@ -21,6 +22,7 @@ from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.auto import AutoUnit
 from echelon.loop.auto_options import AutoOptions
 from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.checkpoints import Checkpoints
 from echelon.loop.checkpointing.folder import left_alone
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver, RestoreOptions
 from echelon.loop.older import accumulation_of, refuse_steps
@@ -69,8 +71,8 @@ class Plan:
         training: the limits of training, as a PhaseState has them.
         in_steps: evaluations are after so many micro-batches, said in an older word.
         limits: batches of an epoch on each rank, by "train", "val", "test" or "predict"; what is not there has all.
-        checkpoints: where they are, if there is a run folder.
-        saves: after every epoch of `fit`.
+        checkpoints: where they are, if they have a folder.
+        saves: `fit` saves there.
     """
 
     on_cpu: bool
@@ -80,7 +82,7 @@ class Plan:
     in_steps: float | None
     limits: Mapping[str, int | None]
     callbacks: list[Callback]
-    checkpoints: Path | None
+    checkpoints: Checkpoints | None
     saves: bool
 
 
@@ -197,7 +199,7 @@ def _run(plan: Plan, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]
     _, data_size = unit.data_rank_and_size or (0, World.current().size)
     accumulation = accumulation_of(unit, work.loaders[0]) if work.phase == "fit" else 1
     as_before = None
-    if work.phase == "fit" and (path := _checkpoint(plan, work)) is not None:
+    if work.phase == "fit" and (path := _checkpoint(plan, work, unit)) is not None:
         as_before = kept_global_batch(path, work.loaders[0], data_size, accumulation)
     loader = shared(work.loaders[0], data_size, accumulation, trains=work.phase == "fit", global_batch=as_before)
     _restore(plan, work, unit, loader if work.phase == "fit" else None)
@@ -215,20 +217,32 @@ def _run(plan: Plan, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]
     return {name: value} if isinstance(value, float) else {}, outputs.outputs
 
 
-def _checkpoint(plan: Plan, work: Work) -> Path | None:
+def _checkpoint(plan: Plan, work: Work, unit: Any) -> Path | None:
     """That training goes on from, as far as that can be said before it is read."""
-    if work.ckpt_path != "last":
-        return Path(work.ckpt_path) if work.ckpt_path is not None else None
-    assert plan.checkpoints is not None
-    found = commit.candidates(plan.checkpoints)
-    return Path(str(found[0])) if found and not left_alone(plan.checkpoints) else None
+    if work.ckpt_path not in (None, "last"):
+        return Path(work.ckpt_path)
+    if plan.checkpoints is None or (work.ckpt_path is None and not _takes_up(plan, work, unit)):
+        return None
+    folder = location(plan.checkpoints.folder)
+    found = commit.candidates(folder)
+    return Path(str(found[0])) if found and not left_alone(folder) else None
+
+
+def _takes_up(plan: Plan, work: Work, unit: Any) -> bool:
+    """Whether `fit` goes on from the newest checkpoint without being told."""
+    return work.phase == "fit" and work.ckpt_path is None and plan.saves and not unit.train_progress.num_updates_completed
 
 
 def _restore(plan: Plan, work: Work, unit: Any, loader: Any) -> None:
-    if work.ckpt_path == "last":
-        folder = plan.checkpoints
-        assert folder is not None
-        if not DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader) and work.phase != "fit":
+    if work.ckpt_path == "last" or _takes_up(plan, work, unit):
+        assert plan.checkpoints is not None
+        folder = plan.checkpoints.folder
+        if (
+            not DistributedCheckpointSaver.restore_from_latest(
+                folder, unit, train_dataloader=loader, restore_options=plan.checkpoints.restore_options
+            )
+            and work.phase != "fit"
+        ):
             raise UsageError(f'ckpt_path is "last", but there is no checkpoint in {folder}.')
     elif work.ckpt_path is not None:
         DistributedCheckpointSaver.restore(work.ckpt_path, unit, train_dataloader=loader)
@@ -236,7 +250,7 @@ def _restore(plan: Plan, work: Work, unit: Any, loader: Any) -> None:
 
 def _fit(plan: Plan, unit: Any, train_loader: Any, eval_loader: Any, callbacks: list[Callback]) -> None:
     if plan.saves and plan.checkpoints is not None:
-        callbacks.append(DistributedCheckpointSaver(plan.checkpoints, save_every_n_epochs=1, keep_last_n_checkpoints=1))
+        callbacks.append(plan.checkpoints.saver())
     refuse_steps("Trainer", {"evaluate_every_n_steps": plan.in_steps}, OLDER, accumulation_of(unit, train_loader))
     training, evaluation = PhaseState(dataloader=train_loader, **plan.training), None
     if eval_loader is not None:
