@@ -73,6 +73,7 @@ class Plan:
         limits: batches of an epoch on each rank, by "train", "val", "test" or "predict"; what is not there has all.
         checkpoints: where they are, if they have a folder.
         saves: `fit` saves there.
+        resumes: and goes on from the newest there, without being told.
     """
 
     on_cpu: bool
@@ -84,6 +85,7 @@ class Plan:
     callbacks: list[Callback]
     checkpoints: Checkpoints | None
     saves: bool
+    resumes: bool = True
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,13 @@ def _checkpoint(plan: Plan, work: Work, unit: Any) -> Path | None:
 
 def _takes_up(plan: Plan, work: Work, unit: Any) -> bool:
     """Whether `fit` goes on from the newest checkpoint without being told."""
-    return work.phase == "fit" and work.ckpt_path is None and plan.saves and not unit.train_progress.num_updates_completed
+    return (
+        work.phase == "fit"
+        and work.ckpt_path is None
+        and plan.saves
+        and plan.resumes
+        and not unit.train_progress.num_updates_completed
+    )
 
 
 def _restore(plan: Plan, work: Work, unit: Any, loader: Any) -> None:

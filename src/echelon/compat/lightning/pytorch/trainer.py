@@ -144,7 +144,9 @@ class Trainer(ModuleRuns, trainer.Trainer):
         return {**super()._training(), "evaluate_every_n_steps": interval if isinstance(interval, int) else None}
 
     def _plan(self) -> Plan:
-        return replace(super()._plan(), callbacks=self.loop_callbacks)
+        where = self.checkpoints
+        kept = None if where is None else replace(where, every="epoch", keep=1)
+        return replace(super()._plan(), callbacks=self.loop_callbacks, checkpoints=kept, resumes=False)
 
     def _check_for_units(self) -> None:
         """
