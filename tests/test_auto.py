@@ -345,7 +345,7 @@ def _nan(strategy: str) -> tuple[str, bool]:
 def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks) -> None:
     for said in ranks(2, under_each, PARALLEL, _nan):
         for strategy, (text, finite) in said.items():
-            assert "step 2" in text and "rank 1: nan" in text and "rank 0" not in text, strategy
+            assert "update 2" in text and "rank 1: nan" in text and "rank 0" not in text, strategy
             assert finite, strategy
 
 

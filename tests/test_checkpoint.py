@@ -185,7 +185,7 @@ def test_fewer_ranks_with_more_accumulation_go_on_with_the_same_updates(ranks: R
 
 def test_a_fresh_run_does_not_mix_with_an_older_one(tmp_path: Path) -> None:
     train_and_save(tmp_path, "noop", 4)
-    with pytest.raises(CheckpointError, match="step-00000004 is ahead of this run, which is at step 0"):
+    with pytest.raises(CheckpointError, match="step-00000004 is ahead of this run, which is at update 0"):
         train_and_save(tmp_path, "noop", 2)
 
 

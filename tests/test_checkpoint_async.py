@@ -105,7 +105,7 @@ def test_a_busy_save_is_waited_for_or_skipped(tmp_path: Path, caplog: pytest.Log
         timer.join()
         patch.undo()
         assert _names(tmp_path / on_busy) == names
-    assert "step 2 is not saved: the save before it is still being written" in caplog.text
+    assert "update 2 is not saved: the save before it is still being written" in caplog.text
     with pytest.raises(UsageError, match="'wait' or 'skip'"):
         ech.callbacks.SaveOptions(on_busy="perhaps")  # type: ignore[arg-type]
 

@@ -373,7 +373,7 @@ def test_on_a_terminal_a_long_line_loses_nothing(live: tuple[Terminal, int]) -> 
 
 
 def test_on_a_terminal_one_live_line_remains(live: tuple[Terminal, int]) -> None:
-    assert [line.split("  ")[0] for line in live[0].lines() if line.startswith("step ")] == ["step 40"]
+    assert [line.split("  ")[0] for line in live[0].lines() if line.startswith("update ")] == ["update 40"]
 
 
 def test_the_terminal_gets_its_cursor_back(live: tuple[Terminal, int]) -> None:

@@ -99,4 +99,4 @@ def test_a_script_is_stopped_on_dragon_with_a_checkpoint_and_goes_on(tmp_path: P
     job = job_of(_submit(tmp_path, "stop", "slow"))
     assert job.result(PATIENCE_S).exit_code == 0 and job.state() is JobState.DONE
     assert f"rank 1 of 2 trained to {STEPS}" in job.log(1).read_text()
-    assert f"from step {stopped_at}" in job.log(0).read_text()
+    assert f"from update {stopped_at}" in job.log(0).read_text()

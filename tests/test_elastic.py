@@ -531,7 +531,7 @@ def test_training_that_is_asked_to_end_saves_and_the_same_command_goes_on(
     """A signal to a rank's whole process group reaches its data workers too, which it still needs."""
     code, _, err = _train(started, "--ranks", str(ranks), "train.py", what, str(workers))
     assert code == REQUEUE and "worker" not in err, err
-    step = int(err.partition("echelon: stopped after step ")[2].partition(";")[0])
+    step = int(err.partition("echelon: stopped after update ")[2].partition(";")[0])
     assert (started.folder / f"ckpt/step-{step:08d}").exists()
     code, out, err = _train(started, "--ranks", "1", "train.py", "nothing", "0")
     assert code == 0 and f"at step {step} of 1" in out, err

@@ -77,7 +77,7 @@ def test_it_learns_on_two_ranks_and_goes_on_when_it_is_started_again(echelon_com
     assert list((tmp_path / "runs" / name.removesuffix(".py") / "checkpoints").glob("step-*"))
     limit, most = options
     again = _start(echelon_command, name, limit, str(int(most) + 1))
-    first = re.search(r"training from step (\d+) of (\d+)", again)
+    first = re.search(r"training from update (\d+) of (\d+)", again)
     assert first is not None and 0 < int(first[1]) < int(first[2]), again
 
 

@@ -94,7 +94,7 @@ def test_a_rank_that_is_stopped(left: Left) -> None:
     left.end(1, failed(0, f"RuntimeError: {TIMED_OUT}"), seen=waits, world_size=4).stack(3, ("/home/me/train.py", 7, "load"))
     verdict = left.verdict
     assert verdict.guilty == (3,) and verdict.cause == "stopped"
-    assert verdict.headline == "rank 3 stopped (no heartbeat for 12 s), in step 7 at train.py:7 in load"
+    assert verdict.headline == "rank 3 stopped (no heartbeat for 12 s), in update 7 at train.py:7 in load"
 
 
 def test_a_rank_that_did_not_come_is_named_with_its_line_and_its_step(left: Left) -> None:
@@ -105,7 +105,7 @@ def test_a_rank_that_did_not_come_is_named_with_its_line_and_its_step(left: Left
     verdict = left.verdict
     assert verdict.guilty == (2,) and verdict.cause == "slow data"
     assert verdict.headline == "rank 2 did not come to all_reduce #9"
-    assert "waiting for the data of step 7 at train.py:5 in load" in verdict.paragraph and "1 fewer" in verdict.paragraph
+    assert "waiting for the data of update 7 at train.py:5 in load" in verdict.paragraph and "1 fewer" in verdict.paragraph
 
 
 @pytest.mark.parametrize(
@@ -913,9 +913,9 @@ def test_a_record_that_claims_a_billion_ranks_costs_nothing(left: Left) -> None:
 
 def test_what_several_ranks_did_is_said_in_the_plural(left: Left) -> None:
     left.end(1, failed(0), world_size=3, seen={str(r): seen(8, Phase.STEP) for r in range(3)})
-    assert "while ranks 1, 2 were in step 9" in left.verdict.paragraph
+    assert "while ranks 1, 2 were in update 9" in left.verdict.paragraph
     left.end(75, world_size=3, seen={str(r): seen(8, Phase.STEP) for r in range(3)})
-    assert "ranks 0, 1, 2 were in step 9" in left.verdict.seen
+    assert "ranks 0, 1, 2 were in update 9" in left.verdict.seen
 
 
 def test_many_ranks_are_explained_in_few_lines(left: Left) -> None:
@@ -985,7 +985,7 @@ def test_a_lone_rank_that_stands_is_told_with_its_line(left: Left) -> None:
     left.end(124, hang={"after_s": 60.0}, world_size=1, seen={"0": seen(3, Phase.STEP, answers=True)})
     left.stack(0, ("/home/me/train.py", 41, "load"))
     assert left.verdict.guilty == (0,)
-    assert left.verdict.paragraph == "No rank made progress for 60 s: rank 0 was in step 4, at train.py:41 in load."
+    assert left.verdict.paragraph == "No rank made progress for 60 s: rank 0 was in update 4, at train.py:41 in load."
 
 
 @pytest.mark.parametrize("first", [(10, Phase.BETWEEN), (9, Phase.STEP)])

@@ -87,11 +87,11 @@ PLANTED = [
 # In a loop of echelon's: F11 and F12 a save that fails, F16 a NaN on one rank, F19 data.
 OF_LOOPS = [
     Planted("step_raises", "exception", "raised ValueError at", wait_s=30),
-    Planted("step_stands", "did not come", "in step 7", wait_s=4),
-    Planted("step_stops", "stopped", "in step 7", wait_s=4),
+    Planted("step_stands", "did not come", "in update 7", wait_s=4),
+    Planted("step_stops", "stopped", "in update 7", wait_s=4),
     Planted("further_collective", "mismatched shape", "faults_of_loops.py", wait_s=4),
     Planted("nan", "not finite", "nan", wait_s=30, often=True),
-    Planted("data_stands", "slow data", "waiting for the data of step 7", wait_s=4),
+    Planted("data_stands", "slow data", "waiting for the data of update 7", wait_s=4),
     Planted("data_raises", "data", "Input/output error", wait_s=30),
     Planted("worker_killed", "data worker", "worker", wait_s=30),
     Planted("save", "file too large", "ulimit -f", wait_s=30),

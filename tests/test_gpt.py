@@ -77,12 +77,12 @@ def test_resume_goes_on_as_if_nothing_had_happened(echelon_command: Command, tmp
     first, _ = _run(echelon_command, tmp_path, *same, "--steps", "6", launcher=("--ranks", "2", "--name", "gpt-part"))
     (first / "checkpoints" / "step-00000006" / "manifest.json").unlink()
     resumed, text = _run(echelon_command, tmp_path, *same, "--steps", "6", "--resume")
-    assert resumed != first and "training from step 4" in text
+    assert resumed != first and "training from update 4" in text
     want = [r["loss"] for r in _records(whole) if "loss" in r][4:]
     assert [r["loss"] for r in _records(resumed) if "loss" in r] == want
     one_rank = ("--ranks", "1", "--name", resumed.name)
     again, text = _run(echelon_command, tmp_path, *same, "--steps", "8", "--resume", launcher=one_rank)
-    assert again == resumed and "training from step 6" in text
+    assert again == resumed and "training from update 6" in text
     assert [p.name for p in sorted((again / "attempts").iterdir())] == ["000", "001"]
 
 

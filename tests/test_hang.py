@@ -532,7 +532,7 @@ def test_a_single_rank_in_the_launchers_process_is_ended_if_a_person_gave_a_limi
     (tmp_path / "train.py").write_text(ALONE)
     # A limit that no step reaches on a machine that is busy with others.
     ended = echelon_command("run", "--ranks", "1", "--hang-timeout", "3s", "--name", "a", "train.py", "hangs")
-    assert ended.returncode == 124 and "rank 0 was in step 7, at train.py:7 in train_step (exit" in ended.stderr, ended.stderr
+    assert ended.returncode == 124 and "rank 0 was in update 7, at train.py:7 in train_step (exit" in ended.stderr, ended.stderr
     run = tmp_path / "runs" / "a"
     said = exit_record(run / "attempts" / "000" / "exit.json") or {}
     assert said["hang"] and said["seen"]["0"]["where"] == "train.py:7 in train_step"

@@ -361,7 +361,7 @@ def test_as_a_program_killed_and_restarted(echelon_command: Callable[..., Any], 
     straight = echelon_command("run", "--ranks", "2", "loop.py")
     ends = [re.findall(r"ended with (\S+)", run.stdout) for run in (resumed, straight)]
     assert ends[0] and ends[0] == ends[1], resumed.stdout + resumed.stderr
-    assert "step 24/24" in straight.stderr + straight.stdout
+    assert "update 24/24" in straight.stderr + straight.stdout
 
 
 # --- proof

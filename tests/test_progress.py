@@ -35,7 +35,7 @@ def test_the_line_holds_loss_rate_learning_rate_and_time_left() -> None:
     model.event({"event": "train_start", "total_steps": 100, "step": 0})
     for step in range(1, 41):
         model.record(_record(step))
-    assert model.line() == "step 40/100  loss 2.0000  lr 0.001  10.0k tokens/s  1:00 left"
+    assert model.line() == "update 40/100  loss 2.0000  lr 0.001  10.0k tokens/s  1:00 left"
 
 
 def test_numbers_of_an_evaluation_leave_the_line_as_it_is() -> None:
@@ -73,7 +73,7 @@ def test_a_slow_rank_is_said_once_and_stands_in_the_line(tmp_path: Path, monkeyp
     screen.close()
     lines = stream.getvalue().splitlines()
     assert lines[0] == "echelon: rank 1 takes 3.0 x as long as the others: its own computation, train.py:4 in f"
-    assert lines[1].startswith("step 200") and "rank 1 3.0x slow" in lines[1] and len(lines) == 2
+    assert lines[1].startswith("update 200") and "rank 1 3.0x slow" in lines[1] and len(lines) == 2
 
 
 def test_a_run_without_an_end_shows_no_time_left() -> None:
@@ -99,7 +99,7 @@ def test_a_second_training_in_a_process_shows_nothing_of_the_first() -> None:
     model.event({"event": "train_start", "total_steps": 20, "step": 0})
     assert "loss" not in model.line() and "lr" not in model.line()
     model.record({"step": 1, "loss": 3.5, "samples_per_s": 10.0, "time": 300.0})
-    assert model.line() == "step 1/20  loss 3.5000  10 samples/s"
+    assert model.line() == "update 1/20  loss 3.5000  10 samples/s"
 
 
 @pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
@@ -116,7 +116,7 @@ def test_numbers_that_are_none_or_not_finite_do_not_stop_it() -> None:
     model = ProgressModel()
     model.record(_record(1, loss="nan", tokens_per_s=None))
     model.record(_record(2, loss="inf"))
-    assert "step 2" in model.line()
+    assert "update 2" in model.line()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599.7, "1:00:00"), (7384, "2:03:04")])
@@ -138,7 +138,7 @@ def test_without_a_terminal_there_are_lines_and_no_control_characters() -> None:
     sink.event({"event": "train_end"})
     sink.close()
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "training from step 0 of 2" and lines[-1].startswith("step 2/2")
+    assert lines[0] == "training from update 0 of 2" and lines[-1].startswith("update 2/2")
     assert all(c.isprintable() or c == "\n" for c in stream.getvalue())
 
 
@@ -195,4 +195,4 @@ def test_a_run_that_is_read_whole_at_once_is_shown_in_its_order(tmp_path: Path) 
     run.events(0).write_text("".join(json.dumps(event) + "\n" for event in events))
     screen.close()
     first, last = stream.getvalue().splitlines()
-    assert first == "training from step 0 of 2" and last.startswith("step 2/2") and last.endswith("0:00 left")
+    assert first == "training from update 0 of 2" and last.startswith("update 2/2") and last.endswith("0:00 left")

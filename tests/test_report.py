@@ -35,7 +35,7 @@ def test_a_normal_run_has_its_figures_and_charts(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path, [*records, evaluation(50, 0.25), evaluation(100, 0.5)]))
     last_ten = sum(10.0 / s for s in range(91, 101)) / 10
     assert f"nano finished Train loss {last_ten:.4g} mean of the last 10" in page.text().removeprefix("nano: finished ")
-    assert "Eval loss 0.5 best: 0.25 at step 50 Steps 100 100 updates Throughput 50.5k tokens/s, median" in page.text()
+    assert "Eval loss 0.5 best: 0.25 at update 50 Updates 100 of the optimizer Throughput 50.5k tokens/s, median" in page.text()
     assert "Wall time 1m 30s Ranks 2 local Attempts 1" in page.text()
     assert [s["label"] for s in page.charts()[0]["series"]] == ["training", "smoothed", "evaluation"]
     assert page.charts()[0]["series"][2] == {"label": "evaluation", "kind": "points", "x": [50, 100], "y": [0.25, 0.5]}
@@ -110,7 +110,7 @@ def test_tables_of_attempts_checkpoints_and_facts(tmp_path: Path) -> None:
         (run.checkpoints / name / "data").write_bytes(b"x" * size)
     text = page_of(run).text()
     assert "0 2025-10-09 08:53:20 UTC 2h 05m stopped, exit code 75 none" in text
-    assert "1 2025-10-09 08:54:10 UTC 10.0s, to its last event unknown 1, last at step 500" in text
+    assert "1 2025-10-09 08:54:10 UTC 10.0s, to its last event unknown 1, last at update 500" in text
     assert "500 step-00000500 2 KiB 2025-10-09 08:54:20 UTC 1 1.25" in text
     assert "step-odd 3 B unknown" in text
     assert "unfinished" not in text
@@ -167,7 +167,7 @@ def test_nan_and_inf_leave_a_gap_and_a_mark(tmp_path: Path) -> None:
         ([9.0] * 5 + [1.0] * 5 + [2.0] * 5, "1.5 mean of the last 10"),
         ([9.0, math.nan, 1.0, 3.0], "2 mean of the last 2"),
         ([9.0, math.inf, 1.0], "1 last record"),
-        ([9.0, 8.0, math.inf, math.nan], "nan last finite: 8 at step 1"),
+        ([9.0, 8.0, math.inf, math.nan], "nan last finite: 8 at update 1"),
         ([math.inf], "inf never finite"),
         ([], "\N{EN DASH} no record"),
     ],

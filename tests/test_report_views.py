@@ -361,14 +361,14 @@ def test_the_reader_chooses_smoothing_and_scale(chromium: browser.Browser, pages
 @needs_browser
 def test_the_charts_and_the_map_answer_to_keys(chromium: browser.Browser, pages: Path) -> None:
     chromium.open(f"file://{pages}/a/report.html", width=1200, dark=False)
-    assert press(chromium, ".plot", "End").startswith("visible: step 1200 training")
-    assert press(chromium, ".plot", "Home").startswith(f"visible: step 1 training {noisy(1):.9g} smoothed")
+    assert press(chromium, ".plot", "End").startswith("visible: update 1200 training")
+    assert press(chromium, ".plot", "Home").startswith(f"visible: update 1 training {noisy(1):.9g} smoothed")
     assert press(chromium, ".plot", "Escape").startswith("hidden")
     cells = ".heat .cells"
-    assert press(chromium, cells, "End") == "visible: rank 0 from step 1190 its own time 30 ms"
+    assert press(chromium, cells, "End") == "visible: rank 0 from update 1190 its own time 30 ms"
     press(chromium, cells, "ArrowDown")
-    assert press(chromium, cells, "ArrowDown") == "visible: rank 2 from step 1190 its own time 50 ms"
-    assert press(chromium, cells, "Home") == "visible: rank 2 from step 0 its own time 10 ms"
+    assert press(chromium, cells, "ArrowDown") == "visible: rank 2 from update 1190 its own time 50 ms"
+    assert press(chromium, cells, "Home") == "visible: rank 2 from update 0 its own time 10 ms"
 
 
 @needs_browser
@@ -415,7 +415,7 @@ def test_a_million_steps_are_one_small_page(chromium: browser.Browser, tmp_path:
     assert time.process_time() - began < 100 and page.stat().st_size < 500_000
     assert max(Page(page.read_text()).charts()[0]["series"][0]["y"]) == pytest.approx(52.0 + 345_678 * 7919 % 101 / 100)
     seen = chromium.open(f"file://{page}", width=1200, dark=False)
-    assert seen.errors == [] and press(chromium, ".plot", "End").startswith("visible: step 1000000 ")
+    assert seen.errors == [] and press(chromium, ".plot", "End").startswith("visible: update 1000000 ")
     assert chromium.run("return performance.getEntriesByType('navigation')[0].loadEventEnd") < 20_000
 
 

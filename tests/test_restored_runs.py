@@ -314,7 +314,7 @@ def test_a_run_that_takes_weights_only_sets_nothing_aside(tmp_path: Path) -> Non
     ech.train(Numbered(), ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(tmp_path)])
     unit = Numbered()
     Saver.restore_from_latest(tmp_path, unit, restore_options=ech.callbacks.RestoreOptions.weights_only())
-    with pytest.raises(CheckpointError, match="step-00000002 is ahead of this run, which is at step 0"):
+    with pytest.raises(CheckpointError, match="step-00000002 is ahead of this run, which is at update 0"):
         ech.train(unit, ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(tmp_path)])
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000002"]
 

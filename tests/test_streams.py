@@ -94,5 +94,5 @@ def test_progress_is_drawn_on_whatever_takes_text(kind: str) -> None:
         "notebook": lambda: stream.getvalue(),
         "ascii": lambda: stream.buffer.getvalue().decode(),
     }
-    assert kind not in takes or "training from step 0 of 2" in takes[kind]()
+    assert kind not in takes or "training from update 0 of 2" in takes[kind]()
     assert is_terminal(stream) == (kind == "notebook")

@@ -400,7 +400,7 @@ def test_the_last_word_is_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert conclude(run, 143, "7.0") == 1
     said = capsys.readouterr().err
-    assert "rank 3 stopped, in step 7" in said and "failed first" not in said and text in said
+    assert "rank 3 stopped, in update 7" in said and "failed first" not in said and text in said
     run = _ends(tmp_path, "cancelled", {"exit_code": 75}, {"exit_code": 75})
     (run.path / "job" / "cancelled").touch()
     assert conclude(run, 0, "7.0") == 143
@@ -459,7 +459,7 @@ def test_starts_that_come_no_further_are_not_repeated_for_ever(tmp_path: Path, c
         write_spec(run, JobSpec("train.py"), launcher="slurm", id="7")
         codes = [start(run, *each) for each in starts]
         assert codes == [75] * (len(starts) - 1) + [last], name
-    assert "3 starts in a row began at step 4 and left no newer checkpoint than step-00000004" in capsys.readouterr().err
+    assert "3 starts in a row began at update 4 and left no newer checkpoint than step-00000004" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def test_a_run_under_way_is_told_with_its_ranks(tmp_path: Path) -> None:
         times(run, 0, rank, stretch(0, 50, forward=0.01) | {"own_s": 0.01})
     state, progress, _, head, *rows = lines(Watch(run).look())
     assert state.startswith("nano  running  2 ranks")
-    assert progress == "[############............]  50%  step 50/100  loss 2.0000  lr 0.001  50.0k tokens/s  0:50 left"
+    assert progress == "[############............]  50%  update 50/100  loss 2.0000  lr 0.001  50.0k tokens/s  0:50 left"
     assert head.split("  ")[0] == "rank"
     assert rows[0].split() == ["0", "node1", "50", "10", "ms", "10", "ms", "forward", "100%", "0%", "train.py:41", "in", "load"]
 
@@ -38,14 +38,14 @@ def test_a_run_under_way_is_told_with_its_ranks(tmp_path: Path) -> None:
 def test_each_look_takes_in_what_came_since(tmp_path: Path) -> None:
     run = make_run(tmp_path, [training(1, 2.0)], [None], [begun(10)])
     watch = Watch(run)
-    assert "step 1/10" in watch.look().progress
+    assert "update 1/10" in watch.look().progress
     with open(run.metrics, "a") as file:
         file.write(encode(training(7, 2.0)) + "\n")
-    assert "step 7/10" in watch.look().progress
+    assert "update 7/10" in watch.look().progress
     run.at_attempt(0).exit_json.write_text(json.dumps({"exit_code": 75}))
     run.at_attempt(1).events(0).write_text(encode(begun(10, 5)) + "\n")
     now = watch.look()
-    assert "step 5/10" in now.progress and lines(now)[0].startswith("nano  running  2 ranks  attempt 1")
+    assert "update 5/10" in now.progress and lines(now)[0].startswith("nano  running  2 ranks  attempt 1")
     assert lines(now)[2] == "attempt 0: stopped exit code 75"
 
 
@@ -61,7 +61,7 @@ def test_a_second_training_in_a_run_shows_nothing_of_the_first(tmp_path: Path) -
     with open(run.metrics, "a") as file:
         file.write(encode(training(1, 3.5) | {"time": again["time"] + 1}) + "\n")
     now = watch.look()
-    assert "step 1/5  loss 3.5000" in now.progress and now.latest["loss"] == 3.5
+    assert "update 1/5  loss 3.5000" in now.progress and now.latest["loss"] == 3.5
 
 
 def test_a_failure_is_told_with_its_reason_and_its_ranks_last_words(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_hostile_files_do_nothing_to_the_terminal(tmp_path: Path, payload: str) 
 def test_the_command_prints_once_where_there_is_no_terminal(tmp_path: Path, echelon_command: Command) -> None:
     make_run(tmp_path / "runs" / "mine", [training(1, 2.0)], [None], [begun(10)])
     done = echelon_command("top", "mine")
-    assert done.returncode == 0 and done.stdout.startswith("nano  running  2 ranks") and "step 1/10" in done.stdout
+    assert done.returncode == 0 and done.stdout.startswith("nano  running  2 ranks") and "update 1/10" in done.stdout
     assert echelon_command("top", "mine", "--every", "0").returncode == 2
     assert echelon_command("top", "gone").returncode == 2
 

@@ -403,7 +403,7 @@ def test_progress_is_shown_on_a_terminal_by_ranks_that_a_trainer_starts(tmp_path
     with contextlib.suppress(OSError), os.fdopen(ours, "rb", buffering=0) as terminal:  # closed by the last who had it
         while data := terminal.read(4096):
             seen += data
-    assert running.wait() == 0 and b"step 4/4" in seen, seen
+    assert running.wait() == 0 and b"update 4/4" in seen, seen
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from echelon.launcher.local import elastic, progress, watch
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.lingering import Lingering
-from echelon.launcher.local.signs import Pulses, Seen
+from echelon.launcher.local.signs import Pulses, Seen, behind
 from echelon.launcher.local.watch import Watch
 from echelon.launcher.records import exit_record
 from tests.conftest import clean_environment
@@ -87,7 +87,7 @@ def _trains(how: str) -> None:
         pytest.param(
             "stopped",
             1,
-            "rank 1 is stopped, as by SIGSTOP or a debugger, in step 7; rank 0 ",
+            "rank 1 is stopped, as by SIGSTOP or a debugger, in update 7; rank 0 ",
             "rank 1 stopped (no heartbeat for ",
             marks=pytest.mark.full,
         ),
@@ -101,11 +101,11 @@ def _trains(how: str) -> None:
         pytest.param(
             "data",
             1,
-            "rank 1 is behind, waiting for the data of step 7, at ",
+            "rank 1 is behind, waiting for the data of update 7, at ",
             "rank 1 did not come to all_reduce",
             marks=pytest.mark.full,
         ),
-        ("in its step", 1, "rank 1 stands, in step 7, at ", "rank 1 did not come to all_reduce"),
+        ("in its step", 1, "rank 1 stands, in update 7, at ", "rank 1 did not come to all_reduce"),
     ],
 )
 def test_a_rank_that_stands_still_is_named_while_others_wait_and_when_they_give_up(
@@ -172,7 +172,7 @@ def test_a_stall_is_said_after_the_limit_again_when_it_has_doubled_and_when_it_i
     scene.steps(0, 5)
     scene.put(Standing(5, Phase.STEP, 0, 18), Standing(5, Phase.DATA, 0, 17))
     assert scene.pass_time(60) == []
-    line = "rank 1 is behind, waiting for the data of step 6, at train.py:1 in f; rank 0 waits, in step 6, at train.py:0 in f"
+    line = "rank 1 is behind, waiting for the data of update 6, at train.py:1 in f; rank 0 waits, in update 6, at train.py:0 in f"
     assert scene.pass_time(5) == [f"no step for 62 s: {line}"]
     assert scene.pass_time(50) == []
     assert len(scene.pass_time(20)) == 1
@@ -180,6 +180,21 @@ def test_a_stall_is_said_after_the_limit_again_when_it_has_doubled_and_when_it_i
     (over,) = scene.pass_time(3)
     assert over.startswith("steps go on, after 1")
     assert scene.pass_time(50) == []
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast"),
+    [
+        (Standing(5, Phase.STEP, 1), Standing(5, Phase.DATA, 2)),  # in the second and the third micro-batch of an update
+        (Standing(5, Phase.DATA, 1), Standing(5, Phase.AFTER, 2)),
+        (Standing(5, Phase.STEP, 3), Standing(6, Phase.AFTER, 0)),
+        (Standing(5, Phase.EVAL_STEP, 3), Standing(5, Phase.EVAL_DATA, 4)),
+        (Standing(5, Phase.EVAL_DATA, 9), Standing(5, Phase.DATA, 0)),  # after the evaluation
+        (Standing(5, Phase.BETWEEN, 9), Standing(5, Phase.DATA, 0)),
+    ],
+)
+def test_who_is_behind_within_an_update_and_within_an_evaluation(slow: Standing, fast: Standing) -> None:
+    assert behind({0: Seen(fast), 1: Seen(slow)}) == [1] and behind({0: Seen(slow), 1: Seen(slow)}) == []
 
 
 @pytest.mark.parametrize(
@@ -206,7 +221,7 @@ def test_of_one_rank_that_saves_while_another_is_ahead_the_patience_is_that_of_a
     scene.steps(0, 5)
     scene.put(Standing(5, Phase.CHECKPOINT, 0, 16), Standing(5, Phase.STEP, 0, 18))
     assert scene.pass_time(299) == []
-    assert "rank 0 is behind, in a checkpoint after step 5" in scene.pass_time(5)[0]
+    assert "rank 0 is behind, in a checkpoint after update 5" in scene.pass_time(5)[0]
 
 
 def test_slow_steps_have_ten_times_as_long_as_they_usually_take() -> None:
@@ -294,7 +309,7 @@ def test_a_culprit_is_in_the_record_with_the_paragraph(tmp_path: Path) -> None:
     blamed = _blamed(tmp_path, [_gave_up(0)], seen)
     said = exit_record(tmp_path / "attempts" / "000" / "exit.json") or {}
     first = Failure.from_json(said["first_failure"])
-    assert first.rank == blamed.rank == 1 and render(first, 2).startswith("echelon: rank 1 stopped, in step 6 (exit code 1)")
+    assert first.rank == blamed.rank == 1 and render(first, 2).startswith("echelon: rank 1 stopped, in update 6 (exit code 1)")
     assert said["explained"] in first.message and "Timed out waiting" in first.message
 
 

@@ -289,7 +289,7 @@ def _judge_refusal(want: Any, folder: Path, error: int, writers: Any, victim: in
             return f"STOPPED: {writer.get('error', writer)[-800:]}"
         if writer["value"]["digests"][str(END)] != want[rank][str(END)]:
             return "DISTURBED"
-        reports.add(tuple(line for line in writer["value"]["told"] if line.startswith("step 4 could not be saved")))
+        reports.add(tuple(line for line in writer["value"]["told"] if line.startswith("update 4 could not be saved")))
     if len(reports) > 1:
         return f"NOT ON ALL: {reports}"
     (report,) = reports

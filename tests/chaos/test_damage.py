@@ -96,5 +96,5 @@ def _one_save_lost(forks: Forks, folder: Path, how: str, asynchronous: bool, rea
     value = ended["value"]
     assert value["whole"] == [OLDER], "the older one was valid while the storage refused"
     (line,) = [line for line in value["told"] if "could not be saved, training goes on" in line]
-    assert line.startswith("step 4 ") and reason in line and str(folder) in line and "GB free" in line
+    assert line.startswith("update 4 ") and reason in line and str(folder) in line and "GB free" in line
     assert value["end"] == [OLDER, manifest.named(6)]

@@ -247,7 +247,7 @@ def _say_why(run: RunDir, shown: str) -> None:
 def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
     same = "the same command" if named else f"the same command and --name {run.name}"
     stopped = _stopped(run)
-    where = f" after step {stopped['step']}" if "step" in stopped else ""
+    where = f" after update {stopped['step']}" if "step" in stopped else ""
     if "step" in stopped and not stopped.get("saved", True) and isinstance(stopped.get("latest"), str):
         _say(f"echelon: stopped{where}, last saved as {one_line(stopped['latest'])}: {same} goes on from there if it names it")
     elif "step" in stopped and not stopped.get("saved", True):

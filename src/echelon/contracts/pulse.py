@@ -40,9 +40,9 @@ class Standing:
     """How far a rank is.
 
     Args:
-        step: training steps that it has completed.
+        step: updates that it has completed.
         phase: where it is now.
-        evaluated: steps of the evaluation that it is in.
+        evaluated: steps of the evaluation that it is in; else micro-batches of the update that it is in.
         beats: how often it has said so in this epoch.
     """
 
@@ -54,15 +54,23 @@ class Standing:
     def __str__(self) -> str:
         return {
             Phase.NONE: "before its first loop",
-            Phase.AFTER: f"in callbacks after step {self.step}",
-            Phase.CHECKPOINT: f"in a checkpoint after step {self.step}",
+            Phase.AFTER: f"in callbacks after update {self.step}",
+            Phase.CHECKPOINT: f"in a checkpoint after update {self.step}",
             Phase.EVAL_DATA: f"in an evaluation, waiting for the data of its step {self.evaluated + 1}",
             Phase.EVAL_STEP: f"in an evaluation, in its step {self.evaluated + 1}",
-            Phase.BETWEEN: f"between epochs, after step {self.step}",
-            Phase.DATA: f"waiting for the data of step {self.step + 1}",
-            Phase.STEP: f"in step {self.step + 1}",
-            Phase.ENDED: f"past its loop, after step {self.step}",
+            Phase.BETWEEN: f"between epochs, after update {self.step}",
+            Phase.DATA: f"waiting for the data of update {self.step + 1}",
+            Phase.STEP: f"in update {self.step + 1}",
+            Phase.ENDED: f"past its loop, after update {self.step}",
         }[self.phase]
+
+    @property
+    def position(self) -> tuple[int, int, int, int, int]:
+        """What is less for the rank that is behind."""
+        evaluates = self.phase in (Phase.EVAL_DATA, Phase.EVAL_STEP)
+        within = self.evaluated if self.phase in (Phase.AFTER, Phase.DATA, Phase.STEP) else 0
+        stage = Phase.EVAL_DATA if evaluates else self.phase
+        return self.step, within, stage, self.evaluated if evaluates else 0, self.phase
 
 
 _numbers: memoryview = memoryview(bytearray(_SIZE)).cast("q")

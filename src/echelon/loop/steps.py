@@ -57,8 +57,8 @@ class Steps:
         self.left_out = 0  # micro-batches of an update that is left out
         timer = stage.here.iteration_timer
         self.waits, self.durations = timer.series("data_wait_time"), timer.series(f"{phase}_iteration_time")
-        # For whoever watches this rank: steps that were trained, and evaluated in an evaluation.
-        self.trained, self.evaluated = (stage.progress, Progress()) if stage.trains else (_trained(stage.unit), stage.progress)
+        # For whoever watches this rank: updates that were made, and micro-batches of the next; steps of an evaluation.
+        self.trained, self.within = (stage.progress, Progress()) if stage.trains else (_trained(stage.unit), stage.progress)
 
     def run(self) -> bool:
         """All of them; True if the epoch came to its end, False if it was cut short."""
@@ -78,14 +78,14 @@ class Steps:
         stage, fetch, take, cuts = self.stage, self.fetch, self.take, self.cuts
         state, inner, hooks, here, progress = stage.state, stage.inner, stage.hooks, stage.here, stage.progress
         trains, before_step = stage.trains, hooks.next_end + hooks.step_start
-        evaluate, next_start, evaluated = self.between.evaluate, hooks.next_start, self.evaluated
+        evaluate, next_start, within = self.between.evaluate, hooks.next_start, self.within
         waits, durations, now, running, at = self.waits, self.durations, time.perf_counter, clock.running, pulse.at
         (fetching, stepping, _), (in_data, in_step), trained = _BEATS[trains], _PARTS[trains], self.trained
         meets, most, per_epoch, enough = self.between != Between(), here.max_updates, here.updates_per_epoch, False
         pulse.begin()
         while not enough and not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
             stage.call(next_start)
-            at(fetching, trained.num_updates_completed, evaluated.num_steps_completed_in_epoch)
+            at(fetching, trained.num_updates_completed, within.num_steps_completed_in_epoch)
             if running is not None:
                 running.enter(in_data)
             start = now()
@@ -103,7 +103,7 @@ class Steps:
                 self._leave_out(data, progress)
                 continue
             fetched = now()
-            at(stepping, trained.num_updates_completed, evaluated.num_steps_completed_in_epoch)
+            at(stepping, trained.num_updates_completed, within.num_steps_completed_in_epoch)
             waits.append(fetched - start)
             if before_step:
                 stage.call(before_step)
@@ -113,9 +113,12 @@ class Steps:
             progress.increment_step()
             if updated := trains and inner.has_updated:
                 progress.increment_update()
+                within.num_steps_completed_in_epoch = 0
                 # Where the feed cannot know: of a unit whose own step makes more updates than its window would.
                 at_limit = progress.num_updates_completed == most or progress.num_updates_completed_in_epoch == per_epoch
                 enough = at_limit and self.feed.used != self.feed.total
+            elif trains:
+                within.num_steps_completed_in_epoch += 1
             evaluates = evaluate is not None and evaluation_due.after_step(here, progress, updated=updated)
             durations.append(now() - fetched)
             if running is not None:
@@ -129,7 +132,7 @@ class Steps:
     def _follow(self, evaluates: bool) -> None:
         """What somebody has asked for after a step."""
         stage, between = self.stage, self.between
-        pulse.at(_BEATS[stage.trains][2], self.trained.num_updates_completed, self.evaluated.num_steps_completed_in_epoch)
+        pulse.at(_BEATS[stage.trains][2], self.trained.num_updates_completed, self.within.num_steps_completed_in_epoch)
         stage.call(stage.hooks.step_end)
         stage.here.step_output = None
         if stage.state.rolled_back:
@@ -176,7 +179,7 @@ class Steps:
     def close(self) -> bool:
         """After the last batch: True if the epoch came to its end, False if it was cut short."""
         here, progress = self.stage.here, self.stage.progress
-        pulse.at(Phase.BETWEEN, self.trained.num_updates_completed, self.evaluated.num_steps_completed_in_epoch)
+        pulse.at(Phase.BETWEEN, self.trained.num_updates_completed, self.within.num_steps_completed_in_epoch)
         if self.cuts is not None:
             self.cuts.settle()
         self.fetch = None  # which may be a method of this object: a cycle would keep the loader's workers

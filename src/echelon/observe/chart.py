@@ -274,7 +274,7 @@ def _steps_axis(steps: Scale, count: int) -> list[str]:
             x = f"{100 * steps.at(value):.3f}%"
             parts.append(f'<svg x="{x}" y="100%" class="at"><line class="base" y2="5"/></svg>')
             parts.append(f'<text class="x" x="{x}" y="100%" dy="18">{name}</text>')
-    return [*parts, '<text class="x name" x="50%" y="100%" dy="35">step</text>']
+    return [*parts, '<text class="x name" x="50%" y="100%" dy="35">update</text>']
 
 
 def _paths(kind: str, points: Sequence[Point], steps: Scale, scale: Scale) -> str:
@@ -325,7 +325,7 @@ def _summary(title: str, series: Sequence[Series]) -> str:
     for s in series:
         if s.kind != "smooth" and s.points:
             (x0, v0), (x1, v1) = s.points[0], s.points[-1]
-            parts.append(f"{s.label}, {len(s.points)} records from {v0:.4g} at step {x0:.12g} to {v1:.4g} at step {x1:.12g}")
+            parts.append(f"{s.label}, {len(s.points)} records from {v0:.4g} at update {x0:.12g} to {v1:.4g} at update {x1:.12g}")
     return f"{title}: {'; '.join(parts)}"
 
 

@@ -199,7 +199,7 @@ def _event_line(event: Mapping[str, Any]) -> str:
         "stopped": f"stopped by {event.get('signal')}",
         "train_end": "training ends",
     }[name]
-    return f"{clock}  {words}{f' at step {step:.0f}' if step is not None else ''}"
+    return f"{clock}  {words}{f' at update {step:.0f}' if step is not None else ''}"
 
 
 # --- as text

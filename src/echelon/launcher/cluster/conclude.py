@@ -130,7 +130,7 @@ def _again(here: RunDir, code: int) -> int:
     # A program without our loop says nothing of its steps: it may well have come on.
     if last[0].get("steps") and all(end == last[0] for end in last):
         why = (
-            f"{_STARTS_IN_VAIN} starts in a row began at step {last[0]['steps'][0]} and left no newer checkpoint than "
+            f"{_STARTS_IN_VAIN} starts in a row began at update {last[0]['steps'][0]} and left no newer checkpoint than "
             f"{last[0].get('checkpoint') or 'none'}: not started again. Is the time limit too short for a save, or does the "
             "script not restore what it saved?"
         )

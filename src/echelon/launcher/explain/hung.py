@@ -94,7 +94,7 @@ def _one_more(evidence: Evidence, left: Sequence[int], waits: Waits) -> Verdict 
     if len(waiting) != 1 or len(left) != evidence.world_size - 1:
         return None
     [rank], wait = waiting, waits[waiting[0]][0]
-    standing = {r.standing.step for number in (rank, *left) if (r := evidence.rank(number)).standing is not None}
+    standing = {r.standing.position[:2] for number in (rank, *left) if (r := evidence.rank(number)).standing is not None}
     trace = evidence.flights[rank].get(wait.group) if rank in evidence.flights else None
     others = {evidence.flights[number][wait.group].last for number in left if wait.group in evidence.flights.get(number, {})}
     if len(standing) > 1 or trace is None or others != {wait.call.seq - 1}:
@@ -113,11 +113,11 @@ def _one_more(evidence: Evidence, left: Sequence[int], waits: Waits) -> Verdict 
 
 
 def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
-    """As ", after 9 steps where others had made 10,", or after how many collectives."""
+    """As ", after 9 updates where others had made 10,", or after how many collectives."""
     steps = {rank: r.standing.step for rank, r in evidence.ranks.items() if r.standing is not None and r.standing.step}
     mine, others = [steps.get(rank, 0) for rank in guilty], [n for rank, n in steps.items() if rank not in guilty]
     if others and all(mine) and max(mine) < max(others):
-        return f", after {max(mine)} steps where others had made {max(others)},"
+        return f", after {max(mine)} updates where others had made {max(others)},"
     flights = evidence.flights
     for wait, _ in waits.values():
         last = [flights[rank][wait.group].last for rank in guilty if rank in flights and wait.group in flights[rank]]
@@ -235,7 +235,7 @@ def _fewer_steps(evidence: Evidence, guilty: Collection[int]) -> str:
     if len(mine) != 1 or not others or max(others) <= min(mine):
         return ""
     fewer = max(others) - min(mine)
-    return f" It had completed {min(mine)} steps, {fewer} fewer than others."
+    return f" It had completed {min(mine)} updates, {fewer} fewer than others."
 
 
 def _kind_of_absence(rank: RankEvidence) -> str:
@@ -314,10 +314,10 @@ def behind(evidence: Evidence, waits: Waits) -> Verdict | None:
     ranks = [evidence.rank(number) for number in evidence.all_ranks]
     if not ranks or any(r.standing is None or r.standing.phase is Phase.NONE for r in ranks):
         return None
-    at = {r.rank: (r.standing.step, r.standing.phase, r.standing.evaluated) for r in ranks if r.standing is not None}
+    at = {r.rank: r.standing.position for r in ranks if r.standing is not None}
     least = min(at.values())
     guilty = [rank for rank, position in at.items() if position == least]
-    is_one_step = len({step for step, _, _ in at.values()}) == 1
+    is_one_step = len({step for step, *_ in at.values()}) == 1
     if any(map(_refused, ranks)) and (is_one_step or 2 * len(guilty) >= len(ranks)):
         return None  # one is somewhere else in the program: the one behind, or the one that left something out to be ahead
     if max(at.values()) == least or any((f := evidence.rank(rank).failure) is not None and f.waited for rank in guilty):

@@ -206,7 +206,7 @@ def _are_apart(evidence: Evidence, ranks: Collection[int]) -> bool:
     """
     found = [evidence.rank(rank) for rank in ranks]
     lines = {(frame.file, frame.line) for rank in found if (frame := user_frame(stack_of(rank))) is not None}
-    steps = {(rank.standing.step, rank.standing.phase) for rank in found if rank.standing is not None and rank.is_known}
+    steps = {rank.standing.position for rank in found if rank.standing is not None and rank.is_known}
     return len(lines) > 1 and (len(steps) != 1 or not all(rank.is_known for rank in found))
 
 

@@ -128,7 +128,7 @@ def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 
 def they_did(ranks: Collection[int], text: str) -> str:
-    """Of one rank or of several: as "rank 0 was in step 9", "ranks 0, 1 were in step 9"."""
+    """Of one rank or of several: as "rank 0 was in update 9", "ranks 0, 1 were in update 9"."""
     return f"{who(ranks)} {text if len(set(ranks)) == 1 else re.sub('^was ', 'were ', text)}"
 
 

@@ -166,7 +166,7 @@ def waits(main_stack: str, *, pending: bool) -> bool:
 
 def behind(seen: Mapping[int, Seen]) -> list[int]:
     """The ranks that have not come as far as others. None where all are equally far, or one's position is not known."""
-    at = {rank: (s.standing.step, s.standing.phase, s.standing.evaluated) for rank, s in seen.items()}
+    at = {rank: s.standing.position for rank, s in seen.items()}
     if not at or any(s.standing.phase is Phase.NONE for s in seen.values()):
         return []
     least = min(at.values())

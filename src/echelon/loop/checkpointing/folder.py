@@ -52,9 +52,10 @@ class RunFolder:
     Attributes:
         held: this run has the lease; the same on all ranks, though only rank 0 has it.
         counts_anew: its owner calls `count_anew`.
+        counts: what its numbers are.
     """
 
-    counts_anew = True
+    counts_anew, counts = True, "update"
 
     def __init__(self, path: Location, keep: Keep, *, restart: bool) -> None:
         self._given, self.path, self.keep, self.restart = str(path), absolute(path), keep, restart
@@ -153,7 +154,7 @@ class RunFolder:
                 self.release()
                 first = "Call restore_from_latest first, save" if step == 0 else "Save"
                 raise CheckpointError(
-                    f"{path} is ahead of this run, which is at step {step}: it would be mistaken for this run's newest. "
+                    f"{path} is ahead of this run, which is at {self.counts} {step}: it would be mistaken for this run's newest. "
                     f"{first} to another folder, or set it aside with SaveOptions(restart=True) or `echelon run --restart`."
                 )
         commit.on_rank0(lambda: commit.set_aside(path, why))

@@ -213,7 +213,7 @@ class DistributedCheckpointSaver(Callback):
             return  # so that the number that is written down is of these weights
         if self._background.busy:
             if self.options.on_busy == "skip":
-                logger.warning("step %s is not saved: the save before it is still being written", self._place(unit)[0])
+                logger.warning("update %s is not saved: the save before it is still being written", self._place(unit)[0])
                 return
             self._look_after(state, wait=True)
         try:
@@ -336,9 +336,10 @@ class DistributedCheckpointSaver(Callback):
             state.recorder.event("checkpoint_failed", step=step, error=text)
         if self.failures > self.options.tolerated_failures:
             raise CheckpointWriteError(
-                f"step {step} could not be saved, {self.failures} failures in a row: {text}. Older checkpoints are as they were."
+                f"update {step} could not be saved, {self.failures} failures in a row: {text}. Older checkpoints are as they "
+                "were."
             ) from cause
-        logger.error("step %s could not be saved, training goes on: %s. Older checkpoints are as they were.", step, text)
+        logger.error("update %s could not be saved, training goes on: %s. Older checkpoints are as they were.", step, text)
 
     def _saved(self, state: State, step: int, name: str, seconds: float, pause: bool = True) -> None:
         if state.recorder is not None:

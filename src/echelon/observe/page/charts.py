@@ -33,7 +33,7 @@ def charts(runs: Sequence[Shown]) -> str:
     """All charts, above one another the controls that change them."""
     spans = [span for each in runs if (span := each.facts.steps()) is not None]
     if not spans:
-        return '<section><h2>Charts</h2><p class="none">metrics.jsonl has no record with a step.</p></section>'
+        return '<section><h2>Charts</h2><p class="none">metrics.jsonl has no record of an update.</p></section>'
     low, high = min(low for low, _ in spans), max(high for _, high in spans)
     pad = max(1.0, 1e-3 * abs(low)) if low == high else 0.0
     made = _Charts(runs, chart.Scale(low - pad, high + pad))

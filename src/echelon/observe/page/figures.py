@@ -93,7 +93,7 @@ def _device_figures(facts: Facts) -> list[Card]:
 
 
 def _at(point: tuple[float, float]) -> str:
-    return f"{point[1]:.4g} at step {point[0]:,.12g}"
+    return f"{point[1]:.4g} at update {point[0]:,.12g}"
 
 
 def _train_figure(loss: Line) -> Card:

@@ -60,7 +60,7 @@ def timeline(facts: Facts) -> str:
         if at is not None and low <= at <= high:
             shown = "unknown" if step is None else f"{step:,.12g}"
             parts.append(
-                f'<line class="saved" x1="{across(at)}" x2="{across(at)}" y1="3" y2="41"><title>step {shown}</title></line>'
+                f'<line class="saved" x1="{across(at)}" x2="{across(at)}" y1="3" y2="41"><title>update {shown}</title></line>'
             )
     down = (high - low) - _covered([(began, ended) for _, began, ended in known])
     lost = f", {duration(down)} of it between attempts" if down > 1 else ""
@@ -86,7 +86,7 @@ def attempts(found: Sequence[Attempt]) -> str:
         status, told, saved = attempt.status(), attempt.failure(), attempt.saved()
         took = duration(attempt.seconds()) + (", to its last event" if attempt.exit is None and attempt.events else "")
         step = saved[-1][0] if saved else None
-        kept = f"{len(saved)}, last at step {'unknown' if step is None else f'{step:,.12g}'}" if saved else "none"
+        kept = f"{len(saved)}, last at update {'unknown' if step is None else f'{step:,.12g}'}" if saved else "none"
         result = f"stopped, {status.detail}" if status.kind == "stopped" else status.text
         why = attempt.explained() or (told.one_line() if told else NONE)
         rows.append([attempt.number, when(attempt.span()[0]), took, result, kept, redacted(why)])

@@ -173,7 +173,7 @@ def _map(spent: Sequence[Spent], low: int, high: int) -> str:
         f'<div class="grid"><div class="names"></div><div class="cells" tabindex="0" role="application" '
         f'aria-label="map of ranks over steps; arrow keys move"><canvas></canvas><b></b>'
         f'<div class="tip" role="status"></div></div></div>'
-        f'<p class="ends"><span>step {low:,}</span><span>step {high:,}</span></p>'
+        f'<p class="ends"><span>update {low:,}</span><span>update {high:,}</span></p>'
         f'<script type="application/json">{data}</script></div>'
     )
 

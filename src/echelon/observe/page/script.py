@@ -102,7 +102,7 @@ for (const chart of charts) {
   const hide = () => { at = -1; for (const e of [tip, cursor, ...dots]) e.style.visibility = ""; };
   const show = i => {
     at = Math.max(0, Math.min(steps.length - 1, i));
-    const step = steps[at], x = chart.across(step), rows = ["step", step];
+    const step = steps[at], x = chart.across(step), rows = ["update", step];
     data.series.forEach((s, k) => {
       const near = nearest(s.x, v => Math.abs(v - step));
       const close = s.kind === "smooth" || (several && s.kind !== "points" && Math.abs(chart.across(s.x[near]) - x) < 0.005);
@@ -203,8 +203,8 @@ for (const heat of document.querySelectorAll(".heat")) {
   const show = (x, y) => {
     at = [x = Math.max(0, Math.min(columns - 1, x)), y = Math.max(0, Math.min(rows - 1, y))];
     const [low, high] = data.steps, from = Math.floor(low + (high - low) * x / columns), wide = cells.clientWidth / columns;
-    const value = data.layers[select.value][y][x], said = finite(value) ? value + " ms" : "no step";
-    tip.replaceChildren(...spans(["rank", data.ranks[y], "from step", from, select.value, said]));
+    const value = data.layers[select.value][y][x], said = finite(value) ? value + " ms" : "no update";
+    tip.replaceChildren(...spans(["rank", data.ranks[y], "from update", from, select.value, said]));
     const place = { left: x * wide, top: y * height, width: Math.max(4, wide), height };
     for (const [name, pixels] of Object.entries(place)) box.style[name] = pixels + "px";
     const right = (x + 1) * wide + 8;

@@ -74,13 +74,13 @@ class ProgressModel:
             self.step = _step(event, 0)
             self._begin()
             total = f" of {self.total_steps}" if self.total_steps else ""
-            return f"training from step {self.step}{total}"
+            return f"training from update {self.step}{total}"
         if name == "eval_start":
             self.phase = "evaluate"
         elif name == "eval_end":
             self.phase = "train" if event.get("within_fit") else ""
             loss = plain_number(event.get("eval_loss"))
-            return f"step {_step(event, self.step)}  eval loss {loss:.4f}" if loss is not None else None
+            return f"update {_step(event, self.step)}  eval loss {loss:.4f}" if loss is not None else None
         elif name == "train_end":
             self.phase = ""
         elif name == "checkpoint_saved":
@@ -95,7 +95,7 @@ class ProgressModel:
 
     def line(self) -> str:
         """One line of plain text, the same for both kinds of output."""
-        parts = [f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")]
+        parts = [f"update {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
         if self.lr is not None:

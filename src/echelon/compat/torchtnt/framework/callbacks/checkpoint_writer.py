@@ -51,7 +51,7 @@ class Manager(CheckpointManager):
 class NamedFolder(RunFolder):
     """A folder whose checkpoints have TorchTNT's names. Those that TorchTNT wrote are left alone."""
 
-    counts_anew = False
+    counts_anew, counts = False, "step"
 
     def _now(self, unit: Any) -> int:
         return int(unit.train_progress.num_steps_completed)
