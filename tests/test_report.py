@@ -125,7 +125,7 @@ def test_an_empty_folder_gives_a_page_that_says_what_is_missing(tmp_path: Path) 
     text = page_of(RunDir(tmp_path)).text()
     assert f"{tmp_path.name} unknown there is no exit.json" in text
     assert "run.json is missing. metrics.jsonl is missing. attempts/ has no attempt." in text
-    assert "metrics.jsonl has no record with a step." in text
+    assert "metrics.jsonl has no record of an update." in text
 
 
 def test_a_cut_off_last_line_is_left_out_and_said(tmp_path: Path) -> None:
