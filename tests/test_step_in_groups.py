@@ -214,6 +214,56 @@ def _refused() -> list[str]:
     return [*said, str(caught.value)]
 
 
+class First(Lamb):
+    """Steps on its first group only; or on a list of its own, with that one's options."""
+
+    def __init__(self, parameters: Any, keeps: bool) -> None:
+        super().__init__(parameters, "tensor")
+        self.mine = list(self.param_groups[0]["params"]) if keeps else None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        for p in self.mine or group["params"]:
+            p.sub_(p.grad * group["lr"])
+
+
+class StepsOnTheFirst(Regression):
+    def __init__(self, keeps: bool, **options: Any) -> None:
+        self.keeps = keeps
+        super().__init__(**options)
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        return First(module.parameters(), self.keeps), None
+
+
+def _steps_on_the_first(keeps: bool, strategy: str) -> Any:
+    unit = StepsOnTheFirst(keeps, module=net(), strategy=strategy)
+    try:
+        ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return whole(unit.module)
+
+
+def test_an_optimizer_that_steps_on_its_first_group_is_named(ranks: Ranks) -> None:
+    """Where some layers are split, that group has some of the parameters."""
+    for said in ranks(2, _steps_on_the_first, False, "tp"):
+        assert "First.step must go through all of self.param_groups" in said and "for group in self.param_groups" in said
+
+
+def test_an_optimizer_with_a_list_of_its_own_steps_on_all_of_it(ranks: Ranks) -> None:
+    module = net()
+    optimizer = First(module.parameters(), True)
+    for i in range(3):
+        x, y = batch(4, i)
+        nn.functional.mse_loss(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for got in ranks(2, _steps_on_the_first, True, "tp"):
+        assert largest_difference(got, whole(module)) < 1e-12
+
+
 class Searches(ech.TrainUnit[Any]):
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,6 +59,20 @@ def _split_state(optimizer: torch.optim.Optimizer) -> None:
                 state[key] = part_like(value, parameter, "the optimizer's state")
 
 
+class _Noted(list[Any]):
+    """Parameters of a group, and whether a step has looked at them."""
+
+    is_read = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.is_read = True
+        return super().__iter__()
+
+    def __getitem__(self, at: Any) -> Any:
+        self.is_read = True
+        return super().__getitem__(at)
+
+
 class _Split:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._sizes: list[int] | None = None
@@ -65,16 +80,30 @@ class _Split:
         self._whole: dict[int, list[torch.Tensor]] = {}  # while it is split
         self._look(optimizer)
         optimizer.step = _Guarded(optimizer, self)  # type: ignore[method-assign]
+        self._reads_all = type(optimizer).__module__.startswith("torch.")  # all groups; not known yet of one of the user's own
         optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(lambda optimizer, *_: self.restore(optimizer))
+        optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._look(optimizer)
         groups = optimizer.param_groups
         for i, (first, *others) in self._kinds.items():
             self._whole[i] = groups[i]["params"]
-            groups[i]["params"] = first
-            groups += [{**groups[i], "params": kind} for kind in others]
+            groups[i]["params"] = first if self._reads_all else _Noted(first)
+            groups += [{**groups[i], "params": kind if self._reads_all else _Noted(kind)} for kind in others]
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        noted = [group["params"] for group in optimizer.param_groups if isinstance(group["params"], _Noted)]
+        self.restore(optimizer)
+        if not any(each.is_read for each in noted):  # it keeps a list of its own, say
+            return
+        if not all(each.is_read for each in noted):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step must go through all of self.param_groups, got one that read "
+                f"{sum(each.is_read for each in noted)} of {len(noted)}: where parameters are split, those of another kind "
+                "are in groups of their own during a step, and were not trained. Write `for group in self.param_groups`."
+            )
+        self._reads_all = True
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
