@@ -355,6 +355,36 @@ def _script(folder: Path, text: str) -> Target:
     return Target(script=str(folder / "script.py"))
 
 
+COUNTED = """
+import os, sys
+from pathlib import Path
+import torch
+import echelon as ech
+if os.environ["WORLD_SIZE"] == "1":
+    with Path(__file__).with_suffix(".log").open("a") as log:
+        log.write("in one process\\n")
+class Unit(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        x, y = data
+        error = (self.module(x) - y).square()
+        return error.mean(), None
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+ech.init_from_env()
+ech.seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+ech.train(Unit(module=torch.nn.Linear(4, 1), strategy="ddp"), ech.Loader(data, 16), max_epochs=1)
+"""
+
+
+def test_rows_on_the_same_samples_share_a_reference(tmp_path: Path) -> None:
+    """However many micro-batches of however many ranks they are."""
+    proof = prove_target(_script(tmp_path, COUNTED), matrix(["ddp"], [2, 4], [1, 2], sgd=False), 2, False)
+    assert len(proof.results) == 3 and all(row.is_equal for row in proof.results), proof.results
+    processes = (tmp_path / "script.log").read_text().splitlines()
+    assert len(processes) == 3, processes  # in float32, in float64, and to read the samples
+
+
 def test_rows_with_the_same_data_and_other_random_numbers_have_references_of_their_own() -> None:
     """Two micro-batches of one rank are the same samples as one of each of two ranks, but not the same draws."""
     rows = matrix(["ddp"], [1, 2], [1, 2], sgd=False)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,8 +20,9 @@ import torch
 from echelon.contracts.errors import RankFailedError
 from echelon.loop.target import Target
 from echelon.prover import causes
+from echelon.prover.explanation import Explanation
 from echelon.prover.fitting import Fitting
-from echelon.prover.judge import compare, mean_loss
+from echelon.prover.judge import compare
 from echelon.prover.kept_state import VARIABLE
 from echelon.prover.matrix import Row
 from echelon.prover.on_ranks import OnRanks
@@ -34,33 +33,20 @@ from echelon.prover.ran import (
     Judged,
     Ran,
     blindness,
-    data_of,
     fill,
     in_float64,
     in_words,
     of_same_samples,
-    values_of_first,
     with_constant_draws,
 )
-from echelon.prover.rank import (
-    Replay,
-    run_backward,
-    run_epoch,
-    run_mistakes,
-    run_probe,
-    run_reference,
-    run_samples,
-    run_split,
-    run_worker_draws,
-)
-from echelon.prover.reference import Shake, micros_in_order
-from echelon.prover.samples import Epoch, note_on, of_updates, unlike_an_epoch, unlike_one_process
+from echelon.prover.rank import run_backward, run_reference, run_split
+from echelon.prover.reference_store import SHAKES, ReferenceStore, data_of
+from echelon.prover.sample_checks import SampleChecks
 from echelon.prover.values import load_values
 from echelon.prover.verdict import SMALL_SHARE, Verdict
 
 __all__ = ["Proving"]
 
-_SHAKES = 3
 _RESCALED = 0.25
 _CONSTANT_UPDATES = 2  # the second, since an optimizer's first may hide a scale
 _NEVER_ROUNDING = 1e3  # times its tolerance: no further sample of rounding would change that
@@ -84,11 +70,11 @@ class Proving:
         self._on_ranks = OnRanks(target, folder, updates, seed, timeout_s, logs)
         self.proof = Proof(str(dtype).removeprefix("torch."))
         self._fitting = Fitting(self.row, self._say)
-        self._references: dict[Any, Computed] = {}
+        self._references = ReferenceStore(self._on_ranks, folder)
+        self._samples = SampleChecks(self._on_ranks, folder)
+        self._explanation = Explanation(self._on_ranks, self._references, folder)
         self._batches: dict[Any, Any] = {}
         self._bitwise: dict[str, dict[str, torch.Tensor]] = {}
-        self._epochs: list[Epoch | None] = []  # of one process, once it was read
-        self._rows_of_one: list[int] | None = None
         self._splits: dict[bool, dict[str, Any]] = {}  # by whether draws are constant
         self._count = 0
         self._tested_compiled = False
@@ -123,55 +109,15 @@ class Proving:
             shutil.rmtree(folder, ignore_errors=True)
         return result
 
-    # --- references
+    # --- notes
 
     def _reference(self, ran: Ran) -> Computed:
-        key = ran.dtype, *data_of(ran.row, ran.records)
-        if key not in self._references:
-            folder = self.folder / f"reference-{len(self._references)}"
-            shutil.rmtree(folder, ignore_errors=True)  # of one that could not be computed for the row before
-            folder.mkdir()
-            self._references[key] = self._computed(ran, folder)
+        """That of a row, and what is to be said of it."""
+        reference = self._references.of(ran)
         if ran.dtype is self.dtype and not ran.folder.name.endswith(CONSTANT):  # which have fewer updates
-            self._note(ran, self._references[key].facts)
-            self._check_order(ran, key)
-        return self._references[key]
-
-    def _computed(self, ran: Ran, folder: Path) -> Computed:
-        """The reference, and in float32 a first sample of what rounding does to it; in half precision more."""
-        replay = self._on_ranks.replay(ran, folder)
-        reference = Computed(folder, self._on_ranks.launch(run_reference, 1, replay))
-        if ran.dtype is torch.float64:
-            return reference
-        half = ran.narrow
-        if half is not None:
-            self._shake(ran, reference, _SHAKES - 1, half)
-        if ran.is_auto:  # a unit with a step of its own may have wrapped its module in something with float32 built in
-            with contextlib.suppress(RankFailedError):  # so may a forward pass
-                if self._on_ranks.launch(run_reference, 1, replay, "wide")["draws"] == reference.facts["draws"]:
-                    return reference
-            for other in folder.glob("again-wide-*"):
-                shutil.rmtree(other)
-        if half is None:
-            self._shake(ran, reference, 1, None)
+            self._note(ran, reference.facts)
+            self._check_order(ran, data_of(ran))
         return reference
-
-    def _shake(self, ran: Ran, reference: Computed, samples: int, narrowest: torch.dtype | None) -> None:
-        """See to it that there are so many shaken references, by the rounding of the narrowest type if one is given."""
-        replay = self._on_ranks.replay(ran, reference.folder)
-        rounding = torch.finfo(narrowest).eps if narrowest is not None else None
-        if rounding is not None and ran.narrow is not None:
-            rounding /= 4  # what a cast of each weight changes on average
-        for sample in range(0 if narrowest is not None else reference.shaken, samples):
-            self._on_ranks.launch(run_reference, 1, replay, "shaken", Shake(sample, rounding))
-        reference.shaken = max(samples, reference.shaken)
-
-    def _probed(self, ran: Ran, reference: Computed) -> dict[str, Any]:
-        if reference.probed is None:
-            reference.probed = {"narrowest": None, "repeatable": True, "per_sample": None, "state": {}}
-            with contextlib.suppress(RankFailedError):
-                reference.probed = self._on_ranks.launch(run_probe, 1, self._on_ranks.replay(ran, self.folder))
-        return reference.probed
 
     def _note(self, ran: Ran, facts: dict[str, Any]) -> None:
         if facts["drew"]:
@@ -245,18 +191,17 @@ class Proving:
 
     def _judge(self, result: Result, ran: Ran) -> Judged:
         """A row against its reference, whose passes over micro-batches are as the ranks' were."""
-        reference, half = self._reference(ran), ran.narrow is not None
-        seen = Judged(ran, reference, compare(ran.folder, reference.folder, ran.records, ran.dtype, half=half))
+        seen = self._against(ran, self._reference(ran))
         if seen.verdict.meaningless is not None:
             fill(result, seen.verdict)
             result.verdict, result.message = "failed", seen.verdict.meaningless
             return seen
         if not seen.verdict.clear:
             seen = self._with_state(seen)
-            ran, reference = seen.ran, seen.reference
-        result.causes = causes.from_records(ran.records, lambda: self._probed(ran, reference)["per_sample"])
+        ran, reference = seen.ran, seen.reference
+        result.causes = causes.from_records(ran.records, lambda: self._references.probed(ran, reference)["per_sample"])
         if not result.causes and not ran.folder.name.endswith(CONSTANT):
-            result.causes = self._of_samples(result, ran, seen)
+            result.causes = self._samples.causes(result, ran, joined=seen.reference.facts["joined"])
         if not result.causes and ran.row.yours and not ran.row.constant_draws:
             result.causes = self._of_backward(ran)
         if not result.causes:
@@ -264,18 +209,13 @@ class Proving:
         seen.is_recorded = bool(result.causes)
         self._decide(result, seen)
         if result.is_equal and ran.row.restores and not reference.facts["joined"]:
-            result.causes = causes.state_apart(ran.records, self._state(ran, reference))
+            result.causes = causes.state_apart(ran.records, self._references.state(ran, reference))
             result.verdict = "DIFFERS" if result.causes else result.verdict
         return seen
 
-    def _state(self, ran: Ran, reference: Computed) -> dict[str, list[str]]:
-        """What the unit keeps between passes, as far as it matters: paths by name."""
-        keeps = any(m.state for r in ran.records for u in r["updates"] for m in u)
-        return dict(self._probed(ran, reference)["state"]) if keeps else {}
-
     def _with_state(self, seen: Judged) -> Judged:
         """Against a reference whose passes begin with the state that the ranks had, where it matters and one has no other."""
-        state = self._state(seen.ran, seen.reference) if seen.ran.is_auto and not seen.ran.row.restores else {}
+        state = self._references.state(seen.ran, seen.reference) if seen.ran.is_auto and not seen.ran.row.restores else {}
         if not state:
             return seen
         records = [u for r in seen.ran.records for u in r["updates"]]
@@ -285,6 +225,9 @@ class Proving:
         except RankFailedError:
             return seen
         self._say(f"The forward pass keeps state ({', '.join(state)}): passes of the reference began with what the ranks had.")
+        return self._against(ran, reference)
+
+    def _against(self, ran: Ran, reference: Computed) -> Judged:
         verdict = compare(ran.folder, reference.folder, ran.records, ran.dtype, half=ran.narrow is not None)
         return Judged(ran, reference, verdict)
 
@@ -339,7 +282,7 @@ class Proving:
         speaks = any(r["communicates"] for r in records)
         unsure = result.verdict == "not possible"
         if drew and result.verdict == "DIFFERS":  # collectives, and a loop's variables, are not repeated as they were
-            unsure = speaks or any(name.startswith(VARIABLE) for name in self._state(ran, seen.reference))
+            unsure = speaks or any(name.startswith(VARIABLE) for name in self._references.state(ran, seen.reference))
         if seen.is_recorded or not (result.is_equal or unsure):
             return
         why = "batches cannot be joined into one"
@@ -374,7 +317,7 @@ class Proving:
         if not result.is_equal and unknown is not None:
             return None, f"{unknown} draws other numbers for every sample"
         if not result.is_equal and any(m.streams for r in ran.records for u in r["updates"] for m in u):
-            drawn = self._probed(ran, judged.reference)["per_sample"]
+            drawn = self._references.probed(ran, judged.reference)["per_sample"]
             if drawn is None or drawn:
                 return None, f"every sample draws its own numbers from {', '.join(sorted(drawn or ())) or 'a generator'}"
         if not judged.reference.facts["joined"]:
@@ -426,7 +369,7 @@ class Proving:
         differs = verdict.first is not None and (verdict.first.update < verdict.resolved or not verdict.resolved)
         if result.causes or differs:
             result.verdict, result.message = "DIFFERS", unconfirmed
-            self._explain(result, final)
+            self._explanation.explain(result, final)
             return
         said = [in_words(seen)] if final.ran.dtype is not self.dtype else []
         if not verdict.exact and (verdict.blind or verdict.excused > limit):
@@ -434,7 +377,7 @@ class Proving:
         result.message, result.first = "; ".join(filter(None, said)), None
         if not verdict.resolved or (verdict.excused > limit and not verdict.exact):
             result.verdict = "undecided"
-            self._explain(result, final)
+            self._explanation.explain(result, final)
             return
         result.updates = verdict.resolved
         if final.ran.dtype is not self.dtype:
@@ -463,8 +406,8 @@ class Proving:
             why = self._settled(seen) or ""
             if not why:
                 return seen, ""
-        narrowest = self._probed(seen.ran, seen.reference)["narrowest"]
-        self._shake(seen.ran, seen.reference, _SHAKES, narrowest)
+        narrowest = self._references.probed(seen.ran, seen.reference)["narrowest"]
+        self._references.shake(seen.ran, seen.reference, SHAKES, narrowest)
         half = seen.ran.narrow is not None
         verdict = compare(seen.ran.folder, seen.reference.folder, seen.ran.records, seen.ran.dtype, narrowest, half=half)
         return Judged(seen.ran, seen.reference, verdict), f"not confirmed in float64 because {why}"
@@ -472,126 +415,18 @@ class Proving:
     def _settled(self, final: Judged) -> str | None:
         """Measure rounding in float64, where one tolerance for all did not do. Returns why float64 cannot tell, if so."""
         ran, reference = final.ran, final.reference
-        for samples in (0, 1, _SHAKES):
+        for samples in (0, 1, SHAKES):
             if samples:
-                self._shake(ran, reference, samples, None)
+                self._references.shake(ran, reference, samples, None)
                 final.verdict = compare(ran.folder, reference.folder, ran.records, ran.dtype)
             if final.verdict.clear:
                 return None
-            narrowest = self._probed(ran, reference)["narrowest"] if samples else None
+            narrowest = self._references.probed(ran, reference)["narrowest"] if samples else None
             if narrowest is not None and torch.finfo(narrowest).eps > torch.finfo(ran.dtype).eps:
                 return f"the forward pass computes in {str(narrowest).removeprefix('torch.')}"
             if samples and final.verdict.first is not None and final.verdict.used > _NEVER_ROUNDING:
                 return None
         return None
-
-    # --- saying why
-
-    def _explain(self, result: Result, final: Judged) -> None:
-        """Add the causes that numbers and records show."""
-        ran, reference, verdict = final.ran, final.reference, final.verdict
-        known = {name for name, _ in result.causes}
-
-        def add(found: list[tuple[str, str]]) -> None:
-            result.causes += [cause for cause in found if cause[0] not in known]
-
-        if known & causes.CHANGE_EVERYTHING:
-            return
-        if not result.causes:
-            add(causes.state_apart(ran.records, self._state(ran, reference)))
-            if not result.causes and not self._probed(ran, reference)["repeatable"]:
-                add(causes.not_repeatable(self._state(ran, reference)))
-            if result.causes:
-                return
-        if not ran.is_auto and not result.causes and any(m.streams for r in ran.records for u in r["updates"] for m in u):
-            result.verdict, result.first = "not possible", None
-            result.message = (
-                "its own train_step draws random numbers, on each rank for its own samples; one process draws for all at once: "
-                "there is nothing to compare with. The draws of an AutoUnit can be repeated micro-batch by micro-batch."
-            )
-            return
-        k = causes.gradients_apart(ran.records)
-        if k is not None and known == {"missing all-reduce"} and (verdict.first is None or verdict.first.update >= k):
-            tried = self._tried_mistakes(final, k)
-            if tried is not None and not causes.is_of_one_rank(*tried, ran.records, k):
-                result.causes = [("gradients that each rank changes", result.causes[0][1])]
-            return
-        if verdict.first is not None:
-            add(found := causes.from_verdict(verdict, ran.records, reference.facts))
-            if not result.causes and verdict.first.phase in ("gradient", "update"):
-                add(causes.of_shards(verdict, *values_of_first(final), ran.records[0]["owners"]))
-            if verdict.first.phase in ("forward", "gradient") and not found:
-                add(self._mistakes(final))
-
-    def _mistakes(self, final: Judged) -> list[tuple[str, str]]:
-        assert final.verdict.first is not None
-        tried = self._tried_mistakes(final, final.verdict.first.update)
-        return causes.from_mistakes(final.verdict, *tried, final.ran.records[0]) if tried is not None else []
-
-    def _tried_mistakes(self, final: Judged, k: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None:
-        """The row's and the right values of update k, and what likely mistakes would give."""
-        ran = final.ran
-        try:
-            mistakes = self._on_ranks.launch(run_mistakes, 1, self._on_ranks.replay(ran, self.folder), k)
-        except RankFailedError:  # the row differs whether or not it can be said why
-            return None
-        folders = ran.folder, final.reference.folder
-        mine, right = (load_values(folder / f"update-{k:03d}.pt") for folder in folders)
-        mine["loss"], mine["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0]["norms"][k]
-        return mine, right, mistakes
-
-    def _of_samples(self, result: Result, ran: Ran, seen: Judged) -> list[tuple[str, str]]:
-        """Causes that the samples show by themselves: whose they are, and what reading them draws."""
-        ranks = [r for r in ran.records if not r["is_replica"]]
-        if len(ranks) < 2:
-            return []
-        replay = self._on_ranks.replay(ran, self.folder)
-        began = [r["workers_began"] for r in ranks]
-        alike = {name for a, b in combinations(began, 2) for name in a if a[name] == b.get(name)}
-        if alike:
-            with contextlib.suppress(RankFailedError):
-                drawn = sorted(alike.intersection(self._on_ranks.launch(run_worker_draws, 1, replay)["draws"]))
-                if drawn:
-                    said = f"data workers of several ranks begin with the same RNG state of {', '.join(drawn)}"
-                    return [("identical augmentation", f"{said}, from which reading a sample draws")]
-        if ranks[0]["loader"] == "Loader" and not ranks[0]["left_out"] and seen.reference.facts["joined"]:
-            updates = of_updates(ranks)
-            others = unlike_one_process(updates, self._rows(replay, sum(rows.total() for rows in updates)))
-            if others is not None:
-                return [("samples that depend on the rank", others)]
-
-        elif seen.reference.facts["joined"] and (epoch := self._epoch(replay)) is not None:
-            others = unlike_an_epoch(ranks, epoch)
-            if others is not None:
-                return [("samples that depend on the rank", others)]
-
-        def of_one_process() -> Counter[int] | None:
-            epoch = self._epoch(replay)
-            return None if epoch is None else epoch.rows
-
-        note = note_on(ranks, of_one_process)
-        if note is not None and note.startswith("samples overlap"):
-            return [("samples that ranks share", note)]
-        if note is not None:
-            result.notes.append(note)
-        return []
-
-    def _epoch(self, replay: Replay) -> Epoch | None:
-        """What one process reads; None where it has no end in sight."""
-        if not self._epochs:
-            try:
-                self._epochs.append(self._on_ranks.launch(run_epoch, 1, replay).get("epoch"))
-            except RankFailedError:
-                self._epochs.append(None)
-        return self._epochs[0]
-
-    def _rows(self, replay: Replay, count: int) -> list[int]:
-        """The first rows of one process."""
-        if self._rows_of_one is None or 0 < len(self._rows_of_one) < count:
-            self._rows_of_one = []
-            with contextlib.suppress(RankFailedError):
-                self._rows_of_one = self._on_ranks.launch(run_samples, 1, replay, count)["rows"]
-        return self._rows_of_one
 
     def _same_bits(self, ran: Ran, verdict: Verdict) -> bool:
         """Whether this row's last parameters have the very bits of the first row of the bit-equal mode."""

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from echelon.prover.matrix import Row
-from echelon.prover.micro import Micro, NotJoinable, digest, join
+from echelon.prover.micro import digest
 from echelon.prover.proof import Result
-from echelon.prover.reference import by_index, micros_in_order
 from echelon.prover.values import load_values
 from echelon.prover.verdict import SMALL_SHARE, Verdict, larger
 
@@ -22,7 +21,6 @@ __all__ = [
     "Judged",
     "Ran",
     "blindness",
-    "data_of",
     "fill",
     "in_float64",
     "in_words",
@@ -128,25 +126,6 @@ def blindness(judged: Judged) -> str:
     return "; ".join(said)
 
 
-def data_of(row: Row, records: list[dict[str, Any]]) -> tuple[Any, ...]:
-    """What the reference of a row depends on. Rows with the same share it.
-
-    As a rule the samples of each update alone. Dropped units depend on the micro-batches and on the RNGs in front of
-    them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
-    """
-    merged = micros_in_order(records)
-    updates = range(len(merged))
-    state = digest([{path: m.state[path] for path in sorted(row.restores & m.state.keys())} for u in merged for m in u])
-    as_script = row.yours and bool(row.compiles or row.half)
-    how = row.optimizer, row.narrow, row.workers, row.constant_draws, row.restores, state, as_script
-    epochs = tuple(records[0]["updates"][k][0].epoch for k in updates)
-    if records[0]["kind"] == "TrainUnit":
-        return how, epochs, tuple(tuple(map(_digest_of_samples, by_index(records, k))) for k in updates)
-    if not row.constant_draws and any(m.streams for u in merged for m in u):
-        return how, epochs, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
-    return how, epochs, tuple(map(_digest_of_samples, merged))
-
-
 def of_same_samples(one: Ran, other: Ran) -> bool:
     """Whether both trained on the same micro-batches, to a few digits: else they tell nothing of each other."""
 
@@ -169,10 +148,3 @@ def _is_like(one: Any, other: Any) -> bool:
     return one.shape == other.shape and torch.allclose(
         one, other, 1e-2, 1e-2 * float(one.abs().max() if one.numel() else 0), True
     )
-
-
-def _digest_of_samples(micros: list[Micro]) -> Any:
-    try:
-        return digest(join([m.plain for m in micros], [m.samples for m in micros]))
-    except NotJoinable:
-        return tuple(digest(m.plain) for m in micros)

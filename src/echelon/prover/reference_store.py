@@ -1,0 +1,109 @@
+"""The references of a proof: each is computed once, for all rows that trained on the same data."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.contracts.errors import RankFailedError
+from echelon.prover.micro import Micro, NotJoinable, digest, join
+from echelon.prover.on_ranks import OnRanks
+from echelon.prover.ran import Computed, Ran
+from echelon.prover.rank import run_probe, run_reference
+from echelon.prover.reference import Shake, by_index, micros_in_order
+
+__all__ = ["SHAKES", "ReferenceStore", "data_of"]
+
+SHAKES = 3
+
+
+class ReferenceStore:
+    """
+    Args:
+        folder: for what the references leave.
+    """
+
+    def __init__(self, on_ranks: OnRanks, folder: Path) -> None:
+        self._on_ranks, self.folder = on_ranks, folder
+        self._known: dict[Any, Computed] = {}
+
+    def of(self, ran: Ran) -> Computed:
+        """That of a row, computed once for all rows on the same data."""
+        key = data_of(ran)
+        if key not in self._known:
+            folder = self.folder / f"reference-{len(self._known)}"
+            shutil.rmtree(folder, ignore_errors=True)  # of one that could not be computed for the row before
+            folder.mkdir()
+            self._known[key] = self._computed(ran, folder)
+        return self._known[key]
+
+    def _computed(self, ran: Ran, folder: Path) -> Computed:
+        """The reference, and in float32 a first sample of what rounding does to it; in half precision more."""
+        replay = self._on_ranks.replay(ran, folder)
+        reference = Computed(folder, self._on_ranks.launch(run_reference, 1, replay))
+        if ran.dtype is torch.float64:
+            return reference
+        half = ran.narrow
+        if half is not None:
+            self.shake(ran, reference, SHAKES - 1, half)
+        if ran.is_auto:  # a unit with a step of its own may have wrapped its module in something with float32 built in
+            with contextlib.suppress(RankFailedError):  # so may a forward pass
+                if self._on_ranks.launch(run_reference, 1, replay, "wide")["draws"] == reference.facts["draws"]:
+                    return reference
+            for other in folder.glob("again-wide-*"):
+                shutil.rmtree(other)
+        if half is None:
+            self.shake(ran, reference, 1, None)
+        return reference
+
+    def shake(self, ran: Ran, reference: Computed, samples: int, narrowest: torch.dtype | None) -> None:
+        """See to it that there are so many shaken references, by the rounding of the narrowest type if one is given."""
+        replay = self._on_ranks.replay(ran, reference.folder)
+        rounding = torch.finfo(narrowest).eps if narrowest is not None else None
+        if rounding is not None and ran.narrow is not None:
+            rounding /= 4  # what a cast of each weight changes on average
+        for sample in range(0 if narrowest is not None else reference.shaken, samples):
+            self._on_ranks.launch(run_reference, 1, replay, "shaken", Shake(sample, rounding))
+        reference.shaken = max(samples, reference.shaken)
+
+    def probed(self, ran: Ran, reference: Computed) -> dict[str, Any]:
+        if reference.probed is None:
+            reference.probed = {"narrowest": None, "repeatable": True, "per_sample": None, "state": {}}
+            with contextlib.suppress(RankFailedError):
+                reference.probed = self._on_ranks.launch(run_probe, 1, self._on_ranks.replay(ran, self.folder))
+        return reference.probed
+
+    def state(self, ran: Ran, reference: Computed) -> dict[str, list[str]]:
+        """What the unit keeps between passes, as far as it matters: paths by name."""
+        keeps = any(m.state for r in ran.records for u in r["updates"] for m in u)
+        return dict(self.probed(ran, reference)["state"]) if keeps else {}
+
+
+def data_of(ran: Ran) -> tuple[Any, ...]:
+    """What the reference of a row depends on. Rows with the same share it.
+
+    As a rule the samples of each update alone, whichever ranks had them. Dropped units depend on the micro-batches and on the
+    RNGs in front of them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
+    """
+    row, first, merged = ran.row, ran.records[0], micros_in_order(ran.records)
+    states = [{path: m.state[path] for path in sorted(row.restores & m.state.keys())} for u in merged for m in u]
+    as_script = row.yours and bool(row.compiles or row.half)
+    epochs = tuple(first["updates"][k][0].epoch for k in range(len(merged)))
+    kept = row.restores, digest(states) if row.restores else 0
+    how = ran.dtype, row.optimizer, row.narrow, row.workers, row.constant_draws, as_script, epochs, kept
+    if first["kind"] == "TrainUnit":
+        return how, tuple(tuple(map(_digest_of_samples, by_index(ran.records, k))) for k in range(len(merged)))
+    if not row.constant_draws and any(m.streams for u in merged for m in u):
+        return how, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
+    return how, tuple(map(_digest_of_samples, merged))
+
+
+def _digest_of_samples(micros: list[Micro]) -> Any:
+    try:
+        return digest(join([m.plain for m in micros], [m.samples for m in micros]))
+    except NotJoinable:
+        return tuple(digest(m.plain) for m in micros)

@@ -1,0 +1,83 @@
+"""What the samples of a row show by themselves: whose they are, and what reading them draws."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+from echelon.contracts.errors import RankFailedError
+from echelon.prover.on_ranks import OnRanks
+from echelon.prover.proof import Result
+from echelon.prover.ran import Ran
+from echelon.prover.rank import Replay, run_epoch, run_samples, run_worker_draws
+from echelon.prover.samples import Epoch, note_on, of_updates, unlike_an_epoch, unlike_one_process
+
+__all__ = ["SampleChecks"]
+
+
+class SampleChecks:
+    """Holds the samples of rows against those of one process, which are read once."""
+
+    def __init__(self, on_ranks: OnRanks, folder: Path) -> None:
+        self._on_ranks, self.folder = on_ranks, folder
+        self._epochs: list[Epoch | None] = []  # of one process, once it was read
+        self._rows_of_one: list[int] | None = None
+
+    def causes(self, result: Result, ran: Ran, *, joined: bool) -> list[tuple[str, str]]:
+        """Those that the samples of a row show; notes go to the result.
+
+        Args:
+            joined: the reference trained on joined batches.
+        """
+        ranks = [r for r in ran.records if not r["is_replica"]]
+        if len(ranks) < 2:
+            return []
+        replay = self._on_ranks.replay(ran, self.folder)
+        began = [r["workers_began"] for r in ranks]
+        alike = {name for a, b in combinations(began, 2) for name in a if a[name] == b.get(name)}
+        if alike:
+            with contextlib.suppress(RankFailedError):
+                drawn = sorted(alike.intersection(self._on_ranks.launch(run_worker_draws, 1, replay)["draws"]))
+                if drawn:
+                    said = f"data workers of several ranks begin with the same RNG state of {', '.join(drawn)}"
+                    return [("identical augmentation", f"{said}, from which reading a sample draws")]
+        if ranks[0]["loader"] == "Loader" and not ranks[0]["left_out"] and joined:
+            updates = of_updates(ranks)
+            others = unlike_one_process(updates, self._rows(replay, sum(rows.total() for rows in updates)))
+            if others is not None:
+                return [("samples that depend on the rank", others)]
+
+        elif joined and (epoch := self._epoch(replay)) is not None:
+            others = unlike_an_epoch(ranks, epoch)
+            if others is not None:
+                return [("samples that depend on the rank", others)]
+
+        def of_one_process() -> Counter[int] | None:
+            epoch = self._epoch(replay)
+            return None if epoch is None else epoch.rows
+
+        note = note_on(ranks, of_one_process)
+        if note is not None and note.startswith("samples overlap"):
+            return [("samples that ranks share", note)]
+        if note is not None:
+            result.notes.append(note)
+        return []
+
+    def _epoch(self, replay: Replay) -> Epoch | None:
+        """What one process reads; None where it has no end in sight."""
+        if not self._epochs:
+            try:
+                self._epochs.append(self._on_ranks.launch(run_epoch, 1, replay).get("epoch"))
+            except RankFailedError:
+                self._epochs.append(None)
+        return self._epochs[0]
+
+    def _rows(self, replay: Replay, count: int) -> list[int]:
+        """The first rows of one process."""
+        if self._rows_of_one is None or 0 < len(self._rows_of_one) < count:
+            self._rows_of_one = []
+            with contextlib.suppress(RankFailedError):
+                self._rows_of_one = self._on_ranks.launch(run_samples, 1, replay, count)["rows"]
+        return self._rows_of_one
