@@ -48,7 +48,7 @@ def _alone(strategy: str | None) -> dict[str, torch.Tensor]:
 
 def test_several_ranks_without_a_strategy_are_refused(ranks: Ranks) -> None:
     """Each would train a model of its own; peers do so without a word."""
-    with pytest.raises(ech.EchelonError, match="strategy must be given for several ranks"):
+    with pytest.raises(ech.EchelonError, match="layout must be given for several ranks"):
         raise ranks_error(ranks, _alone, None)
 
 
@@ -352,8 +352,8 @@ def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be a whole number of at least 1, got 0"),
-        ({"step_lr_interval": "batch"}, "step_lr_interval must be 'step' or 'epoch', got 'batch'"),
+        ({"accumulate": 0}, "accumulate must be a whole number of at least 1, or None for the loader's, got 0"),
+        ({"step_lr_interval": "batch"}, "lr_interval must be 'update' or 'epoch', got 'batch'"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm must be above 0, or None for no clipping, got 0.0"),
         ({"clip_grad_value": -1.0}, "clip_grad_value must be above 0, or None for no clipping, got -1.0"),
         ({"precision": "fp8"}, "precision must be .*, got 'fp8'"),
@@ -368,7 +368,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 def test_accumulation_of_loader_and_unit_must_agree() -> None:
     data = torch.utils.data.TensorDataset(*batch(16, 0))
     with pytest.raises(UsageError, match="2 micro-batches a rank, but the unit accumulates 1"):
-        ech.train(Regression(), ech.Loader(data, 8, accumulation=2), max_epochs=1)
+        ech.train(Regression(accumulate=1), ech.Loader(data, 8, accumulation=2), max_epochs=1)
 
 
 def test_a_unit_without_training_builds_no_optimizer() -> None:
@@ -473,9 +473,9 @@ def test_a_mean_counts_in_double_whatever_its_weights_are(kind: torch.dtype) -> 
     [
         (
             lambda o, s: (o, {"scheduler": s, "interval": "step"}),
-            r"Lightning's dict for a scheduler. Write\n    return optimizer, scheduler\nthere, and step_lr_interval='step'",
+            r"Lightning's dict for a scheduler. Write\n    return optimizer, scheduler\nthere, and .*lr_interval='update'",
         ),
-        (lambda o, s: (o, {"scheduler": s}), "step_lr_interval='epoch'"),
+        (lambda o, s: (o, {"scheduler": s}), "lr_interval='epoch'"),
         (lambda o, s: {"optimizer": o, "lr_scheduler": s}, "returned dict with 'optimizer', 'lr_scheduler'. Return the pair"),
         (lambda o, s: ([o], [s]), "a list in the optimizer's place. Return the pair of one optimizer"),
         (lambda o, s: (o, [s]), "a list in the scheduler's place"),

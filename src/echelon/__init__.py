@@ -8,6 +8,7 @@ A loop of your own:
 
 Units and loops:
     AutoUnit                    one module and its loss; precision, accumulation, clipping and layout are values
+    UnitOptions                 what few units need besides, such as a schedule by epochs
     TrainUnit                   a training step of your own
     EvalUnit                    an evaluation step of your own
     PredictUnit                 a prediction step of your own
@@ -108,6 +109,7 @@ if TYPE_CHECKING:
     from echelon.launcher.cluster.slurm_fn import slurm_fn
     from echelon.launcher.functions.run import launch
     from echelon.loop.auto import AutoUnit
+    from echelon.loop.auto_options import UnitOptions
     from echelon.loop.callback import Callback
     from echelon.loop.callbacks import EarlyStopping
     from echelon.loop.checkpointing.checkpoints import Checkpoints
@@ -157,6 +159,7 @@ __all__ = [
     "Tokens",
     "TrainUnit",
     "Trainer",
+    "UnitOptions",
     "UsageError",
     "all_mean",
     "count_tokens",
@@ -195,6 +198,7 @@ _NAMES = {
     "launcher.cluster.slurm_fn": ["slurm_fn"],
     "launcher.functions.run": ["launch"],
     "loop.auto": ["AutoUnit"],
+    "loop.auto_options": ["UnitOptions"],
     "loop.callback": ["Callback"],
     "loop.callbacks": ["EarlyStopping"],
     "loop.checkpointing.checkpoints": ["Checkpoints"],

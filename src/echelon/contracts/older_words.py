@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,7 @@ def translated(
     own: Mapping[str, Any],
     *,
     others: Iterable[str] = (),
+    where: Callable[[str], str] = "{}=...".format,
 ) -> dict[str, Any]:
     """`own` with the values that came under older names.
 
@@ -31,17 +33,18 @@ def translated(
         words: the new name of each older one.
         own: what it was given of its own; None is not given.
         others: more names that it knows.
+        where: how the new name is written.
     Raises:
         UsageError: a value under both names; a name that is neither, with the nearest that is.
     """
     found = dict(own)
     for name, value in older.items():
         if name not in words:
-            raise unknown(function, name, [*own, *others, *words])
+            raise unknown(function, name, [*own, *others], older=words)
         new = words[name]
         if value is not None and found.get(new) is not None:
             raise UsageError(f"{function} was given {name} and {new}, which are the same. Give {new} alone.")
-        is_now(f"{function}({name}=...)", f"{new}=...")
+        is_now(f"{function}({name}=...)", where(new))
         found[new] = value if value is not None else found.get(new)
     return found
 
@@ -51,6 +54,9 @@ def renames(**words: str) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         name = function.__qualname__.removesuffix(".__init__")
+        parameters = inspect.signature(function).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        known = [each for each, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
 
         @functools.wraps(function)
         def renamed(*args: Any, **given: Any) -> Any:
@@ -60,6 +66,8 @@ def renames(**words: str) -> Callable[[F], F]:
                     raise UsageError(f"{name} was given {older} and {new}, which are the same. Give {new} alone.")
                 is_now(f"{name}({older}=...)", f"{new}=...")
                 given[new] = given.pop(older)
+            if not takes_any and (others := given.keys() - known):
+                raise unknown(name, min(others), known, older=words)
             return function(*args, **given)
 
         return cast(F, renamed)
@@ -75,8 +83,8 @@ def is_now(older: str, new: str) -> None:
     warnings.warn(f"{older} is now {new}", DeprecationWarning, stacklevel=level)
 
 
-def unknown(function: str, name: str, known: Iterable[str], remedy: str = "") -> UsageError:
+def unknown(function: str, name: str, known: Iterable[str], remedy: str = "", *, older: Iterable[str] = ()) -> UsageError:
     """What is wrong with a name that `function` does not know."""
-    near = difflib.get_close_matches(name, list(known), 1)
+    near = difflib.get_close_matches(name, [*known, *older], 1)
     remedy = remedy or (f"Is it {near[0]}?" if near else f"It knows {', '.join(known)}.")
     return UsageError(f"{function} has no argument {name!r}. {remedy}")

@@ -34,7 +34,7 @@ class Overrides:
         strategy: a strategy's name; inside a process also a Strategy.
         precision: "fp32", "bf16" or "fp16".
         accumulation: micro-batches per update on each rank, for unit and loader alike.
-        compile: False leaves `torch_compile_params` unused.
+        compile: False leaves `compile` unused.
         parts: with bit-equal numbers, into how many micro-batches every global batch is split over all ranks.
         planned_ranks: for how many ranks the memory of micro-batches was meant; with fewer, each computes its own in pieces.
         observes: True to let mistakes happen and be seen, as `echelon prove` does, instead of refusing them; and to train from

@@ -9,7 +9,7 @@ import logging
 import math
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,9 +24,10 @@ from echelon.loop.auto_checks import (
     check_own_names,
     check_plateau,
     check_trainable,
+    tell_of_interval,
 )
 from echelon.loop.auto_eval import AutoEvalUnit
-from echelon.loop.auto_options import AutoOptions, BuiltAtFirstUse
+from echelon.loop.auto_options import AutoOptions, BuiltAtFirstUse, UnitOptions, options_from
 from echelon.loop.auto_predict import AutoPredictUnit
 from echelon.loop.auto_train import AutoTrainUnit, TrainStepResults
 from echelon.loop.averaged import AveragedWeights, SWAParams, swa_scheduler
@@ -42,7 +43,7 @@ from echelon.parallel.float8 import Float8
 from echelon.parallel.fused import fuse
 from echelon.parallel.precision import Precision, Shards, check_scaler
 from echelon.parallel.prepared import NO_CONTEXT
-from echelon.parallel.recipe import Compile, TorchCompileParams
+from echelon.parallel.recipe import Compile
 from echelon.parallel.strategy import Strategy
 from echelon.world import agree, rng
 
@@ -63,32 +64,20 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
     `configure_optimizers_and_lr_scheduler(module) -> (optimizer, scheduler or None)`. For several optimizers write a TrainUnit.
 
     Args:
-        module: the model; `self.module` is what the strategy made of it.
-        device: by default `init_from_env()`'s, which also joins the ranks.
-        strategy: a Strategy, its name, or None for a module that is wrapped already or stays as it is.
-        step_lr_interval: call the scheduler after every "step" (that is, update) or every "epoch".
+        module: the model; `self.module` is what the layout made of it.
+        layout: how it lies on the ranks: "ddp", "fsdp", "tp=2", or a Strategy; None for a module that is wrapped already or stays
+            as it is.
         precision: "fp32", "bf16", "fp16" (with a gradient scaler), "float8" (torchao), a torch dtype, or a Precision or Float8.
-            Parameters, their gradients and optimizer state stay float32; a sharded strategy gathers parameters in this type.
-        gradient_accumulation_steps: micro-batches per update, for a loader that does not say it; None takes the `accumulation` of
-            an echelon.Loader, else 1. A short last window keeps its full weight.
-        detect_anomaly: stop with the rank and the value at the first loss that is inf or nan, before it reaches the
-            parameters, and trace what produced it (`torch.autograd.set_detect_anomaly`; slow).
+            Parameters, their gradients and optimizer state stay float32; a sharded layout gathers parameters in this type.
+        accumulate: micro-batches per update; None takes the loader's, 1 where it has none. A short last window keeps its full
+            weight.
         clip_grad_norm: largest norm of the whole model's gradient; inf only measures it.
-        clip_grad_value: largest absolute value of a gradient element.
-        swa_params: average the weights along training; `swa_model` then holds the averages.
-        compile: "blocks" compiles the repeated blocks one by one, True the whole module; or a TorchCompileParams, which
-            `torch_compile_params` takes, too.
-        activation_checkpoint_params: "blocks", "selective" or an ActivationCheckpointParams: recompute activations.
-        training: False builds no optimizer.
-        loss_backward_retain_graph: passed to `backward`.
-        enable_prefetch: copy the next batch to a GPU while this one computes.
-        deterministic: "bitwise" makes the parameters after any number of steps bit-equal on 1, 2, 4, ... ranks, for noop,
-            ddp, fsdp and zero1 to zero3: `parallel/fixed_order` says how, BENCHMARKS.md what it costs. `bitwise_parts` is how
-            many micro-batches a global batch has then, over all ranks.
-        zero_grad_at_train_step_start: clear gradients before an update, not after it, so that hooks can look at them.
-        stop_after_nonfinite_losses: end the run with NonFiniteError after so many updates in a row whose loss over the global
-            batch is inf or nan; None never stops. 10 is more than the few bad batches that a run may survive, and few
-            enough to lose nothing. A run without one finite loss ends so, too, however short it is.
+        compile: "blocks" compiles the repeated blocks one by one, True the whole module; or a TorchCompileParams.
+        recompute: "blocks", "selective" or an ActivationCheckpointParams: recompute activations instead of keeping them.
+        ema: keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate, test and predict
+            with it; `swa_model` is the module with it. It is saved with the unit. Or a SWAParams.
+        options: what few units need: device, schedule by epochs, clipping by value, ...
+        older: older names of these arguments, which are translated with a warning.
     """
 
     # What `weight` counts; names the throughput in metrics.jsonl: "<weight_unit>_per_s".
@@ -104,47 +93,30 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self,
         *,
         module: nn.Module,
-        device: torch.device | None = None,
-        strategy: Strategy | str | None = None,
-        step_lr_interval: Literal["step", "epoch"] = "epoch",
+        layout: Strategy | str | None = None,
         precision: str | torch.dtype | Precision | Float8 | None = None,
-        gradient_accumulation_steps: int | None = None,
-        detect_anomaly: bool | None = None,
+        accumulate: int | None = None,
         clip_grad_norm: float | None = None,
-        clip_grad_value: float | None = None,
-        swa_params: SWAParams | None = None,
         compile: Compile = None,
-        torch_compile_params: TorchCompileParams | None = None,
-        activation_checkpoint_params: Preset = None,
-        training: bool = True,
-        loss_backward_retain_graph: bool | None = None,
-        enable_prefetch: bool = True,
-        zero_grad_at_train_step_start: bool = False,
-        deterministic: Literal["bitwise"] | None = None,
-        stop_after_nonfinite_losses: int | None = 10,
+        recompute: Preset = None,
+        ema: float | SWAParams | None = None,
+        options: UnitOptions | None = None,
+        **older: Any,
     ) -> None:
-        options = AutoOptions(
-            device=device,
-            strategy=strategy,
-            step_lr_interval=step_lr_interval,
+        chosen = options_from(
+            "AutoUnit",
+            options,
+            older,
+            layout=layout,
             precision=precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            detect_anomaly=detect_anomaly,
+            accumulate=accumulate,
             clip_grad_norm=clip_grad_norm,
-            clip_grad_value=clip_grad_value,
-            swa_params=swa_params,
             compile=compile,
-            torch_compile_params=torch_compile_params,
-            activation_checkpoint_params=activation_checkpoint_params,
-            training=training,
-            loss_backward_retain_graph=loss_backward_retain_graph,
-            enable_prefetch=enable_prefetch,
-            zero_grad_at_train_step_start=zero_grad_at_train_step_start,
-            deterministic=deterministic,
-            stop_after_nonfinite_losses=stop_after_nonfinite_losses,
+            recompute=recompute,
+            ema=ema,
         )
         super(AutoPredictUnit, self).__init__()  # those of all phases: their progress
-        self.build_from(module, options)
+        self.build_from(module, chosen)
 
     # --- how it is built, here or once more in another process
 
@@ -152,21 +124,21 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         """Make the module parallel, and all that belongs to it (`rebuild.BUILT`). Collective. Progress stays as it is."""
         self._prepare(module, options)
         self._options = options
-        self.training, self.step_lr_interval = options.training, options.step_lr_interval
+        self.training, self.lr_interval = options.training, options.lr_interval
         parts = overrides().parts or (self.bitwise_parts if options.deterministic == "bitwise" else None)
         self._bitwise = BitEqual(parts, self.prepared) if parts and self.training else None
         said = self._bitwise.accumulation if self._bitwise is not None else overrides().accumulation
-        said = said or options.gradient_accumulation_steps
+        said = said or options.accumulate
         self._takes_loaders = said is None
         self.gradient_accumulation_steps = steps = said or 1
         self.window = Window(steps, fixed=self._bitwise is not None)
         groups = [*self.prepared.data_groups, *self.prepared.stages]
         self._routers = Routers.of(self.prepared.unwrapped, groups) if routers_of(self.prepared.unwrapped) else None
         self.clip_grad_norm, self.clip_grad_value = options.clip_grad_norm, options.clip_grad_value
-        self.retain_graph = options.loss_backward_retain_graph
-        self.zero_grad_at_train_step_start = options.zero_grad_at_train_step_start
+        self.retain_graph = options.retain_graph
+        self.zero_grad_at_train_step_start = options.zero_grad_first
         self.grad_scaler = self.computes.scaler(self.device, self.prepared) if self.training else None
-        self.swa_params = averaged = options.swa_params
+        self.swa_params = averaged = options.averaging
         self.swa_model = AveragedWeights(self.prepared, averaged) if averaged is not None and self.training else None
         self.swa_scheduler = self._shards = self._first_look = None
         self._plateau = self._reduces = False
@@ -183,17 +155,26 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         """What `build_from` was given, as it is now: `unit.clip_grad_norm = 1.0` counts."""
         return replace(
             self._options,
-            step_lr_interval=self.step_lr_interval,
+            lr_interval=self.lr_interval,
             precision=self.computes,
-            gradient_accumulation_steps=None if self._takes_loaders else self.gradient_accumulation_steps,
+            accumulate=None if self._takes_loaders else self.gradient_accumulation_steps,
             detect_anomaly=self.detect_anomaly,
             clip_grad_norm=self.clip_grad_norm,
             clip_grad_value=self.clip_grad_value,
-            swa_params=self.swa_params,
+            averaging=self.swa_params,
             training=self.training,
-            enable_prefetch=self.enable_prefetch,
-            zero_grad_at_train_step_start=self.zero_grad_at_train_step_start,
+            prefetch=self.enable_prefetch,
+            zero_grad_first=self.zero_grad_at_train_step_start,
         )
+
+    @property
+    def step_lr_interval(self) -> str:
+        """`lr_interval` in TorchTNT's words."""
+        return "epoch" if self.lr_interval == "epoch" else "step"
+
+    @step_lr_interval.setter
+    def step_lr_interval(self, interval: str) -> None:
+        self.lr_interval = "epoch" if interval == "epoch" else "update"
 
     def configure(self) -> None:
         """Build optimizer and scheduler if they are not built yet."""
@@ -256,7 +237,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self.window.may_be_empty, self.window.draws = self.prepared.works_alone, self.prepared.draws
         if self._reduces:
             self.prepared.compare_calls()
-        has_strategy = self._options.strategy is not None
+        has_strategy = self._options.layout is not None
         check_trainable(self, together=self._reduces or not agree.is_joined(), has_strategy=has_strategy)
         self.configure()
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # by now also one set on the unit itself
@@ -266,6 +247,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             self._finite.forget()
         if self._plateau:
             check_plateau(state)
+        elif self.window.updates == 0 and agree.is_rank0() and not _overrides(self, AutoUnit, "step_lr_scheduler"):
+            tell_of_interval(self.lr_scheduler, self.lr_interval)
         check_scaler(self.grad_scaler, self.computes, self.prepared)
         if self.grad_scaler is not None:
             self._shards = Shards(self.optimizer, self.module.parameters())
@@ -316,7 +299,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             self._leave_window()
             state.logged.discard()
             self.zero_grad(state)
-        if phase == "train" and self.step_lr_interval == "epoch":
+        if phase == "train" and self.lr_interval == "epoch":
             self._advance()
         elif phase == "eval":
             loss = self._evaluation.mean.compute()

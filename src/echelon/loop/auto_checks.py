@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from echelon.contracts.errors import UsageError
@@ -13,7 +14,17 @@ if TYPE_CHECKING:
     from echelon.loop.auto_train import AutoTrainUnit
     from echelon.loop.state import State
 
-__all__ = ["check_accumulation", "check_evaluated", "check_made", "check_own_names", "check_plateau", "check_trainable"]
+__all__ = [
+    "check_accumulation",
+    "check_evaluated",
+    "check_made",
+    "check_own_names",
+    "check_plateau",
+    "check_trainable",
+    "tell_of_interval",
+]
+
+logger = logging.getLogger(__name__)
 
 
 def check_made(unit: str, made: Any) -> None:
@@ -30,10 +41,10 @@ def check_made(unit: str, made: Any) -> None:
                 "None; for several optimizers write a TrainUnit."
             )
     if isinstance(scheduler, dict):
-        interval = scheduler.get("interval", "epoch")
+        interval = "update" if scheduler.get("interval") == "step" else "epoch"
         raise UsageError(
-            f"{where} Lightning's dict for a scheduler. Write\n    return optimizer, scheduler\nthere, and "
-            f"step_lr_interval={interval!r} among AutoUnit's arguments."
+            f"{where} Lightning's dict for a scheduler. Write\n    return optimizer, scheduler\nthere, and among AutoUnit's "
+            f"arguments options=echelon.UnitOptions(lr_interval={interval!r})."
         )
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise UsageError(
@@ -59,7 +70,7 @@ def check_trainable(unit: AutoTrainUnit[Any], *, together: bool, has_strategy: b
         raise UsageError(f"{type(unit).__name__} was built with training=False, so it has no optimizer to train with.")
     if not together and not has_strategy:
         raise UsageError(
-            "strategy must be given for several ranks; without one each would train its own model. Pass layout='ddp' or "
+            "layout must be given for several ranks; without one each would train its own model. Pass layout='ddp' or "
             "'fsdp', or a module that you wrapped yourself; layout='noop' if each rank is to train its own model."
         )
 
@@ -69,6 +80,15 @@ def check_plateau(state: State) -> None:
         raise UsageError(
             "ReduceLROnPlateau needs the loss of evaluations, and train() has none. Use fit(), or override "
             "step_lr_scheduler and call self.lr_scheduler.step(metric) there."
+        )
+
+
+def tell_of_interval(scheduler: Any, interval: str) -> None:
+    if scheduler is not None:
+        other = "epoch" if interval == "update" else "update"
+        logger.info(
+            "%s advances after every %s, in which its lengths count. UnitOptions(lr_interval=%r) takes it after every %s",
+            *(type(scheduler).__name__, interval, other, other),
         )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
-from echelon.loop.auto_options import AutoOptions
+from echelon.loop.auto_options import AutoOptions, UnitOptions, options_from
 from echelon.loop.standing_in import uncounted
 from echelon.loop.state import step_under_way
 from echelon.loop.unit import PredictUnit
@@ -20,7 +20,7 @@ from echelon.parallel.names import without_compile
 from echelon.parallel.parallelize import check_module, parallelize
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
-from echelon.parallel.recipe import Compile, Recipe, TorchCompileParams
+from echelon.parallel.recipe import Compile, Recipe
 from echelon.parallel.strategy import Strategy
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import init_from_env
@@ -37,7 +37,7 @@ T = TypeVar("T")
 class AutoPredictUnit(PredictUnit[T]):
     """Prediction with one module: made parallel, moved to the device, called on each batch under autocast.
 
-    The arguments are AutoUnit's.
+    The arguments are AutoUnit's, which describes them.
     """
 
     reports_own_steps = True
@@ -47,27 +47,16 @@ class AutoPredictUnit(PredictUnit[T]):
         self,
         *,
         module: nn.Module,
-        device: torch.device | None = None,
-        strategy: Strategy | str | None = None,
+        layout: Strategy | str | None = None,
         precision: str | torch.dtype | Precision | Float8 | None = None,
         compile: Compile = None,
-        torch_compile_params: TorchCompileParams | None = None,
-        activation_checkpoint_params: Preset = None,
-        detect_anomaly: bool | None = None,
-        enable_prefetch: bool = False,
+        recompute: Preset = None,
+        options: UnitOptions | None = None,
+        **older: Any,
     ) -> None:
         super().__init__()
-        options = AutoOptions(
-            device=device,
-            strategy=strategy,
-            precision=precision,
-            compile=compile,
-            torch_compile_params=torch_compile_params,
-            activation_checkpoint_params=activation_checkpoint_params,
-            detect_anomaly=detect_anomaly,
-            enable_prefetch=enable_prefetch,
-        )
-        self._prepare(module, options)
+        own = {"layout": layout, "precision": precision, "compile": compile, "recompute": recompute}
+        self._prepare(module, options_from("AutoPredictUnit", options, older, **own))
 
     def _prepare(self, module: nn.Module, options: AutoOptions) -> None:
         """Make the module parallel, and set what follows from that. Collective."""
@@ -76,12 +65,11 @@ class AutoPredictUnit(PredictUnit[T]):
         self.device = options.device or init_from_env()
         self.computes = Precision.of(decided.precision or options.precision)
         self.computes.look_at(self.device)
-        self.detect_anomaly, self.enable_prefetch = options.detect_anomaly, options.enable_prefetch
-        compiled = options.torch_compile_params if decided.compile is not False else None
-        recomputed = options.activation_checkpoint_params
-        assert not isinstance(recomputed, str), "AutoOptions has made a value of a preset's name"
+        self.detect_anomaly, self.enable_prefetch = options.detect_anomaly, options.prefetch
+        compiled: Any = options.compile if decided.compile is not False else None
+        recomputed: Any = options.recompute  # values by now, not names
         recipe = Recipe(recomputed, compiled, self.computes)
-        self.prepared = parallelize(module, options.strategy, self.device, recipe, overridden=decided.strategy)
+        self.prepared = parallelize(module, options.layout, self.device, recipe, overridden=decided.strategy)
         made = self.prepared.module
         self.module: nn.Module = module if without_compile(module) is made else made  # torch.compile(DDP(...)) is called as such
         self._copies = torch.cuda.Stream(self.device) if self.enable_prefetch and self.device.type == "cuda" else None

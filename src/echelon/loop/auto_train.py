@@ -64,7 +64,6 @@ class TrainStepResults:
 class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
     """What AutoUnit does in a training step, and what its user writes for it. AutoUnit's constructor sets the attributes."""
 
-    gradient_accumulation_steps: int
     retain_graph: bool | None
     training: bool
     peak_flops: float | None = None  # FLOP/s of this device; None looks its name up
@@ -260,11 +259,11 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
     def divided(self) -> int:
         """Into how many micro-batches a batch is divided that was one loss's before."""
         size = self.data_rank_and_size
-        return (1 if size is None else size[1]) * self.gradient_accumulation_steps
+        return (1 if size is None else size[1]) * self.window.size
 
     def _look_at(self, loss: torch.Tensor, data: T) -> None:
         if self.expects_mean and self.divided > 1:
-            tell_of_scale(loss, samples_of(data, self._samples)[0], self.gradient_accumulation_steps, self.divided)
+            tell_of_scale(loss, samples_of(data, self._samples)[0], self.window.size, self.divided)
 
     def _backward(self, state: State, loss: torch.Tensor, micro_batch: MicroBatch[T]) -> None:
         window, prepared, weight = self.window, self.prepared, micro_batch.weight

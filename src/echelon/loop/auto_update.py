@@ -56,7 +56,7 @@ class AutoUpdates(TrainUnit[T]):
     clip_grad_norm: float | None
     clip_grad_value: float | None
     zero_grad_at_train_step_start: bool
-    step_lr_interval: Literal["step", "epoch"]
+    lr_interval: Literal["update", "epoch"]
     grad_scaler: Any
     swa_model: AveragedWeights | None
     swa_scheduler: Any
@@ -120,7 +120,7 @@ class AutoUpdates(TrainUnit[T]):
         updated = self._apply(state, weight, loss, norm)
         if not self.zero_grad_at_train_step_start:
             self.zero_grad(state)
-        if updated and self.step_lr_interval == "step":
+        if updated and self.lr_interval == "update":
             self._advance()
         return norm
 
@@ -216,7 +216,7 @@ class AutoUpdates(TrainUnit[T]):
         return updated
 
     def _advance(self) -> None:
-        """After an update or an epoch, as `step_lr_interval` says: the schedule, or the averages' own once these have begun."""
+        """After an update or an epoch, as `lr_interval` says: the schedule, or the averages' own once these have begun."""
         if self.swa_scheduler is not None and self.swa_model is not None and self.swa_model.begun:
             self.swa_scheduler.step()
         else:

@@ -34,7 +34,7 @@ class SWALRParams:
     """The learning rate while averaging: torch's SWALR.
 
     Args:
-        anneal_steps_or_epochs: over how many updates, or epochs, as `step_lr_interval` says, the rate goes to `swa_lrs`.
+        anneal_steps_or_epochs: over how many updates, or epochs, as `lr_interval` says, the rate goes to `swa_lrs`.
         anneal_strategy: "linear" or "cos".
         swa_lrs: the rate in the end; a list has one for each parameter group.
     """
@@ -54,7 +54,7 @@ class SWALRParams:
 @dataclass(frozen=True)
 class SWAParams:
     """Which weights are averaged, and how. The names are TorchTNT's; what is counted is always updates of the parameters,
-    whatever AutoUnit's `step_lr_interval` says of the learning rate. For epochs, multiply by the updates of one.
+    whatever `UnitOptions(lr_interval=...)` says of the learning rate. For epochs, multiply by the updates of one.
 
     Args:
         warmup_steps_or_epochs: how many updates pass before the first is averaged. The average begins as a copy of that one.

@@ -36,7 +36,7 @@ _OF_RANK = frozenset({"resumes_with"})
 # fmt: off
 BUILT = frozenset({
     "clip_grad_norm", "clip_grad_value", "computes", "detect_anomaly", "device", "enable_prefetch", "eval_loss", "grad_scaler",
-    "gradient_accumulation_steps", "has_eval_loss", "latest_update", "module", "prepared", "retain_graph", "step_lr_interval",
+    "gradient_accumulation_steps", "has_eval_loss", "latest_update", "lr_interval", "module", "prepared", "retain_graph",
     "swa_model", "swa_params", "swa_scheduler", "test_loss", "training", "window", "zero_grad_at_train_step_start",
     "_around_window", "_bitwise", "_copies", "_evaluation", "_finite", "_first_look", "_held", "_options", "_pieces_of_step",
     "_plateau", "_reduces", "_routers", "_shards", "_takes_loaders", "_trains_with",

@@ -7,7 +7,6 @@ one rank              trains in this process, so that a debugger works
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import os
@@ -25,13 +24,13 @@ from echelon.contracts.arguments import is_path
 from echelon.contracts.errors import UsageError, require
 from echelon.contracts.machine import visible_devices
 from echelon.contracts.numbers import whole
-from echelon.contracts.older_words import renames, translated
+from echelon.contracts.older_words import renames, translated, unknown
 from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks
 from echelon.loop.accept import callbacks_of, check_loader, no_end
 from echelon.loop.auto import AutoUnit
-from echelon.loop.auto_options import AutoOptions
+from echelon.loop.auto_options import OLDER_WORDS, AutoOptions, changes_of
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
@@ -69,7 +68,7 @@ class Trainer:
         max_epochs, max_updates: when to stop.
         max_steps_per_epoch: batches of an epoch on each rank, by "train", "val", "test" or "predict".
         evaluate_every_n_epochs, evaluate_every_n_updates: as `fit`'s.
-        unit_options: arguments of AutoUnit's constructor that the unit gets instead, such as {"precision": "bf16"}.
+        unit_options: arguments of AutoUnit and of UnitOptions that the unit gets instead, such as {"precision": "bf16"}.
         callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
         run_dir: of each `fit`; it has the checkpoints, in a folder of that name, unless a callback saves.
         checkpoints: another folder for them, or a Checkpoints, which says when to save there and what stays. `fit` continues from
@@ -115,7 +114,8 @@ class Trainer:
         self.max_epochs, self.max_updates = max_epochs, now["max_updates"]
         self.evaluate_every_n_epochs = evaluate_every_n_epochs
         self.evaluate_every_n_updates = now["evaluate_every_n_updates"]
-        self.unit_options = _named("unit_options", unit_options, [field.name for field in fields(AutoOptions)])
+        require(isinstance(unit_options, Mapping | None), "unit_options", "a dict of AutoUnit's arguments", unit_options)
+        self.unit_options = changes_of(unit_options or {})
         self._check_limits()
         AutoOptions(**self.unit_options)
         self.callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks_of(callbacks)
@@ -304,10 +304,9 @@ def _check_names(others: Mapping[str, Any]) -> None:
     for name in others:
         if name in _Older.__annotations__:
             continue
-        of_unit = name in (field.name for field in fields(AutoOptions))
-        near = difflib.get_close_matches(name, [*inspect.signature(Trainer).parameters, *_Older.__annotations__], 1)
-        hint = f" Give it to the unit, or as unit_options={{{name!r}: ...}}." if of_unit else f" Is it {near[0]}?" if near else ""
-        raise UsageError(f"Trainer has no argument {name!r}.{hint}")
+        of_unit = name in ("ema", *OLDER_WORDS, *(field.name for field in fields(AutoOptions)))
+        known = [*inspect.signature(Trainer).parameters, *_Older.__annotations__]
+        raise unknown("Trainer", name, known, f"Give it to the unit, or as unit_options={{{name!r}: ...}}." if of_unit else "")
 
 
 def _without_old_words(accelerator: str, layout: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:

@@ -184,14 +184,14 @@ def work_here(plan: Plan, work: Work) -> tuple[dict[str, float], list[Any]]:
 
 def changes_for(plan: Plan, options: AutoOptions) -> dict[str, Any]:
     """What the Trainer says about a unit that was built with these options."""
-    changes, own = dict(plan.unit_options), options.strategy
+    changes, own = dict(plan.unit_options), options.layout
     if "precision" in changes:
         changes["precision"] = Precision.of(changes["precision"])
     if own is None:
         chosen = plan.layout
         if chosen == "auto":
             chosen = "ddp" if World.current().size > 1 else None
-        changes |= {"strategy": chosen} if chosen is not None else {}
+        changes |= {"layout": chosen} if chosen is not None else {}
     elif plan.layout not in ("auto", None) and resolve(own) != resolve(plan.layout):
         logger.warning("layout %r of the Trainer has no effect: the unit was built with %r", plan.layout, own)
     return changes

@@ -140,8 +140,7 @@ def checkpoint_activations(module: nn.Module, params: ActivationCheckpointParams
     chosen = params.chosen(module)
     if not chosen:
         raise UsageError(
-            f"activation_checkpoint_params chose no submodule of {type(module).__name__}. Give a check_fn that returns "
-            "True for its blocks."
+            f"recompute chose no submodule of {type(module).__name__}. Give a check_fn that returns True for its blocks."
         )
     for block in chosen:
         checkpoint_wrapper(block, offload_to_cpu=params.offload_to_cpu, context_fn=params.contexts)
@@ -194,7 +193,7 @@ class Recompute:
         if any(_is_cache(value) and _holds(value, own) for value in (*args, *kwargs.values())):
             raise UsageError(
                 f"{type(self._module).__name__} recomputes its activations and was given keys and values of earlier tokens "
-                "(past_key_values, as prefix tuning gives them). Leave out activation_checkpoint_params for this model."
+                "(past_key_values, as prefix tuning gives them). Leave out recompute for this model."
             )
         _note_cache()
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}

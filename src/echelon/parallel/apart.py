@@ -40,9 +40,8 @@ def refuse_copies(module: nn.Module) -> None:
     def deepcopy(memo: Any) -> NoReturn:
         raise UsageError(
             "a module that is split over the ranks cannot be copied, as timm's ModelEmaV3 and others do to average weights. Pass "
-            "swa_params=echelon.units.SWAParams(averaging_method='ema', ema_decay=0.999, use_in_evaluation=True) to the unit: "
-            "its averages are split like the module. In a loop of your own copy it before prepare(), and give prepare() the "
-            "copy. get_model_state_dict(module) of torch.distributed.checkpoint.state_dict has the values."
+            "ema=0.999 to the unit: its averages are split like the module. In a loop of your own copy it before prepare(), and "
+            "give prepare() the copy. get_model_state_dict(module) of torch.distributed.checkpoint.state_dict has the values."
         )
 
     for part in module.modules():

@@ -54,7 +54,7 @@ def check_context(module: nn.Module, recipe: Recipe) -> None:
     own = [type(part).__name__ for part in module.modules() if getattr(part, "gradient_checkpointing", False) is True]
     recomputes = own or (recomputed is not None and recomputed.memory_budget is None)
     if compiled is not None and not compiled.disable and recomputes:
-        what = f"{own[0]}.gradient_checkpointing" if own else "activation_checkpoint_params"
+        what = f"{own[0]}.gradient_checkpointing" if own else "recompute"
         raise UsageError(
             f"context parallelism takes compile or {what}, got both: what is compiled and computed again would attend to this "
             "rank's tokens only (torch 2.13). Leave out one, or say what to keep of each graph: "
@@ -325,7 +325,7 @@ class ContextParallel:
             raise UsageError(
                 f"context parallelism: torch.utils.checkpoint will call {again} again in the backward pass, outside of a module, "
                 "and its attention would see only this rank's tokens. Give checkpoint a module that computes attention, as in "
-                "checkpoint(block, x), or leave it to activation_checkpoint_params."
+                "checkpoint(block, x), or leave it to recompute='blocks'."
             )
         return attend(parts, *args, **kwargs)
 

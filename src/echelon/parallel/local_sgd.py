@@ -109,7 +109,7 @@ class WorkerPrepared(Prepared[Worker]):
 
     def parameters_written(self) -> None:
         raise UsageError(
-            f"swa_params must be None under {self.module.strategy!r}: each worker would average weights of its own. The workers' "
+            f"ema must be None under {self.module.strategy!r}: each worker would average weights of its own. The workers' "
             "average is what is evaluated and saved."
         )
 

@@ -102,7 +102,7 @@ class Recipe:
         if self.activation_checkpoint is not None and compiled is not None and compiled.backend == "eager":
             raise UsageError(
                 "torch.compile's backend 'eager' draws other dropout masks when it recomputes activations (torch 2.13), and the "
-                "gradients are wrong. Use backend='aot_eager' or 'inductor', or no activation_checkpoint_params."
+                "gradients are wrong. Use backend='aot_eager' or 'inductor', or no recompute."
             )
         return checkpoint_activations(module, self.activation_checkpoint)
 

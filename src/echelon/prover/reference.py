@@ -266,7 +266,7 @@ class AutoReference(Reference):
         self.held = {n for n, p in parameters_of(unit) if id(p) in held}
 
     def epoch_ended(self) -> None:
-        if self.unit.step_lr_interval == "epoch":
+        if self.unit.lr_interval == "epoch":
             self._step_scheduler()
 
     def _step_scheduler(self) -> None:
@@ -286,7 +286,7 @@ class AutoReference(Reference):
         self.optimizer.zero_grad()
         balance(self.unit)
         self._step_ended(k, loss, norm)
-        if self.unit.step_lr_interval == "step":
+        if self.unit.lr_interval == "update":
             self._step_scheduler()
         self.step_done()
         return {"loss": loss, "norm": norm, "gradients": gradients}

@@ -111,20 +111,19 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
     # --- what they mean for a unit
 
     def unit_options(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Arguments of AutoUnit."""
+        """AutoOptions of the unit."""
         compiled = None
         if self.torch_compile:
             compiled = TorchCompileParams(backend=self.torch_compile_backend, mode=self.torch_compile_mode)
         recomputes = self._recomputes and not recomputes_itself(model, self._recompute_options)
         return {
             "device": self.device,
-            "strategy": self._strategy_for(model),
-            "step_lr_interval": "step",
+            "layout": self._strategy_for(model),
             "precision": "bf16" if self.bf16 else "fp16" if self.fp16 else None,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "accumulate": self.gradient_accumulation_steps,
             "clip_grad_norm": self.max_grad_norm or None,
-            "torch_compile_params": compiled,
-            "activation_checkpoint_params": "blocks" if recomputes else None,
+            "compile": compiled,
+            "recompute": "blocks" if recomputes else None,
         }
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from echelon.loop.auto import AutoUnit
+from echelon.loop.auto_options import AutoOptions
 from echelon.loop.state import State, step_under_way
 
 __all__ = ["TrainerUnit"]
@@ -17,7 +18,7 @@ class TrainerUnit(AutoUnit[Any]):
     """
     Args:
         trainer: whose `compute_loss`, `weight`, `create_optimizer` and `create_scheduler` are asked, also a subclass's own.
-        options: AutoUnit's.
+        options: AutoOptions.
     Attributes:
         history: what the trainer remembers of the run, part of its checkpoints.
     """
@@ -25,7 +26,7 @@ class TrainerUnit(AutoUnit[Any]):
     weight_unit, expects_mean = "labels", False
 
     def __init__(self, trainer: Any, **options: Any) -> None:
-        super().__init__(module=trainer.model, **options)
+        super().__init__(module=trainer.model, options=AutoOptions(**options))
         self._trainer = trainer
         self.history = trainer.history
 

@@ -170,9 +170,8 @@ _KINDS = (
         r"got mixed torch\.Tensor and DTensor",
         "whole and split tensors",
         "Parameters of the model are split over the ranks, and code of the script joins them with whole ones, as an average of "
-        "weights by hand does (lerp_, AveragedModel, ModelEmaV3). Use swa_params=echelon.units.SWAParams(averaging_method='ema') "
-        "of an AutoUnit, whose averages are split alike; in a loop of your own give prepare() the copy, too; or train under "
-        "'ddp' or 'zero1', whose parameters are whole.",
+        "weights by hand does (lerp_, AveragedModel, ModelEmaV3). Use ema=0.999 of an AutoUnit, whose averages are split alike; "
+        "in a loop of your own give prepare() the copy, too; or train under 'ddp' or 'zero1', whose parameters are whole.",
     ),
     Kind(r"^RanksDisagreeError\b", "ranks disagree", ""),
     Kind(rf"^({_USAGE})\b", "usage", ""),

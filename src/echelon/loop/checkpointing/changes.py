@@ -81,7 +81,7 @@ def _mesh(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> dict[str, i
 
 
 def _layout(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:
-    given = unit.auto_options.strategy if isinstance(unit, AutoUnit) else None
+    given = unit.auto_options.layout if isinstance(unit, AutoUnit) else None
     if given is not None:
         return in_words(value).partition("(")[0] if (value := resolve(given)) is not None else None
     return "+".join(sorted({each["layout"] for each in described.values()} - {None})) or None

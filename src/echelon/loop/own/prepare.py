@@ -27,10 +27,11 @@ from torch.utils.data import DataLoader
 
 from echelon.checkpoint.layout import Stateful
 from echelon.contracts.errors import UsageError, require
-from echelon.contracts.older_words import renames, translated
+from echelon.contracts.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.torch_loader import is_distributed
+from echelon.loop.auto_options import UnitOptions
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_up
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
@@ -56,11 +57,8 @@ __all__ = ["epochs", "evaluating", "prepare", "window"]
 
 logger = logging.getLogger(__name__)
 
-_OLDER = {"gradient_accumulation_steps": "accumulate", "activation_checkpoint_params": "recompute"}
-_WORDS = ("layout", "precision", "checkpoints", "callbacks", "compile", "device")
 
-
-@renames(strategy="layout")
+@renames(strategy="layout", gradient_accumulation_steps="accumulate", activation_checkpoint_params="recompute")
 def prepare(
     *objects: Any,
     layout: Strategy | str | None = "ddp",
@@ -71,7 +69,6 @@ def prepare(
     compile: Compile = None,
     recompute: Preset = None,
     device: torch.device | None = None,
-    **older: Any,
 ) -> Any:
     """Make a loop's model, optimizer and loaders parallel. Every rank calls it; it joins the ranks if they have not met.
 
@@ -88,15 +85,12 @@ def prepare(
         checkpoints: a folder, or a Checkpoints, which says when to save there and what stays: the newest there is restored,
             before this returns. Or a DistributedCheckpointSaver.
         callbacks: as in `train`.
-        older: older names of these arguments, which are translated with a warning.
     Returns:
         what was given, in its order: the model as the layout has it, the same optimizer and scheduler, loaders that give
         this rank's batches on its device. One object alone comes back as it is, not in a tuple.
     Raises:
         UsageError: on all ranks: an optimizer of other parameters, several models or optimizers, what is none of these.
     """
-    renamed = translated("prepare", older, _OLDER, {"accumulate": accumulate, "recompute": recompute}, others=_WORDS)
-    accumulate, recompute = renamed["accumulate"], renamed["recompute"]
     refuse_prepared(objects, layout)
     parts = _Parts.of(objects)
     device = device or init_from_env()
@@ -104,12 +98,12 @@ def prepare(
     loader, steps = training_loader(parts.loader, accumulate)
     unit = _unit(
         parts,
-        strategy=layout,
+        layout=layout,
         precision=precision,
-        gradient_accumulation_steps=steps,
+        accumulate=steps,
         compile=compile,
-        activation_checkpoint_params=recompute,
-        device=device,
+        recompute=recompute,
+        options=UnitOptions(device=device),
     )
     evaluation = {id(each): EvaluationBatches(each, unit) for each in parts.evaluation}
     batches = _joined(parts, unit, loader, list(callbacks), checkpoints)
@@ -133,7 +127,7 @@ def _unit(parts: _Parts, **options: Any) -> LoopUnit:
     unit = LoopUnit(parts.model, parts.optimizer, parts.scheduler, **options)
     refit(unit.prepared, parts.optimizer, names)
     for i, each in enumerate(parts.copies):
-        divide_alike(each, unit, shapes, options["strategy"])
+        divide_alike(each, unit, shapes, options["layout"])
         setattr(unit, f"copy_{i}", each.to(unit.device))
     for i, each in enumerate(parts.stateful):
         setattr(unit, f"stateful_{i}", each)

@@ -89,7 +89,7 @@ class LoopUnit(AutoUnit[Any]):
 
     @property
     def divided(self) -> int:
-        return super().divided if self.shares_batches else self.gradient_accumulation_steps
+        return super().divided if self.shares_batches else self.window.size
 
     @property
     def agrees_to_stop(self) -> bool:

@@ -207,7 +207,7 @@ class _Gated(nn.Module):
         if run is not None and run.learns and not torch.is_grad_enabled() and _is_reentrant():
             raise UsageError(
                 f"torch.utils.checkpoint must have use_reentrant=False around {gate.cut.kind}.{gate.name} in a pipeline: its "
-                "backward pass computes again what lies in other stages. Or take activation_checkpoint_params='blocks'."
+                "backward pass computes again what lies in other stages. Or take recompute='blocks'."
             )
         if run is not None and run.stage != gate.stage:
             return write_again(gate.cut.meet(gate, run), args, kwargs)

@@ -237,8 +237,7 @@ class Pipeline:
         if key not in self._schedules:
             if size < self.cut.count and agree.is_rank0():
                 logger.warning(
-                    "a window has %d micro-batches of one shape for %d stages: most stages wait. Use "
-                    "gradient_accumulation_steps=%d or more",
+                    "a window has %d micro-batches of one shape for %d stages: most stages wait. Use accumulate=%d or more",
                     size,
                     self.cut.count,
                     self.cut.count,

@@ -15,6 +15,7 @@ from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, NoOp
 from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller, StepPieces
 from echelon.contracts.errors import LossError
 from echelon.loop.auto import AutoUnit
+from echelon.loop.auto_options import AutoOptions
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import AppStateMixin
 from echelon.parallel.micro_batch import MicroBatch
@@ -28,14 +29,14 @@ class AutomaticUnit(AutoUnit[Any]):
     """
     Args:
         lightning_module: also what is trained.
-        options: AutoUnit's.
+        options: AutoOptions.
     """
 
     may_stop, keeps_modes, expects_mean = False, True, False
     may_lack = (*AutoUnit.may_lack, "lightning", "schedules")  # type: ignore[assignment]
 
     def __init__(self, trainer: Any, lightning_module: LightningModule, **options: Any) -> None:
-        super().__init__(module=lightning_module, step_lr_interval="step", zero_grad_at_train_step_start=True, **options)
+        super().__init__(module=lightning_module, options=AutoOptions(zero_grad_first=True, **options))
         self.trainer = trainer
         self.eval_loss = self.test_loss = None  # type: ignore[assignment]  # what is logged has other names
         self.lightning = Kept(trainer)

@@ -40,13 +40,13 @@ _AT_ONCE = 1 << 25  # elements of gradients that are averaged in one message
 class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any]):
     """
     Args:
-        strategy, precision: as AutoUnit's.
+        layout, precision: as AutoUnit's.
     """
 
     may_stop, keeps_modes = False, True
     may_lack = ("lightning", "schedules")
 
-    def __init__(self, trainer: Any, lightning_module: Any, *, strategy: Any = None, precision: Any = None, **_: Any) -> None:
+    def __init__(self, trainer: Any, lightning_module: Any, *, layout: Any = None, precision: Any = None, **_: Any) -> None:
         super().__init__()
         self.device = init_from_env()
         self.trainer, self.eval_loss = trainer, None
@@ -56,7 +56,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
             raise UsageError(
                 'precision "16-mixed" needs a gradient scaler, which automatic_optimization = False lacks. Use "bf16-mixed".'
             )
-        chosen = resolve(strategy)
+        chosen = resolve(layout)
         if decided.strategy is not None:
             chosen = decided.strategy(chosen) if callable(decided.strategy) else resolve(decided.strategy)
         name = chosen.name if chosen is not None else "none"
@@ -66,9 +66,9 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         self._loose: list[nn.Parameter] = []
         self.module: nn.Module = lightning_module
         if name in _SHARDED:
-            self._shard(lightning_module, strategy)
+            self._shard(lightning_module, layout)
         else:
-            self.module = prepare_module(lightning_module, self.device, layout=strategy, precision=self.computes)
+            self.module = prepare_module(lightning_module, self.device, layout=layout, precision=self.computes)
             self._parts = [Prepared.of(self.module, World.current(self.device))]
             self._loose = list(lightning_module.parameters()) if self._is_ddp else []
         self.batch: Any = None

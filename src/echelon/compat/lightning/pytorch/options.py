@@ -77,7 +77,7 @@ _ELSEWHERE = {
     "plugins": "what the strategy does are its options, such as FSDPStrategy(...)",
     "reload_dataloaders_every_n_epochs": "a loader is iterated again in every epoch",
     "resume_from_checkpoint": "write fit(..., ckpt_path=...)",
-    "stochastic_weight_avg": "it is the unit's: AutoUnit(swa_params=SWAParams(...))",
+    "stochastic_weight_avg": "it is the unit's: AutoUnit(options=UnitOptions(averaging=SWAParams(...)))",
     "terminate_on_nan": "it is the unit's: AutoUnit(detect_anomaly=True)",
     "track_grad_norm": "AutoUnit(clip_grad_norm=inf) measures it",
     "weights_save_path": "write default_root_dir",
@@ -104,7 +104,7 @@ def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
             shown.add(name)
         elif name not in _ELSEWHERE:
             raise UsageError(
-                f"Trainer({name}={value!r}): not known here. What concerns the unit, such as swa_params, is its "
+                f"Trainer({name}={value!r}): not known here. What concerns the unit, such as ema, is its "
                 "constructor's; what concerns the loop is fit()'s, or a callback."
             )
         elif value:  # 0, None and False are what Lightning has without it

@@ -107,7 +107,7 @@ class Session:
         if module.automatic_optimization:
             options["training"] = trains
         before = set(vars(module))
-        self.unit = trainer.unit = kind(trainer, module, strategy=strategy, **options)
+        self.unit = trainer.unit = kind(trainer, module, layout=strategy, **options)
         trainer.added_to_module = set(vars(module)) - before  # by the strategy, for this process
         trainer.find_train_loader = self.train_loader
         if work.ckpt_path is not None:
@@ -148,7 +148,7 @@ class Session:
             for refused, option, instead in (
                 (clips, "gradient_clip_val", "self.clip_gradients(optimizer, ...)"),
                 (
-                    own.get("gradient_accumulation_steps", 1) != 1,
+                    own.get("accumulate", 1) != 1,
                     "accumulate_grad_batches",
                     "optimizer.step() in every n-th batch",
                 ),
@@ -173,7 +173,7 @@ class Session:
                 raise UsageError("trainer.fit needs train_dataloaders, a datamodule, or a train_dataloader() of the module.")
             if trainer.overfit_batches:
                 found = data.without_shuffling(found)
-            accumulation = trainer.options_of_unit.get("gradient_accumulation_steps") or 1
+            accumulation = trainer.options_of_unit.get("accumulate") or 1
             path = Path(self.work.ckpt_path) if self.work.ckpt_path is not None else None
             divides = trainer.use_distributed_sampler
             loader = data.one_loader("fit", found, self._data_size(), accumulation, divides=divides, path=path)

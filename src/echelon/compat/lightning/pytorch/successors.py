@@ -46,12 +46,12 @@ CALLBACKS = {
     "RichModelSummary": "echelon.compat.torchtnt.utils.module_summary",
     "RichProgressBar": _BAR,
     "SpikeDetection": _SPIKES,
-    "StochasticWeightAveraging": "AutoUnit(swa_params=SWAParams(...))",
+    "StochasticWeightAveraging": "AutoUnit(options=UnitOptions(averaging=SWAParams(...)))",
     "TQDMProgressBar": _BAR,
     "ThroughputMonitor": "the throughput in metrics.jsonl",
     "Timer": "`echelon run --stop-after 55m`",
-    "WeightAveraging": "AutoUnit(swa_params=SWAParams(...))",
-    "EMAWeightAveraging": "AutoUnit(swa_params=SWAParams(...))",
+    "WeightAveraging": "AutoUnit(options=UnitOptions(averaging=SWAParams(...)))",
+    "EMAWeightAveraging": "AutoUnit(options=UnitOptions(averaging=SWAParams(...)))",
 }
 _UNION = "echelon.Mixture, or torch.utils.data.StackDataset"
 _SUMMARY = "echelon.compat.torchtnt.utils.module_summary"

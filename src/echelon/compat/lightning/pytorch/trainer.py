@@ -44,7 +44,7 @@ class Trainer(ModuleRuns, trainer.Trainer):
         accelerator: "cpu" leaves GPUs alone; "gpu" insists on them.
         max_epochs, max_steps: when to stop; steps are updates. Without both 1000 epochs; -1 is without an end.
         precision: as AutoUnit's, or Lightning's names for these, such as "bf16-mixed".
-        accumulate_grad_batches, gradient_clip_val: as AutoUnit's `gradient_accumulation_steps` and `clip_grad_norm`, or with
+        accumulate_grad_batches, gradient_clip_val: as AutoUnit's `accumulate` and `clip_grad_norm`, or with
             gradient_clip_algorithm="value" `clip_grad_value`. None leaves the unit's own.
         callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
         default_root_dir: a run folder of each `fit`, and below `checkpoints` the unit's state after every epoch. Of a
@@ -107,7 +107,7 @@ class Trainer(ModuleRuns, trainer.Trainer):
         whole = isinstance(self.val_check_interval, int)
         changes: dict[str, Any] = {
             "precision": options.precision_of(precision),
-            "gradient_accumulation_steps": accumulate_grad_batches,
+            "accumulate": accumulate_grad_batches,
             "clip_grad_value" if gradient_clip_algorithm == "value" else "clip_grad_norm": gradient_clip_val or None,
         }
         every = [] if callbacks is None else [callbacks] if not isinstance(callbacks, Iterable) else list(callbacks)

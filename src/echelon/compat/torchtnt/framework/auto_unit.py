@@ -7,7 +7,7 @@ import logging
 from abc import ABCMeta
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from echelon.compat.torchtnt.utils.prepare_module import (
     convert_str_to_strategy,
     on_mesh,
 )
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import UsageError, require
 from echelon.loop import auto, auto_predict
 from echelon.loop.auto import TrainStepResults
 from echelon.loop.auto_options import AutoOptions
@@ -100,6 +100,7 @@ class AutoUnit(
         enable_loss_parallel: losses over logits that tensor parallelism has split by class are computed without gathering them.
         gradient_accumulation_sync: no effect: gradients travel once in a window, and the memory for them is bounded by the
             strategy.
+        options: more of echelon's AutoOptions: compile, deterministic, stop_after_nonfinite_losses.
         grad_scaler_params: of fp16's gradient scaler.
     Raises:
         UsageError: losses in parallel of logits that nothing splits;
@@ -112,12 +113,22 @@ class AutoUnit(
         self,
         *,
         module: nn.Module,
+        device: torch.device | None = None,
         strategy: Any = None,
+        step_lr_interval: Literal["step", "epoch"] = "epoch",
         precision: Any = None,
         gradient_accumulation_steps: int = 1,
         detect_anomaly: bool | None = None,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+        swa_params: SWAParams | None = None,
         torch_compile_params: Any = None,
+        activation_checkpoint_params: Any = None,
+        training: bool = True,
         enable_compiled_autograd: bool = False,
+        loss_backward_retain_graph: bool | None = None,
+        enable_prefetch: bool = True,
+        zero_grad_at_train_step_start: bool = False,
         global_mesh: Any = None,
         enable_loss_parallel: bool = False,
         gradient_accumulation_sync: bool = False,
@@ -131,27 +142,38 @@ class AutoUnit(
             compile_backward(torch_compile_params)
         if enable_loss_parallel and not isinstance(strategy, (TPStrategy, Layout)) and not _is_split(module):
             raise UsageError(f"enable_loss_parallel is only supported with TPStrategy, got {strategy!r}.")
-        super().__init__(
-            module=as_module(module),
-            strategy=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
+        require(step_lr_interval in ("step", "epoch"), "step_lr_interval", "'step' or 'epoch'", step_lr_interval)
+        chosen = AutoOptions(
+            device=device,
+            layout=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
+            lr_interval="epoch" if step_lr_interval == "epoch" else "update",
             precision=_known(precision) if grad_scaler_params is None else grad_scaler_params.of(precision),
-            gradient_accumulation_steps=gradient_accumulation_steps,
+            accumulate=gradient_accumulation_steps,
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
-            torch_compile_params=compilable(torch_compile_params),
+            clip_grad_norm=clip_grad_norm,
+            clip_grad_value=clip_grad_value,
+            averaging=swa_params,
+            recompute=activation_checkpoint_params,
+            training=training,
+            retain_graph=loss_backward_retain_graph,
+            prefetch=enable_prefetch,
+            zero_grad_first=zero_grad_at_train_step_start,
+            **_compiled(torch_compile_params),
             **options,
         )
+        super().__init__(module=as_module(module), options=chosen)
         self.enable_compiled_autograd = enable_compiled_autograd
         if enable_loss_parallel:  # only then: a step that is not AutoUnit's own is not known to be one
             self.train_step = _in_loss_parallel(self.train_step)  # type: ignore[method-assign]
             self.eval_step = _in_loss_parallel(self.eval_step)  # type: ignore[method-assign]
 
     def build_from(self, module: nn.Module, options: AutoOptions) -> None:
-        params = options.swa_params
+        params = options.averaging
         if params is None or params.use_in_evaluation:  # which only echelon's own averages can
             super().build_from(module, options)
             return
         source = source_of(module, params, training=options.training)
-        super().build_from(module, replace(options, swa_params=None))
+        super().build_from(module, replace(options, averaging=None))
         self._options, self.swa_params = options, params
         if source is not None:
             self.swa_model = Averages(source, self, params)  # type: ignore[assignment]
@@ -201,7 +223,7 @@ class AutoUnit(
 
     def on_train_epoch_end(self, state: Any) -> None:
         """The loop has advanced the schedule by now; what a program calls itself does it here."""
-        if not self._in_loop and self.step_lr_interval == "epoch":
+        if not self._in_loop and self.lr_interval == "epoch":
             self.epoch_closed(state, "train")
 
     def evaluating(self) -> Any:
@@ -226,6 +248,11 @@ class AutoUnit(
 def _checked(strategy: Any) -> Any:
     """A strategy; of a name that is none, TorchTNT's words."""
     return convert_str_to_strategy(strategy) if isinstance(strategy, str) else strategy
+
+
+def _compiled(torch_compile_params: Any) -> dict[str, Any]:
+    """echelon's `compile`, which may also be given itself."""
+    return {} if torch_compile_params is None else {"compile": compilable(torch_compile_params)}
 
 
 def _is_split(module: nn.Module) -> bool:
@@ -270,21 +297,27 @@ class AutoPredictUnit(PredictStages, auto_predict.AutoPredictUnit[T], unit.Predi
         self,
         *,
         module: nn.Module,
+        device: torch.device | None = None,
         strategy: Any = None,
         precision: Any = None,
-        detect_anomaly: bool | None = None,
         torch_compile_params: Any = None,
+        detect_anomaly: bool | None = None,
+        enable_prefetch: bool = False,
         global_mesh: Any = None,
+        activation_checkpoint_params: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            module=as_module(module),
-            strategy=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
+        chosen = AutoOptions(
+            device=device,
+            layout=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
             precision=_known(precision),
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
-            torch_compile_params=compilable(torch_compile_params),
+            recompute=activation_checkpoint_params,
+            prefetch=enable_prefetch,
+            **_compiled(torch_compile_params),
             **options,
         )
+        super().__init__(module=as_module(module), options=chosen)
 
     @property  # type: ignore[misc]
     def precision(self) -> torch.dtype | None:  # type: ignore[override]

@@ -36,7 +36,7 @@ class Averages(AveragedModel):
     def __init__(self, source: nn.Module, unit: Any, params: SWAParams) -> None:
         split = any(is_split(p) for p in unit.module.parameters())
         if split:  # then it cannot be copied, and a second one is split alike
-            strategy, recipe = unit.auto_options.strategy, Recipe(None, None, unit.computes)
+            strategy, recipe = unit.auto_options.layout, Recipe(None, None, unit.computes)
             source = parallelize(source, strategy, unit.device, recipe, overridden=overrides().strategy).module
         super().__init__(
             source,
@@ -53,7 +53,7 @@ class Averages(AveragedModel):
 
     @property
     def per_epoch(self) -> bool:
-        return bool(self._unit.step_lr_interval == "epoch")
+        return bool(self._unit.lr_interval == "epoch")
 
     @property
     def _index(self) -> int:
