@@ -87,9 +87,7 @@ def main() -> None:
     train_loader = ech.Loader(torch.utils.data.Subset(data, range(count)), batch, tail="drop")
     eval_loader = ech.Loader(torch.utils.data.Subset(data, range(count, count + 256)), 256, shuffle=False)
     unit = Contrast(module=Towers(), device=device, strategy=args.strategy)
-    saver = ech.DistributedCheckpointSaver(args.checkpoints, save_every_n_epochs=1, keep_last_n_checkpoints=2)
-    saver.restore_from_latest(args.checkpoints, unit, train_dataloader=train_loader)
-    ech.train(unit, train_loader, max_epochs=args.epochs, callbacks=[saver])
+    ech.train(unit, train_loader, max_epochs=args.epochs, checkpoints=args.checkpoints)
 
     ech.evaluate(unit, eval_loader)
     found = unit.found.compute()  # every rank calls it

@@ -121,9 +121,7 @@ def main() -> None:
         swa_params=ech.units.SWAParams(0, 1, averaging_method="ema", ema_decay=0.99, use_lit=True),
         updates=args.epochs * loader.global_batches,
     )
-    saver = ech.DistributedCheckpointSaver(args.checkpoints, save_every_n_epochs=5, keep_last_n_checkpoints=2)
-    saver.restore_from_latest(args.checkpoints, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_epochs=args.epochs, callbacks=[saver])
+    ech.train(unit, loader, max_epochs=args.epochs, checkpoints=args.checkpoints)
 
     real, made = moons(4096, seed=2), sample(unit, 512)
     if ech.RankInfo().rank == 0:

@@ -95,9 +95,7 @@ def main() -> None:
     unit, held_out = Gan(device, args.strategy, width), ring(1024, seed=2)
     before = distance(unit, held_out)
     torch.manual_seed(1 + ech.RankInfo().rank)  # ranks draw other noise
-    saver = ech.DistributedCheckpointSaver(args.checkpoints, save_every_n_epochs=5, keep_last_n_checkpoints=2)
-    saver.restore_from_latest(args.checkpoints, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_epochs=args.epochs, callbacks=[saver])
+    ech.train(unit, loader, max_epochs=args.epochs, checkpoints=args.checkpoints)
 
     after = distance(unit, held_out)
     if ech.RankInfo().rank == 0:

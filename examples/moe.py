@@ -103,9 +103,7 @@ def main() -> None:
         strategy=args.strategy or (ech.Layout(ep=ranks) if ranks > 1 else "noop"),
         clip_grad_norm=1.0,
     )
-    saver = ech.DistributedCheckpointSaver(args.checkpoints, save_every_n_updates=100, keep_last_n_checkpoints=2)
-    saver.restore_from_latest(args.checkpoints, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_updates=args.updates, callbacks=[saver])
+    ech.train(unit, loader, max_updates=args.updates, checkpoints=args.checkpoints)
     ech.evaluate(unit, ech.Loader(torch.utils.data.Subset(eval_set, few), batch, shuffle=False))
     if ech.RankInfo().rank == 0:
         most = max(float(load.max()) * args.experts for load in ech.nn.expert_loads(unit.module).values())

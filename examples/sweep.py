@@ -48,9 +48,7 @@ def trial(lr: float, strategy: str, epochs: int, count: int, folder: str) -> flo
     unit.lr = lr
     loader = ech.Loader(waves(count, seed=1), global_batch=64)
     checkpoints = Path(folder) / f"lr-{lr:g}" / "checkpoints"
-    saver = ech.DistributedCheckpointSaver(checkpoints, save_every_n_epochs=5, keep_last_n_checkpoints=1)
-    saver.restore_from_latest(checkpoints, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_epochs=epochs, callbacks=[saver])
+    ech.train(unit, loader, max_epochs=epochs, checkpoints=ech.Checkpoints(checkpoints, keep=1))
     ech.evaluate(unit, ech.Loader(waves(1024, seed=2), global_batch=256, shuffle=False))
     return unit.eval_loss
 

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.callbacks import EarlyStopChecker, EarlyStopping
 
 LEVELS = (12, 40)  # of the two categorical columns
 NUMBERS = 6
@@ -74,7 +73,6 @@ def roc_auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
 class Claims(ech.AutoUnit[Row]):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.patience = EarlyStopChecker("max", patience=3, min_delta=1e-3)  # of the unit, so that it is saved, too
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.auc = float("nan")
 
@@ -111,16 +109,12 @@ def main() -> None:
     eval_loader = ech.Loader(dataset(table, slice(rows, None)), global_batch=512, shuffle=False)
     unit = Claims(module=TableNet(), device=device, strategy=args.strategy)
 
-    best = ech.callbacks.BestCheckpointConfig("auc", "max")
-    saver = ech.DistributedCheckpointSaver(
-        args.checkpoints, save_every_n_eval_epochs=1, keep_last_n_checkpoints=2, best_checkpoint_config=best
-    )
-    saver.restore_from_latest(args.checkpoints, unit, train_dataloader=train_loader)
-    stopping = EarlyStopping("auc", unit.patience, phase="eval")
-    ech.fit(unit, train_loader, eval_loader, max_epochs=args.epochs, callbacks=[stopping, saver])
+    checkpoints = ech.Checkpoints(args.checkpoints, keep=1, best="auc")  # after each evaluation; the best one stays, too
+    stopping = ech.EarlyStopping("auc", mode="max", patience=3, min_delta=1e-3)
+    ech.train(unit, train_loader, max_epochs=args.epochs, eval=eval_loader, checkpoints=checkpoints, callbacks=[stopping])
 
     epochs = unit.train_progress.num_epochs_completed
-    saver.restore_from_best(args.checkpoints, unit, "auc", "max")
+    ech.DistributedCheckpointSaver.restore_from_best(args.checkpoints, unit, "auc", "max")
     ech.evaluate(unit, eval_loader)
     if ech.RankInfo().rank == 0:
         print(f"AUC {unit.auc:.4f} over {held_out} held-out rows, the best of {epochs} epochs")

@@ -130,9 +130,8 @@ def main() -> None:
         swa_params=ech.units.SWAParams(0, 1, averaging_method="ema", ema_decay=0.98, use_lit=True, use_in_evaluation=True),
         updates=args.epochs * train_loader.global_batches,
     )
-    saver = ech.DistributedCheckpointSaver(args.checkpoints, save_every_n_epochs=1, keep_last_n_checkpoints=2)
-    saver.restore_from_latest(args.checkpoints, unit, train_dataloader=train_loader)
-    ech.fit(unit, train_loader, eval_loader, max_epochs=args.epochs, callbacks=[saver])
+    checkpoints = ech.Checkpoints(args.checkpoints, every="epoch", keep=2)
+    ech.train(unit, train_loader, max_epochs=args.epochs, eval=eval_loader, checkpoints=checkpoints)
 
     accuracy = unit.accuracy.compute()  # every rank calls it
     if ech.RankInfo().rank == 0:

@@ -36,6 +36,7 @@ data = dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 """
 
 _BUILT = _UNIT + "unit, loader = Unit(module=Model()), ech.Loader(data, global_batch=32)\n"
+_BUILT += "eval_loader = ech.Loader(data, global_batch=64, shuffle=False)\n"
 
 BEFORE = {
     "unit": _BUILT,
