@@ -283,6 +283,15 @@ def _other_rate(strategy: str, folder: Path) -> Any:
     return _train(_Unit(strategy, lr=0.2 if _odd() else 0.1))
 
 
+def _other_rate_later(strategy: str, folder: Path) -> Any:
+    def slow(state: Any, unit: Any) -> None:
+        unit.optimizer.param_groups[0]["lr"] = 0.05
+
+    unit = _Unit(strategy)
+    ech.train(unit, _data(), max_epochs=2, callbacks=[_at("on_train_epoch_end", slow)])
+    return unit
+
+
 class _Grouped(_Unit):
     def configure_optimizers_and_lr_scheduler(self, module: Any) -> Any:
         named = dict(module.named_parameters())
@@ -448,6 +457,7 @@ TOLD: list[tuple[Case, list[str], str]] = [
     (_shorter, ["ddp", "fsdp"], "rank 0: 4, rank 1: 3"),
     (_shorter_iterator, ["ddp", "fsdp"], "the end of the train epoch"),
     (_other_rate, ["ddp", "fsdp", "zero1"], "lr of its groups: 0.2)"),
+    (_other_rate_later, ["ddp", "fsdp", "zero1"], "lr of its groups: 0.05) on another"),
     (_without_group, ["ddp", "fsdp"], "lr of its groups: 0.1, 0.1)"),
     (_other_optimizer, ["ddp", "fsdp"], "AdamW"),
     (_saver_on_one, ["ddp", "fsdp"], "DistributedCheckpointSaver"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from echelon.contracts.errors import RanksDisagreeError
 from echelon.contracts.overrides import overrides
@@ -15,10 +16,11 @@ from echelon.loop.progress import Progress
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.unit import Unit
 from echelon.parallel.apart import ranks_apart
+from echelon.parallel.prepared import Prepared
 from echelon.parallel.same_trained import SameTrained
 from echelon.world import agree
 
-__all__ = ["CutShort", "cuts_evaluation", "on_calls", "on_end", "on_lengths", "on_limits", "on_optimizers"]
+__all__ = ["CutShort", "cuts_evaluation", "on_calls", "on_end", "on_lengths", "on_limits", "on_optimizers", "same_trained"]
 
 
 def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callback]) -> None:
@@ -44,15 +46,8 @@ def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callbac
     agree.same_on_all("where training begins and ends", limits, "Give all ranks the same limits and the same checkpoint.")
 
 
-def on_optimizers(unit: Unit) -> SameTrained | None:
-    """Before the first step: ranks that share a model train the same of it, and alike. Copies would drift apart, or shards of one
-    parameter be trained in different ways, in silence; a backward pass would wait for gradients that others do not have.
-
-    Returns:
-        what looks whether they go on to do so, for the modules that they share; None where they share none.
-    Raises:
-        RanksDisagreeError: on all ranks, with what differs.
-    """
+def _shared(unit: Unit) -> dict[str, Prepared[Any]]:
+    """The modules, by the attributes' names, of which all ranks train the same parameters."""
     shared = {
         name: prepared
         for name, prepared in unit.prepared_modules().items()
@@ -60,8 +55,32 @@ def on_optimizers(unit: Unit) -> SameTrained | None:
     }
     # Others have other parameters on each rank, or train by themselves.
     own = (p.works_alone or p.stages or p.flattens_parameters or ranks_apart(p.module) is not None for p in shared.values())
-    if overrides().observes or any(own):
-        shared = {}
+    return {} if overrides().observes or any(own) else shared
+
+
+def _named(shared: Mapping[str, Prepared[Any]]) -> dict[str, nn.Parameter]:
+    for prepared in shared.values():
+        prepared.reshard()
+    return {f"{name}.{n}": p for name, each in shared.items() for n, p in each.named_parameters()}
+
+
+def same_trained(unit: Unit) -> SameTrained | None:
+    """After `on_optimizers`: looks whether ranks go on to train the same of what they share; None if they share nothing."""
+    named = _named(_shared(unit))
+    trained = SameTrained(named.items()) if named and agree.is_joined() else None
+    for prepared in unit.prepared_modules().values():
+        prepared.trained = trained
+    return trained
+
+
+def on_optimizers(unit: Unit) -> None:
+    """Before each epoch: ranks that share a model train the same of it, and alike. Copies would drift apart, or shards of one
+    parameter be trained in different ways, in silence; a backward pass would wait for gradients that others do not have.
+
+    Raises:
+        RanksDisagreeError: on all ranks, with what differs.
+    """
+    shared = _shared(unit)
     told: dict[str, list[Any]] = {}
     ids = {id(p) for each in shared.values() for p in (*each.module.parameters(), *each.others)}
     for name, optimizer in unit.tracked_optimizers().items() if shared else ():
@@ -70,28 +89,21 @@ def on_optimizers(unit: Unit) -> SameTrained | None:
         if not held or not ids.isdisjoint(held):  # else of what each rank has for itself
             rates = [float(g["lr"]) for g in groups if isinstance(g.get("lr"), (int, float, torch.Tensor))]
             told[name] = [type(optimizer).__name__, *rates]
-    for prepared in shared.values():
-        prepared.reshard()
-    named = {f"{name}.{n}": p for name, each in shared.items() for n, p in each.named_parameters()}
-    kinds = agree.kinds([told, [n for n, p in named.items() if not p.requires_grad]])
+    kinds = agree.kinds([told, [n for n, p in _named(shared).items() if not p.requires_grad]])
     if len(kinds) == 1:
-        trained = SameTrained(named.items()) if named and agree.is_joined() else None
-        for prepared in unit.prepared_modules().values():
-            prepared.trained = trained
-        return trained
+        return
     (optimizers, first), (others, second) = kinds[:2]
     for name in {**optimizers, **others}:
         one, another = optimizers.get(name, ["none"]), others.get(name, ["none"])
         if one != another:
             raise RanksDisagreeError(
                 f"ranks that share a model must train it alike, and disagree about {name}: {_told(one)} on one, "
-                f"{_told(another)} on another. Make the same optimizer on all ranks, of the same groups."
+                f"{_told(another)} on another. Make the same optimizer on all ranks, of the same groups, and change its lr alike."
             )
     differ = sorted(set(first) ^ set(second))
     raise RanksDisagreeError(
         "ranks that share a model must train the same parameters of it, and disagree: "
-        f"{differ[0] if differ else 'some'} is frozen on one and trained on another. Freeze the same on all ranks, before the "
-        "model is made parallel."
+        f"{differ[0] if differ else 'some'} is frozen on one and trained on another. Freeze and unfreeze the same on all ranks."
     )
 
 

@@ -106,7 +106,8 @@ class Run:
         if state.eval_state is not None:
             check_evaluation(self._stages["eval"])
         watches = check_tracked(self._inner)
-        self._doubts = [each for each in (watches, agreements.on_optimizers(self._inner)) if each is not None]
+        agreements.on_optimizers(self._inner)
+        self._doubts = [each for each in (watches, agreements.same_trained(self._inner)) if each is not None]
         self._agree_on_agreeing()
         self._agree_to_stop()
         self._take_up_streams()
@@ -186,6 +187,8 @@ class Run:
         if stage.progress.num_steps_completed_in_epoch == 0:
             stage.call(stage.hooks.epoch_start)
             self._settle_doubts()  # hooks of an epoch's beginning freeze and unfreeze
+            if stage.progress.num_epochs_completed:
+                agreements.on_optimizers(self._inner)  # whose lr is changed between epochs
         evaluates = self.state.eval_state is not None
         return Steps(stage, Between(self._agree_after_step, self._evaluate_if_due if evaluates else None))
 
