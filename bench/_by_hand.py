@@ -1,4 +1,4 @@
-"""What a rank of bench/strategies.py runs: every strategy written by hand with torch alone, and beside it through AutoUnit."""
+"""What a rank of bench/strategies.py runs: every layout written by hand with torch alone, and beside it through AutoUnit."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ M_MMAP_THRESHOLD = -3  # glibc, malloc.h
 # --- by hand
 
 
-def wrap(model: nn.Module, strategy: str, blocks: Any) -> nn.Module:
-    """What a reader of torch's documentation writes for `strategy`; "ddp as torch makes it" has no option at all."""
+def wrap(model: nn.Module, layout: str, blocks: Any) -> nn.Module:
+    """What a reader of torch's documentation writes for `layout`; "ddp as torch makes it" has no option at all."""
     size = dist.get_world_size()
-    if strategy == "ddp as torch makes it":
+    if layout == "ddp as torch makes it":
         return DistributedDataParallel(model)
-    if strategy in ("ddp", "zero1"):
+    if layout in ("ddp", "zero1"):
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if strategy.startswith("tp"):
+    if layout.startswith("tp"):
         mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
         styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
         parallelize_module(model, mesh["tp"], {name: styles[style]() for name, style in GPT.tp_plan.items()})
-        if strategy == "tp alone":
+        if layout == "tp alone":
             return model
         mesh = mesh["dp"]
-    elif strategy == "hsdp":
+    elif layout == "hsdp":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     else:
         mesh = init_device_mesh("cpu", (size,))
-    keep = {"reshard_after_forward": False} if strategy == "zero2" else {}
+    keep = {"reshard_after_forward": False} if layout == "zero2" else {}
     for block in blocks:
         fully_shard(block, mesh=mesh, **keep)
     return fully_shard(model, mesh=mesh, **keep)
@@ -83,9 +83,9 @@ def synchronise(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
 class ByHand:
     """The bare loop."""
 
-    def __init__(self, strategy: str, model: nn.Module, accumulation: int, clip: float | None) -> None:
-        self.module = wrap(model, strategy, model.blocks)
-        self.optimizer = make_optimizer(self.module, divided=strategy == "zero1")
+    def __init__(self, layout: str, model: nn.Module, accumulation: int, clip: float | None) -> None:
+        self.module = wrap(model, layout, model.blocks)
+        self.optimizer = make_optimizer(self.module, divided=layout == "zero1")
         self.accumulation, self.clip = accumulation, clip
 
     def train(self, batches: list[Any]) -> None:
@@ -132,7 +132,7 @@ class Case:
         bitwise: echelon's side is bit-equal; the other is not.
     """
 
-    strategy: str
+    layout: str
     hand: str | None = None
     accumulation: int = 1
     bitwise: bool = False
@@ -146,7 +146,7 @@ class Case:
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        if self.strategy.startswith("ep="):
+        if self.layout.startswith("ep="):
             from moe import Model
 
             return Model(self.width, self.depth, 8, self.context)
@@ -165,7 +165,7 @@ class Turns:
     def __init__(self, case: Case, hand: ByHand) -> None:
         self._case, self._hand = case, hand
         # Ranks of these work on the same samples.
-        shared = case.strategy == "tp" or case.strategy.startswith(("cp=", "pp="))
+        shared = case.layout == "tp" or case.layout.startswith(("cp=", "pp="))
         generator = torch.Generator().manual_seed(0 if shared else dist.get_rank())
         shape = (2, case.updates * case.accumulation, case.batch, case.context)
         self._batches = list(zip(*torch.randint(0, 256, shape, generator=generator), strict=True))
@@ -212,24 +212,24 @@ def compare(case: Case) -> dict[str, Any]:
     torch.set_num_threads(1)
     ech.init_from_env()
     # torch's own norm takes no mixture of meshes.
-    clip = None if case.strategy == "tp" else CLIP
-    if case.strategy.startswith("cp="):
+    clip = None if case.layout == "tp" else CLIP
+    if case.layout.startswith("cp="):
         from _context_by_hand import ContextByHand
 
         hand: ByHand = ContextByHand(case.model(), clip)
-    elif case.strategy.startswith("pp="):
+    elif case.layout.startswith("pp="):
         from _pipeline_by_hand import PipelineByHand
 
         hand = PipelineByHand(case.model(), case.accumulation, clip)
-    elif case.strategy.startswith("ep="):
+    elif case.layout.startswith("ep="):
         from _experts_by_hand import ExpertsByHand
 
         hand = ExpertsByHand(case.model(), clip)
     else:
-        hand = ByHand(case.hand or case.strategy, case.model(), case.accumulation, clip)
+        hand = ByHand(case.hand or case.layout, case.model(), case.accumulation, clip)
     unit = Unit(
         module=case.model(),
-        strategy=case.strategy,
+        layout=case.layout,
         clip_grad_norm=clip,
         gradient_accumulation_steps=case.accumulation,
         deterministic="bitwise" if case.bitwise else None,
@@ -330,7 +330,7 @@ def _by_hand(kind: str, width: int, depth: int) -> list[float]:
 
 
 def _by_echelon(kind: str, width: int, depth: int) -> list[float]:
-    unit = WideUnit(module=Wide(width, depth), strategy=kind)
+    unit = WideUnit(module=Wide(width, depth), layout=kind)
     x, asked = torch.randn(1, width), []
 
     class Data:

@@ -1,4 +1,4 @@
-"""Context parallelism written by hand with torch alone: what bench/strategies.py compares `Parallel(cp=...)` with."""
+"""Context parallelism written by hand with torch alone: what bench/strategies.py compares `Layout(cp=...)` with."""
 
 from __future__ import annotations
 

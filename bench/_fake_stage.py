@@ -36,7 +36,7 @@ def trace_stage(
     make: Callable[[Size], nn.Module],
     size: Size,
     ranks: int,
-    strategy: ech.Layout,
+    layout: ech.Layout,
     stage: int,
     micro_batches: int,
     axes: Callable[[Any], dict[str, str]],
@@ -47,13 +47,13 @@ def trace_stage(
         make: the model, of a size.
         axes: by torch's name of a group, the axis, of the axes' sizes.
     """
-    kinds = _kinds(make, size, ranks, strategy)
-    dims = strategy.dims(ranks)
+    kinds = _kinds(make, size, ranks, layout)
+    dims = layout.dims(ranks)
     rank = next(rank for rank in range(ranks) if dims.place(rank)["pp"] == stage)
     with fake_world(ranks, rank):
         with fake_tensors() as mode:
             model = make(size).eval()  # dropout's streams are drawn, and of fake tensors nobody knows the number
-        prepared: Any = parallelize(model, strategy, CPU, _recipe())
+        prepared: Any = parallelize(model, layout, CPU, _recipe())
         prepared.wants_outputs = False
         step = Step(axes(dims))
         batch = tuple(torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2))
@@ -82,11 +82,11 @@ def _recipe() -> Recipe:
     return Recipe(ActivationCheckpointParams(), None, ech.layouts.Precision.of("bf16"))
 
 
-def _kinds(make: Callable[[Size], nn.Module], size: Size, ranks: int, strategy: ech.Layout) -> dict[str, Form]:
+def _kinds(make: Callable[[Size], nn.Module], size: Size, ranks: int, layout: ech.Layout) -> dict[str, Form]:
     """What the units of a model give, by the names in one with two blocks that is in no pipeline."""
     found: dict[str, Form] = {}
     # Tensor parallelism leaves them as they are.
-    whole = dataclasses.replace(strategy, pp=1, tp=1, dp_shard=-1)
+    whole = dataclasses.replace(layout, pp=1, tp=1, dp_shard=-1)
     with fake_world(ranks):
         with fake_tensors() as mode:
             model = make(dataclasses.replace(size, depth=2))

@@ -159,7 +159,7 @@ def slept(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, step
     ranks = dist.get_world_size()
     unit = Sleeping(
         module=Sleepers(ranks * per_rank, sleep_s / per_rank),
-        strategy=ech.Layout(pp=ranks, schedule=schedule),
+        layout=ech.Layout(pp=ranks, schedule=schedule),
         gradient_accumulation_steps=micro_batches,
     )
     ends: list[tuple[float, float]] = []

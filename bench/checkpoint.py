@@ -1,6 +1,6 @@
 """What checkpoints cost: the stall of an asynchronous save against a whole one, a whole one against plain DCP, and an export.
 
-    python bench/checkpoint.py [--mb 512] [--rounds 5] [--ranks 2] [--strategy ddp]
+    python bench/checkpoint.py [--mb 512] [--rounds 5] [--ranks 2] [--layout ddp]
 
 All in one run on the same folder and disk, interleaved, medians. "Plain DCP" is `torch.distributed.checkpoint.save` of the same
 tensors into a fresh folder with its own defaults (it syncs its files, has no checksums, no commit). Targets: stall at most 5% of
@@ -101,11 +101,11 @@ class Rounds(ech.Callback):
         return seconds
 
 
-def _measure(folder: str, megabytes: int, rounds: int, strategy: str) -> dict[str, list[float]]:
+def _measure(folder: str, megabytes: int, rounds: int, layout: str) -> dict[str, list[float]]:
     ech.init_from_env()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    unit = Large(module=_model(megabytes), device=torch.device("cpu"), strategy=strategy)
+    unit = Large(module=_model(megabytes), device=torch.device("cpu"), layout=layout)
     callback = Rounds(Path(folder), rounds + 1)
     ech.train(unit, [torch.randn(ROWS, WIDTH)] * (rounds + 1), max_epochs=1, callbacks=[callback])
     for saver in (callback.whole, callback.later):
@@ -128,7 +128,7 @@ print("SECONDS", seconds, peak / 1e6)
 def _export(folder: Path, megabytes: int) -> tuple[float, float, float]:
     """Seconds of an export and of a copy of as many bytes, both to the disk, and the export's peak memory in GB."""
     torch.manual_seed(0)
-    unit = Large(module=_model(3 * megabytes), device=torch.device("cpu"), strategy="noop")
+    unit = Large(module=_model(3 * megabytes), device=torch.device("cpu"), layout="none")
     saver = ech.DistributedCheckpointSaver(folder / "big")
     saver.save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), unit)
     del unit
@@ -157,16 +157,16 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--layout", default="ddp")
     parser.add_argument("--export-mb", type=int, default=768)
     parser.add_argument("--dir", default=None, help="on the disk to be measured")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.dir) as temporary:
         times = ech.launch(
-            _measure, ranks=options.ranks, args=(f"{temporary}/c", options.mb, options.rounds, options.strategy), timeout_s=900
+            _measure, ranks=options.ranks, args=(f"{temporary}/c", options.mb, options.rounds, options.layout), timeout_s=900
         )[0]
         median = {name: statistics.median(values) for name, values in times.items()}
-        print(f"{options.mb} MB, {options.ranks} ranks, {options.strategy}; medians of {options.rounds}, in seconds")
+        print(f"{options.mb} MB, {options.ranks} ranks, {options.layout}; medians of {options.rounds}, in seconds")
         for name, value in median.items():
             print(f"  {name:<12} {value:7.3f}   ({min(times[name]):.3f} to {max(times[name]):.3f})")
         print(f"  sync / dcp    {median['sync'] / median['dcp']:.2f}   (target 1.15)")

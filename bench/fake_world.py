@@ -104,7 +104,7 @@ class Model(Llama):
         return F.cross_entropy(logits.float(), targets.flatten())
 
 
-def trace(size: Size, ranks: int, strategy: ech.Layout, mixture: Mixture | None = None) -> Traced:
+def trace(size: Size, ranks: int, layout: ech.Layout, mixture: Mixture | None = None) -> Traced:
     """One update on rank 0, after one that sets up.
 
     Args:
@@ -113,10 +113,10 @@ def trace(size: Size, ranks: int, strategy: ech.Layout, mixture: Mixture | None 
     mixture = mixture or narrow(size)
     with fake_world(ranks):
         with fake_tensors() as mode:
-            model = Model(size, mixture=mixture if strategy.ep > 1 else None)
+            model = Model(size, mixture=mixture if layout.ep > 1 else None)
         recipe = Recipe(ActivationCheckpointParams(), None, ech.layouts.Precision.of("bf16"))
-        prepared = parallelize(model, strategy, CPU, recipe)
-        step = Step(_axes(strategy.dims(ranks)))
+        prepared = parallelize(model, layout, CPU, recipe)
+        step = Step(_axes(layout.dims(ranks)))
         # Real ones, which are cut and counted before they go in.
         batch = prepared.part_of(tuple(torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2)))
         with fake_tensors(mode):
@@ -176,10 +176,10 @@ def _cells(row: dict[str, Any]) -> list[list[str]]:
 def _stages(size: Size, ranks: int) -> Iterator[tuple[str, ParallelDims, Traced, Theory]]:
     """The first stage of a pipeline, which has most micro-batches under way, and the last one, which has the head."""
     pp = min(8 if ranks < 1024 else 16, size.depth)
-    strategy, micro_batches = ech.Layout(dp_shard=-1, tp=min(8, ranks // pp), pp=pp), 2 * pp
-    dims = strategy.dims(ranks)
+    layout, micro_batches = ech.Layout(dp_shard=-1, tp=min(8, ranks // pp), pp=pp), 2 * pp
+    dims = layout.dims(ranks)
     for stage in (0, pp - 1):
-        found, units = trace_stage(Model, size, ranks, strategy, stage, micro_batches, _axes)
+        found, units = trace_stage(Model, size, ranks, layout, stage, micro_batches, _axes)
         about = f"stage {stage + 1} of {pp}, {micro_batches} sequences"
         yield about, dims, found, theory_of_stage(size, dims, units, micro_batches)
 
@@ -187,14 +187,14 @@ def _stages(size: Size, ranks: int) -> Iterator[tuple[str, ParallelDims, Traced,
 def _traced(shape: str, ranks: int, name: str) -> Iterator[tuple[str, ParallelDims, Traced, Theory]]:
     if shape in MIXTURES:
         size, mixture = MIXTURES[shape]
-        strategy = ech.Layout(dp_shard=-1, ep=min(mixture.experts, 8))
-        found, dims = trace(size, ranks, strategy, mixture), strategy.dims(ranks)
+        layout = ech.Layout(dp_shard=-1, ep=min(mixture.experts, 8))
+        found, dims = trace(size, ranks, layout, mixture), layout.dims(ranks)
         yield "", dims, found, theory(size, dims, mixture)
     elif name == STAGES:
         yield from _stages(SHAPES[shape], ranks)
     else:
-        strategy = COMPOSITIONS[name](ranks)
-        found, dims = trace(SHAPES[shape], ranks, strategy), strategy.dims(ranks)
+        layout = COMPOSITIONS[name](ranks)
+        found, dims = trace(SHAPES[shape], ranks, layout), layout.dims(ranks)
         yield "", dims, found, theory(SHAPES[shape], dims)
 
 

@@ -1,6 +1,6 @@
 """What a rank reads and holds while a model's safetensors are loaded into shards, against loading all of it and sharding that.
 
-    python bench/load_pretrained.py [--mb 1000] [--ranks 4] [--strategy fsdp]
+    python bench/load_pretrained.py [--mb 1000] [--ranks 4] [--layout fsdp]
 
 "Load, then shard" is `from_pretrained` on every rank, then torch's `fully_shard` by hand. Both run on the same folder, one after
 the other, in processes of their own. Bytes are what the kernel gave to read calls (`rchar` of /proc/self/io); memory is the
@@ -51,19 +51,19 @@ def number(file: str, name: str) -> int:
     return int(line.split()[1])
 
 
-def straight(folder: str, strategy: str) -> nn.Module:
+def straight(folder: str, layout: str) -> nn.Module:
     with ech.on_meta(restores=True, on_device=True):
         module = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    unit = Tuned(module=module, strategy=strategy)
+    unit = Tuned(module=module, layout=layout)
     ech.DistributedCheckpointSaver.restore(folder, unit)
     return unit.prepared.unwrapped
 
 
-def load_then_shard(folder: str, strategy: str) -> nn.Module:
+def load_then_shard(folder: str, layout: str) -> nn.Module:
     return _sharded(tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
 
-def read_then_shard(folder: str, strategy: str) -> nn.Module:
+def read_then_shard(folder: str, layout: str) -> nn.Module:
     from safetensors.torch import load_file
 
     module = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.from_pretrained(folder), dtype=torch.float32)
@@ -84,16 +84,16 @@ def _sharded(module: Any) -> nn.Module:
 WAYS = {"straight into shards": straight, "load, then shard": load_then_shard, "read, then shard": read_then_shard}
 
 
-def measure(way: str, folder: str, strategy: str) -> dict[str, float]:
+def measure(way: str, folder: str, layout: str) -> dict[str, float]:
     torch.set_num_threads(1)
     ech.init_from_env()
     tf.logging.set_verbosity_error()
     tf.logging.disable_progress_bar()
     # What is loaded lazily is loaded: the same small model, the same way.
-    WAYS[way](f"{folder}/small", strategy)
+    WAYS[way](f"{folder}/small", layout)
     Path("/proc/self/clear_refs").write_text("5")  # the largest size begins anew
     read, held, began = number("/proc/self/io", "rchar"), number("/proc/self/status", "VmRSS"), time.perf_counter()
-    module = WAYS[way](f"{folder}/model", strategy)
+    module = WAYS[way](f"{folder}/model", layout)
     seconds = time.perf_counter() - began
     return {
         "read": float(number("/proc/self/io", "rchar") - read),
@@ -107,7 +107,7 @@ def main() -> None:
     parser = options(__doc__, rounds=1)
     parser.add_argument("--mb", type=int, default=1000, help="of weights, in float32 (default 1000)")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--strategy", default="fsdp")
+    parser.add_argument("--layout", default="fsdp")
     parser.add_argument("--dtype", default="bfloat16", help="of the files; the model is float32 (default bfloat16, as most are)")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="echelon-load-"))
@@ -119,7 +119,7 @@ def main() -> None:
             made.save_pretrained(folder / name, max_shard_size="400MB")
             del made
         size = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
-        found = {way: ech.launch(measure, ranks=args.ranks, args=(way, str(folder), args.strategy)) for way in WAYS}
+        found = {way: ech.launch(measure, ranks=args.ranks, args=(way, str(folder), args.layout)) for way in WAYS}
     finally:
         shutil.rmtree(folder)
     ours, *others = (ranks[0]["sum"] for ranks in found.values())
@@ -152,7 +152,7 @@ def main() -> None:
         "memory_ratio_of_read": read_ratio,
         "size": size,
     }
-    title = f"{size / 1e6:.0f} MB of safetensors into {args.ranks} ranks ({args.strategy}), the rank with most of each"
+    title = f"{size / 1e6:.0f} MB of safetensors into {args.ranks} ranks ({args.layout}), the rank with most of each"
     emit(args, title, ["way", "MB read", "MB held", "s"], rows, notes=notes, facts=facts)
 
 

@@ -170,7 +170,7 @@ def run_echelon_own(data: Batches, watched: bool, folder: Path) -> None:
     model = make_model()
     optimizer = make_optimizer(model)
     device = torch.device(data.device)
-    model, optimizer, loader = ech.prepare(model, optimizer, _Iterable(data.loader()), strategy=None, device=device)
+    model, optimizer, loader = ech.prepare(model, optimizer, _Iterable(data.loader()), layout=None, device=device)
     for _ in ech.epochs(loader, 1):
         for x, y in loader:
             with ech.window(model) as window:

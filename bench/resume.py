@@ -77,7 +77,7 @@ def ours(folder: Path, width: int) -> None:
                 die(folder)
 
     ech.init_from_env()
-    unit, loader = Fit(module=model(width), strategy="ddp"), ech.Loader(data(), BATCH)
+    unit, loader = Fit(module=model(width), layout="ddp"), ech.Loader(data(), BATCH)
     saver = ech.DistributedCheckpointSaver(folder / "c", save_every_n_updates=SAVED_AT)
     went_on = saver.restore_from_latest(folder / "c", unit, train_dataloader=loader)
     ech.train(unit, loader, max_updates=KILLED_AT + 5, callbacks=[saver])

@@ -1,4 +1,4 @@
-"""What each strategy costs: speed against the same parts of torch used by hand, memory against DistributedDataParallel.
+"""What each layout costs: speed against the same parts of torch used by hand, memory against DistributedDataParallel.
 
 speed     a step through AutoUnit against a bare loop over the same model, wrapped by hand: DistributedDataParallel, with it
           ZeroRedundancyOptimizer, `fully_shard` on each block and the root, `parallelize_module`. The model is the GPT of
@@ -46,7 +46,7 @@ SCHEDULES = [
     ("zero_bubble", 1, lambda p, m: 3 * m + p - 1),
     ("zbv", 2, None),
 ]
-# strategy, what it is compared with by hand
+# layout, what it is compared with by hand
 SPEED = {
     "ddp": "DDP",
     "zero1": "DDP + ZeroRedundancyOptimizer",
@@ -105,14 +105,14 @@ def facts() -> dict[str, Any]:
 def speed(arguments: Any) -> None:
     from _by_hand import Case, compare
 
-    about, rows = {**facts(), "strategies": {}}, []
+    about, rows = {**facts(), "layouts": {}}, []
     cases = [(s, Case(s, turns=arguments.rounds), by) for s, by in SPEED.items()]
     cases.append(("tp", Case("tp", "tp alone", turns=arguments.rounds), "parallelize_module alone"))
     cases.append(("tp", Case("tp", "tp alone", turns=arguments.rounds, heads=4), "parallelize_module alone, 4 ranks"))
     cases.append(("tp", Case("tp", turns=arguments.rounds, heads=4), "parallelize_module + fully_shard, 4 ranks"))
     for name, case, by in cases:
         found = launch(compare, case, ranks=4 if "4 ranks" in by else 2)[0]
-        about["strategies"][f"{name}, {by}"] = found
+        about["layouts"][f"{name}, {by}"] = found
         wall, cpu = ratios(found["wall_ms"]), ratios(found["cpu_ms"])
         same = f"{found['difference']:.0e}" if found["difference"] else "equal"
         times = [f"{median(found['wall_ms'][side]):.1f}" for side in ("by hand", "echelon")]
@@ -120,7 +120,7 @@ def speed(arguments: Any) -> None:
         rows.append([f"{name}: {by}", *times, *ratio, f"<= {SLOWER}", verdict(median(wall) <= SLOWER), same])
     title = f"AutoUnit against the same parts by hand: GPT of {found['parameters'] / 1e6:.1f} M parameters, 2 ranks"
     header = [
-        "strategy: by hand",
+        "layout: by hand",
         "by hand, ms",
         "AutoUnit, ms",
         "ratio",
@@ -230,13 +230,13 @@ def _idle_part(ranks: list[Any]) -> tuple[float, float]:
 def bitwise(arguments: Any) -> None:
     from _by_hand import Case, compare
 
-    about, rows = {**facts(), "strategies": {}}, []
+    about, rows = {**facts(), "layouts": {}}, []
     for name in ("ddp", "fsdp"):
         usual, exact = (
             launch(compare, Case(name, accumulation=2, bitwise=b, updates=1, turns=max(5, arguments.rounds // 2)))[0]
             for b in (False, True)
         )
-        about["strategies"][name] = {"as usual": usual, "bitwise": exact}
+        about["layouts"][name] = {"as usual": usual, "bitwise": exact}
         a, b = median(ratios(usual["wall_ms"])), median(ratios(exact["wall_ms"]))
         times = [f"{median(f['wall_ms']['echelon']):.1f}" for f in (usual, exact)]
         rows.append([name, *times, f"{a:.3f}", f"{b:.3f}", f"{b / a:.2f}"])

@@ -17,7 +17,7 @@ import echelon as ech  # new
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--toy", action="store_true", help="the size of the tests")
-parser.add_argument("--strategy", default="ddp")  # new
+parser.add_argument("--layout", default="ddp")  # new
 parser.add_argument("--checkpoints", default="runs/bare_loop/checkpoints")  # new
 args = parser.parse_args()
 
@@ -36,7 +36,7 @@ model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(),
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 model, optimizer, scheduler, train, held_out = ech.prepare(  # new
-    model, optimizer, scheduler, train, held_out, strategy=args.strategy, checkpoints=args.checkpoints
+    model, optimizer, scheduler, train, held_out, layout=args.layout, checkpoints=args.checkpoints
 )
 
 for _epoch in ech.epochs(train, args.epochs):  # for _epoch in range(args.epochs)

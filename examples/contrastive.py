@@ -1,8 +1,8 @@
 """Contrastive learning with two towers, as in CLIP: each row is compared with the rows of all ranks, with the right gradient.
 
     echelon run --ranks 2 examples/contrastive.py
-    echelon run --ranks 2 examples/contrastive.py --strategy fsdp
-    python examples/contrastive.py --strategy noop         one process: the same loss, the same gradient
+    echelon run --ranks 2 examples/contrastive.py --layout fsdp
+    python examples/contrastive.py --layout none         one process: the same loss, the same gradient
     echelon prove --float64 --accumulation 1 examples/contrastive.py --toy
 
 A thing is seen in two ways, here through two random maps under noise; the towers learn which two views belong together. Started
@@ -73,7 +73,7 @@ def views(count: int) -> torch.utils.data.TensorDataset:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="ddp", help="noop, ddp, fsdp, hsdp, zero1, zero2 or zero3")
+    parser.add_argument("--layout", default="ddp", help="none, ddp, fsdp, hsdp, zero1, zero2 or zero3")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--toy", action="store_true", help="fewer things, which are learned in seconds")
     parser.add_argument("--checkpoints", default="runs/contrastive/checkpoints")
@@ -86,7 +86,7 @@ def main() -> None:
     # Every rank has equally many rows: a short last batch is dropped, and all ranks can share the 256 held-out pairs.
     train_loader = ech.Loader(torch.utils.data.Subset(data, range(count)), batch, tail="drop")
     eval_loader = ech.Loader(torch.utils.data.Subset(data, range(count, count + 256)), 256, shuffle=False)
-    unit = Contrast(module=Towers(), device=device, strategy=args.strategy)
+    unit = Contrast(module=Towers(), device=device, layout=args.layout)
     ech.train(unit, train_loader, max_epochs=args.epochs, checkpoints=args.checkpoints)
 
     ech.evaluate(unit, eval_loader)

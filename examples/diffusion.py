@@ -1,8 +1,8 @@
 """Denoising diffusion (DDPM) on points of the plane: random steps and noise in the loss, samples from averaged weights.
 
     echelon run --ranks 2 examples/diffusion.py
-    echelon run --ranks 2 examples/diffusion.py --strategy fsdp
-    python examples/diffusion.py --strategy noop           one process, no launcher
+    echelon run --ranks 2 examples/diffusion.py --layout fsdp
+    python examples/diffusion.py --layout none           one process, no launcher
 
 Each rank draws its own noise, and a run that is resumed draws what it would have drawn. Started again, the script goes on from
 its newest checkpoint.
@@ -104,7 +104,7 @@ def distance(made: torch.Tensor, real: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="ddp", help="noop, ddp, fsdp, hsdp, zero1, zero2 or zero3")
+    parser.add_argument("--layout", default="ddp", help="none, ddp, fsdp, hsdp, zero1 or zero2")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--toy", action="store_true", help="a smaller module and fewer points: seconds")
     parser.add_argument("--checkpoints", default="runs/diffusion/checkpoints")
@@ -117,7 +117,7 @@ def main() -> None:
     unit = Diffusion(
         module=Denoiser(width, depth),
         device=device,
-        strategy=args.strategy,
+        layout=args.layout,
         swa_params=ech.units.SWAParams(0, 1, averaging_method="ema", ema_decay=0.99, use_lit=True),
         updates=args.epochs * loader.global_batches,
     )

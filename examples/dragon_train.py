@@ -41,7 +41,7 @@ def train(epochs: int) -> dict[str, list[float]]:
     ech.init_from_env()
     info = ech.RankInfo()
     torch.manual_seed(0)
-    unit = Line(module=nn.Linear(4, 1, dtype=torch.float64), strategy="ddp" if info.world_size > 1 else None)
+    unit = Line(module=nn.Linear(4, 1, dtype=torch.float64), layout="ddp" if info.world_size > 1 else None)
     ech.train(unit, ech.Loader(points(), global_batch=64), max_epochs=epochs)
     print(f"rank {info.my_rank} of {info.world_size} has trained {unit.train_progress.num_steps_completed} steps", flush=True)
     return {name.removeprefix("module."): p.flatten().tolist() for name, p in unit.module.named_parameters()}

@@ -1,8 +1,8 @@
 """Train a generative adversarial network: two modules, two optimizers, and a training step of one's own.
 
     echelon run --ranks 2 examples/gan.py
-    echelon run --ranks 2 examples/gan.py --strategy fsdp
-    python examples/gan.py --strategy noop                 one process, no launcher
+    echelon run --ranks 2 examples/gan.py --layout fsdp
+    python examples/gan.py --layout none                 one process, no launcher
 
 A `TrainUnit` holds modules and optimizers as plain attributes, and saves them all. Its step is plain PyTorch: what
 `prepare_module` returns reduces its gradients over the ranks in `backward`. Started again, the script goes on from its newest
@@ -46,11 +46,11 @@ def mlp(inputs: int, outputs: int, width: int) -> nn.Module:
 class Gan(ech.TrainUnit[Batch]):
     may_stop = False  # nothing in a step calls state.stop(), so that no rank has to wait for the others to say so
 
-    def __init__(self, device: torch.device, strategy: str, width: int) -> None:
+    def __init__(self, device: torch.device, layout: str, width: int) -> None:
         super().__init__()
         self.device = device
-        self.generator = ech.layouts.prepare_module(mlp(NOISE, 2, width), device, strategy=strategy)
-        self.critic = ech.layouts.prepare_module(mlp(2, 1, width), device, strategy=strategy)
+        self.generator = ech.layouts.prepare_module(mlp(NOISE, 2, width), device, layout=layout)
+        self.critic = ech.layouts.prepare_module(mlp(2, 1, width), device, layout=layout)
         # After the modules were prepared: a sharded module has other parameters than before.
         self.generator_optimizer = torch.optim.Adam(self.generator.parameters(), lr=3e-4, betas=(0.5, 0.99))
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=6e-4, betas=(0.5, 0.99))
@@ -82,7 +82,7 @@ def distance(unit: Gan, real: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="ddp", help="noop, ddp, fsdp or hsdp")
+    parser.add_argument("--layout", default="ddp", help="none, ddp, fsdp or hsdp")
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--toy", action="store_true", help="fewer points and small modules: seconds")
     parser.add_argument("--checkpoints", default="runs/gan/checkpoints")
@@ -92,7 +92,7 @@ def main() -> None:
     ech.seed(0)  # every rank builds the same modules
     count, width = (2048, 32) if args.toy else (16384, 128)
     loader = ech.Loader(ring(count, seed=1), global_batch=128, collate_fn=with_noise, tail="drop")
-    unit, held_out = Gan(device, args.strategy, width), ring(1024, seed=2)
+    unit, held_out = Gan(device, args.layout, width), ring(1024, seed=2)
     before = distance(unit, held_out)
     torch.manual_seed(1 + ech.RankInfo().rank)  # ranks draw other noise
     ech.train(unit, loader, max_epochs=args.epochs, checkpoints=args.checkpoints)

@@ -1,8 +1,8 @@
 """Train a byte-level GPT on the source of Python's standard library, on any number of ranks.
 
     echelon run --ranks 2 examples/gpt.py                     FSDP over two processes
-    echelon run --ranks 2 examples/gpt.py --strategy ddp
-    python examples/gpt.py --strategy noop                    one process, no launcher
+    echelon run --ranks 2 examples/gpt.py --layout ddp
+    python examples/gpt.py --layout none                    one process, no launcher
     echelon run --ranks 2 examples/gpt.py --data ~/texts      your own text files
     echelon run --ranks 2 --name big --stop-after 50m examples/gpt.py     the same command once more goes on
     echelon run --ranks 2 examples/gpt.py --resume            a new run that begins where the last one stopped
@@ -134,7 +134,7 @@ def another_run(own: Path, resume: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="fsdp", help="noop, ddp, fsdp, ..., or axes: dp_shard=2,cp=2")
+    parser.add_argument("--layout", default="fsdp", help="none, ddp, fsdp, ..., or axes: dp_shard=2,cp=2")
     parser.add_argument("--steps", type=int, default=400, help="optimizer updates")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="text files to learn from; default: Python's own source")
     parser.add_argument(
@@ -172,7 +172,7 @@ def main() -> None:
     unit = GPTUnit(
         module=GPT(args.width, args.depth, heads=max(1, args.width // 64), context=args.context),
         device=device,
-        strategy=args.strategy,
+        layout=args.layout,
         precision=args.precision,
         lr=args.lr,
         steps=args.steps,

@@ -1,10 +1,10 @@
 """Fine-tune a causal language model of Hugging Face, in full or by LoRA, and write it for `from_pretrained`.
 
     echelon run --ranks 2 examples/hf_finetune.py --model ~/models/Llama-3.2-1B --data ~/texts --out tuned
-    echelon run --ranks 4 examples/hf_finetune.py --model ~/models/Qwen3-8B --strategy dp_shard=2,tp=2
+    echelon run --ranks 4 examples/hf_finetune.py --model ~/models/Qwen3-8B --layout dp_shard=2,tp=2
     echelon run --ranks 2 examples/hf_finetune.py --model ~/models/Qwen2.5-0.5B --lora 16 --out adapter
-    echelon run --ranks 2 examples/hf_finetune.py --model llama --strategy tp       no download: see below
-    echelon run --ranks 2 examples/hf_finetune.py --model mixtral --strategy ep=2   experts divided over the ranks
+    echelon run --ranks 2 examples/hf_finetune.py --model llama --layout tp       no download: see below
+    echelon run --ranks 2 examples/hf_finetune.py --model mixtral --layout ep=2   experts divided over the ranks
 
 --model is a local folder, as `hf download` leaves it: each rank reads its own part of the weights. Or it is "llama", "qwen2",
 "gpt2" or "mixtral" for a small untrained model over bytes. Needs `pip install transformers`, and peft for --lora. Started again,
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a folder of text files; default: Python's own source")
     parser.add_argument("--out", type=Path, default=Path("runs/hf_finetune/model"), help="where the model is written")
     parser.add_argument(
-        "--strategy", default="fsdp", help="noop, ddp, fsdp, hsdp, zero1 to zero3, tp, cp, pp; or axes: dp_shard=2,tp=2, ep=2"
+        "--layout", default="fsdp", help="none, ddp, fsdp, hsdp, zero1, zero2, tp, cp, pp; or axes: dp_shard=2,tp=2, ep=2"
     )
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--lr", type=float, help="default: 2e-5, with LoRA 2e-4; 1e-3 for an untrained model")
@@ -107,7 +107,7 @@ def main() -> None:
     train_loader = ech.Loader(rows_of(tokenizer, train_files, context, 4096), global_batch=16)
     eval_loader = ech.Loader(rows_of(tokenizer, held_out, context, 128), global_batch=16, shuffle=False)
 
-    unit = FineTune(module=build(source, args.lora, width), device=device, strategy=args.strategy, clip_grad_norm=1.0)
+    unit = FineTune(module=build(source, args.lora, width), device=device, layout=args.layout, clip_grad_norm=1.0)
     unit.lr = args.lr or (1e-3 if not source.is_dir() else 2e-4 if args.lora else 2e-5)
     # With LoRA a checkpoint has the adapters only; the model's own weights are read from its folder each time.
     saver = ech.DistributedCheckpointSaver(

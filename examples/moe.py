@@ -1,9 +1,9 @@
 """Train a mixture-of-experts language model over bytes, with its experts divided over the ranks.
 
     echelon run --ranks 2 examples/moe.py                     each rank has half of the experts of every layer
-    echelon run --ranks 4 examples/moe.py --strategy ep=2     two ranks divide the experts; of each there are two shards
-    echelon run --ranks 2 examples/moe.py --strategy ddp      each rank has all experts
-    python examples/moe.py --strategy noop                    one process, no launcher
+    echelon run --ranks 4 examples/moe.py --layout ep=2     two ranks divide the experts; of each there are two shards
+    echelon run --ranks 2 examples/moe.py --layout ddp      each rank has all experts
+    python examples/moe.py --layout none                    one process, no launcher
 
 Learns from the source of Python's standard library, or from --data FOLDER. Whichever way the experts are divided, the numbers are
 the same. metrics.jsonl has the largest load of an expert and the entropy of the routers beside the loss.
@@ -80,7 +80,7 @@ class Unit(ech.AutoUnit[Batch]):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", help="ep=2, dp_replicate=2,ep=2, ddp, fsdp, noop, ...; default: experts over all ranks")
+    parser.add_argument("--layout", help="ep=2, dp_replicate=2,ep=2, ddp, fsdp, none, ...; default: experts over all ranks")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="text files to learn from; default: Python's own source")
     parser.add_argument("--updates", type=int, default=400)
     parser.add_argument("--experts", type=int, default=8, help="in each layer")
@@ -100,7 +100,7 @@ def main() -> None:
     unit = Unit(
         module=Model(width, depth, args.experts, context),
         device=device,
-        strategy=args.strategy or (ech.Layout(ep=ranks) if ranks > 1 else "noop"),
+        layout=args.layout or (ech.Layout(ep=ranks) if ranks > 1 else "none"),
         clip_grad_norm=1.0,
     )
     ech.train(unit, loader, max_updates=args.updates, checkpoints=args.checkpoints)

@@ -39,12 +39,12 @@ class Regress(ech.AutoUnit[Batch]):
 
 
 @ech.slurm_fn
-def trial(lr: float, strategy: str, epochs: int, count: int, folder: str) -> float:
+def trial(lr: float, layout: str, epochs: int, count: int, folder: str) -> float:
     """What every rank of a job does. Returns the held-out loss, the same on all ranks."""
     device = ech.init_from_env()
     ech.seed(0)  # every trial begins with the same model
     module = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    unit = Regress(module=module, device=device, strategy=strategy)
+    unit = Regress(module=module, device=device, layout=layout)
     unit.lr = lr
     loader = ech.Loader(waves(count, seed=1), global_batch=64)
     checkpoints = Path(folder) / f"lr-{lr:g}" / "checkpoints"
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--partition", default="", help="of the cluster")
     parser.add_argument("--ranks", type=int, default=2, help="of each trial")
     parser.add_argument("--gpus", type=int, default=0, help="of each trial's node")
-    parser.add_argument("--strategy", default="ddp", help="noop, ddp, fsdp, hsdp, zero1, zero2 or zero3")
+    parser.add_argument("--layout", default="ddp", help="none, ddp, fsdp, hsdp, zero1 or zero2")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--toy", action="store_true", help="less data: seconds")
     parser.add_argument("--checkpoints", default="runs/sweep", help="a folder for each trial is made in it")
@@ -77,7 +77,7 @@ def main() -> None:
         output_folder="jobs",
     )
     count, rates = 2048 if args.toy else 16384, args.lr
-    same = [(args.strategy, args.epochs, count, str(Path(args.checkpoints).absolute()))] * len(rates)
+    same = [(args.layout, args.epochs, count, str(Path(args.checkpoints).absolute()))] * len(rates)
     jobs = trial[config].map(rates, *zip(*same, strict=True))
     losses = {}
     for lr, job in zip(rates, jobs, strict=True):

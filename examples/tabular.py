@@ -1,8 +1,8 @@
 """Predict from a table: embedded categories, early stopping by a metric that is exact on any number of ranks.
 
     echelon run --ranks 2 examples/tabular.py
-    python examples/tabular.py --strategy noop             one process, no launcher
-    echelon run --ranks 2 examples/tabular.py --strategy fsdp
+    python examples/tabular.py --layout none             one process, no launcher
+    echelon run --ranks 2 examples/tabular.py --layout fsdp
 
 The area under the ROC curve is no mean over batches: it is computed from the scores of all held-out rows at once, each row
 once, though 2 ranks cannot share them evenly. Started again, the script goes on from its newest checkpoint.
@@ -95,7 +95,7 @@ class Claims(ech.AutoUnit[Row]):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="ddp", help="noop, ddp, fsdp, hsdp, zero1, zero2 or zero3")
+    parser.add_argument("--layout", default="ddp", help="none, ddp, fsdp, hsdp, zero1 or zero2")
     parser.add_argument("--epochs", type=int, default=30, help="at most")
     parser.add_argument("--toy", action="store_true", help="a table that is learned in seconds")
     parser.add_argument("--checkpoints", default="runs/tabular/checkpoints")
@@ -107,7 +107,7 @@ def main() -> None:
     table = make_table(rows + held_out)
     train_loader = ech.Loader(dataset(table, slice(rows)), global_batch=256)
     eval_loader = ech.Loader(dataset(table, slice(rows, None)), global_batch=512, shuffle=False)
-    unit = Claims(module=TableNet(), device=device, strategy=args.strategy)
+    unit = Claims(module=TableNet(), device=device, layout=args.layout)
 
     checkpoints = ech.Checkpoints(args.checkpoints, keep=1, best="auc")  # after each evaluation; the best one stays, too
     stopping = ech.EarlyStopping("auc", mode="max", patience=3, min_delta=1e-3)

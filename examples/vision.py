@@ -1,8 +1,8 @@
 """Train a ResNet of torchvision on images: augmentation and mixup as batches are made, batch norm over all ranks, an EMA.
 
     echelon run --ranks 2 examples/vision.py               batch statistics are those of both ranks
-    echelon run --ranks 2 examples/vision.py --model resnet50 --strategy fsdp
-    python examples/vision.py --model small --strategy noop     one process, no launcher, no torchvision
+    echelon run --ranks 2 examples/vision.py --model resnet50 --layout fsdp
+    python examples/vision.py --model small --layout none     one process, no launcher, no torchvision
 
 The images are drawn here: a disk, a square, a cross or a ring, anywhere, light on dark, under noise. Evaluations use an
 exponential moving average of the weights. Needs `pip install torchvision`; only --model small, which --toy takes, does not.
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument(
         "--model", help="resnet18 (default), resnet50, or another of torchvision; small needs none (with --toy default)"
     )
-    parser.add_argument("--strategy", default="ddp", help="noop, ddp, fsdp, hsdp, zero1, zero2 or zero3")
+    parser.add_argument("--layout", default="ddp", help="none, ddp, fsdp, hsdp, zero1 or zero2")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--toy", action="store_true", help="small images that are learned in seconds")
     parser.add_argument("--checkpoints", default="runs/vision/checkpoints")
@@ -126,7 +126,7 @@ def main() -> None:
     unit = Classify(
         module=nn.SyncBatchNorm.convert_sync_batchnorm(network(args.model or ("small" if args.toy else "resnet18"))),
         device=device,
-        strategy=args.strategy,
+        layout=args.layout,
         swa_params=ech.units.SWAParams(0, 1, averaging_method="ema", ema_decay=0.98, use_lit=True, use_in_evaluation=True),
         updates=args.epochs * train_loader.global_batches,
     )

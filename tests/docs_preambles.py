@@ -107,7 +107,7 @@ loader = torch.utils.data.DataLoader(x, batch_size=64)
     "proof": f"""{_UNIT}
 def make_unit():
     ech.seed(0)
-    return Unit(module=Model(), strategy="ddp")
+    return Unit(module=Model(), layout="ddp")
 
 def make_data():
     return ech.Loader(data, global_batch=32)
@@ -122,7 +122,7 @@ class Recorded(Unit):
         self.last_loss = float(results.loss)
 
 def fit(lr):
-    unit = Recorded(module=torch.nn.Linear(4, 1), strategy="ddp")
+    unit = Recorded(module=torch.nn.Linear(4, 1), layout="ddp")
     ech.train(unit, ech.Loader(data, global_batch=32), max_epochs=1)
     return unit.last_loss
 """,
@@ -132,7 +132,7 @@ _SCRIPT = (
     _UNIT
     + """\
 run = ech.evidence.RunDir.current()
-unit, loader = Unit(module=Model(), strategy="ddp"), ech.Loader(data, global_batch=32)
+unit, loader = Unit(module=Model(), layout="ddp"), ech.Loader(data, global_batch=32)
 saver = ech.DistributedCheckpointSaver(run.checkpoints, save_every_n_updates=4)
 saver.restore_from_latest(run.checkpoints, unit, train_dataloader=loader)
 ech.train(unit, loader, max_epochs=2, callbacks=[saver])

@@ -192,7 +192,7 @@ def spoil_file(checkpoint: Path, name: str, dice: random.Random) -> None:
 
 
 def restored(where: Any, **options: Any) -> int:
-    unit = make_unit("noop", seed=9)
+    unit = make_unit("none", seed=9)
     assert Saver.restore_from_latest(where, unit, train_dataloader=make_loader(), **options)
     return unit.train_progress.num_steps_completed
 
@@ -201,7 +201,7 @@ def restored(where: Any, **options: Any) -> int:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("two")
-    ech.train(make_unit("noop"), make_loader(), max_updates=4, callbacks=[Saver(folder, save_every_n_updates=2)])
+    ech.train(make_unit("none"), make_loader(), max_updates=4, callbacks=[Saver(folder, save_every_n_updates=2)])
     return folder
 
 

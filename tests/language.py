@@ -61,8 +61,8 @@ class Language(nn.Module):
 class Unit(ech.AutoUnit[Any]):
     """The mean over the words that have a target."""
 
-    def __init__(self, optimizer: str, module: nn.Module, *, strategy: Any = "ddp", **options: Any) -> None:
-        super().__init__(module=module, strategy=strategy, clip_grad_norm=0.3, **options)
+    def __init__(self, optimizer: str, module: nn.Module, *, layout: Any = "ddp", **options: Any) -> None:
+        super().__init__(module=module, layout=layout, clip_grad_norm=0.3, **options)
         self.kind = optimizer
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:

@@ -52,7 +52,7 @@ def own_loop(
         clip: called with window and model before the optimizer's step; `after` with the model, behind each window.
         options: of `prepare`.
     Returns:
-        the model as the strategy has it.
+        the model as the layout has it.
     """
     optimizer: Any = torch.optim.SGD(module.parameters(), lr)
     model, optimizer, loader = ech.prepare(module, optimizer, loader, **options)

@@ -1,4 +1,4 @@
-"""A strategy that is not the library's: a pipeline of two stages. It is this file, and one line that adds it to LAYOUTS.
+"""A layout that is not the library's: a pipeline of two stages. It is this file, and one line that adds it to LAYOUTS.
 
 Rank 0 has the first half of the model, rank 1 the second half and the losses. All micro-batches of an update go forward before
 the first goes backward, as GPipe has it (Huang et al. 2019).

@@ -14,13 +14,13 @@ from tests.units import Regression
 DATA = torch.utils.data.TensorDataset(*batch(48, 0))
 
 
-def make_unit(strategy: str, seed: int = 0, **options: Any) -> Regression:
+def make_unit(layout: str, seed: int = 0, **options: Any) -> Regression:
     def schedule(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
 
     return Regression(
         module=net(seed, dropout=options.pop("dropout", 0.0)),
-        strategy=strategy,
+        layout=layout,
         optimizer="AdamW",
         lr=0.05,
         schedule=schedule,
@@ -33,22 +33,22 @@ def make_loader() -> ech.Loader:
     return ech.Loader(DATA, 8, seed=1)
 
 
-def train_and_save(folder: Path, strategy: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    unit = make_unit(strategy, **options)
+def train_and_save(folder: Path, layout: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    unit = make_unit(layout, **options)
     ech.train(unit, make_loader(), max_updates=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
     return whole(unit.module)
 
 
-def resume(folder: Path, strategy: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    unit, loader = make_unit(strategy, seed=99, **options), make_loader()
+def resume(folder: Path, layout: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    unit, loader = make_unit(layout, seed=99, **options), make_loader()
     assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
     ech.train(unit, loader, max_updates=steps)
     assert unit.train_progress.num_steps_completed == steps
     return whole(unit.module)
 
 
-def uninterrupted(strategy: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    unit = make_unit(strategy, **options)
+def uninterrupted(layout: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    unit = make_unit(layout, **options)
     ech.train(unit, make_loader(), max_updates=steps)
     return whole(unit.module)
 

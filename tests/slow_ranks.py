@@ -106,23 +106,23 @@ class Unit(ech.AutoUnit[Batch]):
         return torch.optim.SGD(module.parameters(), lr=0.01), None
 
 
-def train(folder: str, kind: str, slow: int | None, strategy: str = "ddp", *, own: bool = False, steps: int = 22) -> None:
+def train(folder: str, kind: str, slow: int | None, layout: str = "ddp", *, own: bool = False, steps: int = 22) -> None:
     """On each rank, into the run's folder; `slow` is the rank with the fault."""
     fault = Fault(kind if slow is not None and ech.RankInfo().rank == slow else "", Path(folder))
     os.environ[RUN_DIR_VARIABLE] = folder
     try:
         if own:
-            _own_loop(fault, strategy, steps)
+            _own_loop(fault, layout, steps)
         else:
-            ech.train(Unit(module=Net(fault), strategy=strategy), Batches(steps, fault), max_epochs=1)
+            ech.train(Unit(module=Net(fault), layout=layout), Batches(steps, fault), max_epochs=1)
     finally:
         del os.environ[RUN_DIR_VARIABLE]
 
 
-def _own_loop(fault: Fault, strategy: str, steps: int) -> None:
+def _own_loop(fault: Fault, layout: str, steps: int) -> None:
     model: Any = Net(fault)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer, loader = ech.prepare(model, optimizer, Batches(steps, fault), strategy=strategy)
+    model, optimizer, loader = ech.prepare(model, optimizer, Batches(steps, fault), layout=layout)
     for _ in ech.epochs(loader, 1):
         for x, y in loader:
             with ech.window(model) as window:

@@ -73,14 +73,14 @@ def _mine(unit: ech.AutoUnit[Any], steps: int = STEPS, rows: int = 8) -> list[An
     return [tuple(t.chunk(size)[rank] for t in batch(rows, i)) for i in range(steps)]
 
 
-def _measured(strategy: Any) -> dict[str, Any]:
-    unit = _Measured(module=net(width=64), strategy=strategy, gradient_accumulation_steps=WINDOW)
+def _measured(layout: Any) -> dict[str, Any]:
+    unit = _Measured(module=net(width=64), layout=layout, gradient_accumulation_steps=WINDOW)
     ech.train(unit, _mine(unit), max_epochs=1)
     return {"kept": unit.kept, "sent": unit.sent, "values": whole(unit.module)}
 
 
 LATER: Any = {"requires_gradient_sync": False}
-STRATEGIES: dict[str, Any] = {
+LAYOUTS: dict[str, Any] = {
     "fsdp": "fsdp",
     "fsdp, later": ech.FSDPStrategy(**LATER),
     "zero2": "zero2",
@@ -101,11 +101,11 @@ SENT: dict[str, list[float | None]] = {
     "tp x fsdp": [None, None],
 }
 SOME = ["fsdp, later", "hsdp"]
-OTHERS = [name for name in STRATEGIES if name not in SOME]
+OTHERS = [name for name in LAYOUTS if name not in SOME]
 
 
 def _measure_all(names: list[str]) -> dict[str, Any]:
-    return {name: _measured(STRATEGIES[name]) for name in names}
+    return {name: _measured(LAYOUTS[name]) for name in names}
 
 
 @pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), pytest.param(OTHERS, id="others", marks=pytest.mark.full)])
@@ -143,9 +143,9 @@ class _Chooses(Regression):
         return nn.functional.mse_loss(out, data[1]), out
 
 
-def _chosen(strategy: Any, heads: list[int]) -> Any:
+def _chosen(layout: Any, heads: list[int]) -> Any:
     torch.manual_seed(0)
-    unit = _Chooses(module=_Takes(), strategy=strategy, gradient_accumulation_steps=2)
+    unit = _Chooses(module=_Takes(), layout=layout, gradient_accumulation_steps=2)
     data = [(*rows, head) for rows, head in zip(_mine(unit, len(heads)), heads, strict=True)]
     try:
         ech.train(unit, data, max_epochs=1)
@@ -183,10 +183,10 @@ class _GivesUp(Regression):
         return super().get_next_train_batch(state, data_iter)
 
 
-def _given_up(strategy: Any, half: bool = False) -> dict[str, torch.Tensor]:
+def _given_up(layout: Any, half: bool = False) -> dict[str, torch.Tensor]:
     dtype = torch.float32 if half else torch.float64
     options = {"module": net(dtype=dtype), "precision": "bf16" if half else None}
-    unit = _GivesUp(strategy=strategy, gradient_accumulation_steps=2, **options)
+    unit = _GivesUp(layout=layout, gradient_accumulation_steps=2, **options)
     ech.train(unit, [tuple(t.to(dtype) for t in rows) for rows in _mine(unit, 4)], max_epochs=2)
     return {n: p.double() for n, p in whole(unit.module).items()}
 
@@ -208,7 +208,7 @@ def test_a_window_that_is_given_up_leaves_nothing_for_the_next(ranks: Ranks) -> 
 
 def _chosen_by_copy(others: list[int]) -> str:
     heads = [0, 0, 0] if dist.get_rank() < 2 else others
-    unit = _Chooses(module=_Takes(), strategy="hsdp", gradient_accumulation_steps=3)
+    unit = _Chooses(module=_Takes(), layout="hsdp", gradient_accumulation_steps=3)
     data = [(*rows, head) for rows, head in zip(_mine(unit, len(heads)), heads, strict=True)]
     with pytest.raises(UsageError) as caught:
         ech.train(unit, data, max_epochs=1)
@@ -237,9 +237,9 @@ class _InTurns(nn.Module):
         return parts[which](self.body(x))
 
 
-def _in_turns(strategy: Any, blocks: bool) -> Any:
+def _in_turns(layout: Any, blocks: bool) -> Any:
     torch.manual_seed(0)
-    unit = _Chooses(module=_InTurns(blocks), strategy=strategy, gradient_accumulation_steps=2, precision="bf16")
+    unit = _Chooses(module=_InTurns(blocks), layout=layout, gradient_accumulation_steps=2, precision="bf16")
     data = [(*(t.float() for t in rows), at % 2) for at, rows in enumerate(_mine(unit, 4))]
     try:
         ech.train(unit, data, max_epochs=1)

@@ -1,4 +1,4 @@
-"""Recompute: the same numbers, names and random masks under every strategy, in less memory."""
+"""Recompute: the same numbers, names and random masks under every layout, in less memory."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         _apply(_normed(), Params(**options))
 
 
-# --- under the strategies
+# --- under the layouts
 
 
 CHOICES = {
@@ -265,22 +265,22 @@ CHOICES = {
 }
 
 
-def _trained(strategy: str) -> dict[str, dict[str, torch.Tensor]]:
+def _trained(layout: str) -> dict[str, dict[str, torch.Tensor]]:
     """Parameters and this rank's statistics, with each way of recomputing."""
     found = {}
     for name, params in {"plain": None, **CHOICES}.items():
         module = _normed()
         ech.seed(5)
-        unit = Regression(module=module, strategy=strategy, activation_checkpoint_params=params, gradient_accumulation_steps=2)
+        unit = Regression(module=module, layout=layout, activation_checkpoint_params=params, gradient_accumulation_steps=2)
         ech.train(unit, [batch(5, 10 * unit.prepared.dp_rank + i) for i in range(4)], max_epochs=1)
         buffers = {n: b.detach().clone() for n, b in unit.prepared.unwrapped.named_buffers()}
         found[name] = {**whole(unit.module), **buffers}
     return found
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_recompute_under_every_strategy(ranks: Ranks, strategy: str) -> None:
-    for found in ranks(2, _trained, strategy):
+@pytest.mark.parametrize("layout", EACH)
+def test_recompute_under_every_strategy(ranks: Ranks, layout: str) -> None:
+    for found in ranks(2, _trained, layout):
         plain = found.pop("plain")
         assert int(plain["blocks.1.inner.1.num_batches_tracked"]) == 8
         for name, got in found.items():
@@ -311,13 +311,13 @@ def _with_masks() -> nn.Module:
     return module
 
 
-def _masks(strategy: str) -> list[tuple[int, list[torch.Tensor]]]:
+def _masks(layout: str) -> list[tuple[int, list[torch.Tensor]]]:
     """Data-parallel rank and masks, without and with recompute."""
     found = []
     for params in (None, Params()):
         module = _with_masks()
         masks = [m for m in module.modules() if isinstance(m, Masks)]
-        unit = Regression(module=module, strategy=strategy, activation_checkpoint_params=params)
+        unit = Regression(module=module, layout=layout, activation_checkpoint_params=params)
         ech.train(unit, [batch(16, i) for i in range(2)], max_epochs=1)
         if params is not None:
             assert all(len(m.drawn) == 4 for m in masks)  # forward, again, forward, again
@@ -326,15 +326,15 @@ def _masks(strategy: str) -> list[tuple[int, list[torch.Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_dropout_differs_between_data_parallel_ranks(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", EACH)
+def test_dropout_differs_between_data_parallel_ranks(ranks: Ranks, layout: str) -> None:
     """And rank 0 draws what plain PyTorch would; what is recomputed is masked as it was."""
     plain = _with_masks()
     for i in range(2):
         plain(batch(16, i)[0])
     want = [d for m in plain.modules() if isinstance(m, Masks) for d in m.drawn]
-    for (rank_0, first), (rank_1, second) in zip(*ranks(2, _masks, strategy), strict=True):
-        assert (rank_0, rank_1) == ((0, 0) if strategy == "tp" else (0, 1))
+    for (rank_0, first), (rank_1, second) in zip(*ranks(2, _masks, layout), strict=True):
+        assert (rank_0, rank_1) == ((0, 0) if layout == "tp" else (0, 1))
         assert all(torch.equal(a, b) for a, b in zip(first, want, strict=True))
         # Ranks that share layers work on the same samples, and mask them alike.
         assert all(torch.equal(a, b) == (rank_0 == rank_1) for a, b in zip(first, second, strict=True))

@@ -49,7 +49,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (unit, {"module": 3}, "a torch.nn.Module, got 3"),
     (unit, {"module": nn.Linear}, r"a torch.nn.Module, got <class .*Write Linear\(...\)"),
     (unit, {"device": "nope"}, "a torch.device or None, got 'nope'"),
-    (unit, {"strategy": 3}, "layout must be one of 'none', .*got 3"),
+    (unit, {"layout": 3}, "layout must be one of 'none', .*got 3"),
     (unit, {"precision": 16}, "'fp32', .*got 16"),
     (unit, {"clip_grad_norm": "a"}, "above 0, or None for no clipping, got 'a'"),
     (unit, {"clip_grad_norm": NAN}, "above 0, or None for no clipping, got nan"),
@@ -186,7 +186,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (ech.Tokens, {"path": None}, "a file, got None"),
     (partial(ech.data.write_tokens, "tokens.bin"), {"documents": 3}, "a list of documents, .*got 3"),
     (partial(ech.data.TokenWriter, "tokens.bin"), {"dtype": "x"}, "uint16 or uint32, got 'x'"),
-    # --- strategies and what happens to a module besides
+    # --- layouts and what happens to a module besides
     (ech.DDPStrategy, {"find_unused_parameters": "no"}, "True or False, got 'no'"),
     (ech.DDPStrategy, {"bucket_cap_mb": "a"}, "a number of MiB, .*got 'a'"),
     (ech.DDPStrategy, {"process_group": 3}, "a ProcessGroup or None, got 3"),
@@ -263,7 +263,7 @@ def test_a_bad_argument_is_refused_by_its_name(
 
 
 def test_options_keep_what_an_iterator_gave() -> None:
-    """A strategy is a value, used for several modules: read once, an iterator would leave nothing for the next."""
+    """A layout is a value, used for several modules: read once, an iterator would leave nothing for the next."""
     mm = torch.ops.aten.mm.default
     assert ech.layouts.ActivationCheckpointParams(save_ops=iter([mm])).save_ops == (mm,)  # type: ignore[arg-type]
     ignored = linear()

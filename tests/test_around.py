@@ -84,7 +84,7 @@ class Around(Regression):
 
 
 WAYS = ("wrapper", "inner", "inside", "forward", "parts", "functional", "method", "in turns", "by rank", "twice", "after a look")
-STRATEGIES: dict[str, Any] = {
+LAYOUTS: dict[str, Any] = {
     "ddp": lambda: "ddp",
     "zero1": lambda: "zero1",
     "unused": lambda: ech.DDPStrategy(find_unused_parameters=True),
@@ -103,7 +103,7 @@ def _train(ways: list[tuple[str, str]], *, recompute: bool = False) -> dict[tupl
         options: dict[str, Any] = {"gradient_accumulation_steps": _accumulation(name), "clip_grad_norm": 0.5}
         if recompute:
             options["activation_checkpoint_params"] = ech.layouts.ActivationCheckpointParams()
-        unit = Around(way, _methods(), strategy=STRATEGIES[name](), **options)
+        unit = Around(way, _methods(), layout=LAYOUTS[name](), **options)
         ech.train(unit, _data(rank, dist.get_world_size()), max_epochs=1)
         unit.module.eval()
         with torch.no_grad():
@@ -112,8 +112,8 @@ def _train(ways: list[tuple[str, str]], *, recompute: bool = False) -> dict[tupl
     return done
 
 
-def _accumulation(strategy: str) -> int:
-    return 1 if strategy == "static" else ACCUMULATION  # of a static graph torch 2.13 accumulates nothing
+def _accumulation(layout: str) -> int:
+    return 1 if layout == "static" else ACCUMULATION  # of a static graph torch 2.13 accumulates nothing
 
 
 def _want(ranks: int, size: int = ACCUMULATION) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -126,7 +126,7 @@ def _want(ranks: int, size: int = ACCUMULATION) -> tuple[dict[str, torch.Tensor]
 
 def test_gradients_are_reduced_whatever_way_the_module_is_called(ranks: Ranks) -> None:
     # A static graph is the same in every step, and has no forward pass of the wrapper's own after one around it.
-    ways = [(s, w) for s in STRATEGIES for w in WAYS if not (s == "static" and w in ("in turns", "twice"))]
+    ways = [(s, w) for s in LAYOUTS for w in WAYS if not (s == "static" and w in ("in turns", "twice"))]
     # With find_unused_parameters torch looks at what the wrapper's outputs used, before the rest is known.
     ways.remove(("unused", "twice"))
     first, second = ranks(2, _train, ways)
@@ -251,9 +251,9 @@ def test_what_one_rank_alone_does_is_told_on_all(ranks: Ranks, what: str, why: s
 class Searches(ech.TrainUnit[Any]):
     """LBFGS, whose line search computes as often as the loss asks for."""
 
-    def __init__(self, strategy: str, search: str | None) -> None:
+    def __init__(self, layout: str, search: str | None) -> None:
         super().__init__()
-        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), strategy=strategy)
+        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), layout=layout)
         self.optimizer = torch.optim.LBFGS(self.module.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
 
     def train_step(self, state: ech.State, data: Batch) -> None:
@@ -266,8 +266,8 @@ class Searches(ech.TrainUnit[Any]):
         self.optimizer.step(closure)
 
 
-def _searched(strategy: str, search: str | None) -> dict[str, torch.Tensor]:
-    unit = Searches(strategy, search)
+def _searched(layout: str, search: str | None) -> dict[str, torch.Tensor]:
+    unit = Searches(layout, search)
     ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(3)], max_epochs=1)
     return whole(unit.module)
 

@@ -22,10 +22,8 @@ def _step_schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
-def _rate_after(interval: str, size: int = 2, strategy: str | None = None) -> float:
-    unit = Regression(
-        lr=1.0, strategy=strategy, schedule=_step_schedule, step_lr_interval=interval, gradient_accumulation_steps=size
-    )
+def _rate_after(interval: str, size: int = 2, layout: str | None = None) -> float:
+    unit = Regression(lr=1.0, layout=layout, schedule=_step_schedule, step_lr_interval=interval, gradient_accumulation_steps=size)
     ech.train(unit, [batch(2, i) for i in range(4)], max_epochs=2)
     return float(unit.optimizer.param_groups[0]["lr"])
 
@@ -37,11 +35,11 @@ def test_schedulers_step_per_update_or_per_epoch() -> None:
 
 def test_the_schedule_is_the_same_on_two_ranks(ranks: Ranks) -> None:
     """Accelerate steps it once per process and step."""
-    assert ranks(2, _rate_after, "step", strategy="ddp") == [0.5**4] * 2
+    assert ranks(2, _rate_after, "step", layout="ddp") == [0.5**4] * 2
 
 
-def _alone(strategy: str | None) -> dict[str, torch.Tensor]:
-    unit = Regression(strategy=strategy)
+def _alone(layout: str | None) -> dict[str, torch.Tensor]:
+    unit = Regression(layout=layout)
     ech.train(unit, [batch(4, dist.get_rank())], max_epochs=1)
     return whole(unit.module)
 
@@ -62,7 +60,7 @@ def ranks_error(ranks: Ranks, fn: Any, *args: Any) -> BaseException:
 
 
 def test_ranks_that_train_models_of_their_own_on_purpose_get_whole_gradients(ranks: Ranks) -> None:
-    for rank, got in enumerate(ranks(2, _alone, "noop")):
+    for rank, got in enumerate(ranks(2, _alone, "none")):
         want, _, _ = plain_training([[batch(4, rank)]])
         assert largest_difference(got, want) < 1e-12
 
@@ -101,7 +99,7 @@ class CountsRows(Regression):
 
 
 def _rows_seen(entry: str) -> int:
-    unit = CountsRows(strategy="ddp")
+    unit = CountsRows(layout="ddp")
     loader = ech.Loader(torch.utils.data.TensorDataset(*batch(5, 0)), 4, shuffle=False)
     getattr(ech, entry)(unit, loader)
     return unit.seen
@@ -126,9 +124,9 @@ def test_the_epoch_schedule_does_not_depend_on_overridden_hooks() -> None:
 FP16 = ech.layouts.Precision(torch.float16, init_scale=1024.0)
 
 
-def _train_fp32(strategy: str | None, precision: str, updates: int = 3) -> tuple[dict[str, torch.Tensor], set[torch.dtype], Any]:
+def _train_fp32(layout: str | None, precision: str, updates: int = 3) -> tuple[dict[str, torch.Tensor], set[torch.dtype], Any]:
     chosen = FP16 if precision == "fp16" else precision
-    unit = Regression(module=net(dtype=torch.float32), strategy=strategy, precision=chosen, optimizer="AdamW", lr=0.01)
+    unit = Regression(module=net(dtype=torch.float32), layout=layout, precision=chosen, optimizer="AdamW", lr=0.01)
     seen: set[torch.dtype] = set()
     unit.compute = unit.compute_loss
 
@@ -146,15 +144,15 @@ def _train_fp32(strategy: str | None, precision: str, updates: int = 3) -> tuple
     return whole(unit.module), seen, scale
 
 
-@pytest.mark.parametrize("strategies", SEVERAL)
-def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks, strategies: list[str]) -> None:
-    full = ranks(2, under_each, strategies, _train_fp32, "fp32")[0]
+@pytest.mark.parametrize("layouts", SEVERAL)
+def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks, layouts: list[str]) -> None:
+    full = ranks(2, under_each, layouts, _train_fp32, "fp32")[0]
     for precision, dtype in {"bf16": torch.bfloat16, "fp16": torch.float16}.items():
-        low, low_1 = ranks(2, under_each, strategies, _train_fp32, precision)
-        for strategy, (trained, seen, _) in low.items():
-            assert seen == {dtype}, strategy
-            assert largest_difference(trained, low_1[strategy][0]) == 0, strategy
-            assert 0 < largest_difference(full[strategy][0], trained) < 0.05, strategy
+        low, low_1 = ranks(2, under_each, layouts, _train_fp32, precision)
+        for layout, (trained, seen, _) in low.items():
+            assert seen == {dtype}, layout
+            assert largest_difference(trained, low_1[layout][0]) == 0, layout
+            assert 0 < largest_difference(full[layout][0], trained) < 0.05, layout
 
 
 class Overflows(Regression):
@@ -167,8 +165,8 @@ class Overflows(Regression):
         return loss, out
 
 
-def _overflow(strategy: str) -> tuple[dict[str, torch.Tensor], float]:
-    unit = Overflows(module=net(dtype=torch.float32), strategy=strategy, precision=FP16)
+def _overflow(layout: str) -> tuple[dict[str, torch.Tensor], float]:
+    unit = Overflows(module=net(dtype=torch.float32), layout=layout, precision=FP16)
     ech.train(unit, [batch(64, i, torch.float32) for i in range(3)], max_epochs=1)
     assert unit.grad_scaler is not None
     return whole(unit.module), unit.grad_scaler.get_scale()
@@ -176,11 +174,11 @@ def _overflow(strategy: str) -> tuple[dict[str, torch.Tensor], float]:
 
 def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: Ranks) -> None:
     one, other = ranks(2, under_each, PARALLEL, _overflow)
-    for strategy, (first, scale) in one.items():
-        second, scale_1 = other[strategy]
-        assert scale == scale_1 == 512, strategy  # halved once
-        assert largest_difference(first, second) == 0, strategy
-        assert all(v.isfinite().all() for v in first.values()), strategy
+    for layout, (first, scale) in one.items():
+        second, scale_1 = other[layout]
+        assert scale == scale_1 == 512, layout  # halved once
+        assert largest_difference(first, second) == 0, layout
+        assert all(v.isfinite().all() for v in first.values()), layout
 
 
 def test_recompute_changes_no_gradient_and_no_name() -> None:
@@ -192,7 +190,7 @@ def test_recompute_changes_no_gradient_and_no_name() -> None:
 
 
 def _recompute_sharded() -> dict[str, torch.Tensor]:
-    unit = Regression(strategy="fsdp", activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
+    unit = Regression(layout="fsdp", activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
     ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
     return whole(unit.module)
 
@@ -220,9 +218,9 @@ def test_compile_changes_no_name_and_no_number() -> None:
     assert largest_difference(whole(unit.module), want) < 1e-12
 
 
-def _dropout_masks(strategy: str) -> tuple[list[float], list[float]]:
+def _dropout_masks(layout: str) -> tuple[list[float], list[float]]:
     ech.seed(5)
-    unit = Regression(module=net(dropout=0.5), strategy=strategy)
+    unit = Regression(module=net(dropout=0.5), layout=layout)
     before = whole(unit.module)["blocks.0.0.weight"].flatten().tolist()
     masks = []
     hook = nn.Dropout(0.5)
@@ -234,18 +232,18 @@ def _dropout_masks(strategy: str) -> tuple[list[float], list[float]]:
 def test_ranks_start_alike_and_drop_differently(ranks: Ranks) -> None:
     """Accelerate, Lightning and TorchTNT drop the same units on every rank."""
     ech.seed(5)
-    alone = _dropout_masks("noop")
+    alone = _dropout_masks("none")
     first, second = ranks(2, under_each, PARALLEL, _dropout_masks)
-    for strategy, (params_1, mask_1) in second.items():
-        params_0, mask_0 = first[strategy]
-        assert params_0 == params_1, strategy
-        assert mask_0 != mask_1, strategy
-        assert alone == (params_0, mask_0), strategy  # rank 0 draws what one process would
+    for layout, (params_1, mask_1) in second.items():
+        params_0, mask_0 = first[layout]
+        assert params_0 == params_1, layout
+        assert mask_0 != mask_1, layout
+        assert alone == (params_0, mask_0), layout  # rank 0 draws what one process would
 
 
-def _unequal_start(strategy: str) -> dict[str, torch.Tensor]:
+def _unequal_start(layout: str) -> dict[str, torch.Tensor]:
     module = net(seed=dist.get_rank())
-    return whole(Regression(module=module, strategy=strategy).module)
+    return whole(Regression(module=module, layout=layout).module)
 
 
 def test_models_that_were_seeded_apart_start_from_rank_0s(ranks: Ranks) -> None:
@@ -287,7 +285,7 @@ def test_modules_that_users_wrapped_train_just_as_well(ranks: Ranks, how: str) -
 
 def _strategy_on_wrapped() -> str:
     with pytest.raises(UsageError) as caught:
-        Regression(module=nn.parallel.DistributedDataParallel(net()), strategy="fsdp")
+        Regression(module=nn.parallel.DistributedDataParallel(net()), layout="fsdp")
     return str(caught.value)
 
 
@@ -295,9 +293,9 @@ def test_a_strategy_for_a_wrapped_module_is_refused(ranks: Ranks) -> None:
     assert "made parallel already" in ranks(2, _strategy_on_wrapped)[0]
 
 
-def test_an_unknown_strategy_names_the_known_ones() -> None:
+def test_an_unknown_layout_names_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"layout must be one of 'none', 'ddp', 'fsdp', .*, got 'ddpp'"):
-        Regression(strategy="ddpp")
+        Regression(layout="ddpp")
 
 
 @pytest.mark.parametrize(
@@ -335,8 +333,8 @@ class NaNOnRank1(Regression):
         return loss, out
 
 
-def _nan(strategy: str) -> tuple[str, bool]:
-    unit = NaNOnRank1(strategy=strategy, detect_anomaly=True)
+def _nan(layout: str) -> tuple[str, bool]:
+    unit = NaNOnRank1(layout=layout, detect_anomaly=True)
     with pytest.raises(NonFiniteError) as caught:
         ech.train(unit, [batch(2, i) for i in range(5)], max_epochs=1)
     return str(caught.value), all(bool(p.isfinite().all()) for p in whole(unit.module).values())
@@ -344,9 +342,9 @@ def _nan(strategy: str) -> tuple[str, bool]:
 
 def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks) -> None:
     for said in ranks(2, under_each, PARALLEL, _nan):
-        for strategy, (text, finite) in said.items():
-            assert "update 2" in text and "rank 1: nan" in text and "rank 0" not in text, strategy
-            assert finite, strategy
+        for layout, (text, finite) in said.items():
+            assert "update 2" in text and "rank 1: nan" in text and "rank 0" not in text, layout
+            assert finite, layout
 
 
 @pytest.mark.parametrize(
@@ -498,12 +496,12 @@ def test_a_module_that_is_frozen_as_a_whole_is_not_blamed_on_detach() -> None:
         ech.train(unit, [batch(2, 0)], max_epochs=1)
 
 
-@pytest.mark.parametrize("strategy", [{"name": "ddp"}, ["ddp"], 3])
-def test_a_strategy_that_is_no_name_is_refused(strategy: Any) -> None:
+@pytest.mark.parametrize("layout", [{"name": "ddp"}, ["ddp"], 3])
+def test_a_strategy_that_is_no_name_is_refused(layout: Any) -> None:
     with pytest.raises(UsageError, match="must be one of 'none'"):
-        Regression(strategy=strategy)
+        Regression(layout=layout)
     with pytest.raises(UsageError, match="must be one of 'none'"):
-        ech.layouts.prepare_module(net(), torch.device("cpu"), strategy=strategy)
+        ech.layouts.prepare_module(net(), torch.device("cpu"), layout=layout)
 
 
 def test_a_hook_that_is_set_on_the_unit_itself_is_called() -> None:

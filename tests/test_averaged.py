@@ -1,4 +1,4 @@
-"""Averages of the weights (EMA, SWA) under every strategy, against torch.optim.swa_utils.AveragedModel in plain PyTorch."""
+"""Averages of the weights (EMA, SWA) under every layout, against torch.optim.swa_utils.AveragedModel in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -107,22 +107,22 @@ def _averages(unit: ech.AutoUnit[Any]) -> dict[str, torch.Tensor]:
 
 
 def _trained(
-    strategy: str | None, params: ech.units.SWAParams, micro: int = 1, updates: int = UPDATES, **options: Any
+    layout: str | None, params: ech.units.SWAParams, micro: int = 1, updates: int = UPDATES, **options: Any
 ) -> Regression:
     options.setdefault("module", Counting())
-    unit = Regression(strategy=strategy, swa_params=params, step_lr_interval="step", gradient_accumulation_steps=micro, **options)
+    unit = Regression(layout=layout, swa_params=params, step_lr_interval="step", gradient_accumulation_steps=micro, **options)
     ech.train(unit, _mine(unit, micro)[: updates * micro], max_epochs=1)
     return unit
 
 
-def _all_cases(strategy: str) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: _averages(_trained(strategy, params)) for name, params in CASES.items()}
+def _all_cases(layout: str) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: _averages(_trained(layout, params)) for name, params in CASES.items()}
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_averages_on_two_ranks_equal_torchs_on_one_process(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", EACH)
+def test_averages_on_two_ranks_equal_torchs_on_one_process(ranks: Ranks, layout: str) -> None:
     want = {name: _reference(params) for name, params in CASES.items()}
-    for got in ranks(2, _all_cases, strategy):
+    for got in ranks(2, _all_cases, layout):
         for name in CASES:
             assert largest_difference(got[name], want[name]) < 1e-12, name
 
@@ -173,13 +173,13 @@ class Evaluated(Regression):
         self.seen = outputs.clone()
 
 
-def _evaluations(strategy: str | None) -> dict[str, Any]:
+def _evaluations(layout: str | None) -> dict[str, Any]:
     """Evaluations within fit, in the middle of an epoch; the training around them must not notice."""
     x, y = batch(4, 77)
     found: dict[str, Any] = {}
     for used in (False, True):
         params = ech.units.SWAParams(0, 1, ema_decay=0.6, use_in_evaluation=used)
-        unit = Evaluated(strategy=strategy, swa_params=params, step_lr_interval="step")
+        unit = Evaluated(layout=layout, swa_params=params, step_lr_interval="step")
         ech.fit(unit, _mine(unit), [(x, y)], max_epochs=1, evaluate_every_n_updates=2)
         found[f"outputs {used}"], found[f"loss {used}"] = unit.seen, unit.eval_loss
         found[f"weights {used}"] = {n: _whole(p) for n, p in unit.prepared.unwrapped.named_parameters()}
@@ -215,9 +215,9 @@ def test_evaluations_use_the_averages_if_asked_to() -> None:
     _check_evaluations(_evaluations(None))
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_evaluations_on_two_ranks_use_the_averages_if_asked_to(ranks: Ranks, strategy: str) -> None:
-    for found in ranks(2, _evaluations, strategy):
+@pytest.mark.parametrize("layout", EACH)
+def test_evaluations_on_two_ranks_use_the_averages_if_asked_to(ranks: Ranks, layout: str) -> None:
+    for found in ranks(2, _evaluations, layout):
         _check_evaluations(found)
 
 
@@ -239,14 +239,14 @@ def test_the_weights_come_back_after_an_exception() -> None:
     assert largest_difference(_averages(unit), averages) == 0
 
 
-def _save_and_resume(strategy: str, folder: str) -> list[dict[str, torch.Tensor]]:
-    unit = Regression(module=Counting(), strategy=strategy, swa_params=CASES["lit"], step_lr_interval="step")
+def _save_and_resume(layout: str, folder: str) -> list[dict[str, torch.Tensor]]:
+    unit = Regression(module=Counting(), layout=layout, swa_params=CASES["lit"], step_lr_interval="step")
     ech.train(unit, _mine(unit)[:5], max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
-    return [_resume(strategy, folder), _resume("ddp" if strategy != "ddp" else "fsdp", folder)]
+    return [_resume(layout, folder), _resume("ddp" if layout != "ddp" else "fsdp", folder)]
 
 
-def _resume(strategy: str | None, folder: str) -> dict[str, torch.Tensor]:
-    unit = Regression(module=Counting(), strategy=strategy, swa_params=CASES["lit"], step_lr_interval="step")
+def _resume(layout: str | None, folder: str) -> dict[str, torch.Tensor]:
+    unit = Regression(module=Counting(), layout=layout, swa_params=CASES["lit"], step_lr_interval="step")
     assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
     ech.train(unit, _mine(unit)[5:], max_epochs=2)
     assert unit.swa_model is not None
@@ -254,16 +254,16 @@ def _resume(strategy: str | None, folder: str) -> dict[str, torch.Tensor]:
     return _averages(unit)
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_averages_are_saved_and_restored_across_strategies_and_world_sizes(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize("layout", EACH)
+def test_averages_are_saved_and_restored_across_strategies_and_world_sizes(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     want = _reference(CASES["lit"])
-    for resumed in (*ranks(2, _save_and_resume, strategy, str(tmp_path)), [_resume(None, str(tmp_path))]):
+    for resumed in (*ranks(2, _save_and_resume, layout, str(tmp_path)), [_resume(None, str(tmp_path))]):
         for got in resumed:
             assert largest_difference(got, want) < 1e-12
 
 
-def _held(strategy: str) -> tuple[int, int]:
-    unit = _trained(strategy, ech.units.SWAParams(0, 1), updates=1, module=net(width=64))
+def _held(layout: str) -> tuple[int, int]:
+    unit = _trained(layout, ech.units.SWAParams(0, 1), updates=1, module=net(width=64))
     assert unit.swa_model is not None
     parts = [v for v in unit.swa_model.state_dict().values() if isinstance(v, torch.Tensor)]
     held = sum((v.to_local() if hasattr(v, "to_local") else v).numel() for v in parts)
@@ -367,10 +367,10 @@ class _Copying:
         self.module = copy.deepcopy(module).eval()
 
 
-def _copied(strategies: list[str]) -> list[str]:
+def _copied(layouts: list[str]) -> list[str]:
     found = []
-    for strategy in strategies:
-        unit = Regression(strategy=strategy)
+    for layout in layouts:
+        unit = Regression(layout=layout)
         for target in (unit.module, torch.nn.ModuleList([unit.module])):
             with pytest.raises(ech.EchelonError) as caught:
                 _Copying(target)

@@ -34,13 +34,13 @@ class Weighted(Regression):
         return float(2 * len(data[0]))
 
 
-def _bits(strategy: str, optimizer: str, saved: str | None = None, stop: int | None = None) -> dict[str, int]:
+def _bits(layout: str, optimizer: str, saved: str | None = None, stop: int | None = None) -> dict[str, int]:
     """Checksums of all parameters after three epochs; with `saved`, stopped or resumed there."""
     random.seed()  # nothing may depend on it
     torch.manual_seed(11)
     unit = Weighted(
         module=net(dtype=torch.float32, dropout=0.25),
-        strategy=strategy,
+        layout=layout,
         optimizer=optimizer,
         lr=0.01,
         clip_grad_norm=0.4,
@@ -55,8 +55,8 @@ def _bits(strategy: str, optimizer: str, saved: str | None = None, stop: int | N
     return {n: zlib.crc32(p.contiguous().numpy().tobytes()) for n, p in whole(unit.module).items()}
 
 
-def _bits_under(strategies: list[str], optimizer: str) -> dict[str, dict[str, int]]:
-    return {strategy: _bits(strategy, optimizer) for strategy in strategies}
+def _bits_under(layouts: list[str], optimizer: str) -> dict[str, dict[str, int]]:
+    return {layout: _bits(layout, optimizer) for layout in layouts}
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def _bits_under(strategies: list[str], optimizer: str) -> dict[str, dict[str, in
     ],
 )
 def test_every_bit_is_the_same_on_any_number_of_ranks(ranks: Ranks, optimizer: str, several: dict[int, list[str]]) -> None:
-    (one,) = ranks(1, _bits_under, ["noop", "ddp", "fsdp"], optimizer)
-    for size, strategies in several.items():
-        for found in ranks(size, _bits_under, strategies, optimizer):
-            assert {f"{strategy} on {size}": bits == one["noop"] for strategy, bits in found.items()} == {
-                f"{strategy} on {size}": True for strategy in strategies
+    (one,) = ranks(1, _bits_under, ["none", "ddp", "fsdp"], optimizer)
+    for size, layouts in several.items():
+        for found in ranks(size, _bits_under, layouts, optimizer):
+            assert {f"{layout} on {size}": bits == one["none"] for layout, bits in found.items()} == {
+                f"{layout} on {size}": True for layout in layouts
             }
-    assert one["ddp"] == one["fsdp"] == one["noop"]
+    assert one["ddp"] == one["fsdp"] == one["none"]
 
 
 def test_without_the_mode_the_bits_differ(ranks: Ranks) -> None:
@@ -87,20 +87,20 @@ def test_without_the_mode_the_bits_differ(ranks: Ranks) -> None:
 
 def _plain() -> dict[str, int]:
     torch.manual_seed(11)
-    unit = Weighted(module=net(dtype=torch.float32), strategy="ddp", optimizer="AdamW")
+    unit = Weighted(module=net(dtype=torch.float32), layout="ddp", optimizer="AdamW")
     ech.train(unit, ech.Loader(_rows(), 16), max_epochs=3)
     return {n: zlib.crc32(p.numpy().tobytes()) for n, p in whole(unit.module).items()}
 
 
 def test_a_run_resumed_at_another_world_size_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
-    (straight,) = ranks(1, _bits, "noop", "AdamW")
+    (straight,) = ranks(1, _bits, "none", "AdamW")
     folder = str(tmp_path / "checkpoints")
     ranks(2, _bits, "fsdp", "AdamW", folder, 4)  # update 4 lies inside the second epoch
     assert ranks(4, _bits, "ddp", "AdamW", folder)[0] == straight
 
 
 def _mean(parts: int) -> dict[str, torch.Tensor]:
-    unit = Regression(strategy="noop", deterministic="bitwise")
+    unit = Regression(layout="none", deterministic="bitwise")
     x, y = (torch.stack(v).double() for v in zip(*_rows()[:16], strict=True))
     cut = 16 // parts
     ech.train(unit, [(x[i : i + cut], y[i : i + cut]) for i in range(0, 16, cut)], max_epochs=1)
@@ -125,9 +125,9 @@ def _refusal(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("size", "options", "message"),
     [
-        (3, {"strategy": "ddp"}, "the number of ranks, 3, divides, got 4"),
-        (4, {"strategy": "hsdp"}, "a mesh with one axis"),
-        (2, {"strategy": "hook"}, "comm_hook must be None in bit-equal training"),
+        (3, {"layout": "ddp"}, "the number of ranks, 3, divides, got 4"),
+        (4, {"layout": "hsdp"}, "a mesh with one axis"),
+        (2, {"layout": "hook"}, "comm_hook must be None in bit-equal training"),
     ],
 )
 def test_what_has_no_fixed_order_is_refused(ranks: Ranks, size: int, options: dict[str, Any], message: str) -> None:
@@ -135,10 +135,10 @@ def test_what_has_no_fixed_order_is_refused(ranks: Ranks, size: int, options: di
 
 
 def _refused_with(options: dict[str, Any]) -> str:
-    if options["strategy"] == "hook":
+    if options["layout"] == "hook":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-        options = {"strategy": ech.DDPStrategy(comm_hook=allreduce_hook)}
+        options = {"layout": ech.DDPStrategy(comm_hook=allreduce_hook)}
     return _refusal(options)
 
 
@@ -157,7 +157,7 @@ def test_sums_are_paired_by_neighbours() -> None:
 def test_the_command_line_sets_the_mode(echelon_command: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import echelon as ech, torch\nfrom tests.units import Regression\nech.init_from_env()\n"
-        "unit = Regression(strategy='noop')\nprint('micro-batches', unit.gradient_accumulation_steps)\n"
+        "unit = Regression(layout='none')\nprint('micro-batches', unit.gradient_accumulation_steps)\n"
     )
     root = str(Path(__file__).resolve().parents[1])
     done = echelon_command("run", "--ranks", "1", "--bitwise", "--parts", "8", "train.py", env={"PYTHONPATH": root})

@@ -1,4 +1,4 @@
-"""Buffers: every strategy evaluates one function, the one that ddp evaluates, and checkpoints hold it."""
+"""Buffers: every layout evaluates one function, the one that ddp evaluates, and checkpoints hold it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Recording(Regression):
         vars(self).setdefault("losses", []).append(float(loss))
 
 
-def _unit(strategy: Any, **options: Any) -> Recording:
-    return Recording(module=Norms().double(), strategy=strategy, lr=0.02, **options)
+def _unit(layout: Any, **options: Any) -> Recording:
+    return Recording(module=Norms().double(), layout=layout, lr=0.02, **options)
 
 
 def _buffers(unit: Any) -> dict[str, torch.Tensor]:
@@ -92,31 +92,31 @@ def _rows(count: int) -> list[Batch]:
     return [batch(3 + dist.get_rank(), 10 * i + dist.get_rank()) for i in range(count)]
 
 
-def _fit(strategies: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+def _fit(layouts: list[Any], options: dict[str, Any]) -> dict[str, Any]:
     done = {}
-    for strategy in strategies:
-        unit, seen = _unit(strategy, **options), Seen()
+    for layout in layouts:
+        unit, seen = _unit(layout, **options), Seen()
         # In the middle of a window as well as at its end.
         same = [batch(3, 500 + i) for i in range(2)]  # the same rows on all ranks: so the losses are the function's
         ech.fit(unit, _rows(7), same, max_epochs=1, evaluate_every_n_updates=3, evaluate_every_n_epochs=None, callbacks=[seen])
         assert len(seen.all) == 2
         after = _outputs(unit)  # the forward pass of which makes the buffers equal
         losses = {"losses": torch.tensor(unit.losses, dtype=torch.float64)}
-        done[str(strategy)] = seen.all, losses | whole(unit.module), after, _buffers(unit)
+        done[str(layout)] = seen.all, losses | whole(unit.module), after, _buffers(unit)
     return done
 
 
 def _alike(first: dict[str, Any], second: dict[str, Any], like: str) -> None:
-    for strategy, (evaluations, parameters, out, buffers) in first.items():
+    for layout, (evaluations, parameters, out, buffers) in first.items():
         want, want_parameters, want_out, want_buffers = first[like]
-        others, other_parameters, other_out, other_buffers = second[strategy]
-        assert largest_difference(parameters, other_parameters) == 0, strategy
+        others, other_parameters, other_out, other_buffers = second[layout]
+        assert largest_difference(parameters, other_parameters) == 0, layout
         for mine, theirs, right in zip(evaluations, others, want, strict=True):
-            assert largest_difference(mine, theirs) == 0, strategy
-            assert largest_difference(mine, right) < 1e-11, strategy
-        assert largest_difference(parameters, want_parameters) < 1e-11, strategy
-        assert largest_difference(out, other_out) == 0 and largest_difference(out, want_out) < 1e-11, strategy
-        assert largest_difference(buffers, other_buffers) == 0 and largest_difference(buffers, want_buffers) < 1e-11, strategy
+            assert largest_difference(mine, theirs) == 0, layout
+            assert largest_difference(mine, right) < 1e-11, layout
+        assert largest_difference(parameters, want_parameters) < 1e-11, layout
+        assert largest_difference(out, other_out) == 0 and largest_difference(out, want_out) < 1e-11, layout
+        assert largest_difference(buffers, other_buffers) == 0 and largest_difference(buffers, want_buffers) < 1e-11, layout
 
 
 def test_every_strategy_evaluates_with_the_buffers_that_ddp_has(ranks: Ranks) -> None:
@@ -132,9 +132,9 @@ def test_in_the_middle_of_a_window_too(ranks: Ranks) -> None:
 def test_averaged_buffers_are_one_function_too(ranks: Ranks) -> None:
     averages = {"swa_params": ech.units.SWAParams(0, 1, use_in_evaluation=True), "step_lr_interval": "step"}
     first, second = ranks(2, _fit, ["ddp", "fsdp"], averages)
-    for strategy, (_, losses, *_) in first.items():
-        assert largest_difference(losses, second[strategy][1]) == 0, strategy
-        assert largest_difference(losses, first["ddp"][1]) < 1e-11, strategy
+    for layout, (_, losses, *_) in first.items():
+        assert largest_difference(losses, second[layout][1]) == 0, layout
+        assert largest_difference(losses, first["ddp"][1]) < 1e-11, layout
 
 
 class ByHand(ech.TrainUnit[Batch]):
@@ -171,9 +171,9 @@ def test_modules_that_were_sharded_by_hand_too(ranks: Ranks) -> None:
     assert largest_difference(first[1], first[2]) < 1e-11
 
 
-def _saved(folder: str, strategy: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _saved(folder: str, layout: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Saved right after a step, when each rank has taken its own rows into account; and read again by all."""
-    unit = _unit(strategy, swa_params=ech.units.SWAParams(0, 1), step_lr_interval="step")
+    unit = _unit(layout, swa_params=ech.units.SWAParams(0, 1), step_lr_interval="step")
     ech.train(unit, _rows(3), max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
     mine = {**_buffers(unit), **{n: t.double() for n, t in unit.swa_model.state_dict().items() if n.startswith("buffers.")}}
     again = _unit("ddp", swa_params=ech.units.SWAParams(0, 1), step_lr_interval="step")
@@ -184,10 +184,10 @@ def _saved(folder: str, strategy: Any) -> tuple[dict[str, torch.Tensor], dict[st
 
 def test_a_checkpoint_holds_the_first_ranks_buffers_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
     """Not some of each rank's: a mean from one and a variance from another belong to no data."""
-    for i, strategy in enumerate(("ddp", "fsdp", ech.DDPStrategy(broadcast_buffers=False))):
-        (mine, read), (theirs, _) = ranks(2, _saved, str(tmp_path / str(i)), strategy)
+    for i, layout in enumerate(("ddp", "fsdp", ech.DDPStrategy(broadcast_buffers=False))):
+        (mine, read), (theirs, _) = ranks(2, _saved, str(tmp_path / str(i)), layout)
         assert largest_difference(mine, theirs) > 0
-        assert largest_difference(mine, read) == 0, strategy
+        assert largest_difference(mine, read) == 0, layout
 
 
 class Watched(ech.Callback):
@@ -218,7 +218,7 @@ class Table(Norms):
 
 def _traffic() -> int:
     watched = Watched()
-    ech.train(Regression(module=Table().double(), strategy="fsdp"), _rows(5), max_epochs=1, callbacks=[watched])
+    ech.train(Regression(module=Table().double(), layout="fsdp"), _rows(5), max_epochs=1, callbacks=[watched])
     return watched.count
 
 

@@ -82,14 +82,12 @@ def near(bytes_: int | float, theory: float, within: float = 0.035) -> bool:
 
 @pytest.mark.parametrize(("size", "blocks", "micro_batches"), [(8, 16, 2), (64, 32, 1)])
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize(("strategy", "gathers"), [("fsdp", 2), ("zero2", 1)])
-def test_bytes_of_an_update(
-    strategy: str, gathers: int, precision: str | None, size: int, blocks: int, micro_batches: int
-) -> None:
+@pytest.mark.parametrize(("layout", "gathers"), [("fsdp", 2), ("zero2", 1)])
+def test_bytes_of_an_update(layout: str, gathers: int, precision: str | None, size: int, blocks: int, micro_batches: int) -> None:
     """Parameters are gathered for the forward and again for the backward pass, in the type that they are computed in; zero2
     keeps them in between. Gradients are reduced in float32, after each micro-batch, so that none is ever kept whole.
     """
-    trace, n = traced(size, blocks=blocks, micro_batches=micro_batches, strategy=strategy, precision=precision)
+    trace, n = traced(size, blocks=blocks, micro_batches=micro_batches, layout=layout, precision=precision)
     computed, width = (torch.float32, 4) if precision is None else (torch.bfloat16, 2)
     assert set(trace.gathered) == {computed} and near(trace.gathered[computed], micro_batches * gathers * width * n)
     assert set(trace.reduced) == {torch.float32} and near(trace.reduced[torch.float32], micro_batches * 4 * n)
@@ -114,7 +112,7 @@ def test_memory_of_an_update(precision: str | None, micro_batches: int, recomput
         options["activation_checkpoint_params"] = ech.layouts.ActivationCheckpointParams(
             check_fn=lambda m: isinstance(m, nn.Sequential)
         )
-    trace, n = traced(8, blocks=32, micro_batches=micro_batches, strategy="fsdp", precision=precision, **options)
+    trace, n = traced(8, blocks=32, micro_batches=micro_batches, layout="fsdp", precision=precision, **options)
     theory = 16 * n / 8 + of_a_block(precision) * n / 32
     assert near(trace.peak, theory, within=0.05), f"{trace.peak / n:.2f} bytes a parameter, {theory / n:.2f} in theory"
 
@@ -134,8 +132,8 @@ def test_bytes_and_memory_of_ddp_and_zero1(micro_batches: int) -> None:
     """
     ddp = ech.DDPStrategy(comm_hook=lambda _, bucket: _all_reduce(bucket))
     beside = 4 if micro_batches > 1 else 0
-    for strategy, sent, state in ((ddp, 0, 8), (ddp.but(shard_optimizer=True), 4, 8 / 8)):
-        trace, n = traced(8, blocks=32, micro_batches=micro_batches, strategy=strategy)
+    for layout, sent, state in ((ddp, 0, 8), (ddp.but(shard_optimizer=True), 4, 8 / 8)):
+        trace, n = traced(8, blocks=32, micro_batches=micro_batches, layout=layout)
         assert near(trace.all_reduced[torch.float32], 4 * n) and not trace.gathered and not trace.reduced
         assert trace.sent[torch.float32] == sent * n
         assert near(trace.peak, (4 + 4 + state + beside) * n, within=0.05), f"{trace.peak / n:.2f} bytes a parameter"
@@ -143,7 +141,7 @@ def test_bytes_and_memory_of_ddp_and_zero1(micro_batches: int) -> None:
 
 def test_bytes_and_memory_of_hsdp() -> None:
     """As fsdp on the ranks of one copy; the shards of the gradients are all-reduced over the copies in the last micro-batch."""
-    trace, n = traced(64, blocks=32, micro_batches=2, strategy=ech.Layout(dp_replicate=-1, dp_shard=8))
+    trace, n = traced(64, blocks=32, micro_batches=2, layout=ech.Layout(dp_replicate=-1, dp_shard=8))
     assert near(trace.gathered[torch.float32], 2 * 2 * 4 * n) and near(trace.reduced[torch.float32], 2 * 4 * n)
     assert near(trace.all_reduced[torch.float32], 4 * n / 8)
     theory = 16 * n / 8 + of_a_block(None) * n / 32
@@ -152,8 +150,8 @@ def test_bytes_and_memory_of_hsdp() -> None:
 
 def test_bytes_and_memory_of_tensor_parallelism() -> None:
     """Of a pair of layers the results are added up in the forward pass, and the gradients of its input in the backward pass."""
-    strategy = ech.Layout(tp=-1, plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})
-    trace, n = traced(8, blocks=32, strategy=strategy)
+    layout = ech.Layout(tp=-1, plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})
+    trace, n = traced(8, blocks=32, layout=layout)
     assert near(trace.all_reduced[torch.float32], 2 * 32 * BATCH * WIDTH * 4)
     assert not trace.gathered and not trace.reduced
     assert near(trace.peak, 16 * n / 8, within=0.05), f"{trace.peak / n:.2f} bytes a parameter"
@@ -161,5 +159,5 @@ def test_bytes_and_memory_of_tensor_parallelism() -> None:
 
 def test_blocks_that_are_kept_after_the_forward_are_gathered_once() -> None:
     half = ech.FSDPStrategy(reshard_after_forward={f"blocks.{i}": False for i in range(8)} | {"blocks.*": True})
-    trace, n = traced(8, blocks=16, strategy=half)
+    trace, n = traced(8, blocks=16, layout=half)
     assert near(trace.gathered[torch.float32], 1.5 * 4 * n)

@@ -224,9 +224,9 @@ class Silent(ech.AutoUnit[Any]):
         return torch.optim.SGD(module.parameters(), lr=0.1), None
 
 
-def _stop_from_a_lambda(hook: str, strategy: str | None) -> int:
-    unit = Numbers() if strategy is None else Silent(module=net(), device=torch.device("cpu"), strategy=strategy)
-    data = list(range(6)) if strategy is None else [batch(2, i) for i in range(6)]
+def _stop_from_a_lambda(hook: str, layout: str | None) -> int:
+    unit = Numbers() if layout is None else Silent(module=net(), device=torch.device("cpu"), layout=layout)
+    data = list(range(6)) if layout is None else [batch(2, i) for i in range(6)]
 
     def stop(state: ech.State, unit: Any) -> None:
         if rank() == 1 and unit.train_progress.num_steps_completed == 2:
@@ -238,7 +238,7 @@ def _stop_from_a_lambda(hook: str, strategy: str | None) -> int:
 
 def _stops_from_lambdas() -> list[int]:
     hooks = [f"on_train_{name}" for name in ("step_end", "step_start", "get_next_batch_end", "get_next_batch_start")]
-    return [_stop_from_a_lambda(hook, strategy) for strategy in (None, "ddp") for hook in hooks]
+    return [_stop_from_a_lambda(hook, layout) for layout in (None, "ddp") for hook in hooks]
 
 
 def test_a_stop_from_a_lambda_of_one_rank_stops_all_after_the_step(ranks: Ranks) -> None:
@@ -459,7 +459,7 @@ class Logs(Regression):
 
 
 def _stops_by_what_was_logged(name: str, mode: Any, **options: Any) -> tuple[int, dict[str, Any]]:
-    unit = Logs(strategy="ddp")
+    unit = Logs(layout="ddp")
     stopping = EarlyStopping(name, mode=mode, patience=3, **options)
     ech.fit(unit, [batch(2, 0)], [batch(2, 1)], max_epochs=20, callbacks=[stopping])
     return unit.train_progress.num_epochs_completed, unit.train_progress.early_stopping

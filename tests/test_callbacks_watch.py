@@ -284,14 +284,14 @@ def test_nvidia_smi_is_asked_if_it_is_there(tmp_path: Path, monkeypatch: pytest.
 # --- parameters
 
 
-def _histograms(strategy: str) -> dict[str, Any]:
+def _histograms(layout: str) -> dict[str, Any]:
     written: dict[str, Any] = {}
 
     class Writer:
         def add_histogram(self, name: str, values: torch.Tensor, global_step: int) -> None:
             written[name] = (tuple(values.shape), global_step)
 
-    unit = Regression(strategy=strategy)
+    unit = Regression(layout=layout)
     ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[TensorBoardParameterMonitor(Writer())])
     return written
 
@@ -384,23 +384,23 @@ def test_modules_are_summarised_as_the_run_starts(caplog: pytest.LogCaptureFixtu
         ech.evaluate(Regression(), [batch(2, 0)], callbacks=[ModuleSummary(module_inputs={"model": ((), {})})])
 
 
-def _summary_under(strategy: str) -> tuple[int, int, float]:
+def _summary_under(layout: str) -> tuple[int, int, float]:
     """Of the run's module: its parameters, its operations, and what looking at it changed in training."""
     given: list[Any] = []
     inputs = {"module": ((batch(2, 0)[0],), {})}
     trained = []
     for watching in ([ModuleSummary(process_fn=given.append, module_inputs=inputs)], []):
-        unit = Regression(strategy=strategy)
+        unit = Regression(layout=layout)
         ech.train(unit, [batch(2, i) for i in range(3)], max_epochs=1, callbacks=watching)
         trained.append(whole(unit.module))
     return given[0][0].num_parameters, given[0][0].flops_forward, largest_difference(*trained)
 
 
-@pytest.mark.parametrize("strategies", SEVERAL)
-def test_a_summary_is_of_the_whole_module_and_changes_nothing_under_any_strategy(ranks: Ranks, strategies: list[str]) -> None:
+@pytest.mark.parametrize("layouts", SEVERAL)
+def test_a_summary_is_of_the_whole_module_and_changes_nothing_under_any_strategy(ranks: Ranks, layouts: list[str]) -> None:
     whole_module = get_module_summary(net(), batch(2, 0)[:1])
-    for found in ranks(2, under_each, strategies, _summary_under):
-        assert found == dict.fromkeys(strategies, (whole_module.num_parameters, whole_module.flops_forward, 0.0))
+    for found in ranks(2, under_each, layouts, _summary_under):
+        assert found == dict.fromkeys(layouts, (whole_module.num_parameters, whole_module.flops_forward, 0.0))
 
 
 # --- predictions as a table

@@ -100,8 +100,8 @@ class Changes(ech.Callback):
         unit.optimizer = replaced or unit.optimizer
 
 
-def _trained(strategy: Any, change: str, model: Callable[[], nn.Module] = _model) -> dict[str, torch.Tensor]:
-    unit = Regression(module=model(), strategy=strategy)
+def _trained(layout: Any, change: str, model: Callable[[], nn.Module] = _model) -> dict[str, torch.Tensor]:
+    unit = Regression(module=model(), layout=layout)
     data = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS, shuffle=False)
     ech.train(unit, data, max_epochs=1, callbacks=[Changes(CHANGES[change])])
     return whole(unit.module)
@@ -125,12 +125,12 @@ def _reference(change: str, model: Callable[[], nn.Module] = _model, kind: str =
 def test_what_is_changed_in_training_is_changed_under_every_strategy(ranks: Ranks, change: str) -> None:
     want = _reference(change)
     for of_rank in ranks(2, under_each, KINDS, _trained, change):
-        for strategy, got in of_rank.items():
-            assert largest_difference(got, want) < 1e-12, strategy
+        for layout, got in of_rank.items():
+            assert largest_difference(got, want) < 1e-12, layout
 
 
 def _copied() -> tuple[list[str], bool]:
-    unit = Regression(module=_model(), strategy="ddp")
+    unit = Regression(module=_model(), layout="ddp")
     other = copy.deepcopy(unit.module)
     other.scale = 3.0
     other(batch(2, seed=1)[0]).sum().backward()
@@ -141,19 +141,19 @@ def test_a_copy_of_the_wrapper_has_its_own_parts_and_reaches_its_own_module(rank
     assert ranks(2, _copied) == [([], True)] * 2
 
 
-def _grown_apart(strategy: str) -> str:
+def _grown_apart(layout: str) -> str:
     def grow(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         if step == CHANGED:  # from each rank's own RNG
             module.more = nn.Linear(4, 1).double()
             optimizer.add_param_group({"params": module.more.parameters()})
 
     CHANGES["apart"] = grow
-    return _refusal(strategy, "apart")
+    return _refusal(layout, "apart")
 
 
-def _refusal(strategy: Any, change: str = "nothing", model: Callable[[], nn.Module] = _model) -> str:
+def _refusal(layout: Any, change: str = "nothing", model: Callable[[], nn.Module] = _model) -> str:
     try:
-        _trained(strategy, change, model)
+        _trained(layout, change, model)
     except EchelonError as error:
         return str(error)
     return "nothing was refused"
@@ -161,8 +161,8 @@ def _refusal(strategy: Any, change: str = "nothing", model: Callable[[], nn.Modu
 
 def test_a_layer_that_each_rank_drew_for_itself_is_refused(ranks: Ranks) -> None:
     for of_rank in ranks(2, under_each, ["ddp", "fsdp"], _grown_apart):
-        for strategy, said in of_rank.items():
-            assert "the module has got parameters that differ between ranks" in said, strategy
+        for layout, said in of_rank.items():
+            assert "the module has got parameters that differ between ranks" in said, layout
 
 
 def _skipping_at_the_end() -> Any:
@@ -174,8 +174,8 @@ def test_layers_that_only_the_last_step_left_out_are_named_before_its_update(ran
     """torch raises in the next forward pass, and there is none: each rank kept gradients of its own."""
     want = _reference("skip last")
     for refused, *right in ranks(2, _skipping_at_the_end):
-        for strategy, said in refused.items():
-            assert "got no gradient of blocks.0.0.weight and 7 more. " in said, strategy
+        for layout, said in refused.items():
+            assert "got no gradient of blocks.0.0.weight and 7 more. " in said, layout
             assert "find_unused_parameters=True" in said
         for got in right:
             assert largest_difference(got, want) < 1e-12
@@ -239,7 +239,7 @@ def test_a_scaler_knows_what_the_optimizer_has_got_and_which_it_is() -> None:
 
 
 def _of_a_second_unit() -> float:
-    first = Warmth(module=_model(), strategy="ddp")
+    first = Warmth(module=_model(), layout="ddp")
     ech.train(first, _loader(4), max_epochs=1)
     second = Warmth(optimizer=first.optimizer, module=first.module)
     ech.train(second, _loader(4), max_epochs=2, callbacks=[Later(_give_warmth)])
@@ -274,7 +274,7 @@ FREEZES = {"in turns": _in_turns, "later": _later}
 
 
 class Freezing(Regression):
-    """Freezes and unfreezes layers where no strategy can see it before the pass."""
+    """Freezes and unfreezes layers where no layout can see it before the pass."""
 
     freeze: Callable[[nn.Module, int], None]
 
@@ -283,8 +283,8 @@ class Freezing(Regression):
         return super().compute_loss(state, data)
 
 
-def _frozen(strategy: Any, how: str) -> dict[str, torch.Tensor] | str:
-    unit = Freezing(module=_model(), strategy=strategy)
+def _frozen(layout: Any, how: str) -> dict[str, torch.Tensor] | str:
+    unit = Freezing(module=_model(), layout=layout)
     unit.freeze = FREEZES[how]
     try:
         ech.train(unit, _loader(STEPS), max_epochs=1)
@@ -314,11 +314,11 @@ def test_what_the_losss_own_code_freezes_is_averaged_or_refused(ranks: Ranks) ->
 # --- loops of one's own
 
 
-def _own_loop(strategy: str, kind: str) -> dict[str, torch.Tensor]:
+def _own_loop(layout: str, kind: str) -> dict[str, torch.Tensor]:
     model = _model()
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
     loader = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS, shuffle=False)
-    model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy=strategy)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout=layout)
     for _ in ech.epochs(loader, 1):
         for x, y in loader:
             with ech.window(model) as window:
@@ -332,15 +332,15 @@ def test_an_optimizer_that_makes_its_state_as_it_is_built_is_taken(ranks: Ranks)
     """Adagrad was taken for one that had stepped."""
     want = _reference("nothing", kind="Adagrad")
     for of_rank in ranks(2, under_each, KINDS, _own_loop, "Adagrad"):
-        for strategy, got in of_rank.items():
-            assert largest_difference(got, want) < 1e-12, strategy
+        for layout, got in of_rank.items():
+            assert largest_difference(got, want) < 1e-12, layout
 
 
 def _parts_in_a_window() -> str:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = ech.Loader(TensorDataset(*batch(ROWS, seed=1)), global_batch=ROWS)
-    model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy="fsdp")
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="fsdp")
     with pytest.raises(UsageError, match="must come from a call of Changing itself") as raised:
         for _ in ech.epochs(loader, 1):
             for x, _ in loader:
@@ -370,7 +370,7 @@ def _stepping() -> Changing:
 
 
 def _late_hook() -> str:
-    unit = Regression(module=_model(), strategy="fsdp")
+    unit = Regression(module=_model(), layout="fsdp")
     next(unit.module.parameters()).register_hook(lambda gradient: gradient * 0)
     data = ech.Loader(TensorDataset(*batch(ROWS, seed=1)), global_batch=ROWS)
     with pytest.raises(UsageError, match=r"first\.weight is split over the ranks, and torch does not call its hook") as raised:
@@ -391,8 +391,8 @@ def test_a_hook_on_a_parameter_acts_or_is_refused(ranks: Ranks) -> None:
     for masked, lost, late in ranks(2, _hooks):
         assert largest_difference(masked, want) < 1e-12
         for of_kind in lost.values():
-            for strategy, said in of_kind.items():
-                assert said.startswith(f"strategy {strategy!r} puts another parameter in the place of first.weight"), said
+            for layout, said in of_kind.items():
+                assert said.startswith(f"layout {layout!r} puts another parameter in the place of first.weight"), said
         assert "register_step_pre_hook" in late
 
 
@@ -441,7 +441,7 @@ class Penalty(Regression):
 
 
 def _penalty() -> str:
-    unit = Penalty(module=_model(), strategy="fsdp")
+    unit = Penalty(module=_model(), layout="fsdp")
     with pytest.raises(UsageError, match="create_graph=True must be left out in a backward pass through Changing") as raised:
         ech.train(unit, [batch(ROWS, seed=1)], max_epochs=1)
     return str(raised.value)
@@ -486,15 +486,15 @@ def _on_rank_0(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None
 CHANGES |= {"noise": _noise, "on rank 0": _on_rank_0}
 
 
-def _said_at_saves(strategy: str, change: str, folder: Path) -> list[str]:
+def _said_at_saves(layout: str, change: str, folder: Path) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("echelon.loop.checkpointing.replicas")
     log.addHandler(handler)
     try:
-        unit = Regression(module=_model(), strategy=strategy)
-        saver = ech.DistributedCheckpointSaver(folder / f"{strategy} {change}", save_every_n_updates=2)
+        unit = Regression(module=_model(), layout=layout)
+        saver = ech.DistributedCheckpointSaver(folder / f"{layout} {change}", save_every_n_updates=2)
         data = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS)
         ech.train(unit, data, max_epochs=1, callbacks=[Changes(CHANGES[change]), saver])
     finally:
@@ -503,16 +503,16 @@ def _said_at_saves(strategy: str, change: str, folder: Path) -> list[str]:
 
 
 def _of_each_change(folder: Path) -> dict[str, dict[str, list[str]]]:
-    strategies = ["ddp", "fsdp", "hsdp"]
-    return {change: under_each(strategies, _said_at_saves, change, folder) for change in ("noise", "on rank 0", "nothing")}
+    layouts = ["ddp", "fsdp", "hsdp"]
+    return {change: under_each(layouts, _said_at_saves, change, folder) for change in ("noise", "on rank 0", "nothing")}
 
 
 def test_a_save_says_once_that_ranks_have_changed_their_copies_each_in_its_own_way(ranks: Ranks, tmp_path: Path) -> None:
     first, other = ranks(2, _of_each_change, tmp_path)
-    for strategy in ("ddp", "hsdp"):  # under zero1 the owner's values go to all after each update
-        (said,) = first["noise"][strategy]
+    for layout in ("ddp", "hsdp"):  # under zero1 the owner's values go to all after each update
+        (said,) = first["noise"][layout]
         assert said.startswith("the ranks hold different values of module.first.weight (one of 12 parameters)"), said
-        (said,) = first["on rank 0"][strategy]
+        (said,) = first["on rank 0"][layout]
         assert "module.first.weight (one of " in said
     assert first["noise"]["fsdp"] == [] and set(map(len, first["nothing"].values())) == {0}
     assert all(not said for of_change in other.values() for said in of_change.values())
@@ -537,7 +537,7 @@ def _two_saves_of_four(folder: Path) -> list[str]:
     log = logging.getLogger("echelon.loop.checkpointing.replicas")
     log.addHandler(handler)
     try:
-        unit = Regression(module=Scaled(), strategy="dp_replicate=2,dp_shard=2")
+        unit = Regression(module=Scaled(), layout="dp_replicate=2,dp_shard=2")
         saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=2)
         ech.train(unit, _loader(STEPS), max_epochs=1, callbacks=[Changes(_on_rank_0), saver])
     finally:

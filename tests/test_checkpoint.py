@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, readable under another strategy and number of ranks, and a run that goes on from them."""
+"""Checkpoints: complete or absent, readable under another layout and number of ranks, and a run that goes on from them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.standing_ranks
 
 
 def test_a_world_of_one_needs_no_group(tmp_path: Path) -> None:
-    train_and_save(tmp_path, "noop", 4)
+    train_and_save(tmp_path, "none", 4)
     assert not dist.is_initialized()
-    assert largest_difference(resume(tmp_path, "noop", 8), uninterrupted("noop", 8)) == 0
+    assert largest_difference(resume(tmp_path, "none", 8), uninterrupted("none", 8)) == 0
 
 
 def test_the_library_need_not_be_installed_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,16 +41,16 @@ def test_the_library_need_not_be_installed_to_save(tmp_path: Path, monkeypatch: 
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", nothing_is_installed)
-    train_and_save(tmp_path, "noop", 4)
+    train_and_save(tmp_path, "none", 4)
     assert commit.is_saved(tmp_path, 4)
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_at_the_same_ranks_a_resumed_run_is_bit_equal_with_dropout(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize("layout", EACH)
+def test_at_the_same_ranks_a_resumed_run_is_bit_equal_with_dropout(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     options = {"dropout": 0.3}
-    want = ranks(2, uninterrupted, strategy, 9, **options)[0]
-    ranks(2, train_and_save, tmp_path / "c", strategy, 4, **options)
-    assert largest_difference(ranks(2, resume, tmp_path / "c", strategy, 9, **options)[0], want) == 0
+    want = ranks(2, uninterrupted, layout, 9, **options)[0]
+    ranks(2, train_and_save, tmp_path / "c", layout, 4, **options)
+    assert largest_difference(ranks(2, resume, tmp_path / "c", layout, 9, **options)[0], want) == 0
 
 
 def _save_each(folder: Path, **options: Any) -> list[str]:
@@ -85,7 +85,7 @@ def test_a_saver_takes_a_group_of_all_ranks_alone(ranks: Ranks, tmp_path: Path) 
 def _saves_into_its_own(folder: Path) -> str:
     """As `datetime.now()` in its name has it."""
     saver = ech.DistributedCheckpointSaver(folder / f"rank{dist.get_rank()}", save_every_n_updates=2)
-    unit = Regression(strategy="ddp")
+    unit = Regression(layout="ddp")
     with pytest.raises(RanksDisagreeError) as caught:
         ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
     assert unit.train_progress.num_steps_completed == 0
@@ -98,7 +98,7 @@ def test_ranks_that_name_other_folders_are_told_before_they_train(ranks: Ranks, 
 
 
 def test_saves_by_epoch_and_by_evaluation(tmp_path: Path) -> None:
-    unit = make_unit("noop")
+    unit = make_unit("none")
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=2, save_every_n_eval_epochs=1)
     ech.fit(unit, make_loader(), [batch(2, 0)], max_epochs=2, evaluate_every_n_updates=5, callbacks=[saver])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005", "step-00000006", "step-00000010", "step-00000012"]
@@ -106,27 +106,27 @@ def test_saves_by_epoch_and_by_evaluation(tmp_path: Path) -> None:
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=4)
-    ech.train(make_unit("noop"), make_loader(), max_updates=4, callbacks=[saver])
+    ech.train(make_unit("none"), make_loader(), max_updates=4, callbacks=[saver])
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
 
 
 def _reference(steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    return uninterrupted("noop", steps, **options)
+    return uninterrupted("none", steps, **options)
 
 
 @pytest.mark.parametrize("at", [5, 6, 7, 12])
 def test_a_save_on_an_epochs_last_step_resumes_in_the_next_epoch(tmp_path: Path, at: int) -> None:
     """Six steps an epoch: the sixth is saved before the epoch is closed."""
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=at)
-    ech.train(make_unit("noop"), make_loader(), max_updates=at, callbacks=[saver])
-    assert largest_difference(resume(tmp_path, "noop", 15), _reference(15)) == 0
+    ech.train(make_unit("none"), make_loader(), max_updates=at, callbacks=[saver])
+    assert largest_difference(resume(tmp_path, "none", 15), _reference(15)) == 0
 
 
 def test_looking_into_a_loader_does_not_move_the_training() -> None:
-    unit, loader = make_unit("noop"), make_loader()
+    unit, loader = make_unit("none"), make_loader()
     next(iter(loader))
     ech.train(unit, loader, max_updates=3)
-    other = make_unit("noop")
+    other = make_unit("none")
     ech.train(other, loader, max_updates=3)  # a loader that was stopped in mid-epoch, and another unit
     assert largest_difference(whole(unit.module), _reference(3)) == 0 == largest_difference(whole(other.module), _reference(3))
     ech.train(unit, loader, max_updates=8)  # the first goes on where it stood
@@ -134,8 +134,8 @@ def test_looking_into_a_loader_does_not_move_the_training() -> None:
 
 
 def test_a_restored_unit_places_a_loader_that_was_not_restored(tmp_path: Path) -> None:
-    train_and_save(tmp_path, "noop", 4)
-    unit = make_unit("noop", seed=9)
+    train_and_save(tmp_path, "none", 4)
+    unit = make_unit("none", seed=9)
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
     ech.train(unit, make_loader(), max_updates=8)
     assert largest_difference(whole(unit.module), _reference(8)) == 0
@@ -152,7 +152,7 @@ class Averages(Regression):
 
 
 def _means_over_ranks(folder: Path, resume: bool) -> list[float]:
-    unit = Averages(strategy="ddp")
+    unit = Averages(layout="ddp")
     if resume:
         unit.theirs.update(1000.0)
         assert unit.theirs.compute() == 1000
@@ -184,9 +184,9 @@ def test_fewer_ranks_with_more_accumulation_go_on_with_the_same_updates(ranks: R
 
 
 def test_a_fresh_run_does_not_mix_with_an_older_one(tmp_path: Path) -> None:
-    train_and_save(tmp_path, "noop", 4)
+    train_and_save(tmp_path, "none", 4)
     with pytest.raises(CheckpointError, match="step-00000004 is ahead of this run, which is at update 0"):
-        train_and_save(tmp_path, "noop", 2)
+        train_and_save(tmp_path, "none", 2)
 
 
 class Unused(nn.Module):
@@ -219,7 +219,7 @@ def test_what_cannot_be_read_back_is_refused_when_it_is_saved(tmp_path: Path) ->
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
-    unit = make_unit("noop")
+    unit = make_unit("none")
     unit.odd = Odd()  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match=r"the state of odd.path is a PosixPath"):
         ech.train(unit, make_loader(), max_updates=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
@@ -227,18 +227,18 @@ def test_what_cannot_be_read_back_is_refused_when_it_is_saved(tmp_path: Path) ->
 
 
 def test_a_flipped_bit_is_found_when_it_is_restored(tmp_path: Path) -> None:
-    train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "none", 2)
     victim = tmp_path / "step-00000002" / "tensors-00000.safetensors"
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
     with pytest.raises(CheckpointError, match=f"{victim.name}.*is not what was written"):
-        ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, make_unit("noop"))
+        ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, make_unit("none"))
 
 
 def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=2)
-    ech.train(make_unit("noop"), make_loader(), max_updates=4, callbacks=[saver])
+    ech.train(make_unit("none"), make_loader(), max_updates=4, callbacks=[saver])
     newest = tmp_path / "step-00000004"
     assert commit.latest(tmp_path) == newest
     (newest / "state.safetensors").write_bytes((newest / "state.safetensors").read_bytes()[:-1])
@@ -279,7 +279,7 @@ KILLED = """
             return path
 
     saver = Saver({folder!r}, save_every_n_updates=2, keep_last_n_checkpoints=1)
-    ech.train(make_unit("noop"), make_loader(), max_updates=4, callbacks=[saver])
+    ech.train(make_unit("none"), make_loader(), max_updates=4, callbacks=[saver])
     print("calls", calls)
 """
 
@@ -299,39 +299,39 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path, at: int
     assert done.returncode == -signal.SIGKILL or "calls" in done.stdout, done.stderr
     left = commit.latest(tmp_path)
     assert left is not None and left.name in ("step-00000002", "step-00000004")
-    assert largest_difference(resume(tmp_path, "noop", 6), uninterrupted("noop", 6)) == 0
+    assert largest_difference(resume(tmp_path, "none", 6), uninterrupted("none", 6)) == 0
 
 
 def test_what_a_killed_save_left_is_swept_by_the_next(tmp_path: Path) -> None:
     (tmp_path / ".staged-step-00000001").mkdir()
     (tmp_path / ".staged-step-00000001" / "rest.pt").write_text("half")
-    train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "none", 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_nothing_there_is_an_answer_of_its_own(tmp_path: Path) -> None:
-    assert not ech.DistributedCheckpointSaver.restore_from_latest(tmp_path / "absent", make_unit("noop"))
+    assert not ech.DistributedCheckpointSaver.restore_from_latest(tmp_path / "absent", make_unit("none"))
     with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
-        ech.DistributedCheckpointSaver.restore(tmp_path, make_unit("noop"))
+        ech.DistributedCheckpointSaver.restore(tmp_path, make_unit("none"))
 
 
 def _restore_other_width(folder: Path) -> str:
     torch.manual_seed(0)
-    unit = Regression(module=nn.Linear(4, 1, dtype=torch.float64), optimizer="AdamW", strategy="ddp")
+    unit = Regression(module=nn.Linear(4, 1, dtype=torch.float64), optimizer="AdamW", layout="ddp")
     with pytest.raises(CheckpointError) as caught:
         ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
     return str(caught.value)
 
 
 def test_another_model_is_refused_on_all_ranks_and_the_parameter_named(ranks: Ranks, tmp_path: Path) -> None:
-    train_and_save(tmp_path / "c", "noop", 2)
+    train_and_save(tmp_path / "c", "none", 2)
     for text in ranks(2, _restore_other_width, tmp_path / "c"):
         assert "does not fit this model" in text and "module." in text
 
 
 def test_weights_alone_can_be_restored(tmp_path: Path) -> None:
-    want = train_and_save(tmp_path, "noop", 4)
-    unit = make_unit("noop", seed=5)
+    want = train_and_save(tmp_path, "none", 4)
+    unit = make_unit("none", seed=5)
     options = ech.callbacks.RestoreOptions(restore_optimizers=False, restore_train_progress=False, restore_lr_schedulers=False)
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit, restore_options=options)
     assert largest_difference(whole(unit.module), want) == 0

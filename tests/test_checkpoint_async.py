@@ -43,7 +43,7 @@ def _slowly(monkeypatch: pytest.MonkeyPatch | None, released: threading.Event) -
         Snapshot.write = write  # type: ignore[method-assign]
 
 
-def _train_behind(folder: Path, strategy: str) -> dict[str, Any]:
+def _train_behind(folder: Path, layout: str) -> dict[str, Any]:
     """One save at step 3, written only when three more steps have changed everything."""
     released = threading.Event()
     _slowly(None, released)
@@ -53,24 +53,24 @@ def _train_behind(folder: Path, strategy: str) -> dict[str, Any]:
             if unit.train_progress.num_steps_completed == 6:
                 released.set()
 
-    unit = make_unit(strategy, dropout=0.3)
+    unit = make_unit(layout, dropout=0.3)
     saver = Saver(folder, save_every_n_updates=3, async_checkpoint=True)
     ech.train(unit, make_loader(), max_updates=6, callbacks=[Release(), saver])
     return whole(unit.module)
 
 
-def _resume_from_3(folder: Path, strategy: str) -> dict[str, Any]:
-    unit, loader = make_unit(strategy, seed=9, dropout=0.3), make_loader()
+def _resume_from_3(folder: Path, layout: str) -> dict[str, Any]:
+    unit, loader = make_unit(layout, seed=9, dropout=0.3), make_loader()
     Saver.restore(folder / "step-00000003", unit, train_dataloader=loader)
     ech.train(unit, loader, max_updates=6)
     return whole(unit.module)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
-def test_what_is_written_later_is_the_state_of_its_step(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
-    want = ranks(2, _train_behind, tmp_path / "c", strategy)[0]
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero1"])
+def test_what_is_written_later_is_the_state_of_its_step(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    want = ranks(2, _train_behind, tmp_path / "c", layout)[0]
     assert _names(tmp_path / "c") == [3, 6]
-    assert largest_difference(ranks(2, _resume_from_3, tmp_path / "c", strategy)[0], want) == 0
+    assert largest_difference(ranks(2, _resume_from_3, tmp_path / "c", layout)[0], want) == 0
 
 
 def test_the_loop_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_the_loop_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: p
 
     saver = Saver(tmp_path, save_every_n_updates=6, async_checkpoint=True)
     early = Saver(tmp_path, save_every_n_updates=2, async_checkpoint=True, options=ech.callbacks.SaveOptions(on_busy="skip"))
-    ech.train(make_unit("noop"), make_loader(), max_updates=5, callbacks=[early, Watch()])
+    ech.train(make_unit("none"), make_loader(), max_updates=5, callbacks=[early, Watch()])
     assert seen[:4] == [(1, None), (2, None), (3, None), (4, None)]  # written behind, and step 4 skipped
     assert _names(tmp_path) == [2, 5]  # the end of training waits, and is saved
     del saver
@@ -101,7 +101,7 @@ def test_a_busy_save_is_waited_for_or_skipped(tmp_path: Path, caplog: pytest.Log
         options = ech.callbacks.SaveOptions(on_busy=on_busy)  # type: ignore[arg-type]
         saver = Saver(tmp_path / on_busy, save_every_n_updates=1, async_checkpoint=True, options=options)
         with caplog.at_level(logging.WARNING):
-            ech.train(make_unit("noop"), make_loader(), max_updates=4, callbacks=[saver])
+            ech.train(make_unit("none"), make_loader(), max_updates=4, callbacks=[saver])
         timer.join()
         patch.undo()
         assert _names(tmp_path / on_busy) == names
@@ -180,7 +180,7 @@ def test_an_error_of_the_run_ends_the_thread(tmp_path: Path) -> None:
 
     saver = Saver(tmp_path, save_every_n_updates=1, async_checkpoint=True)
     with pytest.raises(ValueError, match="bad"):
-        ech.train(make_unit("noop"), make_loader(), max_updates=3, callbacks=[saver, Bad()])
+        ech.train(make_unit("none"), make_loader(), max_updates=3, callbacks=[saver, Bad()])
     assert not [t for t in threading.enumerate() if t.name.startswith("echelon-save")]
     assert commit.latest(tmp_path) in (None, tmp_path / "step-00000001")
 
@@ -193,7 +193,7 @@ def test_buffers_are_used_again(tmp_path: Path) -> None:
             places.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
 
     saver = Saver(tmp_path, save_every_n_updates=2, async_checkpoint=True)
-    ech.train(make_unit("noop"), make_loader(), max_updates=6, callbacks=[saver, Look()])
+    ech.train(make_unit("none"), make_loader(), max_updates=6, callbacks=[saver, Look()])
     assert len(places[1]) > 20 and places[1] == places[3] == places[5]
     assert not saver._buffers.items()  # given back with the run
 
@@ -206,7 +206,7 @@ def test_a_gpus_buffers_are_made_before_the_first_save_by_a_thread_in_a_few_piec
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     made: list[tuple[str, int]] = []  # by which thread, in which step
-    unit, real = make_unit("noop"), torch.empty
+    unit, real = make_unit("none"), torch.empty
 
     def empty(*args: Any, **options: Any) -> torch.Tensor:
         if "pin_memory" in options:
@@ -278,7 +278,7 @@ def _kept(unit: Any) -> dict[str, Any]:
 
 
 def _with_a_bag(seed: int) -> Any:
-    unit = make_unit("noop", seed=seed)
+    unit = make_unit("none", seed=seed)
     unit.bag, unit.frozen = Bag(), torch.nn.Linear(2, 2).double().requires_grad_(False)
     unit.module.register_buffer("running", torch.zeros(2))
     return unit

@@ -38,7 +38,7 @@ Saver = ech.DistributedCheckpointSaver
 
 
 def _train(folder: Path | str, steps: int, unit: Any = None, **options: Any) -> Any:
-    unit = unit or make_unit("noop")
+    unit = unit or make_unit("none")
     ech.train(unit, make_loader(), max_updates=steps, callbacks=[Saver(folder, **options)])
     return unit
 
@@ -97,7 +97,7 @@ def test_every_flipped_bit_and_every_cut_is_found_and_the_file_named(two: Path, 
 
 
 def _restored(folder: Path, **options: Any) -> int:
-    unit = make_unit("noop", seed=9)
+    unit = make_unit("none", seed=9)
     assert Saver.restore_from_latest(folder, unit, **options)
     return unit.train_progress.num_steps_completed
 
@@ -112,10 +112,10 @@ def test_a_damaged_newest_is_named_and_the_older_one_taken(two: Path, tmp_path: 
     with pytest.raises(CheckpointCorruptError, match=r"step-00000004.*tensors-00000"):
         _restored(folder, fall_back=False)
     # The run goes on from step 2 and saves step 4 again; the damaged one is kept for whoever wants to see it.
-    unit = make_unit("noop", seed=9)
+    unit = make_unit("none", seed=9)
     Saver.restore_from_latest(folder, unit)
     _train(folder, 6, unit, save_every_n_updates=2)
-    assert largest_difference(whole(unit.module), uninterrupted("noop", 6)) == 0
+    assert largest_difference(whole(unit.module), uninterrupted("none", 6)) == 0
     assert sorted(p.name for p in folder.iterdir()) == [
         "corrupt-step-00000004",
         "step-00000002",
@@ -130,7 +130,7 @@ def test_all_damaged_is_an_error_and_never_a_fresh_start(two: Path, tmp_path: Pa
     (tmp_path / "c" / "step-00000004" / "manifest.json").unlink()
     (tmp_path / "c" / "step-00000002" / "index.json").unlink()
     with pytest.raises(CheckpointCorruptError, match=r"every checkpoint in .* is corrupt.*manifest.json.*index.json is missing"):
-        Saver.restore_from_latest(tmp_path / "c", make_unit("noop"))
+        Saver.restore_from_latest(tmp_path / "c", make_unit("none"))
 
 
 def test_a_newer_format_says_so(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_newer_format_says_so(two: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_absent_unreadable_and_corrupt_are_three_answers(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a refusal of the system: as root, modes refuse nothing."""
     with pytest.raises(CheckpointNotFoundError, match="there is no such folder"):
-        Saver.restore(tmp_path / "step-00000001", make_unit("noop"))
+        Saver.restore(tmp_path / "step-00000001", make_unit("none"))
     real = os.open
 
     def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
@@ -161,7 +161,7 @@ def test_absent_unreadable_and_corrupt_are_three_answers(two: Path, tmp_path: Pa
             _restored(two)
     monkeypatch.setattr(Path, "iterdir", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     with pytest.raises(CheckpointUnreadableError, match="is there but cannot be read"):
-        Saver.restore_from_latest(two, make_unit("noop"))
+        Saver.restore_from_latest(two, make_unit("none"))
 
 
 def _restore_damaged(folder: Path) -> tuple[str, int]:
@@ -243,12 +243,12 @@ def test_a_run_that_ends_leaves_no_lease_whatever_ended_it(tmp_path: Path) -> No
             raise ValueError("bad")
 
     with pytest.raises(ValueError, match="bad"):
-        ech.train(make_unit("noop"), make_loader(), max_updates=2, callbacks=[Saver(tmp_path, save_every_n_updates=1), Bad()])
+        ech.train(make_unit("none"), make_loader(), max_updates=2, callbacks=[Saver(tmp_path, save_every_n_updates=1), Bad()])
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_a_restart_sets_the_older_runs_checkpoints_aside(tmp_path: Path) -> None:
-    train_and_save(tmp_path, "noop", 4)
+    train_and_save(tmp_path, "none", 4)
     with pytest.raises(CheckpointError, match=r"SaveOptions\(restart=True\)"):
         _train(tmp_path, 2)
     _train(tmp_path, 2, options=ech.callbacks.SaveOptions(restart=True))
@@ -282,9 +282,9 @@ def test_the_best_stays_and_can_be_restored(tmp_path: Path) -> None:
 
     best = ech.callbacks.BestCheckpointConfig("score", "max")
     saver = Saver(tmp_path, save_every_n_updates=1, keep_last_n_checkpoints=2, best_checkpoint_config=best)
-    ech.train(make_unit("noop"), make_loader(), max_updates=6, callbacks=[Rising(), saver])
+    ech.train(make_unit("none"), make_loader(), max_updates=6, callbacks=[Rising(), saver])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003", "step-00000006"]
-    unit = make_unit("noop")
+    unit = make_unit("none")
     assert Saver.restore_from_best(tmp_path, unit, "score", "max")
     assert unit.train_progress.num_steps_completed == 3
     assert not Saver.restore_from_best(tmp_path, unit, "other")
@@ -292,7 +292,7 @@ def test_the_best_stays_and_can_be_restored(tmp_path: Path) -> None:
 
 def test_nothing_is_removed_before_the_new_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _train(tmp_path, 2)
-    unit = make_unit("noop")
+    unit = make_unit("none")
     Saver.restore_from_latest(tmp_path, unit)
     monkeypatch.setattr(commit, "commit", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(CheckpointWriteError, match="No space left on device"):

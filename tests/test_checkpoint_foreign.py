@@ -65,7 +65,7 @@ def test_nothing_in_the_folder_keeps_a_run_from_starting(folder: Path, tmp_path:
     pipe(folder / ".staged-pipe")
     loop(folder / "step-00000009")
     pipe(folder / "step-00000008")
-    unit, loader = make_unit("noop", seed=9), make_loader()
+    unit, loader = make_unit("none", seed=9), make_loader()
     assert Saver.restore_from_latest(folder, unit, train_dataloader=loader)
     ech.train(unit, loader, max_updates=6, callbacks=[Saver(folder, keep_last_n_checkpoints=1)])
     assert (elsewhere / "precious").read_text() == "x"
@@ -85,7 +85,7 @@ def test_what_cannot_be_removed_is_left_where_it_is_and_the_step_is_saved(
         real(where)
 
     monkeypatch.setattr(commit, "remove_tree", refuse)
-    ech.train(make_unit("noop"), make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
+    ech.train(make_unit("none"), make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
     assert "Permission denied" in caplog.text
     assert sorted(p.name for p in tmp_path.iterdir()) == [".staged-step-00000002", OLD]
 
@@ -94,7 +94,7 @@ def test_a_url_with_something_else_in_the_place_of_a_checkpoint(bucket: tuple[st
     url, fs = bucket
     fs.pipe_file("/hostile/step-00000009", b"a file")
     fs.pipe_file("/hostile/.staged-x", b"a file")
-    unit, loader = make_unit("noop", seed=9), make_loader()
+    unit, loader = make_unit("none", seed=9), make_loader()
     assert Saver.restore_from_latest(url, unit, train_dataloader=loader)
     ech.train(unit, loader, max_updates=6, callbacks=[Saver(url)])
     assert not fs.exists("/hostile/step-00000009") and not fs.exists("/hostile/.staged-x")
@@ -177,7 +177,7 @@ def test_a_complete_run_in_a_read_only_folder_ends_well_and_another_is_refused(
     monkeypatch.setattr(Lease, "acquire", refuse)
     before = sorted(p.name for p in folder.rglob("*"))
     for steps in (4, 5):
-        unit, loader = make_unit("noop", seed=9), make_loader()
+        unit, loader = make_unit("none", seed=9), make_loader()
         Saver.restore_from_latest(folder, unit, train_dataloader=loader)
         if steps == 4:
             ech.train(unit, loader, max_updates=steps, callbacks=[ech.callbacks.RollBack(saver := Saver(folder)), saver])
@@ -214,14 +214,14 @@ def test_names_from_files_do_nothing_to_the_terminal(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def evil(facts: dict[str, Any]) -> None:
-        facts["config"].update(strategy=EVIL, user={EVIL: EVIL})
+        facts["config"].update(layout=EVIL, user={EVIL: EVIL})
         facts["metrics"] = {EVIL: 1.0}
 
     def renamed(value: dict[str, Any]) -> None:
         value[f"other{EVIL}.x\n"] = value.pop(TENSOR)
 
     forge(folder / NEW, "manifest.json", evil)
-    unit = make_unit("noop", seed=9)
+    unit = make_unit("none", seed=9)
     unit.config = {"mine": 1}
     Saver.restore(folder / NEW, unit, train_dataloader=make_loader())
     forge(folder / NEW, TENSORS, renamed)
@@ -230,8 +230,8 @@ def test_names_from_files_do_nothing_to_the_terminal(
     assert main(["ckpt", "diff", str(folder / OLD), str(folder / NEW)]) == 1
     assert main(["ckpt", "export", str(folder / NEW), str(tmp_path / "out")]) == 2
     with pytest.raises(CheckpointMismatchError) as caught:
-        Saver.restore(folder / NEW, make_unit("noop"))
-    Saver.restore(folder / NEW, make_unit("noop"), restore_options=ech.callbacks.RestoreOptions(strict=False))
+        Saver.restore(folder / NEW, make_unit("none"))
+    Saver.restore(folder / NEW, make_unit("none"), restore_options=ech.callbacks.RestoreOptions(strict=False))
     head = json.dumps({f"a{EVIL}": {"dtype": f"F{EVIL}", "shape": [], "data_offsets": [0, 0]}}).encode()
     write(tmp_path / "theirs.safetensors", head, b"")
     assert main(["ckpt", "import", str(tmp_path / "theirs.safetensors"), str(tmp_path / "ours")]) == 1
@@ -298,18 +298,18 @@ def test_a_foreign_header_is_read_as_strictly_as_its_own_library_does(tmp_path: 
     for what, head in HEADERS.items():
         write(path, head, bytes(16))
         with pytest.raises(CheckpointCorruptError, match="is not a tensor file"):
-            Saver.restore(path, make_unit("noop"))
+            Saver.restore(path, make_unit("none"))
         if what not in ("twice", "deep"):
             with pytest.raises((SafetensorError, ValueError, OverflowError)):
                 load_file(path)
     path.unlink()
     sparse(path)  # zeros: a header of no bytes
     with pytest.raises(CheckpointCorruptError, match="it is not JSON"):
-        Saver.restore(path, make_unit("noop"))
+        Saver.restore(path, make_unit("none"))
     with open(path, "r+b") as file:
         file.write(struct.pack("<Q", 1 << 39))
     with pytest.raises(CheckpointCorruptError, match=r"its header must be at most .*, got 549755813888"):
-        Saver.restore(path, make_unit("noop"))
+        Saver.restore(path, make_unit("none"))
 
 
 def test_foreign_indexes_and_torch_files_that_say_too_much_are_refused(tmp_path: Path) -> None:
@@ -317,13 +317,13 @@ def test_foreign_indexes_and_torch_files_that_say_too_much_are_refused(tmp_path:
     for text in ('{"weight_map": {"a": "../x.safetensors"}}', '{"weight_map": {"a": 3}}', "[" * 9999, '{"weight_map": []}', "{}"):
         (tmp_path / "i" / "model.safetensors.index.json").write_text(text)
         with pytest.raises(CheckpointCorruptError, match="is not a safetensors index"):
-            Saver.restore(tmp_path / "i", make_unit("noop"))
+            Saver.restore(tmp_path / "i", make_unit("none"))
     tall = torch.zeros(1).expand(1 << 40)
     sparse, meta = torch.eye(2).to_sparse(), torch.empty(2, device="meta")
     for value in ({"a": tall}, {1: torch.zeros(1)}, {"a": sparse}, {"a": meta}, [1], {}):
         torch.save(value, tmp_path / "x.pt")
         with pytest.raises(CheckpointError):
-            Saver.restore(tmp_path / "x.pt", make_unit("noop"))
+            Saver.restore(tmp_path / "x.pt", make_unit("none"))
 
 
 # --- what is saved can be read again
@@ -351,15 +351,15 @@ def test_a_state_is_refused_when_it_is_saved_and_not_when_it_is_read(tmp_path: P
     itself: list[Any] = []
     itself.append(itself)
     for bad in (DEEP, itself, torch.eye(2).to_sparse()):
-        unit = make_unit("noop")
+        unit = make_unit("none")
         unit.held = Holds(bad)
         with pytest.raises(CheckpointError, match=r"too deep|is not saved"):
             ech.train(unit, make_loader(), max_updates=1, callbacks=[Saver(tmp_path)])
-    unit, nested = make_unit("noop"), functools.reduce(lambda inner, _: ({1: inner},), range(36), 0)
+    unit, nested = make_unit("none"), functools.reduce(lambda inner, _: ({1: inner},), range(36), 0)
     unit.held, unit.config = Holds(nested), {"deep": DEEP, "long": "x" * 2_000_000, "kept": 1}
     ech.train(unit, make_loader(), max_updates=1, callbacks=[Saver(tmp_path)])
     unit.held = Holds(None)
-    assert make_unit("noop") and Saver.restore_from_latest(tmp_path, unit) and unit.held.value == nested
+    assert make_unit("none") and Saver.restore_from_latest(tmp_path, unit) and unit.held.value == nested
     assert manifest.read(tmp_path / "step-00000001")["config"]["user"] == {"kept": 1}
 
 
@@ -379,7 +379,7 @@ def test_a_fused_optimizer_never_gets_a_state_of_another_shape(tmp_path: Path) -
     """Its kernel would write beyond the memory of it, and end the process."""
 
     def unit() -> Any:
-        made = make_unit("noop")
+        made = make_unit("none")
         made.configure_optimizers_and_lr_scheduler = lambda module: (torch.optim.AdamW(module.parameters(), fused=True), None)
         return made
 

@@ -180,7 +180,7 @@ def test_a_forged_state_is_passed_over_for_the_older_checkpoint(
 
 def test_a_run_goes_on_past_a_forged_checkpoint_and_sets_it_aside(folder: Path) -> None:
     forge(folder / NEW, *FORGED["no pieces"])
-    unit, loader = make_unit("noop", seed=9), make_loader()
+    unit, loader = make_unit("none", seed=9), make_loader()
     Saver.restore_from_latest(folder, unit, train_dataloader=loader)
     ech.train(unit, loader, max_updates=6, callbacks=[Saver(folder)])
     assert sorted(p.name for p in folder.iterdir()) == ["corrupt-step-00000004", OLD, "step-00000006"]
@@ -318,7 +318,7 @@ def test_a_restore_from_what_was_changed_gives_the_weights_or_the_librarys_own_e
         forge_state(scratch, name, lambda value: mutate(value, dice))
     else:
         forge(scratch, name, lambda value: mutate(value, dice))
-    unit = make_unit("noop", seed=9)
+    unit = make_unit("none", seed=9)
     random_state = torch.get_rng_state()
     try:
         Saver.restore(scratch, unit, train_dataloader=make_loader())
@@ -326,7 +326,7 @@ def test_a_restore_from_what_was_changed_gives_the_weights_or_the_librarys_own_e
         return
     finally:
         torch.set_rng_state(random_state)
-    same = make_unit("noop", seed=9)
+    same = make_unit("none", seed=9)
     Saver.restore(two / NEW, same)
     assert largest_difference(whole(unit.module), whole(same.module)) == 0
 

@@ -1,8 +1,8 @@
-"""Saved under any strategy on 1, 2 or 4 ranks, restored under any other: weights, optimizer state, averages, buffers, all of it.
+"""Saved under any layout on 1, 2 or 4 ranks, restored under any other: weights, optimizer state, averages, buffers, all of it.
 
 Every checkpoint is compared with the state of plain PyTorch at that step; what is restored from it is compared, piece by piece
 and bit by bit, with its files; and then training goes on and is compared with plain PyTorch again. All ranks see the same
-batches, so that batch norm, too, has one right answer under every strategy.
+batches, so that batch norm, too, has one right answer under every layout.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _groups(module: nn.Module) -> list[dict[str, Any]]:
 
 def _strategy(kind: str) -> Any:
     unused = ech.DDPStrategy(find_unused_parameters=True)
-    return {"ddp": unused, "zero1": unused.but(shard_optimizer=True), "plain": "noop"}.get(kind, kind)
+    return {"ddp": unused, "zero1": unused.but(shard_optimizer=True), "plain": "none"}.get(kind, kind)
 
 
 def _prepared(module: nn.Module, kind: str) -> Prepared[Any]:
@@ -302,7 +302,7 @@ def test_every_strategy_and_size_reads_what_every_other_wrote(ranks: Ranks, tmp_
 
 def _half(kind: str) -> Regression:
     scale = ech.layouts.Precision(torch.float16, init_scale=256.0, growth_interval=2)
-    return Regression(module=net(dtype=torch.float32), strategy=kind, optimizer="AdamW", precision=scale)
+    return Regression(module=net(dtype=torch.float32), layout=kind, optimizer="AdamW", precision=scale)
 
 
 class Losses(Regression):
@@ -331,12 +331,12 @@ def _others(folder: Path, saves: list[str], loads: list[tuple[str, str]]) -> dic
     data = [batch(8, i) for i in range(6)]
     short = [(x.float(), y.float()) for x, y in data]
     for kind in saves:
-        half = kind in ("noop", "ddp", "fsdp")
+        half = kind in ("none", "ddp", "fsdp")
         unit = _half(kind) if half else _older(kind, 0)
         ech.train(unit, (short if half else data)[:3], max_epochs=1, callbacks=[Saver(folder / kind)])
     found: dict[str, Any] = {}
     for source, kind in loads:
-        if kind in ("noop", "ddp", "fsdp"):
+        if kind in ("none", "ddp", "fsdp"):
             unit = _half(kind)
             Saver.restore_from_latest(folder / source, unit)
             assert unit.grad_scaler is not None
@@ -353,11 +353,11 @@ def _others(folder: Path, saves: list[str], loads: list[tuple[str, str]]) -> dic
 
 @pytest.mark.full
 def test_the_scaler_and_the_older_fsdp_by_default_and_with_copies(ranks: Ranks, tmp_path: Path) -> None:
-    _others(tmp_path, ["noop", "plain"], [])
+    _others(tmp_path, ["none", "plain"], [])
     ranks(2, _others, tmp_path, ["fsdp"], [])
     found = ranks(4, _others, tmp_path, ["flat", "hybrid"], [(a, b) for a in ("flat", "plain") for b in ("flat", "hybrid")])[2]
-    found |= ranks(2, _others, tmp_path, [], [("fsdp", "ddp"), ("noop", "fsdp"), ("hybrid", "flat")])[1]
-    found |= _others(tmp_path, [], [("fsdp", "noop"), ("flat", "plain"), ("hybrid", "plain")])
+    found |= ranks(2, _others, tmp_path, [], [("fsdp", "ddp"), ("none", "fsdp"), ("hybrid", "flat")])[1]
+    found |= _others(tmp_path, [], [("fsdp", "none"), ("flat", "plain"), ("hybrid", "plain")])
     reference = _older("plain", 0)
     ech.train(reference, [batch(8, i) for i in range(3)], max_epochs=1)
     ech.train(reference, [batch(8, i) for i in range(3, 6)], max_epochs=2)
@@ -375,7 +375,7 @@ class Large(ech.AutoUnit[Any]):
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         module = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(6)))
-        super().__init__(module=module, device=CPU, strategy="fsdp")
+        super().__init__(module=module, device=CPU, layout="fsdp")
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
         return self.module(data).square().mean(), None

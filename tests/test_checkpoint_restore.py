@@ -48,9 +48,9 @@ Options = ech.callbacks.RestoreOptions
     ],
 )
 def test_other_data_is_shown_in_a_table_and_needs_to_be_allowed(tmp_path: Path, what: str, loader: dict[str, Any]) -> None:
-    train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "none", 2)
     other = ech.Loader(**{"dataset": DATA, "global_batch": 8, "seed": 1, **loader})
-    unit = make_unit("noop", seed=3)
+    unit = make_unit("none", seed=3)
     before = whole(unit.module)
     with pytest.raises(
         CheckpointMismatchError, match=rf"(?s)what\s+saved\s+now.*{what}\s+\d+\s+\d+\s+NOT harmless.*allow_changes"
@@ -66,13 +66,13 @@ def test_other_data_is_shown_in_a_table_and_needs_to_be_allowed(tmp_path: Path, 
 
 
 def test_what_the_loader_accepts_is_allowed_and_both_lists_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "none", 2)
     other = ech.Loader(DATA, 4, seed=2, tail="drop", options=ech.data.LoaderOptions(accept_changes={"seed"}))
     with pytest.raises(CheckpointMismatchError, match=r"allow_changes=\('global_batch',\)"):
-        Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=other)
+        Saver.restore_from_latest(tmp_path, make_unit("none"), train_dataloader=other)
     with caplog.at_level(logging.INFO):
         options = Options(allow_changes=("global_batch",))
-        Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=other, restore_options=options)
+        Saver.restore_from_latest(tmp_path, make_unit("none"), train_dataloader=other, restore_options=options)
     assert other.start == 4
     (table,) = [record.getMessage() for record in caplog.records if "changed:" in record.getMessage()]
     lines = [" ".join(line.split()[:5]) for line in table.splitlines()[2:]]
@@ -80,10 +80,10 @@ def test_what_the_loader_accepts_is_allowed_and_both_lists_count(tmp_path: Path,
 
 
 def test_other_data_under_the_same_numbers_are_noticed_by_restore(tmp_path: Path) -> None:
-    train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "none", 2)
     other = torch.utils.data.TensorDataset(DATA.tensors[0] + 1, DATA.tensors[1])
     with pytest.raises(CheckpointMismatchError, match=r"fingerprint\s+sample 0: .*NOT harmless: other data"):
-        Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=ech.Loader(other, 8, seed=1))
+        Saver.restore_from_latest(tmp_path, make_unit("none"), train_dataloader=ech.Loader(other, 8, seed=1))
 
 
 class Foreign(list[Any]):
@@ -100,10 +100,10 @@ class Foreign(list[Any]):
 
 def test_a_foreign_loaders_state_is_not_compared(tmp_path: Path) -> None:
     loader = Foreign([batch(4, 0)] * 3)
-    ech.train(make_unit("noop"), loader, max_updates=2, callbacks=[Saver(tmp_path)])
+    ech.train(make_unit("none"), loader, max_updates=2, callbacks=[Saver(tmp_path)])
     other = Foreign([batch(4, 0)] * 3)
     other.state = {"seed": 2}  # type: ignore[misc]
-    Saver.restore_from_latest(tmp_path, make_unit("noop"), train_dataloader=other)
+    Saver.restore_from_latest(tmp_path, make_unit("none"), train_dataloader=other)
     assert other.loaded == {"seed": 1}
 
 
@@ -170,20 +170,20 @@ def test_another_schedule_is_refused_and_another_length_of_it_is_told(tmp_path: 
     assert longer.lr_scheduler.last_epoch == 4
 
 
-def _facts(strategy: str) -> dict[str, Any]:
-    unit = make_unit(strategy)
+def _facts(layout: str) -> dict[str, Any]:
+    unit = make_unit(layout)
     unit.config = {"width": 8, "path": Path("x"), "of": [1, 2]}  # type: ignore[attr-defined]
     return changes.facts(unit, make_loader())
 
 
 def _facts_of_each() -> dict[str, Any]:
-    return {strategy: _facts(strategy) for strategy in ("hsdp", "ddp", "tp")}
+    return {layout: _facts(layout) for layout in ("hsdp", "ddp", "tp")}
 
 
 def test_the_manifest_says_what_ran(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ranks(2, _facts_of_each)[0]
     hsdp, data = found["hsdp"], found["hsdp"]["data"]
-    assert hsdp["mesh"] == {"dp_replicate": 2, "dp_shard": 1} and hsdp["world_size"] == 2 and hsdp["strategy"] == "hsdp"
+    assert hsdp["mesh"] == {"dp_replicate": 2, "dp_shard": 1} and hsdp["world_size"] == 2 and hsdp["layout"] == "hsdp"
     assert found["ddp"]["mesh"] == {"data": 2} and found["tp"]["mesh"] == {"dp_shard": 1, "tp": 2}
     assert (data["global_batch"], data["seed"], data["samples"], data["fingerprint"]["length"]) == (8, 1, 48, 48)
     assert "position" not in data and "epoch" not in data
@@ -193,7 +193,7 @@ def test_the_manifest_says_what_ran(ranks: Ranks, tmp_path: Path, monkeypatch: p
     write_json(run.run_json, {"command": ["echelon", "run", "train.py"]})
     for name, value in run.to_env().items():
         monkeypatch.setenv(name, value)
-    here = _facts("noop")
+    here = _facts("none")
     assert here["command"] == ["echelon", "run", "train.py"] and here["mesh"] == {}
 
 
@@ -202,7 +202,7 @@ def test_another_config_of_the_users_is_shown_and_harmless(tmp_path: Path, caplo
     class Config:
         width: int = 8
 
-    unit = make_unit("noop")
+    unit = make_unit("none")
     unit.config = {"width": 8}  # type: ignore[attr-defined]
     ech.train(unit, make_loader(), max_updates=1, callbacks=[Saver(tmp_path)])
     manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
@@ -214,7 +214,7 @@ def test_another_config_of_the_users_is_shown_and_harmless(tmp_path: Path, caplo
 
 
 def test_another_optimizer_is_refused_unless_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    want = train_and_save(tmp_path, "noop", 2)
+    want = train_and_save(tmp_path, "none", 2)
     unit = Regression(module=net(5), optimizer="SGD")
     with pytest.raises(CheckpointMismatchError, match=r"optimizer\s+AdamW\s+SGD\s+NOT harmless"):
         Saver.restore_from_latest(tmp_path, unit)
@@ -224,22 +224,22 @@ def test_another_optimizer_is_refused_unless_allowed(tmp_path: Path, caplog: pyt
     assert "allowed" in caplog.text
 
 
-def _restored_under(folder: Path, strategy: str) -> str:
+def _restored_under(folder: Path, layout: str) -> str:
     import io
 
     heard = io.StringIO()
     handler, log = logging.StreamHandler(heard), logging.getLogger("echelon")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    unit = make_unit(strategy, seed=3)
+    unit = make_unit(layout, seed=3)
     Saver.restore_from_latest(folder, unit, train_dataloader=make_loader())
     return heard.getvalue()
 
 
 def test_harmless_changes_pass_and_are_said_once(ranks: Ranks, tmp_path: Path) -> None:
-    train_and_save(tmp_path / "c", "noop", 2)
+    train_and_save(tmp_path / "c", "none", 2)
     first, second = ranks(2, _restored_under, tmp_path / "c", "ddp")
-    assert "world_size" in first and "strategy" in first and "harmless" in first
+    assert "world_size" in first and "layout" in first and "harmless" in first
     assert "harmless" not in second
 
 
@@ -249,7 +249,7 @@ def test_harmless_changes_pass_and_are_said_once(ranks: Ranks, tmp_path: Path) -
 def test_without_strict_the_missing_and_the_unexpected_are_listed_and_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved = train_and_save(tmp_path, "noop", 2)
+    saved = train_and_save(tmp_path, "none", 2)
     module = net(4)
     module.last, module.head = None, nn.Linear(8, 3).double()  # type: ignore[assignment]
     untouched = module.head.weight.detach().clone()
@@ -271,14 +271,14 @@ def test_without_strict_the_missing_and_the_unexpected_are_listed_and_left_alone
 
 
 def test_another_shape_is_refused_with_or_without_strict_and_shown(tmp_path: Path) -> None:
-    train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "none", 2)
     for options in (Options(), Options.weights_only(strict=False)):
         unit = Regression(module=net(width=16), optimizer="AdamW")
         with pytest.raises(CheckpointMismatchError, match=r"module.first.weight\s+\(8, 4\)\s+\(16, 4\)"):
             Saver.restore_from_latest(tmp_path, unit, restore_options=options)
 
 
-def _frozen_groups(strategy: str, seed: int, averages: bool) -> Any:
+def _frozen_groups(layout: str, seed: int, averages: bool) -> Any:
     """Two parameter groups, one frozen layer, an average of the weights (not with FSDP1, which hides them)."""
 
     class Grouped(Regression):
@@ -291,11 +291,11 @@ def _frozen_groups(strategy: str, seed: int, averages: bool) -> Any:
 
     module: Any = net(seed)
     module.blocks[0].requires_grad_(False)
-    if strategy == "fsdp1":  # wrapped by hand
+    if layout == "fsdp1":  # wrapped by hand
         module = FSDP(module, device_id=torch.device("cpu"), use_orig_params=True)
         return Grouped(module=module, step_lr_interval="step")
     swa = ech.units.SWAParams(1, 1, ema_decay=0.5) if averages else None
-    return Grouped(module=module, strategy=strategy, swa_params=swa, step_lr_interval="step")
+    return Grouped(module=module, layout=layout, swa_params=swa, step_lr_interval="step")
 
 
 def _result(unit: Any) -> dict[str, torch.Tensor]:
@@ -334,13 +334,13 @@ def _resume_grouped(folder: Path, pairs: list[tuple[str, str]], averages: bool) 
 def test_groups_frozen_layers_and_averages_go_on_under_another_strategy(
     ranks: Ranks, tmp_path: Path, averages: bool, kinds: list[str], all_pairs: bool
 ) -> None:
-    unit = _frozen_groups("noop", 0, averages)
+    unit = _frozen_groups("none", 0, averages)
     ech.train(unit, make_loader(), max_updates=7)
     want = _result(unit)
     ranks(2, _save_grouped, tmp_path, kinds, averages)
     next_ones, second_next = (list(zip(kinds, kinds[by:] + kinds[:by], strict=True)) for by in (1, 2))
     on_two, on_four = (next_ones + second_next, next_ones) if all_pairs else (next_ones, next_ones[1:3])
-    for size, pairs in ((2, on_two), (4, on_four), (1, [(kind, "noop") for kind in kinds])):
+    for size, pairs in ((2, on_two), (4, on_four), (1, [(kind, "none") for kind in kinds])):
         for got in ranks(size, _resume_grouped, tmp_path, pairs, averages):
             assert {name: d for name, each in got.items() if not (d := largest_difference(each, want)) < 1e-12} == {}, size
 
@@ -489,9 +489,9 @@ def test_an_optimizer_with_a_closure_goes_on(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_without_its_modules_and_parameters_that_are_new_to_it(tmp_path: Path) -> None:
-    unit = make_unit("noop")
+    unit = make_unit("none")
     ech.train(unit, make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
-    other = make_unit("noop", seed=4)
+    other = make_unit("none", seed=4)
     Saver.restore_from_latest(tmp_path, other, restore_options=Options(restore_modules=False))
     assert largest_difference(whole(other.module), whole(net(4))) == 0
     for a, b in zip(unit.module.parameters(), other.module.parameters(), strict=True):
@@ -546,7 +546,7 @@ def _differing(folder: Path) -> list[str]:
     for case in ("shape", "state", "optimizer", "load", "data"):
         options: dict[str, Any] = {"module": net(1, width=16)} if second and case == "shape" else {}
         kind = "SGD" if second and case == "optimizer" else "AdamW"
-        unit = Regression(**{"module": net(1), **options}, strategy="noop", optimizer=kind)
+        unit = Regression(**{"module": net(1), **options}, layout="none", optimizer=kind)
         if not (second and case == "state"):
             unit.note = Noted(fails=second and case == "load")  # type: ignore[attr-defined]
         loader = ech.Loader(other_data if second and case == "data" else DATA, 8, seed=1)
@@ -612,10 +612,10 @@ def _tied(folder: Path) -> dict[str, bool]:
     want = Tied(0).embed.weight
     same = {}
     for kept in ("embed.weight", "head.weight"):
-        for strategy in ("ddp", "fsdp"):
-            unit = Regression(module=Tied(1), strategy=strategy)
+        for layout in ("ddp", "fsdp"):
+            unit = Regression(module=Tied(1), layout=layout)
             Saver.restore(folder / f"{kept}.safetensors", unit)
-            same[f"{kept} {strategy}"] = all(torch.equal(value, want) for value in whole(unit.module).values())
+            same[f"{kept} {layout}"] = all(torch.equal(value, want) for value in whole(unit.module).values())
     return same
 
 
@@ -632,8 +632,8 @@ class Untied(Tied):
         self.head.weight = nn.Parameter(self.embed.weight.detach() + 1)
 
 
-def _was_untied(path: Path, strategy: str, want: torch.Tensor) -> tuple[str, dict[str, bool], list[str]]:
-    unit = Regression(module=Tied(1).double(), strategy=strategy)
+def _was_untied(path: Path, layout: str, want: torch.Tensor) -> tuple[str, dict[str, bool], list[str]]:
+    unit = Regression(module=Tied(1).double(), layout=layout)
     before = whole(unit.module)
     with pytest.raises(CheckpointMismatchError) as refused:
         Saver.restore(path, unit)
@@ -642,11 +642,9 @@ def _was_untied(path: Path, strategy: str, want: torch.Tensor) -> tuple[str, dic
     return str(refused.value), {n: torch.equal(v, want) for n, v in whole(unit.module).items()}, report.unexpected
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["ours", "another's"])
-def test_a_tied_parameter_that_was_saved_with_two_values_is_refused(
-    ranks: Ranks, tmp_path: Path, strategy: str, kind: str
-) -> None:
+def test_a_tied_parameter_that_was_saved_with_two_values_is_refused(ranks: Ranks, tmp_path: Path, layout: str, kind: str) -> None:
     module = Untied(0).double()
     if kind == "ours":
         ech.train(Regression(module=module), [batch(4, 0)], max_epochs=1, callbacks=[Saver(tmp_path, save_every_n_updates=1)])
@@ -654,7 +652,7 @@ def test_a_tied_parameter_that_was_saved_with_two_values_is_refused(
     else:
         path = tmp_path / "model.safetensors"
         save_file({n: p.detach().clone() for n, p in module.named_parameters()}, path)
-    for said, took_first, unexpected in ranks(2, _was_untied, path, strategy, module.embed.weight.detach()):
+    for said, took_first, unexpected in ranks(2, _was_untied, path, layout, module.embed.weight.detach()):
         assert re.search(r"module\.head\.weight +other values +is module\.embed\.weight", said) and "strict=False" in said, said
         assert took_first == {"embed.weight": True}
         assert "module.head.weight" in unexpected
@@ -663,11 +661,11 @@ def test_a_tied_parameter_that_was_saved_with_two_values_is_refused(
 def _imported(paths: list[Path]) -> dict[str, float]:
     found: dict[str, float] = {}
     want = {n: p.detach() for n, p in net(3).named_parameters()}
-    for strategy in ("ddp", "fsdp", "zero1", "tp"):
+    for layout in ("ddp", "fsdp", "zero1", "tp"):
         for path in paths:
-            unit = make_unit(strategy, seed=1)
+            unit = make_unit(layout, seed=1)
             Saver.restore(path, unit)
-            found[strategy] = max(found.get(strategy, 0), largest_difference(whole(unit.module), want))
+            found[layout] = max(found.get(layout, 0), largest_difference(whole(unit.module), want))
     return found
 
 
@@ -675,12 +673,12 @@ def test_a_pickle_with_code_is_refused_and_does_not_run(tmp_path: Path) -> None:
     for name in ("model.pt", "model.bin"):
         (tmp_path / name).write_bytes(pickle.dumps({"a": Marked(tmp_path / "ran")}))
         with pytest.raises(CheckpointError, match="--trust-pickle"):
-            Saver.restore(tmp_path / name, make_unit("noop"))
+            Saver.restore(tmp_path / name, make_unit("none"))
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_checkpoints_own_files_hold_no_pickle(tmp_path: Path) -> None:
-    train_and_save(tmp_path, "noop", 2)
+    train_and_save(tmp_path, "none", 2)
     folder = tmp_path / "step-00000002"
     assert {p.suffix for p in folder.iterdir()} == {".json", ".safetensors"}
     assert load_file(folder / "tensors-00000.safetensors")  # the real library reads them
@@ -735,11 +733,11 @@ def test_a_url_is_a_folder_like_any_other(tmp_path: Path) -> None:
     url = "memory://bucket/run"
     fs = fsspec.filesystem("memory")
     saver = Saver(url, save_every_n_updates=2, keep_last_n_checkpoints=2)
-    assert not Saver.restore_from_latest(url, make_unit("noop"))
+    assert not Saver.restore_from_latest(url, make_unit("none"))
     fs.pipe_file("/bucket/run/step-00000009/tensors-00000.safetensors", b"of a killed save")
-    ech.train(make_unit("noop"), make_loader(), max_updates=6, callbacks=[saver])
+    ech.train(make_unit("none"), make_loader(), max_updates=6, callbacks=[saver])
     assert sorted(p.rsplit("/", 1)[1] for p in fs.ls("/bucket/run", detail=False)) == ["step-00000004", "step-00000006"]
-    unit, loader = make_unit("noop", seed=9), make_loader()
+    unit, loader = make_unit("none", seed=9), make_loader()
     newest = "/bucket/run/step-00000006/tensors-00000.safetensors"
     data = bytearray(fs.cat_file(newest))
     data[-1] ^= 1
@@ -747,7 +745,7 @@ def test_a_url_is_a_folder_like_any_other(tmp_path: Path) -> None:
     assert Saver.restore_from_latest(url, unit, train_dataloader=loader)
     assert unit.train_progress.num_steps_completed == 4
     ech.train(unit, loader, max_updates=8, callbacks=[Saver(url, async_checkpoint=True, save_every_n_updates=4)])
-    assert largest_difference(whole(unit.module), uninterrupted("noop", 8)) == 0
+    assert largest_difference(whole(unit.module), uninterrupted("none", 8)) == 0
     assert Saver.restore_from_latest(url, unit) and unit.train_progress.num_steps_completed == 8
 
 
@@ -760,7 +758,7 @@ def _save_by_url(folder: str) -> None:
 def test_ranks_write_to_a_url_together(ranks: Ranks, tmp_path: Path) -> None:
     """By the library of URLs; `place` would make a Path of this machine's files."""
     ranks(2, _save_by_url, str(tmp_path / "c"))
-    assert largest_difference(ranks(2, resume, tmp_path / "c", "ddp", 8)[0], uninterrupted("noop", 8)) < 1e-12
+    assert largest_difference(ranks(2, resume, tmp_path / "c", "ddp", 8)[0], uninterrupted("none", 8)) < 1e-12
 
 
 def test_a_url_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that hold what is trained: without the frozen base, under any strategy, and never on another base."""
+"""Checkpoints that hold what is trained: without the frozen base, under any layout, and never on another base."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Tuning(Regression):
 DATA = [batch(4, i) for i in range(6)]
 
 
-def _unit(strategy: str | None = None, seed: int = 0, **options: Any) -> Tuning:
-    return Tuning(module=Based(seed), strategy=strategy, **options)
+def _unit(layout: str | None = None, seed: int = 0, **options: Any) -> Tuning:
+    return Tuning(module=Based(seed), layout=layout, **options)
 
 
-def _train(folder: str | Path, strategy: str | None, steps: int, *, restore: bool = False, **options: Any) -> Any:
-    unit = _unit(strategy, **options)
+def _train(folder: str | Path, layout: str | None, steps: int, *, restore: bool = False, **options: Any) -> Any:
+    unit = _unit(layout, **options)
     saver = Saver(folder, options=ech.callbacks.SaveOptions(only_trained=True))
     if restore:
         assert Saver.restore_from_latest(folder, unit)
@@ -70,8 +70,8 @@ def _names(folder: Path) -> set[str]:
     return {n for n in json.loads((newest / "index.json").read_text()) if n.startswith("module.")}
 
 
-def _go_on(folder: str, strategy: str) -> Any:
-    unit = _unit(strategy)
+def _go_on(folder: str, layout: str) -> Any:
+    unit = _unit(layout)
     assert Saver.restore_from_latest(folder, unit)
     buffers = {n: b.clone() for n, b in unit.prepared.unwrapped.named_buffers()}
     return {**whole(unit.module), **buffers}
@@ -83,8 +83,8 @@ def test_frozen_parameters_are_left_out_and_any_strategy_goes_on(ranks: Ranks, t
         *("module.last.weight", "module.last.bias"),
         *(f"module.norm.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")),
     }
-    for strategy in ("zero1", "ddp"):
-        for got in ranks(2, _go_on, str(tmp_path), strategy):
+    for layout in ("zero1", "ddp"):
+        for got in ranks(2, _go_on, str(tmp_path), layout):
             assert largest_difference(got, saved) == 0
     alone = _go_on(str(tmp_path), None)  # type: ignore[arg-type]
     assert largest_difference(alone, saved) == 0 and not torch.equal(alone["norm.running_mean"], torch.zeros(8))

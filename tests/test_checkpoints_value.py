@@ -303,7 +303,7 @@ class Scored(Regression):
 
 
 def _train(checkpoints: Any, epochs: int, unit: Scored | None = None, evaluate: Any = (1,), **how: Any) -> Any:
-    unit = unit or Scored(strategy="ddp" if dist.is_initialized() else None)
+    unit = unit or Scored(layout="ddp" if dist.is_initialized() else None)
     held_out = [batch(2, n) for n in evaluate]
     try:
         ech.train(
@@ -322,7 +322,7 @@ SCORES = {3: 1.0, 6: 3.0, 9: 2.0, 12: 0.0}
 
 
 def _best_of(folder: Any, epochs: int, scores: dict[int, float] = SCORES, **options: Any) -> Any:
-    return _train(ech.Checkpoints(folder, keep=1, best="accuracy", **options), epochs, Scored(scores, strategy="ddp"))
+    return _train(ech.Checkpoints(folder, keep=1, best="accuracy", **options), epochs, Scored(scores, layout="ddp"))
 
 
 def test_the_best_by_a_logged_number_stays_beside_the_newest_at_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_updates_are_counted_whatever_they_accumulate(tmp_path: Path) -> None:
 
 
 def _stopped_in_evaluation(folder: Path, at: tuple[int, int] | None) -> Any:
-    unit = Scored(SCORES, strategy="ddp")
+    unit = Scored(SCORES, layout="ddp")
     unit.stops_at = at
     return _train(ech.Checkpoints(folder, best="accuracy"), 3, unit, evaluate=range(6))
 
@@ -367,7 +367,7 @@ def test_an_evaluation_that_a_signal_cuts_short_gives_no_number_and_the_resumed_
 
 def _names_another(folder: Path) -> str:
     with pytest.raises(UsageError) as caught:
-        _train(ech.Checkpoints(folder, best="f1"), 2, Scored(strategy="ddp"))
+        _train(ech.Checkpoints(folder, best="f1"), 2, Scored(layout="ddp"))
     return str(caught.value)
 
 

@@ -24,8 +24,8 @@ from tests.saving import Marked, make_loader, make_unit
 Saver = ech.DistributedCheckpointSaver
 
 
-def _save(folder: Path, strategy: str) -> dict[str, torch.Tensor]:
-    unit = make_unit(strategy)
+def _save(folder: Path, layout: str) -> dict[str, torch.Tensor]:
+    unit = make_unit(layout)
     unit.score = 0.25
     best = ech.callbacks.BestCheckpointConfig("score")
     saver = Saver(folder, save_every_n_updates=2, best_checkpoint_config=best)
@@ -51,7 +51,7 @@ def test_ls_shows_what_there_is_and_what_is_wrong(saved: Any, tmp_path: Path, ca
     for path in (folder, tmp_path / "run"):
         code, text = _run(capsys, "ls", path)
         head, first, second = text.splitlines()
-        assert code == 0 and head.split() == ["step", "time", "size", "ranks", "strategy", "metrics", "whole"]
+        assert code == 0 and head.split() == ["step", "time", "size", "ranks", "layout", "metrics", "whole"]
         assert first.split()[0] == "2" and second.split()[0] == "4"
         assert second.split()[-5:] == ["2", "fsdp", "score", "0.25", "yes"]
     (folder / "step-00000002" / "index.json").unlink()
@@ -132,7 +132,7 @@ def test_exports_are_read_by_others_and_come_back(saved: Any, tmp_path: Path, ca
     assert _run(capsys, "export", folder, tmp_path / "model.pt")[0] == 0
     assert largest_difference(torch.load(tmp_path / "model.pt", weights_only=True), want) == 0
     for path in (tmp_path / "one", tmp_path / "one" / "model.safetensors", tmp_path / "many", tmp_path / "model.pt"):
-        unit = make_unit("noop", seed=8)
+        unit = make_unit("none", seed=8)
         Saver.restore(path, unit)
         assert largest_difference(whole(unit.module), want) == 0
     code, text = _run(capsys, "export", folder, tmp_path / "one")
@@ -161,7 +161,7 @@ def test_a_foreign_pickle_needs_to_be_trusted(tmp_path: Path, capsys: pytest.Cap
     assert code == 1 and "--trust-pickle" in text and not (tmp_path / "ran").exists()
     assert _run(capsys, "import", tmp_path / "theirs.ckpt", tmp_path / "ours", "--trust-pickle")[0] == 0
     assert (tmp_path / "ran").exists()
-    unit = make_unit("noop", seed=8)
+    unit = make_unit("none", seed=8)
     Saver.restore(tmp_path / "ours", unit)
     assert largest_difference(whole(unit.module), dict(want)) == 0
     (tmp_path / "junk.pt").write_bytes(pickle.dumps([1]) + os.urandom(8))

@@ -1,4 +1,4 @@
-"""How often ranks wait for one another in a training step, apart from what the strategy sends: not at all, as a rule."""
+"""How often ranks wait for one another in a training step, apart from what the layout sends: not at all, as a rule."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Waiting(ech.Callback):
     def _counted(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # The strategy's own, which torch 2.11 sends by these names.
+            # The layout's own, which torch 2.11 sends by these names.
             by_fsdp = sys._getframe(1).f_globals["__name__"].startswith("torch.distributed.fsdp")
             self.count += self.counts and not by_fsdp and not kwargs.get("async_op", False)
             return collective(*args, **kwargs)
@@ -72,9 +72,9 @@ class ByHand(ech.TrainUnit[Any]):
 
     may_stop = False
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self, layout: str) -> None:
         super().__init__()
-        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), strategy=strategy)
+        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), layout=layout)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
 
     def train_step(self, state: ech.State, data: Any) -> None:
@@ -106,11 +106,11 @@ def waits_in_four_steps(folder: str) -> dict[str, int]:
         ("a loader without a length", Quiet, unsized, lambda at: []),
     ]
     for name, kind, loader, more in cases:
-        for strategy in ("ddp", "fsdp"):
+        for layout in ("ddp", "fsdp"):
             waiting = Waiting()
-            unit = kind(strategy=strategy)
-            ech.train(unit, loader, max_epochs=1, callbacks=[waiting, *more(f"{folder}/{strategy}")])
-            found[f"{name}, {strategy}"] = waiting.count
+            unit = kind(layout=layout)
+            ech.train(unit, loader, max_epochs=1, callbacks=[waiting, *more(f"{folder}/{layout}")])
+            found[f"{name}, {layout}"] = waiting.count
     return found
 
 
@@ -140,7 +140,7 @@ def steps_before_a_stop() -> list[int]:
     found = []
     for kind in (StopsAt, HandStopsAt):
         for may_stop in (True, False):
-            unit = type("Unit", (kind,), {"may_stop": may_stop})(strategy="ddp")
+            unit = type("Unit", (kind,), {"may_stop": may_stop})(layout="ddp")
             ech.train(unit, [batch(2, i) for i in range(STEPS)], max_epochs=2)
             found.append(unit.train_progress.num_steps_completed)
     return found

@@ -1,4 +1,4 @@
-"""Compilation block by block: the same numbers under every strategy, and how many graphs are made when."""
+"""Compilation block by block: the same numbers under every layout, and how many graphs are made when."""
 
 from __future__ import annotations
 
@@ -102,15 +102,15 @@ def test_blocks_that_use_their_number_are_all_compiled() -> None:
     assert seen == [9, 9, 9, 18, 18, 18, 18, 18]
 
 
-def _under(strategies: list[tuple[str, str, Any]]) -> dict[str, float]:
-    """Strategies with presets, fullgraph: hooks of fully_shard would break a graph that they were in."""
+def _under(layouts: list[tuple[str, str, Any]]) -> dict[str, float]:
+    """Layouts with presets, fullgraph: hooks of fully_shard would break a graph that they were in."""
     found = {}
-    for name, strategy, preset in strategies:
+    for name, layout, preset in layouts:
         torch._dynamo.reset()
         recomputed: Any = ech.layouts.ActivationCheckpointParams(memory_budget=preset) if isinstance(preset, float) else preset
         backend = "eager" if preset == "none" else "aot_eager"
         unit = Regression(
-            strategy=strategy,
+            layout=layout,
             compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend, fullgraph=True),
             activation_checkpoint_params=recomputed,
         )
@@ -206,7 +206,7 @@ class Drawing(nn.Module):
         return x * (torch.rand(x.shape) < 0.5)
 
 
-def _off_by(how: str, backend: str, budget: float, strategy: str = "noop", options: Any = None) -> float:
+def _off_by(how: str, backend: str, budget: float, layout: str = "none", options: Any = None) -> float:
     """How far the gradient of a compiled model is from the difference of two forward passes with the same seed, relatively."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -214,7 +214,7 @@ def _off_by(how: str, backend: str, budget: float, strategy: str = "noop", optio
     module = ech.layouts.prepare_module(
         module,
         CPU,
-        strategy=strategy,
+        layout=layout,
         compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend, options=options),
         activation_checkpoint_params=ech.layouts.ActivationCheckpointParams(memory_budget=budget),
     )
@@ -244,13 +244,13 @@ def _off_by(how: str, backend: str, budget: float, strategy: str = "noop", optio
 def test_a_backward_pass_under_a_budget_sees_the_random_numbers_of_the_forward_pass(
     ranks: Ranks, how: str, backend: str, options: Any, budget: float
 ) -> None:
-    (off,) = ranks(1, _off_by, how, backend, budget, "noop", options)
+    (off,) = ranks(1, _off_by, how, backend, budget, "none", options)
     assert off < 1e-6
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_random_numbers_are_kept_under_each_strategy(ranks: Ranks, strategy: str) -> None:
-    assert all(off < 1e-6 for off in ranks(2, _off_by, "dropout", "inductor", 0.6, strategy))
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_random_numbers_are_kept_under_each_strategy(ranks: Ranks, layout: str) -> None:
+    assert all(off < 1e-6 for off in ranks(2, _off_by, "dropout", "inductor", 0.6, layout))
 
 
 def test_a_budget_of_the_process_counts_as_one_of_the_model() -> None:

@@ -127,7 +127,7 @@ def _train(case: str, cp: int, dp: int) -> tuple[float, float, float]:
     windows = _windows(cp, dp, batch)
     unit = Language(
         module=make(),
-        strategy=ech.Layout(dp_shard=dp, cp=cp, ep=2 if case == "divided experts" else 1),
+        layout=ech.Layout(dp_shard=dp, cp=cp, ep=2 if case == "divided experts" else 1),
         gradient_accumulation_steps=2,
         **{"clip_grad_norm": float("inf"), **options},
     )
@@ -207,7 +207,7 @@ def test_attention_of_parts_is_that_of_the_whole(ranks: Ranks, cp: int) -> None:
 
 def _between_passes() -> dict[str, Any]:
     """Outside of a step, generation for example, everything is as in one process."""
-    unit = Language(module=lm(), strategy="cp=2")
+    unit = Language(module=lm(), layout="cp=2")
     x = tokens(2, 7, 0)["inputs"]  # a length that does not divide
     with torch.no_grad():
         same = bool((unit.module(x) - lm()(x)).abs().max() < 1e-14)
@@ -221,7 +221,7 @@ def test_without_a_step_under_way_nothing_is_split(ranks: Ranks) -> None:
 
 def _evaluated(cp: int) -> tuple[float, float, list[float]]:
     batches = [tokens(2 + i % 2, 8 * cp, i, ignored=0.5) for i in range(4)]
-    unit = Language(module=lm(), strategy=ech.Layout(cp=cp), by_tokens=True)
+    unit = Language(module=lm(), layout=ech.Layout(cp=cp), by_tokens=True)
     ech.evaluate(unit, batches)
     module, total, count = lm(), 0.0, 0
     for batch in batches:
@@ -236,7 +236,7 @@ def _evaluated(cp: int) -> tuple[float, float, list[float]]:
             far.append(float((outputs - module(data)).abs().max()))
 
     far: list[float] = []
-    ech.predict(Predicts(module=lm(), strategy=ech.Layout(cp=cp)), [b["inputs"] for b in batches])
+    ech.predict(Predicts(module=lm(), layout=ech.Layout(cp=cp)), [b["inputs"] for b in batches])
     return unit.eval_loss, total / count, far
 
 
@@ -250,7 +250,7 @@ def _own_loop() -> float:
     batches = [tokens(2, 16, i, ignored=0.3) for i in range(6)]
     module = lm()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, foreach=False)
-    model, optimizer, loader = ech.prepare(module, optimizer, batches, strategy="cp=2", accumulate=2)
+    model, optimizer, loader = ech.prepare(module, optimizer, batches, layout="cp=2", accumulate=2)
     for batch in loader:
         with ech.window(model, weight=int((batch["targets"] != -100).sum())) as window:
             loss = F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
@@ -267,7 +267,7 @@ def test_a_loop_of_ones_own_trains_like_one_process(ranks: Ranks) -> None:
 
 def _dropout() -> tuple[list[float], list[float], bool]:
     """Masks of one layer for equal tokens; what the loaders draw stays alike."""
-    unit = Language(module=lm(dropout=0.5), strategy="cp=2")
+    unit = Language(module=lm(dropout=0.5), layout="cp=2")
     same = torch.zeros(1, 16, dtype=torch.long)
     drawn: list[float] = []
     unit.module.blocks[0].mlp[2].register_forward_hook(
@@ -287,7 +287,7 @@ def test_ranks_of_one_sequence_drop_other_units(ranks: Ranks) -> None:
 
 def _resumed(folder: str, stop: int | None) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    unit = Language(module=lm(dropout=0.3), strategy="cp=2", optimizer="AdamW")
+    unit = Language(module=lm(dropout=0.3), layout="cp=2", optimizer="AdamW")
     loader = ech.Loader([tokens(1, 16, i) for i in range(12)], 2, seed=0, collate_fn=_rows)
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=3)
     ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
@@ -307,7 +307,7 @@ def test_a_resumed_run_with_dropout_is_bit_equal(ranks: Ranks, tmp_path: Path) -
 
 
 def _load_under_ddp(folder: str) -> dict[str, torch.Tensor]:
-    unit = Language(module=lm(seed=9), strategy="ddp", optimizer="AdamW")
+    unit = Language(module=lm(seed=9), layout="ddp", optimizer="AdamW")
     ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
     return whole(unit.module)
 
@@ -450,7 +450,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def _refused(case: str) -> str:
     make, how, _ = REFUSED[case]
     torch.manual_seed(0)
-    unit = Language(module=make().double(), strategy="cp=2", **({"loss": how["loss"]} if "loss" in how else {}))
+    unit = Language(module=make().double(), layout="cp=2", **({"loss": how["loss"]} if "loss" in how else {}))
     batch = how.get("batch") or tokens(2, how.get("length", 16), 0)
     with pytest.raises(UsageError) as raised:
         ech.train(unit, [batch, batch], max_epochs=1)
@@ -486,7 +486,7 @@ WEIGHTS: dict[str, tuple[Any, float, str | None]] = {
 def _weighs(name: str) -> tuple[float, str]:
     count, ignored, _ = WEIGHTS[name]
     batches = [tokens(2, 16, i, ignored=ignored) for i in range(4)]
-    unit = Weighs(count, module=lm(), strategy="cp=2")
+    unit = Weighs(count, module=lm(), layout="cp=2")
     try:
         ech.train(unit, batches, max_epochs=1)
     except UsageError as error:
@@ -504,7 +504,7 @@ def test_weights_of_parts_that_are_not_those_of_the_whole_are_refused(ranks: Ran
 
 
 def _compiled() -> tuple[str, float]:
-    options: dict[str, Any] = {"compile": ech.layouts.TorchCompileParams(backend="aot_eager"), "strategy": "cp=2"}
+    options: dict[str, Any] = {"compile": ech.layouts.TorchCompileParams(backend="aot_eager"), "layout": "cp=2"}
     with pytest.raises(UsageError) as raised:
         Language(module=lm(), activation_checkpoint_params="blocks", **options)
     batches = [[tokens(2, 16, 0)], [tokens(2, 16, 1)]]
@@ -545,7 +545,7 @@ def test_other_kernels_are_refused(which: str) -> None:
 def _unchecked() -> tuple[bool, list[list[int]]]:
     """Without the check, and with dimensions that are said, a batch that would be refused goes through."""
     unit = Language(
-        module=lm(), strategy=ech.Layout(cp=2, sequence_dim={"inputs": 1, "targets": 1, "image": None}, check_context=False)
+        module=lm(), layout=ech.Layout(cp=2, sequence_dim={"inputs": 1, "targets": 1, "image": None}, check_context=False)
     )
     batch = {**tokens(2, 16, 0), "image": torch.zeros(2, 3, 16)}
     part = unit.prepared.part_of(batch)
@@ -560,7 +560,7 @@ def test_dimensions_can_be_said(ranks: Ranks) -> None:
 
 def _no_sequence(phase: str) -> tuple[str, bool]:
     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double()
-    unit = Regression(module=module, strategy="cp=2")
+    unit = Regression(module=module, layout="cp=2")
     with pytest.raises(UsageError) as caught:
         if phase == "train":
             ech.train(unit, [models.batch(8, 0)], max_epochs=1)
@@ -579,7 +579,7 @@ def test_features_taken_for_a_sequence_are_named_with_the_line_of_the_user(ranks
 
 def _recomputed_elsewhere() -> float:
     """On a GPU a backward pass recomputes in a thread of torch's own, where a mode of this thread does not act."""
-    unit = Language(module=lm(), strategy="cp=2", activation_checkpoint_params="blocks")
+    unit = Language(module=lm(), layout="cp=2", activation_checkpoint_params="blocks")
     part = unit.prepared.part_of(tokens(2, 16, 0))
     block, made = unit.module.blocks[0], []
     with unit.prepared.accumulate(True):
@@ -596,11 +596,11 @@ def test_another_thread_attends_to_all_keys_too(ranks: Ranks) -> None:
     assert ranks(2, _recomputed_elsewhere) == [0.0, 0.0]
 
 
-def _prepared_alone(strategy: str) -> str:
+def _prepared_alone(layout: str) -> str:
     with pytest.raises(UsageError) as caught:
-        ech.layouts.prepare_module(nn.Linear(2, 2), torch.device("cpu"), strategy=strategy)
+        ech.layouts.prepare_module(nn.Linear(2, 2), torch.device("cpu"), layout=layout)
     return str(caught.value)
 
 
 def test_a_step_of_ones_own_cannot_follow_parts_of_sequences(ranks: Ranks) -> None:
-    assert all("prepare_module must have a strategy without cp and pp" in said for said in ranks(2, _prepared_alone, "cp=2"))
+    assert all("prepare_module must have a layout without cp and pp" in said for said in ranks(2, _prepared_alone, "cp=2"))

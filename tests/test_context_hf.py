@@ -126,12 +126,12 @@ def _their_loss(module: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return module(input_ids=batch["input_ids"], labels=batch["labels"]).loss  # type: ignore[no-any-return]
 
 
-def _far(model: str, kind: str, options: dict[str, Any], loss: Any = _own_loss, strategy: str = "cp=2") -> tuple[float, float]:
+def _far(model: str, kind: str, options: dict[str, Any], loss: Any = _own_loss, layout: str = "cp=2") -> tuple[float, float]:
     causal = model not in _MASKED
     windows = [[_batch(kind, 2 * i), _batch(kind, 2 * i + 1)] for i in range(5)]
     unit = Language(
         module=_made(model),
-        strategy=strategy,
+        layout=layout,
         gradient_accumulation_steps=2,
         by_tokens=causal,
         loss=loss,
@@ -206,7 +206,7 @@ REFUSED = [
 
 def _refused(model: str, kind: str) -> str:
     with pytest.raises(UsageError) as raised:
-        ech.train(Language(module=_made(model), strategy="cp=2", loss=_own_loss), [_batch(kind, 0)], max_epochs=1)
+        ech.train(Language(module=_made(model), layout="cp=2", loss=_own_loss), [_batch(kind, 0)], max_epochs=1)
     return str(raised.value)
 
 
@@ -223,7 +223,7 @@ def _asked_of_routers() -> str:
         return module(**batch, output_router_logits=True).loss  # type: ignore[no-any-return]
 
     with pytest.raises(UsageError) as raised:
-        ech.train(Language(module=_made("experts"), strategy="cp=2", loss=loss), [_batch("plain", 0)], max_epochs=1)
+        ech.train(Language(module=_made("experts"), layout="cp=2", loss=loss), [_batch("plain", 0)], max_epochs=1)
     return str(raised.value)
 
 
@@ -233,7 +233,7 @@ def test_a_loss_of_routers_is_refused_however_it_is_asked_for(ranks: Ranks) -> N
 
 def _outside() -> float:
     """Without a step under way the model is the author's."""
-    unit = Language(module=_made("llama"), strategy="cp=2", loss=_own_loss)
+    unit = Language(module=_made("llama"), layout="cp=2", loss=_own_loss)
     batch = _batch("padded", 0)
     with torch.no_grad():
         return float((unit.module(**batch).logits - _made("llama")(**batch).logits).abs().max())

@@ -130,9 +130,9 @@ def _states(module: nn.Module) -> tuple[dict[str, torch.Tensor], list[bool]]:
     return whole(module), [p.grad is None for p in module.parameters()]
 
 
-def _refused(module: nn.Module, loss: Any = loss_of, strategy: str = "cp=2", **options: Any) -> str:
+def _refused(module: nn.Module, loss: Any = loss_of, layout: str = "cp=2", **options: Any) -> str:
     """What is said before the first update; parameters and gradients are as before."""
-    unit = Language(module=module.double(), strategy=strategy, loss=loss, **options)
+    unit = Language(module=module.double(), layout=layout, loss=loss, **options)
     before, without = _states(unit.module)
     with pytest.raises(UsageError) as raised:
         ech.train(unit, [tokens(3, 32, 0), tokens(3, 32, 1)], max_epochs=1)
@@ -142,9 +142,9 @@ def _refused(module: nn.Module, loss: Any = loss_of, strategy: str = "cp=2", **o
     return str(raised.value)
 
 
-def _hidden(name: str, strategy: str) -> str:
+def _hidden(name: str, layout: str) -> str:
     torch.manual_seed(0)
-    return _refused(HIDDEN[name](), strategy=strategy)
+    return _refused(HIDDEN[name](), layout=layout)
 
 
 @pytest.mark.parametrize("name", HIDDEN)
@@ -153,9 +153,9 @@ def test_what_begins_at_zero_is_seen(ranks: Ranks, name: str) -> None:
         assert "would change the model" in said, said
 
 
-@pytest.mark.parametrize("strategy", ["dp_shard=2,cp=2", "tp=2,cp=2"])
-def test_of_shards_too_on_all_ranks(ranks: Ranks, strategy: str) -> None:
-    said = ranks(4, _hidden, "positions", strategy)
+@pytest.mark.parametrize("layout", ["dp_shard=2,cp=2", "tp=2,cp=2"])
+def test_of_shards_too_on_all_ranks(ranks: Ranks, layout: str) -> None:
+    said = ranks(4, _hidden, "positions", layout)
     assert len(set(said)) == 1 and "would change the model" in said[0], said
 
 
@@ -282,7 +282,7 @@ def _other_shapes() -> list[str]:
     for make, loss in ((Transposed, _of_transposed), (Flat, _of_flat)):
         torch.manual_seed(0)
         try:
-            ech.train(Language(module=make().double(), strategy="cp=2", loss=loss), [tokens(3, 64, 0)], max_epochs=1)
+            ech.train(Language(module=make().double(), layout="cp=2", loss=loss), [tokens(3, 64, 0)], max_epochs=1)
             found.append("")
         except UsageError as error:
             found.append(str(error))
@@ -300,7 +300,7 @@ def _shifts_in_place(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch
 
 def _in_16_bits(loss: Any) -> str:
     torch.manual_seed(0)
-    unit = Language(module=lm().bfloat16(), strategy="cp=2", loss=loss)
+    unit = Language(module=lm().bfloat16(), layout="cp=2", loss=loss)
     try:
         ech.train(unit, [tokens(3, 32, 0)], max_epochs=1)
     except UsageError as error:
@@ -314,7 +314,7 @@ def test_rounding_hides_no_loss(ranks: Ranks) -> None:
 
 
 def _evaluates() -> str:
-    unit = Language(module=lm(), strategy="cp=2", loss=_last)
+    unit = Language(module=lm(), layout="cp=2", loss=_last)
     with pytest.raises(UsageError) as raised:
         ech.evaluate(unit, [tokens(2, 32, 0)])
     return str(raised.value)
@@ -325,7 +325,7 @@ def test_an_evaluation_is_refused_too(ranks: Ranks) -> None:
 
 
 def _normalised(by_tokens: bool) -> str:
-    unit = Language(module=lm(), strategy="cp=2", loss=_by_sequence, by_tokens=by_tokens)
+    unit = Language(module=lm(), layout="cp=2", loss=_by_sequence, by_tokens=by_tokens)
     with pytest.raises(UsageError) as raised:
         ech.train(unit, [tokens(3, 32, seed, ignored=0.4) for seed in range(2)], max_epochs=1)
     return str(raised.value)
@@ -366,7 +366,7 @@ def _trains(name: str) -> float:
     loss, ignored = FINE[name]
     batches = [tokens(2, 32, seed, ignored=ignored) for seed in range(3)]
     torch.manual_seed(5)
-    unit = Language(module=lm(), strategy="cp=2", loss=loss, by_tokens=True)
+    unit = Language(module=lm(), layout="cp=2", loss=loss, by_tokens=True)
     ech.train(unit, batches, max_epochs=1)
     return largest_difference(whole(unit.module), plain(lm(), [[b] for b in batches], loss=loss, by_tokens=True)[0])
 
@@ -395,7 +395,7 @@ class Counts(Language):
 
 def _calls() -> tuple[int, float, int, bool, bool]:
     torch.manual_seed(0)
-    unit = Counts(module=lm(), strategy="cp=2")
+    unit = Counts(module=lm(), layout="cp=2")
     ech.train(unit, [tokens(2, 32, 0)] * 2, max_epochs=1)
     return unit.calls, float(unit.seen), len(unit.kept), unit.module.training, torch.is_grad_enabled()
 
@@ -420,7 +420,7 @@ class Teaches(Language):
 
 def _taught(check: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    unit = Teaches(module=lm(), strategy=ech.Layout(cp=2, check_context=check))
+    unit = Teaches(module=lm(), layout=ech.Layout(cp=2, check_context=check))
     ech.train(unit, [tokens(2, 32, 0)] * 2, max_epochs=1)
     return {name: p.clone() for name, p in unit.teachers[0].named_parameters()}
 
@@ -432,7 +432,7 @@ def test_a_teacher_that_follows_within_the_loss_does_not_move_in_the_comparison(
 
 def _with_dropout(check: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    unit = Language(module=lm(dropout=0.3), strategy=ech.Layout(cp=2, check_context=check), activation_checkpoint_params="blocks")
+    unit = Language(module=lm(dropout=0.3), layout=ech.Layout(cp=2, check_context=check), activation_checkpoint_params="blocks")
     ech.train(unit, [tokens(2, 32, seed) for seed in range(2)], max_epochs=1)
     return whole(unit.module)
 
@@ -452,7 +452,7 @@ class Noisy(Language):
 
 
 def _noise() -> int:
-    unit = Noisy(module=lm(), strategy="cp=2")
+    unit = Noisy(module=lm(), layout="cp=2")
     ech.train(unit, [tokens(2, 32, seed) for seed in range(2)], max_epochs=1)
     return unit.window.updates
 
@@ -469,7 +469,7 @@ def _own_loop(name: str) -> str:
     make, loss = {**LOSSES, **{name: (lm, loss) for name, (loss, _) in FINE.items()}}[name]
     module = make()
     model, optimizer, loader = ech.prepare(
-        module, torch.optim.SGD(module.parameters(), 0.1), [tokens(2, 32, seed) for seed in range(2)], strategy="cp=2"
+        module, torch.optim.SGD(module.parameters(), 0.1), [tokens(2, 32, seed) for seed in range(2)], layout="cp=2"
     )
     try:
         for batch in loader:

@@ -71,7 +71,7 @@ def copies_beside(wrap: Any) -> nn.Module:
 def beside() -> dict[str, Any]:
     """What the unit is given."""
     mesh = grid("dp", "model")
-    return {"module": by_hand(net(), mesh["model"]), "strategy": ech.FSDPStrategy(device_mesh=mesh["dp"])}
+    return {"module": by_hand(net(), mesh["model"]), "layout": ech.FSDPStrategy(device_mesh=mesh["dp"])}
 
 
 def declared_copies() -> nn.Module:
@@ -104,7 +104,7 @@ HANDS: dict[str, tuple[int, Any, Any, list[tuple[int, int, bool]]]] = {
         split,
         [(0, 2, False), (0, 2, True), (1, 2, False), (1, 2, True)],
     ),
-    "a strategy over the axis beside": (
+    "a layout over the axis beside": (
         4,
         beside,
         net,
@@ -223,10 +223,10 @@ def _refused() -> dict[str, str]:
     mesh = grid("dp", "cp")
     cases: dict[str, Any] = {
         "by hand": lambda: Regression(module=fully_shard(net(), mesh=mesh)),
-        "by a strategy": lambda: Regression(strategy=ech.FSDPStrategy(device_mesh=mesh)),
+        "by a layout": lambda: Regression(layout=ech.FSDPStrategy(device_mesh=mesh)),
         "ddp": lambda: Regression(module=DistributedDataParallel(net(), device_mesh=mesh["cp"])),
-        "sharded twice": lambda: Regression(module=by_hand(net(), mesh["cp"]), strategy="fsdp"),
-        "whole": lambda: Regression(module=by_hand(net(), mesh["cp"]), strategy="ddp"),
+        "sharded twice": lambda: Regression(module=by_hand(net(), mesh["cp"]), layout="fsdp"),
+        "whole": lambda: Regression(module=by_hand(net(), mesh["cp"]), layout="ddp"),
         "some ranks": lambda: Regression(module=by_hand(net(), mesh["cp"])),
         "nobody averages": lambda: Regression(module=_declared(by_hand(net(), mesh["cp"]), mesh["dp"])),
     }
@@ -245,7 +245,7 @@ def _declared(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def test_what_cannot_be_known_is_refused_and_the_axis_named(ranks: Ranks) -> None:
     for said in ranks(4, _refused):
-        for name in ("by hand", "by a strategy", "ddp"):
+        for name in ("by hand", "by a layout", "ddp"):
             assert "'cp'" in said[name] and "echelon.layouts.data_axes(module, mesh[" in said[name], said[name]
         for name in ("sharded twice", "whole"):
             assert "'cp'" in said[name] and 'FSDPStrategy(device_mesh=mesh["dp"])' in said[name], said[name]

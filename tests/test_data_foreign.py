@@ -190,7 +190,7 @@ def _told(loader: str) -> str:
     log = logging.getLogger("echelon.loop.undivided")
     log.addHandler(handler)
     try:
-        ech.train(Regression(strategy="ddp"), made[loader](), max_updates=2)
+        ech.train(Regression(layout="ddp"), made[loader](), max_updates=2)
     finally:
         log.removeHandler(handler)
     return "".join(records)

@@ -61,10 +61,10 @@ def _folder(root: str, optimizer: str, name: str) -> Path:
 OPTIMIZERS = ("SGD", "AdamW")
 
 
-def _run(strategy: Any, root: str, name: str) -> None:
+def _run(layout: Any, root: str, name: str) -> None:
     """On each rank, in float64."""
     for optimizer in OPTIMIZERS:
-        run_row(_target(optimizer), Row(name, 0, strategy, 2), str(_folder(root, optimizer, name)), UPDATES, torch.float64, 0, 5)
+        run_row(_target(optimizer), Row(name, 0, layout, 2), str(_folder(root, optimizer, name)), UPDATES, torch.float64, 0, 5)
 
 
 def _refer(root: str) -> None:
@@ -81,7 +81,7 @@ def references(standing_ranks: StandingRanksBySize, tmp_path_factory: pytest.Tem
     @functools.cache
     def made() -> str:
         root = str(tmp_path_factory.mktemp("directions"))
-        standing_ranks(1, _run, "noop", root, "plain")
+        standing_ranks(1, _run, "none", root, "plain")
         standing_ranks(1, _refer, root)
         return root
 
@@ -116,9 +116,9 @@ FIRST = ("shards x pp",)  # the others are in `make test-all`
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in FIRST else pytest.mark.full) for way in WAYS])
 def test_twenty_updates_equal_one_process(standing_ranks: StandingRanksBySize, references: Callable[[], str], way: str) -> None:
-    ranks, strategy = WAYS[way]
+    ranks, layout = WAYS[way]
     root = references()
-    standing_ranks(ranks, _run, strategy, root, way, timeout_s=240)
+    standing_ranks(ranks, _run, layout, root, way, timeout_s=240)
     for optimizer in OPTIMIZERS:
         mine, right = _folder(root, optimizer, way), _folder(root, optimizer, "reference")
         records = load_records([mine / f"rank{r}.pt" for r in range(ranks)])

@@ -22,7 +22,7 @@ SAVED, ALL = 2, 4  # updates before the save, and in all; each of two micro-batc
 
 # name: ranks, strategy
 LAYOUTS: dict[str, tuple[int, Any]] = {
-    "one": (1, "noop"),
+    "one": (1, "none"),
     "ddp": (2, "ddp"),
     "fsdp": (4, "fsdp"),
     "cp": (2, "cp=2"),
@@ -45,7 +45,7 @@ def _data() -> ech.Loader:
 def _unit(strategy: Any) -> Unit:
     torch.manual_seed(3)
     module = Language(4)
-    return Unit("AdamW", module, strategy=strategy, gradient_accumulation_steps=2)
+    return Unit("AdamW", module, layout=strategy, gradient_accumulation_steps=2)
 
 
 def _train(strategy: Any, folder: str, steps: int, restores: bool) -> None:

@@ -121,10 +121,10 @@ class _Speaks(ech.AutoUnit[Any]):
         return torch.optim.AdamW(module.parameters(), lr=0.01), None
 
 
-def _trained(head: str, strategy: Any, **options: Any) -> dict[str, torch.Tensor]:
+def _trained(head: str, layout: Any, **options: Any) -> dict[str, torch.Tensor]:
     with _whatever_their_bytes():
-        unit = _Speaks(module=_speaker(head), device=CPU, strategy=strategy, clip_grad_norm=0.5, **options)
-    rank, size = (unit.prepared.dp_rank, unit.prepared.dp_size) if strategy != "noop" else (0, 1)
+        unit = _Speaks(module=_speaker(head), device=CPU, layout=layout, clip_grad_norm=0.5, **options)
+    rank, size = (unit.prepared.dp_rank, unit.prepared.dp_size) if layout != "none" else (0, 1)
     data = [tuple(t.chunk(size)[rank] for t in each) for each in _batches()]
     ech.train(unit, data, max_epochs=1)
     ech.evaluate(unit, data)
@@ -135,7 +135,7 @@ def _trained(head: str, strategy: Any, **options: Any) -> dict[str, torch.Tensor
 HEADS = ("own", "tied", "read", "before", "outside")
 
 
-# Of each way: the strategy, and options of the unit.
+# Of each way: the layout, and options of the unit.
 WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
     "zero2": ("zero2", {}),
@@ -164,7 +164,7 @@ def test_they_train_as_one_process_does(ranks: Ranks, cases: list[tuple[str, str
 
 @functools.cache
 def _alone(head: str, window: int) -> dict[str, torch.Tensor]:
-    return _trained(head, "noop", gradient_accumulation_steps=window)
+    return _trained(head, "none", gradient_accumulation_steps=window)
 
 
 def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:
@@ -188,7 +188,7 @@ def _left_to_the_root() -> dict[str, Any]:
     log.addHandler(lines)
     log.setLevel(logging.INFO)
     with _whatever_their_bytes():
-        module: Any = prepare_module(_speaker("own"), CPU, strategy="fsdp")
+        module: Any = prepare_module(_speaker("own"), CPU, layout="fsdp")
     seen: dict[str, list[str]] = {}
 
     def look(place: str) -> Any:

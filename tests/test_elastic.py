@@ -191,10 +191,10 @@ class Tokens(Regression):
         self.shown.append([float(len(data[0])), *results.outputs.flatten().tolist()])
 
 
-def _train_in_pieces(strategy: str | None, planned: int | None, accumulation: int) -> dict[str, Any]:
+def _train_in_pieces(layout: str | None, planned: int | None, accumulation: int) -> dict[str, Any]:
     impose(Overrides(planned_ranks=planned))
     try:
-        unit = Tokens(strategy=strategy, gradient_accumulation_steps=accumulation)
+        unit = Tokens(layout=layout, gradient_accumulation_steps=accumulation)
         accumulate, reduced = unit.prepared.accumulate, list[bool]()
         unit.prepared.accumulate = lambda last: reduced.append(last) or accumulate(last)  # type: ignore[method-assign,func-returns-value]
         loader = ech.Loader(_data(), GLOBAL_BATCH, seed=5, accumulation=accumulation)
@@ -416,7 +416,7 @@ class Unit(Regression):
 ech.init_from_env()
 ech.seed(0)
 loader = ech.Loader(torch.utils.data.TensorDataset(*batch(48, 0)), 8, seed=1)
-unit = Unit(lr=1e-6, strategy="ddp" if os.environ["WORLD_SIZE"] != "1" else "noop")
+unit = Unit(lr=1e-6, layout="ddp" if os.environ["WORLD_SIZE"] != "1" else "none")
 ech.train(unit, loader, max_epochs=10**6, callbacks=[ech.DistributedCheckpointSaver("c")])
 """
 
@@ -494,7 +494,7 @@ class Slow(Regression):
         return super().compute_loss(state, data)
 
 ech.init_from_env()
-unit = Slow(strategy="ddp")
+unit = Slow(layout="ddp")
 loader = ech.Loader(torch.utils.data.TensorDataset(*batch(38, 0)), 8, seed=1, num_workers=workers)
 saver = ech.DistributedCheckpointSaver
 went_on = saver.restore_from_latest("ckpt", unit, train_dataloader=loader)

@@ -76,30 +76,30 @@ class Dying(ech.Callback):
             raise KeyError("died")
 
 
-def _trained(strategy: str, accumulation: int, folder: str) -> tuple[dict[str, torch.Tensor], float, int]:
+def _trained(layout: str, accumulation: int, folder: str) -> tuple[dict[str, torch.Tensor], float, int]:
     for at in (3 * accumulation, None):  # dies behind an update without weight, and before another
-        unit = Masked(strategy=strategy, gradient_accumulation_steps=accumulation, clip_grad_norm=1e9)
+        unit = Masked(layout=layout, gradient_accumulation_steps=accumulation, clip_grad_norm=1e9)
         loader = _loader(accumulation=accumulation)
-        saver = ech.DistributedCheckpointSaver(f"{folder}/{strategy}", save_every_n_updates=1)
-        saver.restore_from_latest(f"{folder}/{strategy}", unit, train_dataloader=loader)
+        saver = ech.DistributedCheckpointSaver(f"{folder}/{layout}", save_every_n_updates=1)
+        saver.restore_from_latest(f"{folder}/{layout}", unit, train_dataloader=loader)
         with contextlib.suppress(KeyError):
             ech.train(unit, loader, max_epochs=EPOCHS, callbacks=[saver, *([Dying(at)] if at is not None else [])])
     return whole(unit.module), unit.optimizer.param_groups[0]["lr"], unit.window.updates
 
 
-@pytest.mark.parametrize(("strategy", "accumulation"), [("ddp", 1), ("fsdp", 2), ("zero1", 1)])
-def test_the_run_goes_on_and_resumes(ranks: Ranks, tmp_path: Path, strategy: str, accumulation: int) -> None:
+@pytest.mark.parametrize(("layout", "accumulation"), [("ddp", 1), ("fsdp", 2), ("zero1", 1)])
+def test_the_run_goes_on_and_resumes(ranks: Ranks, tmp_path: Path, layout: str, accumulation: int) -> None:
     want = _plain()
-    for ours, lr, updates in ranks(2, _trained, strategy, accumulation, str(tmp_path)):
+    for ours, lr, updates in ranks(2, _trained, layout, accumulation, str(tmp_path)):
         assert largest_difference(ours, want) < 1e-12
         assert lr == pytest.approx(LR * 0.5**4) and updates == EPOCHS * len(CHOSEN)
 
 
-def _own(strategy: str) -> tuple[dict[str, torch.Tensor], float, list[float]]:
+def _own(layout: str) -> tuple[dict[str, torch.Tensor], float, list[float]]:
     module = net()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
     schedule: Any = _halved(optimizer)
-    model, optimizer, schedule, loader = ech.prepare(module, optimizer, schedule, _loader(), strategy=strategy)
+    model, optimizer, schedule, loader = ech.prepare(module, optimizer, schedule, _loader(), layout=layout)
     losses = []
     for _ in ech.epochs(loader, EPOCHS):
         for x, y, chosen in loader:
@@ -113,16 +113,16 @@ def _own(strategy: str) -> tuple[dict[str, torch.Tensor], float, list[float]]:
     return whole(model), optimizer.param_groups[0]["lr"], losses
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_loop_of_ones_own_goes_on(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_loop_of_ones_own_goes_on(ranks: Ranks, layout: str) -> None:
     want = _plain()
-    for ours, lr, losses in ranks(2, _own, strategy):
+    for ours, lr, losses in ranks(2, _own, layout):
         assert largest_difference(ours, want) < 1e-12 and lr == pytest.approx(LR * 0.5**4)
         assert [loss == 0 for loss in losses] == [not any(chosen) for chosen in CHOSEN] * EPOCHS
 
 
 def _pipeline() -> dict[str, torch.Tensor]:
-    unit = Masked(strategy="pp=2", gradient_accumulation_steps=2)
+    unit = Masked(layout="pp=2", gradient_accumulation_steps=2)
     ech.train(unit, _loader(accumulation=2), max_epochs=EPOCHS)
     held = {n for n, p in unit.module.named_parameters() if p.numel()}
     return {n: p for n, p in whole(unit.module).items() if n in held}
@@ -144,7 +144,7 @@ def test_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def _nothing() -> str:
-    unit = Masked(strategy="ddp")
+    unit = Masked(layout="ddp")
     data = [(*batch(4, i), torch.zeros(4, dtype=torch.float64)) for i in range(50)]
     with pytest.raises(ech.EchelonError) as caught:
         ech.train(unit, data, max_epochs=1)

@@ -1,6 +1,6 @@
-"""Every strategy trains as one process in plain PyTorch does: twenty updates on 2 and 4 ranks, with prove's own engine.
+"""Every layout trains as one process in plain PyTorch does: twenty updates on 2 and 4 ranks, with prove's own engine.
 
-A layout that is added to LAYOUTS is tested here by existing. All cases of a strategy share one start of its ranks.
+A layout that is added to LAYOUTS is tested here by existing. All cases of a layout share one start of its ranks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Tokens(ech.AutoUnit[Any]):
     """Least squares over the rows that a mask leaves, weighed by them, clipped."""
 
     def __init__(self, case: Case, module: nn.Module) -> None:
-        super().__init__(module=module, strategy="ddp", clip_grad_norm=None if case.shape == "frozen" else 0.5)
+        super().__init__(module=module, layout="ddp", clip_grad_norm=None if case.shape == "frozen" else 0.5)
         self.case, self.updates = case, 0
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
@@ -126,13 +126,13 @@ def _target(case: Case) -> Target:
     return Target(make_unit=functools.partial(_unit, case), make_data=functools.partial(_data, case))
 
 
-def _tolerant(strategy: Any, case: Case) -> Any:
+def _tolerant(layout: Any, case: Case) -> Any:
     """DistributedDataParallel must be told that parameters may stay unused; FSDP need not."""
-    if case.has_unused_layers and strategy == "ddp":
+    if case.has_unused_layers and layout == "ddp":
         return ech.DDPStrategy(find_unused_parameters=True)
-    if case.has_unused_layers and strategy == "zero1":
+    if case.has_unused_layers and layout == "zero1":
         return ech.DDPStrategy(find_unused_parameters=True, shard_optimizer=True)
-    return strategy
+    return layout
 
 
 def _folder(root: str, case: Case, name: str) -> Path:
@@ -141,10 +141,10 @@ def _folder(root: str, case: Case, name: str) -> Path:
     return path
 
 
-def _run_all(strategy: Any, cases: Sequence[Case], root: str, name: str, updates: int) -> None:
+def _run_all(layout: Any, cases: Sequence[Case], root: str, name: str, updates: int) -> None:
     """On each rank: all cases, one after the other."""
     for case in cases:
-        row = Row(name, 0, _tolerant(strategy, case), case.accumulation)
+        row = Row(name, 0, _tolerant(layout, case), case.accumulation)
         run_row(_target(case), row, str(_folder(root, case, name)), updates, case.torch_dtype, 0, every=5)
 
 
@@ -170,7 +170,7 @@ WAYS["tp x fsdp on 4"] = (4, ech.Layout(tp=2))
 WAYS["tp x hsdp on 4"] = (4, ech.Layout(tp=1, dp_replicate=2))
 
 
-# In `make test` each strategy is on two ranks, and hsdp, which divides ranks in two ways, on four.
+# In `make test` each layout is on two ranks, and hsdp, which divides ranks in two ways, on four.
 FIRST = "ddp on 2"
 MORE = tuple(way for way, (ranks, _) in WAYS.items() if ranks == 4 and way != "hsdp on 4")
 
@@ -193,10 +193,10 @@ def references(standing_ranks: StandingRanksBySize, tmp_path_factory: pytest.Tem
 
 
 def _check(standing_ranks: StandingRanksBySize, references: References, way: str, cases: list[Case], updates: int) -> None:
-    ranks, strategy = WAYS[way]
+    ranks, layout = WAYS[way]
     root = references(cases, updates)
     if way != FIRST:
-        standing_ranks(ranks, _run_all, strategy, cases, root, way, updates, timeout_s=120)
+        standing_ranks(ranks, _run_all, layout, cases, root, way, updates, timeout_s=120)
     for case in cases:
         mine, right = _folder(root, case, way), _folder(root, case, "reference")
         records = [torch.load(mine / f"rank{r}.pt", weights_only=False) for r in range(ranks)]

@@ -84,17 +84,17 @@ def test_it_learns_on_two_ranks_and_goes_on_when_it_is_started_again(echelon_com
 @pytest.mark.full
 def test_fsdp_learns_the_same(echelon_command: Command) -> None:
     """One of them: that fsdp trains the numbers of ddp is what `echelon prove` says of each below."""
-    _assert_learned("gan.py", _start(echelon_command, "gan.py", *RUNS["gan.py"][0], "--strategy", "fsdp"))
+    _assert_learned("gan.py", _start(echelon_command, "gan.py", *RUNS["gan.py"][0], "--layout", "fsdp"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", RUNS)
 def test_echelon_prove_agrees(echelon_command: Command, name: str) -> None:
     """Not with accumulation: batch norm and a contrastive loss are over the batch that is computed at once."""
-    options = ("--float64", "--strategies", "ddp,fsdp", "--ranks", "2", "--accumulation", "1", "--updates", "2")
+    options = ("--float64", "--layouts", "ddp,fsdp", "--ranks", "2", "--accumulation", "1", "--updates", "2")
     done = echelon_command("prove", *options, "--json", str(EXAMPLES / name), "--toy", timeout_s=300.0)
     rows = json.loads(done.stdout)["rows"]
-    # And with SGD in place of its optimizer; not of a step of its own. The strategy of the experts is a row more.
+    # And with SGD in place of its optimizer; not of a step of its own. The layout of the experts is a row more.
     assert done.returncode == 0 and len(rows) == {"gan.py": 2, "moe.py": 5}.get(name, 4), done.stdout + done.stderr
     assert {row["verdict"] for row in rows} == {"agrees"}, rows
 
@@ -115,7 +115,7 @@ def _modules() -> Any:
     return contrastive
 
 
-def _gradients(strategy: str) -> tuple[dict[str, torch.Tensor], float]:
+def _gradients(layout: str) -> tuple[dict[str, torch.Tensor], float]:
     """Of the example's own unit, over 8 pairs which the ranks share."""
     import torch.distributed as dist
 
@@ -125,13 +125,13 @@ def _gradients(strategy: str) -> tuple[dict[str, torch.Tensor], float]:
     try:
         example = _modules()
         torch.manual_seed(0)
-        unit = example.Contrast(module=example.Towers(), device=torch.device("cpu"), strategy=strategy)
+        unit = example.Contrast(module=example.Towers(), device=torch.device("cpu"), layout=layout)
         taken: dict[str, torch.Tensor] = {}
 
         def take(*_: Any) -> None:
             for name, parameter in unit.prepared.unwrapped.named_parameters():
                 assert parameter.grad is not None
-                taken[name] = (parameter.grad.full_tensor() if strategy == "fsdp" and parameter.dim() else parameter.grad).clone()
+                taken[name] = (parameter.grad.full_tensor() if layout == "fsdp" and parameter.dim() else parameter.grad).clone()
 
         unit.optimizer.register_step_pre_hook(take)
         ech.train(unit, ech.Loader(example.views(8), 8, shuffle=False), max_epochs=1)
@@ -155,12 +155,12 @@ def test_the_gathered_gradient_is_that_of_one_process(ranks: Ranks, monkeypatch:
         loss.backward()
     finally:
         torch.set_default_dtype(torch.float32)
-    for strategy in ("ddp", "fsdp"):
-        for taken, own in ranks(2, _gradients, strategy):
+    for layout in ("ddp", "fsdp"):
+        for taken, own in ranks(2, _gradients, layout):
             assert own == pytest.approx(float(loss.detach()), abs=1e-12)
             for name, parameter in module.named_parameters():
                 assert parameter.grad is not None
-                assert float((taken[name] - parameter.grad).abs().max()) < 1e-10, (strategy, name)
+                assert float((taken[name] - parameter.grad).abs().max()) < 1e-10, (layout, name)
 
 
 # --- vision: batch norm over all ranks
@@ -186,7 +186,7 @@ def _small(norms: bool) -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(module) if norms else module
 
 
-def _saw(strategies: list[str]) -> list[dict[str, torch.Tensor]]:
+def _saw(layouts: list[str]) -> list[dict[str, torch.Tensor]]:
     """The example's own unit, over this rank's halves of the batches: weights and batch statistics."""
     import torch.distributed as dist
     import vision
@@ -194,8 +194,8 @@ def _saw(strategies: list[str]) -> list[dict[str, torch.Tensor]]:
     import echelon as ech
 
     found, rank, size = [], dist.get_rank(), dist.get_world_size()
-    for strategy in strategies:
-        unit = vision.Classify(module=_small(True), device=torch.device("cpu"), strategy=strategy, updates=4)
+    for layout in layouts:
+        unit = vision.Classify(module=_small(True), device=torch.device("cpu"), layout=layout, updates=4)
         mine = [(images[rank::size], labels[rank::size]) for images, labels in _batches()]
         ech.train(unit, mine, max_epochs=1)
         state = unit.prepared.unwrapped.state_dict()
@@ -238,7 +238,7 @@ def test_what_was_fine_tuned_is_loaded_and_tuned_further(echelon_command: Comman
     text = _start(echelon_command, "hf_finetune.py", *few, "--model", "first", "--out", "second", "--checkpoints", "second-c")
     ends = re.search(r"held-out loss (\d\.\d+) -> (\d\.\d+)", text)
     assert ends is not None and float(ends[2]) < float(ends[1]) < 5.4, text  # it began with what was written
-    options = ("--model", "first", "--lora", "4", "--out", "adapter", "--checkpoints", "adapter-c", "--strategy", "ddp")
+    options = ("--model", "first", "--lora", "4", "--out", "adapter", "--checkpoints", "adapter-c", "--layout", "ddp")
     _start(echelon_command, "hf_finetune.py", *few, *options)
     tuned = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
     assert any(float(p.abs().max()) > 0 for n, p in tuned.named_parameters() if "lora_B" in n)
@@ -249,18 +249,18 @@ def test_what_was_fine_tuned_is_loaded_and_tuned_further(echelon_command: Comman
 @pytest.mark.parametrize("model", ["llama", "qwen2", "gpt2"])
 def test_a_model_is_split_by_its_own_plan_or_an_inferred_one(echelon_command: Command, model: str) -> None:
     _assert_learned(
-        "hf_finetune.py", _start(echelon_command, "hf_finetune.py", "--updates", "20", "--model", model, "--strategy", "tp")
+        "hf_finetune.py", _start(echelon_command, "hf_finetune.py", "--updates", "20", "--model", model, "--layout", "tp")
     )
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("model", "strategy"), [("llama", "pp=2"), ("mixtral", "ep=2")])
+@pytest.mark.parametrize(("model", "layout"), [("llama", "pp=2"), ("mixtral", "ep=2")])
 def test_a_model_is_tuned_from_a_folder_that_its_parts_wrote(
-    echelon_command: Command, tmp_path: Path, model: str, strategy: str
+    echelon_command: Command, tmp_path: Path, model: str, layout: str
 ) -> None:
     """In stages; with experts on several ranks."""
     transformers = pytest.importorskip("transformers")
-    common = ("--updates", "10", "--strategy", strategy)
+    common = ("--updates", "10", "--layout", layout)
     _start(echelon_command, "hf_finetune.py", *common, "--model", model, "--out", "first")
     text = _start(echelon_command, "hf_finetune.py", *common, "--model", "first", "--out", "second", "--checkpoints", "second-c")
     ends = re.search(r"held-out loss (\d\.\d+) -> (\d\.\d+)", text)
@@ -361,7 +361,7 @@ def test_an_example_is_short_and_has_the_same_flags_as_the_others(path: Path) ->
     if path.name in ("gpt.py", "dragon_train.py", "bare_loop_before.py"):  # older than the others, or plain PyTorch
         return
     assert len(text.splitlines()) < 150
-    for flag in ("--strategy", "--toy", "--checkpoints"):
+    for flag in ("--layout", "--toy", "--checkpoints"):
         assert f'"{flag}"' in text, flag
     assert '"--epochs"' in text or '"--updates"' in text
     assert f"examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")

@@ -182,10 +182,10 @@ def _in_plain_names(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
-def _ours(strategy: Any, case: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+def _ours(layout: Any, case: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     k, balance, kind, options = CASES[case]
     model = _freeze(_models(k, balance, kind)[0], case)
-    unit = Unit(module=model, strategy=strategy, gradient_accumulation_steps=2, **options)
+    unit = Unit(module=model, layout=layout, gradient_accumulation_steps=2, **options)
     rank, size = unit.prepared.dp_rank, unit.prepared.dp_size
     ech.train(unit, [micro[rank] for window in _windows(size) for micro in window], max_epochs=1)
     got = _in_plain_names(whole(unit.module))
@@ -198,13 +198,13 @@ def _ours(strategy: Any, case: str) -> tuple[dict[str, torch.Tensor], list[float
     return got, unit.norms
 
 
-def _far(strategy: Any, cases: list[str], ranks: int) -> dict[str, tuple[float, float]]:
+def _far(layout: Any, cases: list[str], ranks: int) -> dict[str, tuple[float, float]]:
     """For each case: how far parameters and norms are from plain PyTorch's."""
     found = {}
     for case in cases:
-        got, norms = _ours(strategy, case)
+        got, norms = _ours(layout, case)
         want, want_norms = _plain(case, ranks)
-        if getattr(strategy, "pp", 1) == 1:
+        if getattr(layout, "pp", 1) == 1:
             assert got.keys() == want.keys(), got.keys() ^ want.keys()
         assert len(norms) == UPDATES
         far = max(float((value - want[n]).abs().max()) for n, value in got.items())
@@ -246,8 +246,8 @@ def test_one_process_computes_what_plain_pytorch_does() -> None:
 @pytest.mark.parametrize(("setup", "cases"), ROWS_OF)
 def test_twenty_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str, cases: list[str]) -> None:
     """With accumulation, uneven micro-batches and a short last window."""
-    size, strategy, *_ = SETUPS[setup]
-    for found in ranks(size, _far, strategy, cases, size // getattr(strategy, "tp", 1) // getattr(strategy, "pp", 1)):
+    size, layout, *_ = SETUPS[setup]
+    for found in ranks(size, _far, layout, cases, size // getattr(layout, "tp", 1) // getattr(layout, "pp", 1)):
         for case, (far, norms) in found.items():
             assert far < 1e-11, (case, far)
             assert norms < 1e-11, (case, norms)
@@ -267,7 +267,7 @@ class Silent(Unit):
 
 def _one_counts_nothing() -> tuple[float, float]:
     mine, plain = _models(2, None, "modules")
-    unit = Silent(module=mine, strategy="ep=2", lr=0.02, clip_grad_norm=float("inf"))
+    unit = Silent(module=mine, layout="ep=2", lr=0.02, clip_grad_norm=float("inf"))
     batches = [batch(ROWS, seed) for seed in (0, 1)]
     given = batches[0] if unit.prepared.dp_rank == 0 else (batches[1][0], torch.full_like(batches[1][1], float("nan")))
     ech.train(unit, [given], max_epochs=1)
@@ -281,11 +281,11 @@ def test_a_rank_whose_batch_counts_nothing_computes_for_the_others(ranks: Ranks)
         assert norm == pytest.approx(want, rel=1e-12)
 
 
-def _saver_unit(strategy: Any, seed: int) -> tuple[Unit, ech.Loader]:
+def _saver_unit(layout: Any, seed: int) -> tuple[Unit, ech.Loader]:
     torch.manual_seed(seed)
     experts = ech.nn.GroupedExperts(WIDTH, 5, EXPERTS)
     model = Model(lambda: ech.nn.MoE(WIDTH, experts if seed < 0 else ech.nn.GroupedExperts(WIDTH, 5, EXPERTS))).double()
-    return Unit(module=model, strategy=strategy, optimizer="AdamW", lr=0.05), ech.Loader(DATA, 12, seed=1)
+    return Unit(module=model, layout=layout, optimizer="AdamW", lr=0.05), ech.Loader(DATA, 12, seed=1)
 
 
 def _values(unit: Unit) -> dict[str, torch.Tensor]:
@@ -300,28 +300,28 @@ def _values(unit: Unit) -> dict[str, torch.Tensor]:
     return found
 
 
-def _save(folder: Path, strategy: Any, steps: int) -> dict[str, torch.Tensor]:
-    unit, loader = _saver_unit(strategy, 0)
+def _save(folder: Path, layout: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _saver_unit(layout, 0)
     ech.train(unit, loader, max_updates=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
     return _values(unit)
 
 
-def _restore(folder: Path, strategy: Any) -> dict[str, torch.Tensor]:
-    unit, _ = _saver_unit(strategy, 7)
+def _restore(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
+    unit, _ = _saver_unit(layout, 7)
     unit.configure()
     assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
     return _values(unit)
 
 
-def _go_on(folder: Path, strategy: Any, steps: int) -> dict[str, torch.Tensor]:
-    unit, loader = _saver_unit(strategy, 7)
+def _go_on(folder: Path, layout: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _saver_unit(layout, 7)
     assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
     ech.train(unit, loader, max_updates=steps)
     return _values(unit)
 
 
-def _train(strategy: Any, steps: int) -> dict[str, torch.Tensor]:
-    unit, loader = _saver_unit(strategy, 0)
+def _train(layout: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _saver_unit(layout, 0)
     ech.train(unit, loader, max_updates=steps)
     return _values(unit)
 
@@ -355,10 +355,10 @@ def test_stages_read_a_checkpoint_of_any_layout(ranks: Ranks, tmp_path: Path) ->
     _same(stages[0] | stages[1], saved[0])
 
 
-def _counted_in_stages(strategy: Any) -> list[float]:
+def _counted_in_stages(layout: Any) -> list[float]:
     torch.manual_seed(0)
     model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
-    unit = Silent(module=model, strategy=strategy, gradient_accumulation_steps=4, clip_grad_norm=float("inf"))
+    unit = Silent(module=model, layout=layout, gradient_accumulation_steps=4, clip_grad_norm=float("inf"))
     found: list[float] = []
     routers = [part for part in unit.prepared.unwrapped.modules() if hasattr(part, "seen")]
     data = [batch(ROWS, seed) for seed in range(8)]
@@ -376,19 +376,19 @@ def test_a_micro_batch_that_counts_nothing_does_so_in_every_stage(ranks: Ranks) 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, size: int) -> None:
-    strategy = ech.Layout(ep=2)
-    ranks(size, _save, tmp_path, strategy, 3)
-    for got, want in zip(ranks(size, _go_on, tmp_path, strategy, 6), ranks(size, _train, strategy, 6), strict=True):
+    layout = ech.Layout(ep=2)
+    ranks(size, _save, tmp_path, layout, 3)
+    for got, want in zip(ranks(size, _go_on, tmp_path, layout, 6), ranks(size, _train, layout, 6), strict=True):
         _same(got, want)
 
 
 # --- loads
 
 
-def _loads(strategy: Any) -> tuple[list[dict[str, torch.Tensor]], float, float]:
+def _loads(layout: Any) -> tuple[list[dict[str, torch.Tensor]], float, float]:
     """Loads after 12 rows, and after one more, of which a second rank has none; tokens and entropy of the latter."""
     torch.manual_seed(0)
-    unit = Unit(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double(), strategy=strategy)
+    unit = Unit(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double(), layout=layout)
     loader, found = ech.Loader(torch.utils.data.Subset(DATA, range(13)), 12), []
     for steps in (1, 2):
         ech.train(unit, loader, max_updates=steps)
@@ -398,26 +398,26 @@ def _loads(strategy: Any) -> tuple[list[dict[str, torch.Tensor]], float, float]:
     return found, float(latest[-1]), float(latest[-2])
 
 
-@pytest.mark.parametrize("strategy", [ech.Layout(ep=2), ech.Layout(pp=2)], ids=["ep", "pp"])
-def test_loads_count_each_sample_once_on_any_number_of_ranks(ranks: Ranks, strategy: Any) -> None:
+@pytest.mark.parametrize("layout", [ech.Layout(ep=2), ech.Layout(pp=2)], ids=["ep", "pp"])
+def test_loads_count_each_sample_once_on_any_number_of_ranks(ranks: Ranks, layout: Any) -> None:
     """Nothing of an evaluation, nothing of the padding that evens out the ranks; of all stages' layers on all ranks."""
     want, tokens, entropy = _loads(None)
     assert tokens == 1
     for load in want[0].values():
         assert float(load.sum()) == pytest.approx(1)
         assert torch.equal((load * 24).round().double(), load * 24)
-    for got, *rest in ranks(2, _loads, strategy):
+    for got, *rest in ranks(2, _loads, layout):
         assert list(got[0]) == ["blocks.0.1", "blocks.1.1"]
         for a, b in zip(got, want, strict=True):
             _same(a, b)
         assert rest == [1, pytest.approx(entropy, rel=1e-12)]
 
 
-def _biases(strategy: str) -> tuple[int, torch.Tensor]:
+def _biases(layout: str) -> tuple[int, torch.Tensor]:
     """Broadcasts of five updates, and what they made of the first layer's biases."""
     torch.manual_seed(0)
     model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, bias_update_rate=0.5)).double()
-    unit = Regression(module=model, strategy=strategy)
+    unit = Regression(module=model, layout=layout)
     rank, sent = dist.get_rank(), 0
     real = dist.broadcast
 
@@ -432,10 +432,10 @@ def _biases(strategy: str) -> tuple[int, torch.Tensor]:
     return sent, bias.clone()
 
 
-@pytest.mark.parametrize("strategy", ["ep=2", "fsdp"])
-def test_biases_are_equal_on_all_ranks_without_being_sent(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["ep=2", "fsdp"])
+def test_biases_are_equal_on_all_ranks_without_being_sent(ranks: Ranks, layout: str) -> None:
     """They follow from sums over all ranks: a broadcast before each forward pass would be in vain."""
-    (sent, one), (_, other) = ranks(2, _biases, strategy)
+    (sent, one), (_, other) = ranks(2, _biases, layout)
     assert sent == 0 and one.abs().sum() > 0 and torch.equal(one, other)
 
 
@@ -491,17 +491,17 @@ class ForgetsOnOne(Regression):
         return (loss + ech.nn.auxiliary_loss(self.module) if self.prepared.dp_rank == 0 else loss), out
 
 
-def _forgotten_on_one(strategy: str) -> str:
+def _forgotten_on_one(layout: str) -> str:
     torch.manual_seed(0)
     module = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double()
     with pytest.raises(UsageError) as caught:
-        ech.train(ForgetsOnOne(module=module, strategy=strategy), [batch(4, seed) for seed in range(3)], max_epochs=1)
+        ech.train(ForgetsOnOne(module=module, layout=layout), [batch(4, seed) for seed in range(3)], max_epochs=1)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ep=2"])
-def test_an_auxiliary_loss_that_one_rank_forgets_is_told_on_all(ranks: Ranks, strategy: str) -> None:
-    first, second = ranks(2, _forgotten_on_one, strategy)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "ep=2"])
+def test_an_auxiliary_loss_that_one_rank_forgets_is_told_on_all(ranks: Ranks, layout: str) -> None:
+    first, second = ranks(2, _forgotten_on_one, layout)
     assert first == second and "must be in the loss of every rank" in first
 
 
@@ -533,28 +533,28 @@ def test_grouped_multiplications_are_those_one_by_one() -> None:
         assert not a.grad[1].any()
 
 
-def _from_meta(strategy: Any, kind: str, deferred: bool) -> dict[str, torch.Tensor]:
+def _from_meta(layout: Any, kind: str, deferred: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     with ech.on_meta() if deferred else contextlib.nullcontext():
         model = Model(
             lambda: ech.nn.MoE(WIDTH, Expert if kind == "modules" else ech.nn.GroupedExperts(WIDTH, 5, EXPERTS), num_experts=4)
         )
-    unit = Regression(module=model, strategy=strategy)
+    unit = Regression(module=model, layout=layout)
     ech.train(unit, [batch(4, 0, torch.float32)], max_epochs=1)
     return whole(unit.module)
 
 
 @pytest.mark.parametrize("kind", ["modules", "grouped"])
 def test_a_model_built_without_memory_has_the_same_values(ranks: Ranks, kind: str) -> None:
-    strategy = ech.Layout(ep=2)
-    plain, meta = (ranks(2, _from_meta, strategy, kind, deferred) for deferred in (False, True))
+    layout = ech.Layout(ep=2)
+    plain, meta = (ranks(2, _from_meta, layout, kind, deferred) for deferred in (False, True))
     _same(plain[0], meta[0])
 
 
 def _experts_are_units(precision: str | None) -> set[bool]:
     """Whether `fully_shard` gathers experts by themselves; it leaves its mark on the class of what it gathers."""
     model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS))
-    unit = Regression(module=model, strategy=ech.Layout(ep=2), precision=precision)
+    unit = Regression(module=model, layout=ech.Layout(ep=2), precision=precision)
     return {isinstance(layer.experts, FSDPModule) for layer in unit.prepared.module.modules() if isinstance(layer, ech.nn.MoE)}
 
 
@@ -570,7 +570,7 @@ def _by_hand() -> list[float]:
     torch.manual_seed(0)
     model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
-    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 12), strategy=ech.Layout(ep=2))
+    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 12), layout=ech.Layout(ep=2))
     losses = []
     for x, y in loader:
         with ech.window(model) as window:
@@ -622,7 +622,7 @@ def _refused(model: str, **sizes: int) -> str:
         "foreign": lambda: nn.Sequential(nn.Linear(4, 1), MixtralExperts()),
     }
     with pytest.raises(UsageError) as caught:
-        Regression(module=made[model](), strategy=ech.Layout(**sizes))
+        Regression(module=made[model](), layout=ech.Layout(**sizes))
     return str(caught.value)
 
 

@@ -129,16 +129,16 @@ def _windows(ranks: int) -> list[list[Any]]:
     return [[batch(3 + (update + rank) % 3, 10 * update + rank) for rank in range(ranks)] for update in range(UPDATES)]
 
 
-def _far(kind: Callable[[], nn.Module], strategy: Any, samples: int, options: dict[str, Any]) -> float:
+def _far(kind: Callable[[], nn.Module], layout: Any, samples: int, options: dict[str, Any]) -> float:
     """How far parameters are from plain PyTorch's, after updates of AdamW with clipping."""
-    unit = Regression(module=_model(kind), strategy=strategy, optimizer="AdamW", lr=0.02, clip_grad_norm=0.3, **options)
+    unit = Regression(module=_model(kind), layout=layout, optimizer="AdamW", lr=0.02, clip_grad_norm=0.3, **options)
     ech.train(unit, [window[unit.prepared.dp_rank] for window in _windows(samples)], max_epochs=1)
     want, _, _ = plain_training(_windows(samples), clip=0.3, optimizer="AdamW", lr=0.02, module=_model(kind))
     return max(float((value - want[name]).abs().max()) for name, value in whole(unit.module).items())
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "strategy", "samples", "options"),
+    ("kind", "size", "layout", "samples", "options"),
     [
         (Loop, 2, "ep=2", 2, {}),
         (Interleaved, 2, "ep=2", 2, {"activation_checkpoint_params": "blocks"}),
@@ -150,9 +150,9 @@ def _far(kind: Callable[[], nn.Module], strategy: Any, samples: int, options: di
     ],
 )
 def test_ten_updates_are_those_of_plain_pytorch(
-    ranks: Ranks, kind: Any, size: int, strategy: str, samples: int, options: dict[str, Any]
+    ranks: Ranks, kind: Any, size: int, layout: str, samples: int, options: dict[str, Any]
 ) -> None:
-    assert max(ranks(size, _far, kind, strategy, samples, options)) < 1e-11
+    assert max(ranks(size, _far, kind, layout, samples, options)) < 1e-11
 
 
 class OneSided(nn.Module):
@@ -170,7 +170,7 @@ class OneSided(nn.Module):
 
 def _one_sided() -> tuple[float, float]:
     torch.manual_seed(0)
-    unit = Regression(module=OneSided().double(), strategy="ep=2", lr=0.05, clip_grad_norm=float("inf"))
+    unit = Regression(module=OneSided().double(), layout="ep=2", lr=0.05, clip_grad_norm=float("inf"))
     ech.train(unit, [window[unit.prepared.dp_rank] for window in _windows(2)], max_epochs=1)
     torch.manual_seed(0)
     want, _, _ = plain_training(_windows(2), lr=0.05, module=OneSided().double(), clip=float("inf"))
@@ -240,30 +240,30 @@ class Language(Regression):
         return loss, loss
 
 
-def _hf(name: str, strategy: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+def _hf(name: str, layout: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     from tests.hf_kinds import KINDS
 
     torch.manual_seed(0)
     model = KINDS[name]()
-    if "ep" not in str(strategy):
+    if "ep" not in str(layout):
         model = model.double()
         model.set_experts_implementation("eager")  # transformers' grouped product takes no float64
-    unit = Language(module=model, strategy=strategy, lr=0.1, clip_grad_norm=1.0)
+    unit = Language(module=model, layout=layout, lr=0.1, clip_grad_norm=1.0)
     ech.train(unit, ech.Loader(_LABELS, 8, shuffle=False), max_epochs=3)
     return whole(unit.module), unit.norms
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "strategy"),
+    ("name", "size", "layout"),
     [
         ("mixtral", 2, "ep=2"),
         pytest.param("qwen3-moe", 4, "cp=2,ep=2", marks=pytest.mark.full),
         pytest.param("mixtral", 4, "tp=2,ep=2", marks=pytest.mark.full),
     ],
 )
-def test_experts_of_transformers_train_as_one_process_does_in_float64(ranks: Ranks, name: str, size: int, strategy: str) -> None:
+def test_experts_of_transformers_train_as_one_process_does_in_float64(ranks: Ranks, name: str, size: int, layout: str) -> None:
     """In their own grouped products, float32."""
     want, norms = ranks(1, _hf, name, None)[0]
-    for got, mine in ranks(size, _hf, name, strategy):
+    for got, mine in ranks(size, _hf, name, layout):
         assert mine == pytest.approx(norms, rel=1e-5)
         assert max(float((value - want[n]).abs().max()) for n, value in got.items()) < 1e-6

@@ -15,7 +15,7 @@ TINY = Size(width=32, depth=3, heads=8, kv_heads=4, hidden=64, vocabulary=56, co
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy"),
+    ("ranks", "layout"),
     [
         (4, ech.Layout(dp_shard=-1)),
         (6, ech.Layout(dp_shard=-1)),
@@ -29,26 +29,26 @@ TINY = Size(width=32, depth=3, heads=8, kv_heads=4, hidden=64, vocabulary=56, co
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.dims(48).used.items()) if isinstance(value, ech.Layout) else None,
 )
-def test_a_step_sends_holds_and_computes_what_theory_says(ranks: int, strategy: ech.Layout) -> None:
-    found, said = trace(TINY, ranks, strategy), theory(TINY, strategy.dims(ranks))
+def test_a_step_sends_holds_and_computes_what_theory_says(ranks: int, layout: ech.Layout) -> None:
+    found, said = trace(TINY, ranks, layout), theory(TINY, layout.dims(ranks))
     assert dict(found.message) == said.messages
     assert (found.held_before, found.flops) == (said.held, said.flops)
     # Nothing of the step is left, but what experts count.
-    assert found.held - found.held_before == (TINY.depth * 8 * (narrow(TINY).experts + 2) if strategy.ep > 1 else 0)
+    assert found.held - found.held_before == (TINY.depth * 8 * (narrow(TINY).experts + 2) if layout.ep > 1 else 0)
     assert found.peak > found.held
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_stage_sends_holds_and_computes_what_theory_says(stage: int) -> None:
-    strategy, micro_batches = ech.Layout(dp_shard=-1, tp=2, pp=3), 4
-    found, units = trace_stage(Model, TINY, 24, strategy, stage, micro_batches, _axes)
-    said = theory_of_stage(TINY, strategy.dims(24), units, micro_batches)
+    layout, micro_batches = ech.Layout(dp_shard=-1, tp=2, pp=3), 4
+    found, units = trace_stage(Model, TINY, 24, layout, stage, micro_batches, _axes)
+    said = theory_of_stage(TINY, layout.dims(24), units, micro_batches)
     assert units == [["tokens", "blocks.0"], ["blocks.1"], ["blocks.2", "norm", "head"]][stage]
     assert dict(found.message) == said.messages
     assert (found.held_before, found.flops) == (said.held, said.flops)
 
 
 def test_experts_of_another_shape_are_as_in_theory() -> None:
-    mixture, strategy = Mixture(experts=32, chosen=2, hidden=24), ech.Layout(dp_shard=-1, ep=8)
-    found, said = trace(TINY, 16, strategy, mixture), theory(TINY, strategy.dims(16), mixture)
+    mixture, layout = Mixture(experts=32, chosen=2, hidden=24), ech.Layout(dp_shard=-1, ep=8)
+    found, said = trace(TINY, 16, layout, mixture), theory(TINY, layout.dims(16), mixture)
     assert dict(found.message) == said.messages and (found.held_before, found.flops) == (said.held, said.flops)

@@ -122,8 +122,8 @@ def _check(folder: Path, planted: Planted, rank: int, ranks: int) -> None:
 
 
 def _check_loop(folder: Path, planted: Planted, rank: int, ranks: int) -> None:
-    strategy = "fsdp" if "save" in planted.fault else "ddp"
-    args = (planted.fault, rank, str(folder), strategy, planted.wait_s)
+    layout = "fsdp" if "save" in planted.fault else "ddp"
+    args = (planted.fault, rank, str(folder), layout, planted.wait_s)
     _judge(planted, rank, ranks, *_run(folder, faults_of_loops.train, ranks, *args))
 
 

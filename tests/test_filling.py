@@ -82,16 +82,16 @@ def _divided() -> dict[str, Any]:
     filling.SENT_BYTES = 1
     try:
         found = {}
-        for strategy in ("ddp", "fsdp", "zero1", "hsdp", ech.FSDPStrategy(cpu_offload=True)):
+        for layout in ("ddp", "fsdp", "zero1", "hsdp", ech.FSDPStrategy(cpu_offload=True)):
             with _Computed() as computed:
-                unit = Regression(module=_made(5 + dist.get_rank()), strategy=strategy)
-            found[str(strategy)] = computed.size, _values(unit.prepared.unwrapped)
+                unit = Regression(module=_made(5 + dist.get_rank()), layout=layout)
+            found[str(layout)] = computed.size, _values(unit.prepared.unwrapped)
         with ech.on_meta():
             broken = nn.Linear(3, 3)
             broken.weight = nn.Parameter(torch.empty(3, 3))
             broken.weight.data[0] = 1.0
         with pytest.raises(UsageError, match="a part of it is given no value") as caught:
-            ech.layouts.prepare_module(broken, CPU, strategy="ddp")
+            ech.layouts.prepare_module(broken, CPU, layout="ddp")
         return found | {"error": str(caught.value)[:6]}
     finally:
         filling.SENT_BYTES = 1 << 20
@@ -102,20 +102,20 @@ def test_each_value_is_computed_by_one_rank(ranks: Ranks) -> None:
     size = sum(t.nbytes for t in plain.values())
     found = ranks(4, _divided)
     assert [got.pop("error") for got in found] == ["weight"] * 4
-    for strategy in found[0]:
-        assert sum(got[strategy][0] for got in found) < 1.2 * size, "every value was computed by several ranks"
+    for layout in found[0]:
+        assert sum(got[layout][0] for got in found) < 1.2 * size, "every value was computed by several ranks"
         for got in found:
             for name, value in plain.items():
-                assert torch.equal(got[strategy][1][name], value), (strategy, name)
+                assert torch.equal(got[layout][1][name], value), (layout, name)
 
 
 def _on_device() -> dict[str, Any]:
     before = torch.random.get_rng_state().clone()
     found = {}
-    for strategy in ("noop", "ddp", "fsdp", ech.Layout(tp=-1, plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})):
-        seed = 5 if strategy == "noop" else 5 + dist.get_rank()
-        unit = Regression(module=_made(seed, on_device=True), strategy=strategy)
-        found[str(strategy)[:6]] = _values(unit.prepared.unwrapped)
+    for layout in ("none", "ddp", "fsdp", ech.Layout(tp=-1, plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})):
+        seed = 5 if layout == "none" else 5 + dist.get_rank()
+        unit = Regression(module=_made(seed, on_device=True), layout=layout)
+        found[str(layout)[:6]] = _values(unit.prepared.unwrapped)
     return found | {"draws": not torch.equal(before, torch.random.get_rng_state())}
 
 
@@ -124,10 +124,10 @@ def test_values_computed_on_the_device_are_the_same_on_any_ranks(ranks: Ranks) -
     alone, plain = _values(Regression(module=_made(on_device=True)).module), _values(_plain())
     for got in found:
         got.pop("draws")
-        for strategy, values in got.items():
+        for layout, values in got.items():
             assert values.keys() == alone.keys()
             for name, value in values.items():
-                assert torch.equal(value, alone[name]), (strategy, name)
+                assert torch.equal(value, alone[name]), (layout, name)
     for name, value in alone.items():
         assert value.isfinite().all() and (name in ("angles",) or not torch.equal(value, plain[name])), name
     assert torch.allclose(alone["blocks.1.0.weight"] @ alone["blocks.1.0.weight"].T, torch.eye(8), atol=1e-5)
@@ -149,13 +149,13 @@ def _data(unit: Any, dtype: torch.dtype = torch.float32) -> list[Any]:
     return [batch(4, i, dtype) for i in range(2)]
 
 
-def _restored(folder: str, strategy: Any) -> dict[str, Any]:
-    saved = Regression(module=_plain(), strategy=strategy, optimizer="AdamW")
+def _restored(folder: str, layout: Any) -> dict[str, Any]:
+    saved = Regression(module=_plain(), layout=layout, optimizer="AdamW")
     ech.train(saved, _data(saved), max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
     want = _values(saved.prepared.unwrapped)
     found: dict[str, Any] = {}
     with _Computed() as computed:
-        unit = Regression(module=_made(9, restores=True), strategy=strategy, optimizer="AdamW")
+        unit = Regression(module=_made(9, restores=True), layout=layout, optimizer="AdamW")
         found["nan before"] = all(
             bool(p.isnan().all()) for p in (getattr(q, "_local_tensor", q) for q in unit.module.parameters()) if p.numel()
         )
@@ -166,7 +166,7 @@ def _restored(folder: str, strategy: Any) -> dict[str, Any]:
     found["trained"] = all(bool(v.isfinite().all()) for v in _values(unit.prepared.unwrapped).values())
 
     # Nothing to restore: the values of its initialisation, in the first forward pass at the latest.
-    late = Regression(module=_made(5, restores=True), strategy=strategy)
+    late = Regression(module=_made(5, restores=True), layout=layout)
     found["nothing there"] = ech.DistributedCheckpointSaver.restore_from_latest(f"{folder}/none", late)
     try:
         ech.DistributedCheckpointSaver.restore(f"{folder}/none", late)
@@ -176,9 +176,9 @@ def _restored(folder: str, strategy: Any) -> dict[str, Any]:
     late.prepared.reshard()
     found["initial"] = largest_difference(_values(late.prepared.unwrapped), _values(_plain()))
 
-    trained = Regression(module=_made(5, restores=True), strategy=strategy)
+    trained = Regression(module=_made(5, restores=True), layout=layout)
     ech.train(trained, _data(trained), max_epochs=1)
-    plain = Regression(module=_plain(), strategy=strategy)
+    plain = Regression(module=_plain(), layout=layout)
     ech.train(plain, _data(plain), max_epochs=1)
     found["as plain"] = largest_difference(_values(trained.prepared.unwrapped), _values(plain.prepared.unwrapped))
     return found
@@ -189,11 +189,11 @@ def _restore_all(folder: str) -> dict[str, Any]:
 
 
 def test_what_a_restore_gives_is_not_computed(ranks: Ranks, tmp_path: Path) -> None:
-    for strategy, got in ranks(2, _restore_all, str(tmp_path))[0].items():
-        assert got["nan before"], strategy
-        assert got["computed"] < 100, strategy  # the buffers
-        assert got["equal"] == got["initial"] == got["as plain"] == 0.0, (strategy, got)
-        assert got["trained"] and got["raised"] and got["nothing there"] is False, strategy
+    for layout, got in ranks(2, _restore_all, str(tmp_path))[0].items():
+        assert got["nan before"], layout
+        assert got["computed"] < 100, layout  # the buffers
+        assert got["equal"] == got["initial"] == got["as plain"] == 0.0, (layout, got)
+        assert got["trained"] and got["raised"] and got["nothing there"] is False, layout
 
 
 def test_what_a_restore_lacks_is_computed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

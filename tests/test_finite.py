@@ -98,23 +98,23 @@ class _Late(FiniteWatch):
         super().take(torch.as_tensor(loss, dtype=torch.float64), own, micro_batches, progress)
 
 
-def _late_on_ranks(strategy: str) -> tuple[int, str]:
+def _late_on_ranks(layout: str) -> tuple[int, str]:
     finite._is_elsewhere = lambda loss: True  # type: ignore[assignment]
-    unit = Bad(range(11, 100), only=1, strategy=strategy)
+    unit = Bad(range(11, 100), only=1, layout=layout)
     unit._finite = _Late(10)
     return _ended(unit, max_updates=80)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_all_ranks_end_at_the_same_update_and_know_whose_loss_it_was(ranks: Ranks, strategy: str) -> None:
-    ended = ranks(2, _at_once_on_ranks, strategy)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_all_ranks_end_at_the_same_update_and_know_whose_loss_it_was(ranks: Ranks, layout: str) -> None:
+    ended = ranks(2, _at_once_on_ranks, layout)
     assert ended[0] == ended[1]
     steps, told = ended[0]
     assert steps == 21 and "first of them update 11" in told and "(rank 1: nan)" in told
 
 
-def _at_once_on_ranks(strategy: str) -> tuple[int, str]:
-    return _ended(Bad(range(11, 100), only=1, strategy=strategy), max_updates=80)
+def _at_once_on_ranks(layout: str) -> tuple[int, str]:
+    return _ended(Bad(range(11, 100), only=1, layout=layout), max_updates=80)
 
 
 def test_a_bad_end_names_the_rank_whose_loss_it_was(ranks: Ranks) -> None:
@@ -123,13 +123,13 @@ def test_a_bad_end_names_the_rank_whose_loss_it_was(ranks: Ranks) -> None:
     assert warned[1] == []
 
 
-def _warned_on_ranks(strategy: str) -> list[str]:
+def _warned_on_ranks(layout: str) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     finite.logger.addHandler(handler)
     try:
-        assert _ended(Bad([6, 7], only=1, strategy=strategy), max_updates=8) == (8, "")
+        assert _ended(Bad([6, 7], only=1, layout=layout), max_updates=8) == (8, "")
     finally:
         finite.logger.removeHandler(handler)
     return said

@@ -1,4 +1,4 @@
-"""float8 by torchao, emulated: which layers, the same losses under every strategy, and what is missing by name."""
+"""float8 by torchao, emulated: which layers, the same losses under every layout, and what is missing by name."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def converted(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if type(part).__name__ == "Float8Linear"]
 
 
-def _train(strategy: Any, recipe: Any, gathers: bool) -> tuple[list[float], list[str], list[str]]:
+def _train(layout: Any, recipe: Any, gathers: bool) -> tuple[list[float], list[str], list[str]]:
     """Losses on the batches of all ranks, and names of layers and parameters."""
     precision = ech.layouts.Float8(recipe, filter_fqns=["blocks.1.2"], emulate=True, enable_fsdp_float8_all_gather=gathers)
-    unit = Regression(module=wide(), strategy=strategy, precision=precision, lr=0.05)
+    unit = Regression(module=wide(), layout=layout, precision=precision, lr=0.05)
     prepared, losses = unit.prepared, []
     unit.on_train_step_end = lambda *a: losses.append(float(unit.latest_update[0]))  # type: ignore[method-assign]
     ech.train(unit, [batch(10 * step + prepared.dp_rank) for step in range(4)], max_epochs=1)
@@ -71,7 +71,7 @@ def _train(strategy: Any, recipe: Any, gathers: bool) -> tuple[list[float], list
 
 def test_layers_are_chosen_by_place_size_and_name() -> None:
     pytest.importorskip("torchao")
-    _, layers, names = _train("noop", "rowwise", False)
+    _, layers, names = _train("none", "rowwise", False)
     assert layers == ["blocks.0.0", "blocks.0.2", "blocks.1.0"]
     assert names == [n for n, _ in wide().named_parameters()]
 
@@ -84,7 +84,7 @@ def _cases() -> list[Any]:
 
 
 def test_the_losses_are_those_of_bf16_within_eight_bits(ranks: Ranks) -> None:
-    """Under each strategy, with sharded weights that travel in 8 bits or not."""
+    """Under each layout, with sharded weights that travel in 8 bits or not."""
     pytest.importorskip("torchao")
     unit = Regression(module=wide(), lr=0.05)
     want: list[float] = []
@@ -101,7 +101,7 @@ def _saved_and_restored(folder: str, gathers: bool) -> dict[str, torch.Tensor]:
     precision = ech.layouts.Float8("tensorwise", emulate=True, enable_fsdp_float8_all_gather=gathers)
 
     def unit() -> Regression:
-        return Regression(module=wide(), strategy="fsdp", precision=precision, optimizer="AdamW", lr=0.01)
+        return Regression(module=wide(), layout="fsdp", precision=precision, optimizer="AdamW", lr=0.01)
 
     first, second = unit(), unit()
     rank = first.prepared.dp_rank
@@ -154,9 +154,9 @@ def test_values_that_cannot_be_are_refused(make: Any, message: str) -> None:
         make()
 
 
-def _refused(strategy: Any, module: nn.Module, options: dict[str, Any]) -> str:
+def _refused(layout: Any, module: nn.Module, options: dict[str, Any]) -> str:
     try:
-        Regression(module=module, strategy=strategy, precision=ech.layouts.Float8(emulate=True, **options))
+        Regression(module=module, layout=layout, precision=ech.layouts.Float8(emulate=True, **options))
     except UsageError as error:
         return str(error)
     return ""

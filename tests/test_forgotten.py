@@ -53,8 +53,8 @@ class Net(nn.Module):
         return x
 
 
-def _unit(module: nn.Module | None = None, strategy: str = "noop", **attributes: Any) -> Any:
-    unit = Regression(module=module or Net(), strategy=strategy, optimizer="AdamW", lr=0.05)
+def _unit(module: nn.Module | None = None, layout: str = "none", **attributes: Any) -> Any:
+    unit = Regression(module=module or Net(), layout=layout, optimizer="AdamW", lr=0.05)
     for name, value in attributes.items():
         setattr(unit, name, value)
     return unit
@@ -168,8 +168,8 @@ def test_a_position_of_somebody_elses_loader_that_is_not_given_is_told(tmp_path:
 RENAMED = {"module.encoder": "module.backbone", "module.head": "module.out"}
 
 
-def _goes_on_renamed(folder: Path, strategy: str) -> dict[str, Any]:
-    unit, loader = _unit(Net("backbone", "decoder", "out", seed=7), strategy), _loader()
+def _goes_on_renamed(folder: Path, layout: str) -> dict[str, Any]:
+    unit, loader = _unit(Net("backbone", "decoder", "out", seed=7), layout), _loader()
     Saver.restore_from_latest(folder, unit, train_dataloader=loader, restore_options=Options(rename=RENAMED))
     ech.train(unit, loader, max_updates=4)
     return whole(unit.module)
@@ -178,8 +178,8 @@ def _goes_on_renamed(folder: Path, strategy: str) -> dict[str, Any]:
 def test_renamed_layers_go_on_with_their_moments_under_any_strategy(ranks: Ranks, tmp_path: Path) -> None:
     want = _saved(tmp_path / "all", steps=4)
     _saved(tmp_path / "c")
-    got = [_goes_on_renamed(tmp_path / "c", "noop")]
-    got += [ranks(2, _goes_on_renamed, tmp_path / "c", strategy)[0] for strategy in ("fsdp", "zero1")]
+    got = [_goes_on_renamed(tmp_path / "c", "none")]
+    got += [ranks(2, _goes_on_renamed, tmp_path / "c", layout)[0] for layout in ("fsdp", "zero1")]
     for each in got:
         back = {moved(f"module.{k}", {v: k for k, v in RENAMED.items()}).removeprefix("module."): v for k, v in each.items()}
         assert largest_difference(back, whole(want.module)) < 1e-12

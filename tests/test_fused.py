@@ -66,24 +66,24 @@ class Fit(ech.AutoUnit[Any]):
         return torch.optim.AdamW(module.parameters(), lr=0.1, fused=self.given), None
 
 
-def _trained(strategy: str, given: bool | None, *, precision: str = "fp32") -> tuple[Fit, list[torch.Tensor]]:
+def _trained(layout: str, given: bool | None, *, precision: str = "fp32") -> tuple[Fit, list[torch.Tensor]]:
     torch.manual_seed(0)
     data = [torch.randn(4, 6) for _ in range(4)]
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
     Fit.given = given
-    unit = Fit(module=net, strategy=strategy, clip_grad_norm=1.0, precision=precision)
+    unit = Fit(module=net, layout=layout, clip_grad_norm=1.0, precision=precision)
     return unit, data
 
 
-def _apart(folder: str, strategy: str) -> tuple[bool, list[float]]:
+def _apart(folder: str, layout: str) -> tuple[bool, list[float]]:
     """How far weights lie from those of `fused=True` as torch has it: after two epochs, and after a resume in between."""
     fused.DEVICES = {"cpu"}
     try:
-        wanted, data = _trained(strategy, True)
+        wanted, data = _trained(layout, True)
         ech.train(wanted, data, max_epochs=2)
-        ours, _ = _trained(strategy, None)
+        ours, _ = _trained(layout, None)
         ech.train(ours, data, max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)])
-        again, _ = _trained(strategy, None)
+        again, _ = _trained(layout, None)
         ech.DistributedCheckpointSaver.restore_from_latest(folder, again)
         for unit in (ours, again):
             ech.train(unit, data, max_epochs=2)
@@ -95,6 +95,6 @@ def _apart(folder: str, strategy: str) -> tuple[bool, list[float]]:
 
 
 def test_numbers_are_those_of_torchs_fused_kernel(ranks: Ranks, tmp_path: Path) -> None:
-    for strategy in ("ddp", "fsdp", "zero1"):
-        for is_fused, apart in ranks(2, _apart, str(tmp_path / strategy), strategy):
-            assert is_fused and max(apart) == 0, (strategy, is_fused, apart)
+    for layout in ("ddp", "fsdp", "zero1"):
+        for is_fused, apart in ranks(2, _apart, str(tmp_path / layout), layout):
+            assert is_fused and max(apart) == 0, (layout, is_fused, apart)

@@ -34,11 +34,11 @@ def write_texts(folder: Path) -> None:
         (folder / f"{i}.txt").write_text(f"the number is {i}. " * 20)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_two_ranks_train_evaluate_sample_and_leave_everything_behind(
-    echelon_command: Command, tmp_path: Path, strategy: str
+    echelon_command: Command, tmp_path: Path, layout: str
 ) -> None:
-    run, text = _run(echelon_command, tmp_path, "--steps", "6", "--strategy", strategy)
+    run, text = _run(echelon_command, tmp_path, "--steps", "6", "--layout", layout)
     records = _records(run)
     training = [r for r in records if "loss" in r]
     assert [r["step"] for r in training] == [1, 2, 3, 4, 5, 6]
@@ -58,20 +58,20 @@ def test_two_ranks_train_evaluate_sample_and_leave_everything_behind(
 def test_the_strategies_train_the_same_model(echelon_command: Command, tmp_path: Path) -> None:
     losses = {}
     write_texts(tmp_path / "texts")
-    for strategy, ranks in (("noop", "1"), ("ddp", "2"), ("fsdp", "2"), ("tp", "2")):
+    for layout, ranks in (("none", "1"), ("ddp", "2"), ("fsdp", "2"), ("tp", "2")):
         # Two heads, one for each rank of "tp".
-        options = ("--steps", "4", "--width", "128", "--strategy", strategy, "--data", "texts")
+        options = ("--steps", "4", "--width", "128", "--layout", layout, "--data", "texts")
         run, _ = _run(echelon_command, tmp_path, *options, launcher=("--ranks", ranks))
-        losses[strategy] = [r.get("loss", r.get("eval_loss")) for r in _records(run)]
-    assert losses["ddp"] == pytest.approx(losses["noop"], abs=2e-5)
-    assert losses["fsdp"] == pytest.approx(losses["noop"], abs=2e-5)
-    assert losses["tp"] == pytest.approx(losses["noop"], abs=2e-5)
+        losses[layout] = [r.get("loss", r.get("eval_loss")) for r in _records(run)]
+    assert losses["ddp"] == pytest.approx(losses["none"], abs=2e-5)
+    assert losses["fsdp"] == pytest.approx(losses["none"], abs=2e-5)
+    assert losses["tp"] == pytest.approx(losses["none"], abs=2e-5)
 
 
 @pytest.mark.full
 def test_resume_goes_on_as_if_nothing_had_happened(echelon_command: Command, tmp_path: Path) -> None:
     write_texts(tmp_path / "texts")
-    same = ("--data", "texts", "--strategy", "ddp")
+    same = ("--data", "texts", "--layout", "ddp")
     whole, _ = _run(echelon_command, tmp_path, *same, "--steps", "6", launcher=("--ranks", "2", "--runs", "whole"))
     # The schedule depends on the number of steps: the first part is the same run, stopped by a failure after step 4.
     first, _ = _run(echelon_command, tmp_path, *same, "--steps", "6", launcher=("--ranks", "2", "--name", "gpt-part"))
@@ -97,8 +97,8 @@ def test_ones_own_text_is_learnt(echelon_command: Command, tmp_path: Path) -> No
     ("ranks", "args", "message"),
     [
         ("2", ("--batch", "7"), "global_batch 7 cannot be divided by 2 ranks"),
-        ("1", ("--resume", "--strategy", "noop"), "no run of this script with a checkpoint"),
-        pytest.param("1", ("--strategy", "zeppelin"), "layout must be one of 'none', 'ddp', 'fsdp'", marks=pytest.mark.full),
+        ("1", ("--resume", "--layout", "none"), "no run of this script with a checkpoint"),
+        pytest.param("1", ("--layout", "zeppelin"), "layout must be one of 'none', 'ddp', 'fsdp'", marks=pytest.mark.full),
         pytest.param("1", ("--data", "absent"), "folder must be a folder of text files, got absent", marks=pytest.mark.full),
         pytest.param("1", ("--batch", "10000000"), "at least one global batch of 10000000", marks=pytest.mark.full),
     ],

@@ -23,7 +23,7 @@ from tests.models import Batch, batch, largest_difference, net, plain_training, 
 from tests.units import Regression
 
 CUDA = torch.device(os.environ.get("ECHELON_GPU_TESTS_ON", "cuda"))
-STRATEGIES = ["noop", "ddp", "fsdp", "zero1", "zero2"]  # of which one rank has its own group of NCCL
+LAYOUTS = ["none", "ddp", "fsdp", "zero1", "zero2"]  # of which one rank has its own group of NCCL
 WIDTH = 512 if CUDA.type == "cuda" else 16  # what is copied while training goes on
 Saver = ech.DistributedCheckpointSaver
 
@@ -57,13 +57,13 @@ def _trained(data: Any, **options: Any) -> Regression:
 
 
 @on_both
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_windows_equal_plain_pytorch(strategy: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_windows_equal_plain_pytorch(layout: str) -> None:
     rows = [4, 3, 7]
     windows = [[batch(4, 0), batch(3, 1)], [batch(7, 2)]]
     for clip in (float("inf"), 0.4):
         unit = _trained(
-            [batch(n, i) for i, n in enumerate(rows)], strategy=strategy, gradient_accumulation_steps=2, clip_grad_norm=clip
+            [batch(n, i) for i, n in enumerate(rows)], layout=layout, gradient_accumulation_steps=2, clip_grad_norm=clip
         )
         want, _, norms = plain_training(windows, clip=clip)
         assert unit.norms == pytest.approx(norms, rel=1e-9)
@@ -79,9 +79,9 @@ def test_clipping_by_value_equals_plain_pytorch() -> None:
 
 
 @on_both
-@pytest.mark.parametrize("strategy", ["noop", "ddp", "fsdp"])
-def test_bf16_is_close_to_autocast_by_hand(strategy: str) -> None:
-    unit = _trained(_single(4), module=net(dtype=torch.float32), strategy=strategy, precision="bf16")
+@pytest.mark.parametrize("layout", ["none", "ddp", "fsdp"])
+def test_bf16_is_close_to_autocast_by_hand(layout: str) -> None:
+    unit = _trained(_single(4), module=net(dtype=torch.float32), layout=layout, precision="bf16")
     module = net(dtype=torch.float32).to(CUDA)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for x, y in _single(4):
@@ -91,18 +91,18 @@ def test_bf16_is_close_to_autocast_by_hand(strategy: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     # A sharded module may compute all of it in bf16, where autocast leaves some in float32.
-    limit = 1e-6 if strategy != "fsdp" else 0.02
+    limit = 1e-6 if layout != "fsdp" else 0.02
     assert largest_difference(_here(whole(unit.module)), _here(whole(module))) < limit
     assert {p.dtype for p in unit.module.parameters()} == {torch.float32}
 
 
 @on_both
-@pytest.mark.parametrize("strategy", ["noop", "ddp", "fsdp"])
-def test_fp16_with_its_scaler_equals_the_scaler_by_hand_and_leaves_out_an_inf(strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["none", "ddp", "fsdp"])
+def test_fp16_with_its_scaler_equals_the_scaler_by_hand_and_leaves_out_an_inf(layout: str) -> None:
     data = _single(6)
     data[2] = (data[2][0] * 1e6, data[2][1])  # beyond fp16
     precision = ech.layouts.Precision(torch.float16, init_scale=1024.0)
-    unit = _trained(data, module=net(dtype=torch.float32), strategy=strategy, precision=precision)
+    unit = _trained(data, module=net(dtype=torch.float32), layout=layout, precision=precision)
     module = net(dtype=torch.float32).to(CUDA)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler(CUDA.type, init_scale=1024.0)
@@ -114,7 +114,7 @@ def test_fp16_with_its_scaler_equals_the_scaler_by_hand_and_leaves_out_an_inf(st
         scaler.update()
         optimizer.zero_grad()
     assert unit.grad_scaler is not None and unit.grad_scaler.get_scale() == scaler.get_scale() == 512.0
-    limit = 1e-6 if strategy != "fsdp" else 0.02
+    limit = 1e-6 if layout != "fsdp" else 0.02
     assert largest_difference(_here(whole(unit.module)), _here(whole(module))) < limit
 
 
@@ -149,26 +149,26 @@ def test_activation_checkpointing_draws_the_same_dropout_masks() -> None:
 
 
 @only_gpu
-@pytest.mark.parametrize("strategy", ["noop", "fsdp"])
-def test_a_compiled_module_trains_as_an_eager_one(strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["none", "fsdp"])
+def test_a_compiled_module_trains_as_an_eager_one(layout: str) -> None:
     from torch._inductor import config
 
     found = []
     with config.patch(compile_threads=1):  # no processes that stay
         for compiled in (None, ech.layouts.TorchCompileParams()):
-            unit = _trained(_single(4), module=net(dtype=torch.float32), strategy=strategy, torch_compile_params=compiled)
+            unit = _trained(_single(4), module=net(dtype=torch.float32), layout=layout, torch_compile_params=compiled)
             found.append(_here(whole(unit.module)))
     assert largest_difference(*found) < 1e-5
 
 
 @on_both
-@pytest.mark.parametrize("strategy", ["noop", "fsdp"])
-def test_a_module_from_the_meta_device_is_filled_as_an_ordinary_one(strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["none", "fsdp"])
+def test_a_module_from_the_meta_device_is_filled_as_an_ordinary_one(layout: str) -> None:
     torch.manual_seed(5)
     with ech.on_meta():
         module = net()
     torch.manual_seed(5)
-    unit = Regression(module=module, device=CUDA, strategy=strategy)
+    unit = Regression(module=module, device=CUDA, layout=layout)
     assert {p.device.type for p in unit.module.parameters()} == {CUDA.type}
     assert largest_difference(_here(whole(unit.module)), whole(net())) == 0
 
@@ -220,22 +220,22 @@ def test_bits_are_the_same_under_every_strategy_in_bit_equal_mode(monkeypatch: p
     monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "1")
     threads, rows, found = torch.get_num_threads(), [tuple(t[0] for t in batch(1, i, torch.float32)) for i in range(32)], {}
     try:
-        for strategy in ("noop", "ddp", "fsdp", "zero1"):
+        for layout in ("none", "ddp", "fsdp", "zero1"):
             torch.manual_seed(1)
             unit = Regression(
                 device=CUDA,
                 module=net(dtype=torch.float32, dropout=0.25),
-                strategy=strategy,
+                layout=layout,
                 optimizer="AdamW",
                 clip_grad_norm=0.4,
                 deterministic="bitwise",
             )
             ech.train(unit, ech.Loader(rows, 16), max_epochs=1)
-            found[strategy] = _here(whole(unit.module))
+            found[layout] = _here(whole(unit.module))
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
-    assert {name: largest_difference(bits, found["noop"]) for name, bits in found.items()} == dict.fromkeys(found, 0.0)
+    assert {name: largest_difference(bits, found["none"]) for name, bits in found.items()} == dict.fromkeys(found, 0.0)
 
 
 @on_both
@@ -267,9 +267,9 @@ class Copies(ech.Callback):
 
 
 @on_both
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_asynchronous_save_holds_the_state_of_its_step_though_training_goes_on(strategy: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"strategy": strategy, "optimizer": "AdamW"}
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_asynchronous_save_holds_the_state_of_its_step_though_training_goes_on(layout: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"layout": layout, "optimizer": "AdamW"}
     copies, saver = Copies(3), Saver(tmp_path, save_every_n_updates=3, async_checkpoint=True)
     unit = Regression(device=CUDA, module=net(width=WIDTH, dtype=torch.float32), **options)
     ech.train(unit, _single(5), max_epochs=1, callbacks=[copies, saver])
@@ -281,16 +281,14 @@ def test_an_asynchronous_save_holds_the_state_of_its_step_though_training_goes_o
 
 
 @on_both
-@pytest.mark.parametrize("strategy", ["noop", "fsdp"])
-def test_a_resumed_run_ends_bit_equal_with_dropout(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["none", "fsdp"])
+def test_a_resumed_run_ends_bit_equal_with_dropout(layout: str, tmp_path: Path) -> None:
     """The device's own random numbers go on where they were."""
     rows = [tuple(t[0] for t in batch(1, i, torch.float32)) for i in range(24)]
 
     def trained(steps: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(7)
-        unit = Regression(
-            device=CUDA, module=net(dtype=torch.float32, dropout=0.5), strategy=strategy, optimizer="AdamW", lr=0.01
-        )
+        unit = Regression(device=CUDA, module=net(dtype=torch.float32, dropout=0.5), layout=layout, optimizer="AdamW", lr=0.01)
         loader, saver = ech.Loader(rows, 4), Saver(tmp_path, save_every_n_updates=4)
         Saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
         ech.train(unit, loader, max_epochs=1, max_updates=steps, callbacks=[saver])
@@ -299,9 +297,7 @@ def test_a_resumed_run_ends_bit_equal_with_dropout(strategy: str, tmp_path: Path
 
     def without_a_break() -> dict[str, torch.Tensor]:
         torch.manual_seed(7)
-        unit = Regression(
-            device=CUDA, module=net(dtype=torch.float32, dropout=0.5), strategy=strategy, optimizer="AdamW", lr=0.01
-        )
+        unit = Regression(device=CUDA, module=net(dtype=torch.float32, dropout=0.5), layout=layout, optimizer="AdamW", lr=0.01)
         ech.train(unit, ech.Loader(rows, 4), max_epochs=1)
         return _state(unit)
 
@@ -396,6 +392,6 @@ def test_memory_does_not_grow_over_steps_and_saves(tmp_path: Path) -> None:
 
     allocated: list[int] = []
     saver = Saver(tmp_path, save_every_n_updates=5, async_checkpoint=True, keep_last_n_checkpoints=1)
-    unit = Regression(device=CUDA, module=net(width=1024, dtype=torch.float32), optimizer="AdamW", strategy="fsdp")
+    unit = Regression(device=CUDA, module=net(width=1024, dtype=torch.float32), optimizer="AdamW", layout="fsdp")
     ech.train(unit, _single(40), max_epochs=1, callbacks=[Watches(), saver])
     assert max(allocated[-10:]) <= max(allocated[10:20]) + 4096, allocated

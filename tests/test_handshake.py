@@ -331,7 +331,7 @@ def _joined_with(other: str) -> str:
 
 class _Unit(AutoUnit[torch.Tensor]):
     def __init__(self) -> None:
-        super().__init__(module=torch.nn.Linear(1, 1), strategy="ddp")
+        super().__init__(module=torch.nn.Linear(1, 1), layout="ddp")
 
     def compute_loss(self, state: Any, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return self.module(data).sum(), None

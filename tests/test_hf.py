@@ -69,17 +69,17 @@ def test_values_ties_and_streams_of_every_kind_of_model_are_those_of_a_plain_bui
         assert _ties(got) == _ties(want), make
 
 
-def _sharded_values(strategies: list[str]) -> dict[str, Any]:
+def _sharded_values(layouts: list[str]) -> dict[str, Any]:
     from tests.hf_models import gpt2, llama, lora, speech
 
     found = {}
     for make in (gpt2, llama, lora, speech):
         want = _full(_built(make, seed=5, meta=False))
-        for strategy in strategies:
+        for layout in layouts:
             module = _built(make, seed=5 + dist.get_rank(), meta=True)
-            made = ech.layouts.prepare_module(module, CPU, strategy=strategy)
-            plain = made.module if strategy == "ddp" else made
-            found[f"{make.__name__} {strategy}"] = _differing(_full(plain), want)
+            made = ech.layouts.prepare_module(module, CPU, layout=layout)
+            plain = made.module if layout == "ddp" else made
+            found[f"{make.__name__} {layout}"] = _differing(_full(plain), want)
     return found
 
 
@@ -181,10 +181,10 @@ def _micro_batches(rank: int) -> list[Any]:
     return [_tokens(micro[rank], 10 * i + rank) for i, micro in enumerate(_LENGTHS)]
 
 
-def _counted(strategies: list[str]) -> list[Any]:
+def _counted(layouts: list[str]) -> list[Any]:
     found = []
-    for strategy in strategies:
-        unit = Counting(module=_without_dropout(), strategy=strategy, gradient_accumulation_steps=2)
+    for layout in layouts:
+        unit = Counting(module=_without_dropout(), layout=layout, gradient_accumulation_steps=2)
         ech.fit(unit, _micro_batches(dist.get_rank()), _micro_batches(dist.get_rank()), max_epochs=1)
         loss = float(unit.latest_update[0])
         found.append((_trained(unit.module), loss, unit.eval_loss))
@@ -253,13 +253,13 @@ def test_batches_and_outputs_of_transformers_are_counted_and_moved() -> None:
     assert copy_data_to_device(outputs, torch.device("meta")).logits.is_meta
 
 
-def _recomputed(strategy: str | None, name: str) -> Any:
+def _recomputed(layout: str | None, name: str) -> Any:
     from tests import hf_models
 
     def build(**options: Any) -> Any:
         torch.manual_seed(0)
         module: Any = hf_models.lora() if name == "lora" else getattr(hf_models, name)()
-        return Tuning(module=module.double(), strategy=strategy, **options)
+        return Tuning(module=module.double(), layout=layout, **options)
 
     ids = _tokens([8, 3], 1)
     data = {**ids, "decoder_attention_mask": ids["attention_mask"]} if name == "t5" else dict(ids)
@@ -276,8 +276,8 @@ def _recomputed(strategy: str | None, name: str) -> Any:
     return _apart(_trained(unit.module), _trained(plain.module)), model.config.use_cache, kept.get_seq_length()
 
 
-def _recomputed_under(strategies: list[str]) -> list[Any]:
-    return [_recomputed(strategy, name) for strategy in strategies for name in ("gpt2", "lora")]
+def _recomputed_under(layouts: list[str]) -> list[Any]:
+    return [_recomputed(layout, name) for layout in layouts for name in ("gpt2", "lora")]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "lora", "hybrid"])
@@ -313,21 +313,21 @@ def test_recomputing_after_earlier_tokens_is_refused(name: str, block: str) -> N
 # --- given back
 
 
-def _exported(folder: str, strategies: list[str]) -> list[str]:
+def _exported(folder: str, layouts: list[str]) -> list[str]:
     import transformers
     from peft import PeftModel
 
     from tests.hf_models import auto_bf16, gpt2, lora
 
     differing = []
-    for strategy in strategies:
+    for layout in layouts:
         plan = {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
-        for make in (auto_bf16,) if strategy == "tp" else (gpt2, auto_bf16, lora):
-            given = ech.Layout(tp=2, plan={**plan, "model.layers.*.mlp.down_proj": "rowwise"}) if strategy == "tp" else strategy
+        for make in (auto_bf16,) if layout == "tp" else (gpt2, auto_bf16, lora):
+            given = ech.Layout(tp=2, plan={**plan, "model.layers.*.mlp.down_proj": "rowwise"}) if layout == "tp" else layout
             torch.manual_seed(0)
-            unit = Tuning(module=make(), strategy=given)
+            unit = Tuning(module=make(), layout=given)
             ech.train(unit, [dict(_tokens([8, 3], 1))], max_epochs=1)
-            out = ech.save_pretrained(unit, f"{folder}/{strategy}-{make.__name__}")
+            out = ech.save_pretrained(unit, f"{folder}/{layout}-{make.__name__}")
             trained = _trained(unit.module)
             if make is lora:
                 torch.manual_seed(0)
@@ -351,7 +351,7 @@ def _read_back(folder: str) -> tuple[list[str], str, str]:
     from tests.hf_models import gpt2
 
     saved = _built(gpt2, seed=9, meta=False)
-    unit = Tuning(module=_built(gpt2, meta=True), strategy="fsdp")
+    unit = Tuning(module=_built(gpt2, meta=True), layout="fsdp")
     ech.save_pretrained(saved, folder)
     ech.DistributedCheckpointSaver.restore(folder, unit)
     found = _differing(_trained(unit.module), _trained(saved))

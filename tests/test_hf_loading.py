@@ -44,11 +44,11 @@ def _made(kind: str, seed: int = 0) -> Any:
     return KINDS[kind]()
 
 
-def _unit(make: Callable[[], nn.Module], strategy: Any) -> Tuning:
+def _unit(make: Callable[[], nn.Module], layout: Any) -> Tuning:
     torch.manual_seed(7)  # other values than those in the files
     with ech.on_meta(restores=True):
         module = make()
-    return Tuning(module=module, strategy=strategy)
+    return Tuning(module=module, layout=layout)
 
 
 def _differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> list[str]:
@@ -64,7 +64,7 @@ def _whole(module: nn.Module) -> dict[str, torch.Tensor]:
 # --- whole models
 
 
-def _loaded(folder: str, kinds: list[str], strategies: list[str]) -> list[str]:
+def _loaded(folder: str, kinds: list[str], layouts: list[str]) -> list[str]:
     from tests.hf_kinds import answer
 
     wrong = []
@@ -72,14 +72,14 @@ def _loaded(folder: str, kinds: list[str], strategies: list[str]) -> list[str]:
         made = _made(kind)
         saved = ech.save_pretrained(made, f"{folder}/{kind}")
         want = type(made).from_pretrained(saved)
-        for strategy in strategies:
-            unit = _unit(lambda made=made: type(made)(made.config), strategy)
+        for layout in layouts:
+            unit = _unit(lambda made=made: type(made)(made.config), layout)
             Saver.restore(saved, unit)
             if not torch.equal(answer(unit.module, kind), answer(want, kind)):
-                wrong.append(f"{kind}, {strategy}: other logits")
-            again = ech.save_pretrained(unit, f"{folder}/{kind} {strategy}")
+                wrong.append(f"{kind}, {layout}: other logits")
+            again = ech.save_pretrained(unit, f"{folder}/{kind} {layout}")
             if differing := _differing(type(made).from_pretrained(again).state_dict(), want.state_dict()):
-                wrong.append(f"{kind}, {strategy}: {differing}")
+                wrong.append(f"{kind}, {layout}: {differing}")
     return wrong
 
 
@@ -111,11 +111,11 @@ def test_files_with_a_prefix_more_or_less_and_what_a_model_computes_itself(tmp_p
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.bool)
     save_file(tensors, file, {"format": "pt"})
-    unit = _unit(lambda: type(made)(made.config), "noop")
+    unit = _unit(lambda: type(made)(made.config), "none")
     report = Saver.restore(tmp_path, unit)
     assert not report.missing and not report.unexpected
     assert torch.equal(answer(unit.module, "gpt2"), answer(made, "gpt2"))
-    bare = _unit(lambda: type(made.transformer)(made.config), "noop")  # a model without its head, from files of one with
+    bare = _unit(lambda: type(made.transformer)(made.config), "none")  # a model without its head, from files of one with
     made.save_pretrained(tmp_path)
     Saver.restore(tmp_path, bare)
     assert _differing(_whole(bare.module), _whole(made.transformer)) == []
@@ -124,7 +124,7 @@ def test_files_with_a_prefix_more_or_less_and_what_a_model_computes_itself(tmp_p
 def test_weights_of_another_type_are_cast_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = _made("llama").bfloat16()
     made.save_pretrained(tmp_path)
-    unit = _unit(lambda: type(made)(made.config).float(), "noop")
+    unit = _unit(lambda: type(made)(made.config).float(), "none")
     report = Saver.restore(tmp_path, unit)
     assert _differing(_whole(unit.module), _whole(made.float())) == []
     assert set(report.cast.values()) == {("bfloat16", "float32")} and "from bfloat16 to float32" in caplog.text
@@ -181,7 +181,7 @@ def test_an_adapter_on_a_model_of_another_type_has_the_values_of_a_plain_build(t
     """PEFT moves an adapter to where its layer's weight says that it lies, and gives it that type."""
     made = _made("llama")
     made.save_pretrained(tmp_path)
-    unit = _unit(lambda: _adapted(type(made)(made.config).to(dtype)), "noop")
+    unit = _unit(lambda: _adapted(type(made)(made.config).to(dtype)), "none")
     Saver.restore(tmp_path, unit)
     torch.manual_seed(7)
     own = {n: t for n, t in _whole(_adapted(type(made)(made.config).to(dtype))).items() if "lora_" in n}
@@ -196,14 +196,14 @@ def test_merging_what_has_no_adapters_is_refused(tmp_path: Path) -> None:
 # --- bytes
 
 
-def _bytes_read(folder: str, strategies: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """By strategy: what was read, what this rank holds, and what the model has."""
+def _bytes_read(folder: str, layouts: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
+    """By layout: what was read, what this rank holds, and what the model has."""
     import transformers as tf
 
     config = tf.AutoConfig.from_pretrained(folder)
     found, real = {}, os.preadv
-    for name, strategy in strategies.items():
-        unit = _unit(lambda: tf.AutoModelForCausalLM.from_config(config), strategy)
+    for name, layout in layouts.items():
+        unit = _unit(lambda: tf.AutoModelForCausalLM.from_config(config), layout)
         read = [0]
 
         def counting(file: int, buffers: Any, offset: int, read: list[int] = read) -> int:
@@ -232,8 +232,8 @@ def test_a_rank_reads_its_own_bytes_and_no_others(ranks: Ranks, tmp_path: Path) 
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     layer = "model.layers.*"
     plan = {f"{layer}.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")} | {f"{layer}.mlp.down_proj": "rowwise"}
-    strategies = {"fsdp": "fsdp", "hsdp": "hsdp", "tp": ech.Layout(tp=-1, plan=plan), "tp x fsdp": ech.Layout(tp=2, plan=plan)}
-    for found in ranks(4, _bytes_read, str(tmp_path), strategies):
+    layouts = {"fsdp": "fsdp", "hsdp": "hsdp", "tp": ech.Layout(tp=-1, plan=plan), "tp x fsdp": ech.Layout(tp=2, plan=plan)}
+    for found in ranks(4, _bytes_read, str(tmp_path), layouts):
         for name, (read, held, whole) in found.items():
             assert read == held, name
             assert read < {"fsdp": 0.26, "hsdp": 0.51, "tp": 0.58, "tp x fsdp": 0.38}[name] * whole, name
@@ -308,7 +308,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 def _refused(folder: str, cases: list[str]) -> dict[str, tuple[str, bool]]:
     """By case the error, and whether the unit was left as it was."""
     made = _made("llama")
-    unit = Tuning(module=_made("llama", seed=3), strategy="fsdp")
+    unit = Tuning(module=_made("llama", seed=3), layout="fsdp")
     before, found = _whole(unit.module), {}
     for case in cases:
         place = Path(folder) / case.replace(" ", "-")

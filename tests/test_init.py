@@ -421,16 +421,14 @@ OTHERS = {
 }
 
 
-def _trained_by_hand(store: str, env: dict[str, str], strategy: Any) -> tuple[int, int, float]:
+def _trained_by_hand(store: str, env: dict[str, str], layout: Any) -> tuple[int, int, float]:
     rank = _forget_our_launcher()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     os.environ.update({name: value.format(rank=rank) for name, value in env.items()})
     world = World.current()
     model = torch.nn.Linear(2, 1)
     data = TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
-    model, optimizer, loader = ech.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 4), strategy=strategy
-    )
+    model, optimizer, loader = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 4), layout=layout)
     for x, y in loader:
         with ech.window(model) as window:
             window.backward(torch.nn.functional.mse_loss(model(x), y))
@@ -442,8 +440,8 @@ def _trained_by_hand(store: str, env: dict[str, str], strategy: Any) -> tuple[in
 
 @pytest.mark.parametrize("others", OTHERS)
 def test_a_group_that_exists_is_the_truth_whatever_the_environment_says(tmp_path: Path, others: str) -> None:
-    for i, strategy in enumerate(("ddp", ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD"))):
-        told = launch(_trained_by_hand, ranks=2, args=(str(tmp_path / str(i)), OTHERS[others], strategy))
+    for i, layout in enumerate(("ddp", ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD"))):
+        told = launch(_trained_by_hand, ranks=2, args=(str(tmp_path / str(i)), OTHERS[others], layout))
         assert [each[:2] for each in told] == [(0, 2), (1, 2)] and told[0][2] == told[1][2]
 
 

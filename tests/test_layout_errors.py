@@ -48,26 +48,26 @@ def _decodes() -> None:
     model: Any = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(8, 0)), 8, shuffle=True)
-    model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy="fsdp")
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="fsdp")
     with ech.evaluating(model):
         nn.functional.linear(torch.randn(2, 4).double(), model.first.weight)
 
 
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     "a static graph": (
-        lambda: _trained(lambda: Regression(strategy=ech.DDPStrategy(static_graph=True), gradient_accumulation_steps=2)),
+        lambda: _trained(lambda: Regression(layout=ech.DDPStrategy(static_graph=True), gradient_accumulation_steps=2)),
         "static_graph must be False where gradients are accumulated",
     ),
     "lazy, ddp": (
-        lambda: _trained(lambda: Regression(module=nn.Sequential(nn.LazyLinear(1).double()), strategy="ddp")),
+        lambda: _trained(lambda: Regression(module=nn.Sequential(nn.LazyLinear(1).double()), layout="ddp")),
         "has no shape before a first batch",
     ),
     "lazy, fsdp": (
-        lambda: _trained(lambda: Regression(module=nn.Sequential(nn.LazyLinear(1).double()), strategy="fsdp")),
+        lambda: _trained(lambda: Regression(module=nn.Sequential(nn.LazyLinear(1).double()), layout="fsdp")),
         "has no shape before a first batch",
     ),
     "in place": (
-        lambda: _trained(lambda: Regression(module=Changes().double(), strategy="fsdp")),
+        lambda: _trained(lambda: Regression(module=Changes().double(), layout="fsdp")),
         "changes in place what it is given",
     ),
     "a part that is called": (_decodes, "must come from a call of Net itself"),

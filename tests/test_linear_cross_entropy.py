@@ -292,12 +292,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def _differences(strategies: dict[str, Any]) -> dict[str, float]:
+def _differences(layouts: dict[str, Any]) -> dict[str, float]:
     found = {}
-    for (name, strategy), (shape, options) in itertools.product(strategies.items(), SHAPES.items()):
-        unit = LanguageUnit(
-            module=language(**options), strategy=strategy, device=torch.device("cpu"), gradient_accumulation_steps=2
-        )
+    for (name, layout), (shape, options) in itertools.product(layouts.items(), SHAPES.items()):
+        unit = LanguageUnit(module=language(**options), layout=layout, device=torch.device("cpu"), gradient_accumulation_steps=2)
         prepared = unit.prepared
         ech.train(unit, [words_of(step, prepared.dp_rank) for step in range(4)], max_epochs=1)
         found[f"{name}, {shape}"] = largest_difference(whole(unit.module), reference(prepared.dp_size, **options))
@@ -305,19 +303,19 @@ def _differences(strategies: dict[str, Any]) -> dict[str, float]:
 
 
 def test_training_on_one_rank_is_torchs(ranks: Ranks) -> None:
-    assert max(ranks(1, _differences, {"noop": "noop", "tp": "tp"})[0].values()) < 1e-13
+    assert max(ranks(1, _differences, {"none": "none", "tp": "tp"})[0].values()) < 1e-13
 
 
 @pytest.mark.parametrize(
-    ("size", "strategies"),
+    ("size", "layouts"),
     [
         (2, {"ddp": "ddp", "fsdp": "fsdp", "zero2": "zero2", "tp": "tp"}),
         pytest.param(4, {"tp two, fsdp two": ech.Layout(tp=2), "hsdp": "hsdp", "tp": "tp"}, marks=pytest.mark.full),
     ],
 )
-def test_training_on_several_ranks_is_torchs(ranks: Ranks, size: int, strategies: dict[str, Any]) -> None:
-    """Under each strategy, in the module's forward and after it; tied, with a bias, accumulating."""
-    for found in ranks(size, _differences, strategies):
+def test_training_on_several_ranks_is_torchs(ranks: Ranks, size: int, layouts: dict[str, Any]) -> None:
+    """Under each layout, in the module's forward and after it; tied, with a bias, accumulating."""
+    for found in ranks(size, _differences, layouts):
         assert {case: far for case, far in found.items() if far > 1e-13} == {}
 
 
@@ -325,10 +323,10 @@ def _head_alone() -> dict[str, float]:
     """The head as a unit of fully_shard, whose forward nobody calls; the evaluation after it leaves nothing gathered."""
     found = {}
     for inside, keeps in itertools.product((True, False), (True, False)):
-        strategy = ech.FSDPStrategy(blocks=["head"], reshard_after_forward=not keeps)
+        layout = ech.FSDPStrategy(blocks=["head"], reshard_after_forward=not keeps)
         unit = LanguageUnit(
             module=language(inside=inside, bias=True),
-            strategy=strategy,
+            layout=layout,
             device=torch.device("cpu"),
             gradient_accumulation_steps=2,
         )
@@ -422,14 +420,14 @@ def test_the_module_of_a_shard_is_found(ranks: Ranks) -> None:
 def _frozen_body() -> float:
     """Only the head is trained, a unit of its own: hidden has no gradient that would reach a hook of fully_shard."""
     far = 0.0
-    for inside, strategy in itertools.product((True, False), (ech.FSDPStrategy(blocks=["head"]), "hsdp")):
+    for inside, layout in itertools.product((True, False), (ech.FSDPStrategy(blocks=["head"]), "hsdp")):
         module, plain_one = language(inside=inside, bias=True), language(bias=True)
         for each in (module, plain_one):
             each.bytes.requires_grad_(False)
             each.body.requires_grad_(False)
-        if strategy == "hsdp":
-            strategy = ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", blocks=["head"])
-        unit = LanguageUnit(module=module, strategy=strategy, device=torch.device("cpu"))
+        if layout == "hsdp":
+            layout = ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", blocks=["head"])
+        unit = LanguageUnit(module=module, layout=layout, device=torch.device("cpu"))
         prepared = unit.prepared
         ech.train(unit, [words_of(0, prepared.dp_rank)], max_epochs=1)
         optimizer = torch.optim.SGD(plain_one.parameters(), lr=0.1)

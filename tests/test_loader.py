@@ -243,7 +243,7 @@ def _undivided_evaluation() -> tuple[int, str]:
     from tests.models import batch
     from tests.units import Regression
 
-    unit = Regression(strategy="ddp")
+    unit = Regression(layout="ddp")
     rows = list(zip(*batch(12, 0), strict=True))
     with pytest.raises(ech.EchelonError) as caught:
         ech.fit(unit, ech.Loader(rows, 4), ech.Loader(rows, 3), max_epochs=1)

@@ -88,8 +88,8 @@ def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     return {n.removeprefix("module."): p.detach().clone() for n, p in module.named_parameters()}
 
 
-def _ours(strategy: Any, kind: str, even: bool, clip: float) -> dict[str, torch.Tensor]:
-    unit = Unit(module=net(), strategy=strategy, optimizer=kind, gradient_accumulation_steps=2, clip_grad_norm=clip)
+def _ours(layout: Any, kind: str, even: bool, clip: float) -> dict[str, torch.Tensor]:
+    unit = Unit(module=net(), layout=layout, optimizer=kind, gradient_accumulation_steps=2, clip_grad_norm=clip)
     ech.train(unit, [b for window in _batches(unit.prepared.dp_rank, even) for b in window], max_epochs=1)
     return _parameters(unit.module)
 
@@ -120,9 +120,9 @@ CASES: dict[str, tuple[Any, int, Any, str, bool, float]] = {
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_twenty_updates_are_those_of_plain_workers(ranks: Ranks, size: int) -> None:
     """With accumulation, micro-batches of other sizes on each rank, clipping, a short last window."""
-    for case, (strategy, every, outer, kind, even, clip) in CASES.items():
+    for case, (layout, every, outer, kind, even, clip) in CASES.items():
         want = _plain(size, every, kind, even, clip, outer)
-        for got in ranks(size, _ours, strategy, kind, even, clip):
+        for got in ranks(size, _ours, layout, kind, even, clip):
             assert largest_difference(got, want) < 1e-11, case
 
 
@@ -130,8 +130,8 @@ def test_twenty_updates_are_those_of_plain_workers(ranks: Ranks, size: int) -> N
 def test_an_average_after_every_update_is_ddp_for_sgd(ranks: Ranks, kind: str, even: bool) -> None:
     """Also where ranks have other numbers of samples; with momentum, where they have as many."""
     want = ranks(2, _ours, "ddp", kind, even, float("inf"))
-    for strategy in (ech.layouts.LocalSGDStrategy(every=1), ech.layouts.DiLoCoStrategy(1, outer_optimizer=_plain_sgd)):
-        for got in ranks(2, _ours, strategy, kind, even, float("inf")):
+    for layout in (ech.layouts.LocalSGDStrategy(every=1), ech.layouts.DiLoCoStrategy(1, outer_optimizer=_plain_sgd)):
+        for got in ranks(2, _ours, layout, kind, even, float("inf")):
             assert largest_difference(got, want[0]) < 1e-11
 
 
@@ -146,9 +146,9 @@ class Quiet(Unit):
     may_stop = False  # its hook asks for no stop, so no step waits for an answer
 
 
-def _messages(strategy: Any, updates: int) -> int:
+def _messages(layout: Any, updates: int) -> int:
     """Collectives of a run, by whomever."""
-    unit, calls = Quiet(module=net(), strategy=strategy, optimizer="SGD"), []
+    unit, calls = Quiet(module=net(), layout=layout, optimizer="SGD"), []
 
     def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -175,19 +175,19 @@ def test_nothing_travels_between_meetings(ranks: Ranks) -> None:
 # --- checkpoints
 
 
-def _unit(strategy: Any, seed: int) -> tuple[Unit, ech.Loader]:
-    return Unit(module=net(seed), strategy=strategy, optimizer="AdamW"), ech.Loader(DATA, 8, seed=1)
+def _unit(layout: Any, seed: int) -> tuple[Unit, ech.Loader]:
+    return Unit(module=net(seed), layout=layout, optimizer="AdamW"), ech.Loader(DATA, 8, seed=1)
 
 
-def _train(folder: Path | None, strategy: Any, steps: int) -> dict[str, torch.Tensor]:
-    unit, loader = _unit(strategy, 0)
+def _train(folder: Path | None, layout: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _unit(layout, 0)
     saver = [ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)] if folder is not None else []
     ech.train(unit, loader, max_updates=steps, callbacks=saver)
     return _parameters(unit.module)
 
 
-def _resume(folder: Path, step: int, strategy: Any, steps: int) -> dict[str, torch.Tensor]:
-    unit, loader = _unit(strategy, 7)
+def _resume(folder: Path, step: int, layout: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _unit(layout, 7)
     ech.DistributedCheckpointSaver.restore(str(folder / f"step-{step:08d}"), unit, train_dataloader=loader)
     ech.train(unit, loader, max_updates=steps)
     return _parameters(unit.module)
@@ -200,8 +200,8 @@ class Uneven(Unit):
         return float(data[0].abs().sum())
 
 
-def _uneven(folder: Path, step: int, strategy: Any) -> dict[str, torch.Tensor]:
-    unit, loader = Uneven(module=net(0), strategy=strategy, optimizer="AdamW"), ech.Loader(DATA, 8, seed=1)
+def _uneven(folder: Path, step: int, layout: Any) -> dict[str, torch.Tensor]:
+    unit, loader = Uneven(module=net(0), layout=layout, optimizer="AdamW"), ech.Loader(DATA, 8, seed=1)
     if step:
         ech.DistributedCheckpointSaver.restore(str(folder / f"step-{step:08d}"), unit, train_dataloader=loader)
     saver = [] if step else [ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)]
@@ -210,44 +210,44 @@ def _uneven(folder: Path, step: int, strategy: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "strategy", [ech.layouts.LocalSGDStrategy(every=3), ech.layouts.DiLoCoStrategy(every=3)], ids=["average", "diloco"]
+    "layout", [ech.layouts.LocalSGDStrategy(every=3), ech.layouts.DiLoCoStrategy(every=3)], ids=["average", "diloco"]
 )
-def test_workers_that_weigh_differently_resume_bit_equal(ranks: Ranks, tmp_path: Path, strategy: Any) -> None:
-    want = ranks(2, _uneven, tmp_path, 0, strategy)[0]
+def test_workers_that_weigh_differently_resume_bit_equal(ranks: Ranks, tmp_path: Path, layout: Any) -> None:
+    want = ranks(2, _uneven, tmp_path, 0, layout)[0]
     for step in (2, 4, 7):
-        for got in ranks(2, _uneven, tmp_path, step, strategy):
+        for got in ranks(2, _uneven, tmp_path, step, layout):
             assert all(torch.equal(got[n], want[n]) for n in got), step
 
 
 @pytest.mark.parametrize(
-    "strategy", [ech.layouts.LocalSGDStrategy(every=3), ech.layouts.DiLoCoStrategy(every=3)], ids=["average", "diloco"]
+    "layout", [ech.layouts.LocalSGDStrategy(every=3), ech.layouts.DiLoCoStrategy(every=3)], ids=["average", "diloco"]
 )
-def test_a_resumed_run_is_bit_equal_at_any_step(ranks: Ranks, tmp_path: Path, strategy: Any) -> None:
+def test_a_resumed_run_is_bit_equal_at_any_step(ranks: Ranks, tmp_path: Path, layout: Any) -> None:
     """Between two meetings, at one, and with the meeting at the end; saving changes nothing."""
-    want = ranks(2, _train, None, strategy, 8)
+    want = ranks(2, _train, None, layout, 8)
     assert all(torch.equal(want[0][n], want[1][n]) for n in want[0])
-    saved = ranks(2, _train, tmp_path, strategy, 8)
+    saved = ranks(2, _train, tmp_path, layout, 8)
     assert all(torch.equal(want[0][n], saved[0][n]) for n in want[0])
     for step in (2, 3, 4, 7):
-        for got in ranks(2, _resume, tmp_path, step, strategy, 8):
+        for got in ranks(2, _resume, tmp_path, step, layout, 8):
             assert all(torch.equal(got[n], want[0][n]) for n in got), step
 
 
 @pytest.mark.parametrize(
-    "strategy", [ech.layouts.LocalSGDStrategy(every=5), ech.layouts.DiLoCoStrategy(every=5)], ids=["average", "diloco"]
+    "layout", [ech.layouts.LocalSGDStrategy(every=5), ech.layouts.DiLoCoStrategy(every=5)], ids=["average", "diloco"]
 )
-def test_a_checkpoint_holds_what_a_meeting_would_have_given(ranks: Ranks, tmp_path: Path, strategy: Any) -> None:
-    """The end of training is a meeting: that of a run which ends there. Other strategies and numbers of ranks read it."""
-    ranks(2, _train, tmp_path, strategy, 8)
+def test_a_checkpoint_holds_what_a_meeting_would_have_given(ranks: Ranks, tmp_path: Path, layout: Any) -> None:
+    """The end of training is a meeting: that of a run which ends there. Other layouts and numbers of ranks read it."""
+    ranks(2, _train, tmp_path, layout, 8)
     for step in (3, 7):
-        want = ranks(2, _train, None, strategy, step)[0]
-        for size, reader in ((1, "noop"), (2, "fsdp"), (4, strategy)):
+        want = ranks(2, _train, None, layout, step)[0]
+        for size, reader in ((1, "none"), (2, "fsdp"), (4, layout)):
             got = ranks(size, _read_whole, tmp_path, step, reader)[0]
             assert all(torch.equal(got[n], want[n]) for n in want), (step, reader)
 
 
-def _read_whole(folder: Path, step: int, strategy: Any) -> dict[str, torch.Tensor]:
-    unit, _ = _unit(strategy, 7)
+def _read_whole(folder: Path, step: int, layout: Any) -> dict[str, torch.Tensor]:
+    unit, _ = _unit(layout, 7)
     ech.DistributedCheckpointSaver.restore(str(folder / f"step-{step:08d}"), unit)
     return {
         n.removeprefix("module."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
@@ -270,7 +270,7 @@ VALID: dict[str, Any] = {"since": 1, "weight": 4.0, "values": {}, "optimizer": {
     ],
 )
 def test_a_forged_state_of_a_worker_is_refused(wrong: dict[str, Any], said: str) -> None:
-    unit = Unit(module=net(), strategy="diloco", optimizer="SGD")
+    unit = Unit(module=net(), layout="diloco", optimizer="SGD")
     unit.configure()
     unit.prepared.load_extras({"worker": VALID})
     with pytest.raises(CheckpointCorruptError, match=said):
@@ -291,8 +291,8 @@ class Looks(Unit):
         self.evaluated.append(_parameters(self.module))
 
 
-def _evaluated(strategy: Any, evaluates: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    unit = Looks(module=net(), strategy=strategy, optimizer="AdamW")
+def _evaluated(layout: Any, evaluates: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    unit = Looks(module=net(), layout=layout, optimizer="AdamW")
     loader, other = ech.Loader(DATA, 8, seed=1), ech.Loader(DATA, 24)
     if evaluates:
         ech.fit(unit, loader, other, max_updates=8, evaluate_every_n_updates=2)
@@ -302,19 +302,19 @@ def _evaluated(strategy: Any, evaluates: bool) -> tuple[list[Any], dict[str, tor
 
 
 def test_all_ranks_evaluate_the_same_and_train_on_with_their_own(ranks: Ranks) -> None:
-    strategy = ech.layouts.DiLoCoStrategy(every=3)
-    (first, end), (second, _) = ranks(2, _evaluated, strategy, True)
+    layout = ech.layouts.DiLoCoStrategy(every=3)
+    (first, end), (second, _) = ranks(2, _evaluated, layout, True)
     assert len(first) == len(second) > 3
     assert all(torch.equal(a[n], b[n]) for a, b in zip(first, second, strict=True) for n in a)
     assert any(not torch.equal(first[0][n], first[1][n]) for n in first[0])
-    _, plain = ranks(2, _evaluated, strategy, False)[0]
+    _, plain = ranks(2, _evaluated, layout, False)[0]
     assert all(torch.equal(end[n], plain[n]) for n in end)
 
 
 # --- the rest
 
 
-def _stop(strategy: Any) -> int:
+def _stop(layout: Any) -> int:
     """Rank 1 alone asks to stop, in its second step."""
 
     class Stops(Quiet):
@@ -323,7 +323,7 @@ def _stop(strategy: Any) -> int:
                 state.stop()
             return super().compute_loss(state, data)
 
-    unit = Stops(module=net(), strategy=strategy, optimizer="SGD")
+    unit = Stops(module=net(), layout=layout, optimizer="SGD")
     ech.train(unit, [batch(4, i) for i in range(20)], max_epochs=1)
     return unit.train_progress.num_steps_completed
 
@@ -332,9 +332,9 @@ def test_a_stop_is_agreed_on_at_the_next_meeting(ranks: Ranks) -> None:
     assert ranks(2, _stop, ech.layouts.LocalSGDStrategy(every=4)) == [4, 4]
 
 
-def _tail(strategy: Any) -> dict[str, torch.Tensor]:
+def _tail(layout: Any) -> dict[str, torch.Tensor]:
     """Five samples in batches of four: the second update has one sample, and rank 1 none."""
-    unit = Unit(module=net(), strategy=strategy, optimizer="SGD")
+    unit = Unit(module=net(), layout=layout, optimizer="SGD")
     ech.train(unit, ech.Loader(torch.utils.data.Subset(DATA, range(5)), 4), max_epochs=2)
     return _parameters(unit.module)
 
@@ -356,7 +356,7 @@ class Counting(nn.Module):
 
 def _buffers() -> tuple[torch.Tensor, torch.Tensor, int]:
     torch.manual_seed(0)
-    unit = Unit(module=Counting().double(), strategy=ech.layouts.LocalSGDStrategy(every=2), optimizer="SGD")
+    unit = Unit(module=Counting().double(), layout=ech.layouts.LocalSGDStrategy(every=2), optimizer="SGD")
     rank = unit.prepared.dp_rank
     batches = [batch(4, 10 * rank + i) for i in range(2)]
     ech.train(unit, batches, max_epochs=1)
@@ -382,8 +382,8 @@ def _refused(what: str) -> str:
     }.get(what, {})
     with pytest.raises(UsageError) as caught:
         if what == "prepare_module":
-            ech.layouts.prepare_module(net(), CPU, strategy="local_sgd")
-        Unit(module=net(), strategy="diloco", device=CPU, **options)
+            ech.layouts.prepare_module(net(), CPU, layout="local_sgd")
+        Unit(module=net(), layout="diloco", device=CPU, **options)
     return str(caught.value)
 
 

@@ -46,9 +46,9 @@ class _Two(nn.Module):
 
 
 class _Unit(Regression):
-    def __init__(self, strategy: Any, **options: Any) -> None:
+    def __init__(self, layout: Any, **options: Any) -> None:
         torch.manual_seed(0)
-        super().__init__(module=_Two().double(), strategy=strategy, **options)
+        super().__init__(module=_Two().double(), layout=layout, **options)
 
     def step(self) -> int:
         return self.train_progress.num_steps_completed
@@ -67,11 +67,11 @@ def _train(unit: Any, data: Any = None, **options: Any) -> Any:
 # --- the ways in which a rank may stand alone
 
 
-def _frozen(strategy: str, folder: Path) -> Any:
+def _frozen(layout: str, folder: Path) -> Any:
     torch.manual_seed(0)
     module = _Two().double()
     module.spare.weight.requires_grad_(not _odd())
-    unit = Regression(module=module, strategy=strategy)
+    unit = Regression(module=module, layout=layout)
     return _train(unit)
 
 
@@ -86,12 +86,12 @@ def _at(hook: str, act: Callable[[Any, Any], Any]) -> ech.Callback:
     return made
 
 
-def _frozen_later(strategy: str, folder: Path) -> Any:
+def _frozen_later(layout: str, folder: Path) -> Any:
     def freeze(state: Any, unit: Any) -> None:
         if unit.step() == 1:
             dict(unit.prepared.named_parameters())["spare.weight"].requires_grad_(False)
 
-    return _train(_Unit(strategy), callbacks=[_at("on_train_step_end", freeze)])
+    return _train(_Unit(layout), callbacks=[_at("on_train_step_end", freeze)])
 
 
 def _trains(unit: Any, name: str, *, so: bool) -> None:
@@ -100,18 +100,18 @@ def _trains(unit: Any, name: str, *, so: bool) -> None:
             parameter.requires_grad_(so)
 
 
-def _unfrozen_later(strategy: str, folder: Path, *, hook: str = "on_train_step_end") -> Any:
+def _unfrozen_later(layout: str, folder: Path, *, hook: str = "on_train_step_end") -> Any:
     torch.manual_seed(0)
     module = _Two().double()
     module.spare.requires_grad_(False)
-    unit = Regression(module=module, strategy=strategy)
+    unit = Regression(module=module, layout=layout)
     thaw = _at(hook, lambda state, unit: _trains(unit, "spare", so=unit.train_progress.num_steps_completed > 0))
     ech.train(unit, _data(), max_epochs=2, callbacks=[thaw])
     return unit
 
 
-def _unfrozen_with_an_epoch(strategy: str, folder: Path) -> Any:
-    return _unfrozen_later(strategy, folder, hook="on_train_epoch_start")
+def _unfrozen_with_an_epoch(layout: str, folder: Path) -> Any:
+    return _unfrozen_later(layout, folder, hook="on_train_epoch_start")
 
 
 class _Wide(nn.Module):
@@ -129,9 +129,9 @@ class _Wide(nn.Module):
         return self.last(x)
 
 
-def _block_frozen_later(strategy: str, folder: Path) -> Any:
+def _block_frozen_later(layout: str, folder: Path) -> Any:
     torch.manual_seed(0)
-    unit = Regression(module=_Wide().double(), strategy=strategy)
+    unit = Regression(module=_Wide().double(), layout=layout)
     freeze = _at("on_train_step_end", lambda state, unit: _trains(unit, "blocks.1", so=False))
     return _train(unit, callbacks=[freeze])
 
@@ -151,15 +151,15 @@ class _FreezesEverywhere(_Freezes):
     everywhere = True
 
 
-def _frozen_in_a_step(strategy: str, folder: Path) -> Any:
-    return _train(_Freezes(strategy))
+def _frozen_in_a_step(layout: str, folder: Path) -> Any:
+    return _train(_Freezes(layout))
 
 
-def _frozen_in_a_step_everywhere(strategy: str, folder: Path) -> Any:
-    return _train(_FreezesEverywhere(strategy))
+def _frozen_in_a_step_everywhere(layout: str, folder: Path) -> Any:
+    return _train(_FreezesEverywhere(layout))
 
 
-def _other_model(strategy: str, folder: Path, *, how: str) -> Any:
+def _other_model(layout: str, folder: Path, *, how: str) -> Any:
     torch.manual_seed(0)
     names = ["a", "b"] if how != "order" or _odd() else ["b", "a"]
     with ech.on_meta() if how == "meta" and _odd() else contextlib.nullcontext():
@@ -167,23 +167,23 @@ def _other_model(strategy: str, folder: Path, *, how: str) -> Any:
         if how == "more" and _odd():
             module.append(nn.Linear(3, 3))
     module = module.to(torch.float32 if how == "dtype" and _odd() else torch.float64)
-    return _train(Regression(module=module, strategy=strategy))
+    return _train(Regression(module=module, layout=layout))
 
 
-def _of_another_order(strategy: str, folder: Path) -> Any:
-    return _other_model(strategy, folder, how="order")
+def _of_another_order(layout: str, folder: Path) -> Any:
+    return _other_model(layout, folder, how="order")
 
 
-def _of_another_type(strategy: str, folder: Path) -> Any:
-    return _other_model(strategy, folder, how="dtype")
+def _of_another_type(layout: str, folder: Path) -> Any:
+    return _other_model(layout, folder, how="dtype")
 
 
-def _with_more_layers(strategy: str, folder: Path) -> Any:
-    return _other_model(strategy, folder, how="more")
+def _with_more_layers(layout: str, folder: Path) -> Any:
+    return _other_model(layout, folder, how="more")
 
 
-def _on_meta(strategy: str, folder: Path) -> Any:
-    return _other_model(strategy, folder, how="meta")
+def _on_meta(layout: str, folder: Path) -> Any:
+    return _other_model(layout, folder, how="meta")
 
 
 class _Skips(_Unit):
@@ -192,8 +192,8 @@ class _Skips(_Unit):
         return nn.functional.mse_loss(out, data[1]), out
 
 
-def _no_gradient(strategy: str, folder: Path) -> Any:
-    return _train(_Skips(strategy))
+def _no_gradient(layout: str, folder: Path) -> Any:
+    return _train(_Skips(layout))
 
 
 class _Logs(_Unit):
@@ -204,25 +204,25 @@ class _Logs(_Unit):
         return loss, out
 
 
-def _logs(strategy: str, folder: Path) -> Any:
-    return _train(_Logs(strategy))
+def _logs(layout: str, folder: Path) -> Any:
+    return _train(_Logs(layout))
 
 
-def _logs_in_evaluation(strategy: str, folder: Path) -> Any:
-    unit = _Unit(strategy)
+def _logs_in_evaluation(layout: str, folder: Path) -> Any:
+    unit = _Unit(layout)
 
     class Logs(_Unit):
         def on_eval_step_end(self, state: Any, *rest: Any) -> None:
             if _odd():
                 state.log("mine", 1.0)
 
-    unit = Logs(strategy)
+    unit = Logs(layout)
     ech.evaluate(unit, _data())
     return unit
 
 
-def _evaluates_alone(strategy: str, folder: Path) -> Any:
-    unit = _train(_Unit(strategy))
+def _evaluates_alone(layout: str, folder: Path) -> Any:
+    unit = _train(_Unit(layout))
     if not _odd():
         ech.evaluate(unit, _data())
     return _train(unit)
@@ -231,10 +231,10 @@ def _evaluates_alone(strategy: str, folder: Path) -> Any:
 class _Own(ech.TrainUnit[Any], ech.EvalUnit[Any]):
     """Steps by itself, and evaluates without meeting anyone but for what it logs."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, layout: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.module = ech.layouts.prepare_module(_Two().double(), torch.device("cpu"), strategy=strategy)
+        self.module = ech.layouts.prepare_module(_Two().double(), torch.device("cpu"), layout=layout)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
 
     def train_step(self, state: Any, data: Any) -> Any:
@@ -246,27 +246,27 @@ class _Own(ech.TrainUnit[Any], ech.EvalUnit[Any]):
         state.log("off", data[0].sum())
 
 
-def _own_evaluates_alone(strategy: str, folder: Path) -> Any:
-    unit = _Own(strategy)
+def _own_evaluates_alone(layout: str, folder: Path) -> Any:
+    unit = _Own(layout)
     _train(unit)
     if not _odd():
         ech.evaluate(unit, _data())
     return _train(unit)
 
 
-def _empty_batch(strategy: str, folder: Path) -> Any:
+def _empty_batch(layout: str, folder: Path) -> Any:
     data = _data()
     if _odd():
         data[2] = (data[2][0][:0], data[2][1][:0])
-    return _train(_Unit(strategy), data)
+    return _train(_Unit(layout), data)
 
 
-def _shorter(strategy: str, folder: Path) -> Any:
-    return _train(_Unit(strategy), _data(STEPS - _odd()))
+def _shorter(layout: str, folder: Path) -> Any:
+    return _train(_Unit(layout), _data(STEPS - _odd()))
 
 
-def _shorter_iterator(strategy: str, folder: Path) -> Any:
-    return _train(_Unit(strategy), iter(_data(STEPS - _odd())))
+def _shorter_iterator(layout: str, folder: Path) -> Any:
+    return _train(_Unit(layout), iter(_data(STEPS - _odd())))
 
 
 class _Detached(_Unit):
@@ -275,12 +275,12 @@ class _Detached(_Unit):
         return (loss.detach() if _odd() and self.step() == 2 else loss), out
 
 
-def _loss_without_gradient(strategy: str, folder: Path) -> Any:
-    return _train(_Detached(strategy))
+def _loss_without_gradient(layout: str, folder: Path) -> Any:
+    return _train(_Detached(layout))
 
 
-def _other_rate(strategy: str, folder: Path) -> Any:
-    return _train(_Unit(strategy, lr=0.2 if _odd() else 0.1))
+def _other_rate(layout: str, folder: Path) -> Any:
+    return _train(_Unit(layout, lr=0.2 if _odd() else 0.1))
 
 
 def _other_rate_later(strategy: str, folder: Path) -> Any:
@@ -300,8 +300,8 @@ class _Grouped(_Unit):
         return torch.optim.SGD([{"params": rest}, *([] if _odd() else [{"params": spare}])], lr=0.1), None
 
 
-def _without_group(strategy: str, folder: Path) -> Any:
-    return _train(_Grouped(strategy))
+def _without_group(layout: str, folder: Path) -> Any:
+    return _train(_Grouped(layout))
 
 
 class _OtherKind(_Unit):
@@ -309,8 +309,8 @@ class _OtherKind(_Unit):
         return (torch.optim.AdamW if _odd() else torch.optim.SGD)(module.parameters(), lr=0.1), None
 
 
-def _other_optimizer(strategy: str, folder: Path) -> Any:
-    return _train(_OtherKind(strategy))
+def _other_optimizer(layout: str, folder: Path) -> Any:
+    return _train(_OtherKind(layout))
 
 
 class _Plain(torch.optim.Optimizer):
@@ -330,48 +330,48 @@ class _WithoutRate(_Unit):
         return _Plain(module.parameters()), None
 
 
-def _optimizer_without_rate(strategy: str, folder: Path) -> Any:
-    return _train(_WithoutRate(strategy))
+def _optimizer_without_rate(layout: str, folder: Path) -> Any:
+    return _train(_WithoutRate(layout))
 
 
 class _WithOwn(_Unit):
     """Besides the module, each rank has a layer for itself, which it trains in its own way."""
 
-    def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy)
+    def __init__(self, layout: Any) -> None:
+        super().__init__(layout)
         self.own = nn.Linear(3, 3).double()
         self.own_optimizer = torch.optim.SGD(self.own.parameters(), lr=0.2 if _odd() else 0.1)
 
 
-def _optimizer_of_its_own(strategy: str, folder: Path) -> Any:
-    return _train(_WithOwn(strategy))
+def _optimizer_of_its_own(layout: str, folder: Path) -> Any:
+    return _train(_WithOwn(layout))
 
 
-def _asks_to_stop(strategy: str, folder: Path) -> Any:
-    unit = _Unit(strategy)
+def _asks_to_stop(layout: str, folder: Path) -> Any:
+    unit = _Unit(layout)
     return _train(unit, callbacks=[_at("on_train_step_end", lambda state, unit: unit.step() == 1 and state.stop())])
 
 
-def _stops_in_eval(strategy: str, folder: Path) -> Any:
-    unit = _Unit(strategy)
+def _stops_in_eval(layout: str, folder: Path) -> Any:
+    unit = _Unit(layout)
     stop = _at("on_eval_step_end", lambda state, unit: state.stop())
     ech.fit(unit, _data(), _data(), max_epochs=3, callbacks=[stop])
     return unit
 
 
-def _saver_on_one(strategy: str, folder: Path) -> Any:
+def _saver_on_one(layout: str, folder: Path) -> Any:
     saver = [ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)]
-    return _train(_Unit(strategy), callbacks=saver if not _odd() else [])
+    return _train(_Unit(layout), callbacks=saver if not _odd() else [])
 
 
-def _early_stopping_on_one(strategy: str, folder: Path) -> Any:
+def _early_stopping_on_one(layout: str, folder: Path) -> Any:
     early = EarlyStopping(monitored_attr="lr", early_stop_checker=EarlyStopChecker("min", 3), interval="epoch")
-    return _train(_Unit(strategy), callbacks=[early] if not _odd() else [])
+    return _train(_Unit(layout), callbacks=[early] if not _odd() else [])
 
 
-def _other_folder(strategy: str, folder: Path, *, all_of_it: bool = False) -> Any:
+def _other_folder(layout: str, folder: Path, *, all_of_it: bool = False) -> Any:
     """As on machines that have a disk each: of a file, or a checkpoint, that is not on one of them."""
-    _train(_Unit(strategy), callbacks=[ech.DistributedCheckpointSaver(folder / "all", save_every_n_epochs=1)])
+    _train(_Unit(layout), callbacks=[ech.DistributedCheckpointSaver(folder / "all", save_every_n_epochs=1)])
     dist.barrier()
     own, before = folder / f"disk{dist.get_rank()}", Path.cwd()
     shutil.copytree(folder / "all", own)
@@ -383,18 +383,18 @@ def _other_folder(strategy: str, folder: Path, *, all_of_it: bool = False) -> An
         dist.barrier()
         if all_of_it:
             return kept_global_batch(Path(saved), DataLoader([1]), 2, 1)
-        unit = _Unit(strategy)
+        unit = _Unit(layout)
         ech.DistributedCheckpointSaver.restore(saved, unit)
     finally:
         os.chdir(before)
     return unit
 
 
-def _callback_raises(strategy: str, folder: Path) -> Any:
+def _callback_raises(layout: str, folder: Path) -> Any:
     def fail(state: Any, unit: Any) -> None:
         raise ValueError("a fault of one rank alone")
 
-    return _train(_Unit(strategy), callbacks=[_at("on_train_step_end", fail)])
+    return _train(_Unit(layout), callbacks=[_at("on_train_step_end", fail)])
 
 
 class _Fails(_Unit):
@@ -404,13 +404,13 @@ class _Fails(_Unit):
         return super().compute_loss(state, data)
 
 
-def _loss_raises(strategy: str, folder: Path) -> Any:
-    return _train(_Fails(strategy))
+def _loss_raises(layout: str, folder: Path) -> Any:
+    return _train(_Fails(layout))
 
 
-def _outcome(case: Case, strategy: str, folder: Path) -> Any:
+def _outcome(case: Case, layout: str, folder: Path) -> Any:
     try:
-        unit = case(strategy, folder)
+        unit = case(layout, folder)
         return "done", unit.train_progress.num_steps_completed, whole(unit.module)
     except Exception as error:
         return type(error).__name__, str(error), None
@@ -420,15 +420,15 @@ def _outcome(case: Case, strategy: str, folder: Path) -> Any:
 
 
 @pytest.mark.standing_ranks
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
-def test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
-    got = ranks(2, _outcome, _other_folder, strategy, tmp_path)
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    got = ranks(2, _outcome, _other_folder, layout, tmp_path)
     assert got[0] == got[1] and got[0][0] == "CheckpointCorruptError"
     assert "another one for rank 1, without files that others see: tensors-00000.safetensors" in got[0][1]
 
 
-def _no_folder(strategy: str, folder: Path) -> Any:
-    return _other_folder(strategy, folder, all_of_it=True)
+def _no_folder(layout: str, folder: Path) -> Any:
+    return _other_folder(layout, folder, all_of_it=True)
 
 
 @pytest.mark.standing_ranks
@@ -465,40 +465,40 @@ TOLD: list[tuple[Case, list[str], str]] = [
 ]
 # The first of each runs with every `make test`.
 EACH = [
-    pytest.param(case, strategy, words, id=f"{case.__name__.strip('_')}-{strategy}", marks=() if not n else pytest.mark.full)
-    for case, strategies, words in TOLD
-    for n, strategy in enumerate(strategies)
+    pytest.param(case, layout, words, id=f"{case.__name__.strip('_')}-{layout}", marks=() if not n else pytest.mark.full)
+    for case, layouts, words in TOLD
+    for n, layout in enumerate(layouts)
 ]
 
 
 @pytest.mark.standing_ranks
-@pytest.mark.parametrize(("case", "strategy", "words"), EACH)
-def test_all_ranks_are_told_the_same(ranks: Ranks, tmp_path: Path, case: Case, strategy: str, words: str) -> None:
+@pytest.mark.parametrize(("case", "layout", "words"), EACH)
+def test_all_ranks_are_told_the_same(ranks: Ranks, tmp_path: Path, case: Case, layout: str, words: str) -> None:
     """The ranks stay after the error, so that one that waits for another would wait for ever."""
-    got = ranks(2, _outcome, case, strategy, tmp_path)
+    got = ranks(2, _outcome, case, layout, tmp_path)
     assert got[0] == got[1]
     assert got[0][0] == DISAGREE and words in got[0][1]
 
 
 @pytest.mark.standing_ranks
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "case",
     [_empty_batch, _asks_to_stop, _stops_in_eval, _optimizer_without_rate, _optimizer_of_its_own, _frozen_in_a_step_everywhere],
 )
-def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path, case: Case, strategy: str) -> None:
-    (first, steps, mine), (second, others_steps, others) = ranks(2, _outcome, case, strategy, tmp_path)
+def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path, case: Case, layout: str) -> None:
+    (first, steps, mine), (second, others_steps, others) = ranks(2, _outcome, case, layout, tmp_path)
     assert (first, second) == ("done", "done") and steps == others_steps
     assert all(torch.equal(mine[name], others[name]) for name in mine)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.parametrize("case", [_callback_raises, _loss_raises, _loss_without_gradient, _no_gradient, _frozen_in_a_step])
-def test_a_fault_of_one_rank_ends_all(ranks: Ranks, tmp_path: Path, case: Case, strategy: str) -> None:
-    if case is _no_gradient and strategy != "ddp":
+def test_a_fault_of_one_rank_ends_all(ranks: Ranks, tmp_path: Path, case: Case, layout: str) -> None:
+    if case is _no_gradient and layout != "ddp":
         return  # all are told
     with pytest.raises(RankFailedError) as caught:
-        ranks(2, case, strategy, tmp_path)
+        ranks(2, case, layout, tmp_path)
     said = str(caught.value)
     words = {_loss_without_gradient: "compute_loss returned", _no_gradient: "must depend on all trained parameters"}
     words[_frozen_in_a_step] = "spare.weight was frozen on rank 1 and not on another"
@@ -541,7 +541,7 @@ def _staged(way: str, at: int, schedule: str, dims: dict[str, int]) -> None:
     blocks = [_Block(way if i == at else "") for i in range(4)]
     unit = Regression(
         module=nn.Sequential(*blocks, nn.Linear(3, 1)).double(),
-        strategy=ech.Layout(pp=2, schedule=schedule, **dims),
+        layout=ech.Layout(pp=2, schedule=schedule, **dims),
         gradient_accumulation_steps=2,
     )
     torch.manual_seed(0)
@@ -590,7 +590,7 @@ def _tied(frozen_on: int) -> Any:
             unit.module.first.weight.requires_grad_(False)
 
     torch.manual_seed(0)
-    unit = Regression(module=_Tied().double(), strategy=ech.Layout(pp=2), gradient_accumulation_steps=2)
+    unit = Regression(module=_Tied().double(), layout=ech.Layout(pp=2), gradient_accumulation_steps=2)
     data = [(torch.randn(4, 3).double(), torch.randn(4, 3).double()) for _ in range(8)]
     callback: Any = type("Freezes", (ech.Callback,), {"on_train_step_end": lambda self, *given: freeze(*given)})()
     ech.train(unit, data, max_epochs=1, callbacks=[callback])

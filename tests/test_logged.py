@@ -54,7 +54,7 @@ def _fit(folder: str, kind: type = Logs) -> list[dict[str, Any]]:
         (torch.distributed.get_rank(), torch.distributed.get_world_size()) if torch.distributed.is_initialized() else (0, 1)
     )
     mine = [batch(size, n) for n, size in enumerate(SIZES)][rank::ranks]
-    unit = kind(gradient_accumulation_steps=2 // ranks, **({"strategy": "ddp"} if ranks > 1 else {}))
+    unit = kind(gradient_accumulation_steps=2 // ranks, **({"layout": "ddp"} if ranks > 1 else {}))
     return numbers(folder, f"of-{ranks}", unit, mine, mine)
 
 
@@ -106,7 +106,7 @@ class OneInEvaluation(Regression):
 
 def _error_of(kind: type, folder: str) -> str:
     try:
-        numbers(folder, "r", kind(strategy="ddp"), [batch(4, 0)] * 2, [batch(4, 1)])
+        numbers(folder, "r", kind(layout="ddp"), [batch(4, 0)] * 2, [batch(4, 1)])
     except RanksDisagreeError as error:
         return str(error)
     return "no error"
@@ -356,7 +356,7 @@ def _loop(folder: str) -> None:
         model = torch.nn.Linear(3, 1)
         rows = torch.utils.data.TensorDataset(torch.arange(30.0).reshape(10, 3), torch.zeros(10, 1))
         model, optimizer, loader = ech.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=0.0), ech.Loader(rows, global_batch=4, shuffle=False), strategy="ddp"
+            model, torch.optim.SGD(model.parameters(), lr=0.0), ech.Loader(rows, global_batch=4, shuffle=False), layout="ddp"
         )
         for x, y in loader:
             with ech.window(model) as window:

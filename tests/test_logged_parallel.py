@@ -47,8 +47,8 @@ class Logs(Regression):
 
 
 NAMES = ("batches", "x", "out", "near", "rows", "most", "large", "steps", "seen")
-# By strategy, whose ranks share all samples.
-STRATEGIES = {
+# By layout, whose ranks share all samples.
+LAYOUTS = {
     "1f1b": ech.Layout(pp=2, stages=["blocks.1"], schedule="1f1b"),
     "interleaved": ech.Layout(pp=2, stages=["blocks.0", "blocks.1", "last"], schedule="interleaved"),
     "tp": ech.Layout(tp=2),
@@ -67,10 +67,10 @@ def recorded(folder: str) -> Iterator[None]:
         yield
 
 
-def _fit(folder: str, strategy: Any) -> None:
+def _fit(folder: str, layout: Any) -> None:
     """Batches of two shapes, so that a pipeline learns what its stages send in the middle of the training, too."""
     batches = [batch(rows, n) for n, rows in enumerate((3, 3, 3, 5, 5, 3))]
-    unit = Logs(strategy=strategy, gradient_accumulation_steps=2)
+    unit = Logs(layout=layout, gradient_accumulation_steps=2)
     with recorded(folder):
         ech.fit(unit, batches, batches[2:5], max_epochs=1)
 
@@ -80,10 +80,10 @@ def _numbers(folder: Path) -> list[dict[str, float]]:
     return [{n: r[n] for n in r if n in names} for r in read_lines(folder / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_ranks_that_share_samples_log_what_one_process_does(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
-    _fit(str(tmp_path / "one"), "noop")
-    ranks(2, _fit, str(tmp_path / "two"), STRATEGIES[strategy])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_ranks_that_share_samples_log_what_one_process_does(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    _fit(str(tmp_path / "one"), "none")
+    ranks(2, _fit, str(tmp_path / "two"), LAYOUTS[layout])
     ours, theirs = _numbers(tmp_path / "one"), _numbers(tmp_path / "two")
     assert [each["rows"] for each in ours if "rows" in each] == [6, 8, 8]
     assert ["large" in each for each in ours if "rows" in each] == [False, True, True]
@@ -109,16 +109,16 @@ class InTheLoss(Regression):
         return made
 
 
-def _error(strategy: Any) -> str:
+def _error(layout: Any) -> str:
     try:
-        ech.evaluate(InTheLoss(strategy=strategy), [batch(3, 0)])
+        ech.evaluate(InTheLoss(layout=layout), [batch(3, 0)])
     except RanksDisagreeError as error:
         return str(error)
     return "no error"
 
 
 def test_a_metric_of_the_last_stage_alone_is_refused_on_all_ranks(ranks: Ranks) -> None:
-    for error in ranks(2, _error, STRATEGIES["1f1b"]):
+    for error in ranks(2, _error, LAYOUTS["1f1b"]):
         assert (
             "what was logged in the eval epoch: rank 0: nothing, rank 1: mean (a metric)." in error
             and "on_eval_step_end" in error
@@ -141,9 +141,9 @@ class Counts(Regression):
         return loss, out
 
 
-def _counted(strategy: Any) -> list[tuple[float, float]]:
+def _counted(layout: Any) -> list[tuple[float, float]]:
     batches = [batch(rows, n) for n, rows in enumerate((3, 3, 3, 5, 5, 3))]
-    unit = Counts(strategy=strategy, gradient_accumulation_steps=2)
+    unit = Counts(layout=layout, gradient_accumulation_steps=2)
     ech.train(unit, batches, max_epochs=1)
     trained = float(unit.rows.compute()), float(unit.mean.compute())
     unit.rows.reset(), unit.mean.reset()
@@ -153,8 +153,8 @@ def _counted(strategy: Any) -> list[tuple[float, float]]:
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 def test_metrics_of_the_last_stage_count_each_sample_once(ranks: Ranks) -> None:
-    want = ranks(1, _counted, "noop")[0]
-    first, last = ranks(2, _counted, STRATEGIES["1f1b"])
+    want = ranks(1, _counted, "none")[0]
+    first, last = ranks(2, _counted, LAYOUTS["1f1b"])
     assert [rows for rows, _ in first] == [0, 0]
     for got, one in zip(last, want, strict=True):
         assert got[0] == one[0] == 22 and got[1] == pytest.approx(one[1], rel=1e-6)
@@ -181,7 +181,7 @@ def _padded(folder: str) -> None:
     """33 rows in batches of 32: the last has one, on rank 0, and rank 1 a copy of it that fills up."""
     x = torch.arange(33.0, dtype=torch.float64).view(33, 1).repeat(1, 4)
     rows = torch.utils.data.TensorDataset(x, torch.zeros(33, 1, dtype=torch.float64))
-    unit, loader = Rows(strategy="ddp", lr=1e-6), ech.Loader(rows, global_batch=32, shuffle=False)
+    unit, loader = Rows(layout="ddp", lr=1e-6), ech.Loader(rows, global_batch=32, shuffle=False)
     with recorded(folder):
         ech.fit(unit, loader, ech.Loader(rows, global_batch=32, shuffle=False), max_epochs=1)
 
@@ -196,14 +196,14 @@ def test_padding_counts_nothing_whatever_its_weight(ranks: Ranks, tmp_path: Path
     assert [r["ranks"] for r in records if "ranks" in r] == [2]
 
 
-def _predicted(folder: str, strategy: Any) -> None:
+def _predicted(folder: str, layout: Any) -> None:
     with recorded(folder):
-        ech.predict(Rows(strategy=strategy), [batch(3, 0)[0], batch(5, 1)[0]])
+        ech.predict(Rows(layout=layout), [batch(3, 0)[0], batch(5, 1)[0]])
 
 
-@pytest.mark.parametrize("strategy", ["1f1b", "tp"])
-def test_predictions_of_ranks_that_share_samples_count_once(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
-    ranks(2, _predicted, str(tmp_path), STRATEGIES[strategy])
+@pytest.mark.parametrize("layout", ["1f1b", "tp"])
+def test_predictions_of_ranks_that_share_samples_count_once(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    ranks(2, _predicted, str(tmp_path), LAYOUTS[layout])
     (record,) = read_lines(tmp_path / "metrics.jsonl")
     assert record["predict_rows"] == 8
 
@@ -212,7 +212,7 @@ def _predicted_few(folder: str) -> None:
     rows = torch.utils.data.TensorDataset(torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1, 1))
     loader = ech.Loader(rows, global_batch=2, shuffle=False, collate_fn=lambda rows: torch.stack([x for x, _ in rows]))
     with recorded(folder):
-        ech.predict(Rows(strategy="fsdp"), loader)
+        ech.predict(Rows(layout="fsdp"), loader)
 
 
 def test_a_rank_without_a_sample_to_predict_logs_nothing_and_meets_the_others(ranks: Ranks, tmp_path: Path) -> None:
@@ -231,20 +231,20 @@ class Words(LanguageUnit):
         return made
 
 
-def _fit_words(folder: str, strategy: str) -> None:
+def _fit_words(folder: str, layout: str) -> None:
     """The mean weighs by targets, of which the parts of a sequence have more and fewer."""
     torch.manual_seed(0)
     batches = []
     for n in range(4):
         tokens = torch.arange(32).view(2, 16) * (n + 1) % WORDS
         batches.append({"words": tokens, "targets": torch.where(tokens % (n + 2) == 0, -100, tokens)})
-    unit = Words("SGD", Language(1), strategy=strategy, device=torch.device("cpu"), gradient_accumulation_steps=2)
+    unit = Words("SGD", Language(1), layout=layout, device=torch.device("cpu"), gradient_accumulation_steps=2)
     with recorded(folder):
         ech.fit(unit, batches, batches[:3], max_epochs=1)
 
 
 def test_parts_of_sequences_log_what_whole_ones_do(ranks: Ranks, tmp_path: Path) -> None:
-    _fit_words(str(tmp_path / "one"), "noop")
+    _fit_words(str(tmp_path / "one"), "none")
     ranks(2, _fit_words, str(tmp_path / "two"), "cp=2")
     names = [f"{prefix}{name}" for prefix in ("", "eval_") for name in ("target", "targets", "most")]
     ours, theirs = (
@@ -268,19 +268,19 @@ class LogsWeights(Regression):
         return loss, out
 
 
-def _weights(strategy: str, folder: str) -> list[dict[str, Any]]:
-    with recorded(f"{folder}/{strategy}"):
-        unit = LogsWeights(strategy=strategy)
+def _weights(layout: str, folder: str) -> list[dict[str, Any]]:
+    with recorded(f"{folder}/{layout}"):
+        unit = LogsWeights(layout=layout)
         ech.train(unit, [batch(4, unit.prepared.dp_rank)], max_epochs=1)
     if torch.distributed.get_rank():
         return []
-    return [each for each in read_lines(Path(folder, strategy, "metrics.jsonl")) if "norm" in each]
+    return [each for each in read_lines(Path(folder, layout, "metrics.jsonl")) if "norm" in each]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
-def test_numbers_of_a_split_parameter_are_those_of_the_whole(ranks: Ranks, strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_numbers_of_a_split_parameter_are_those_of_the_whole(ranks: Ranks, layout: str, tmp_path: Path) -> None:
     weight = net().blocks[0][0].weight.detach()
-    (record,), _ = ranks(2, _weights, strategy, str(tmp_path))
+    (record,), _ = ranks(2, _weights, layout, str(tmp_path))
     want = {"norm": weight.norm(), "greatest": weight.max(), "least": weight.min(), "mean": weight.mean()}
     assert {name: record[name] for name in want} == pytest.approx({name: float(each) for name, each in want.items()})
 
@@ -298,21 +298,21 @@ WHOLE: dict[str, Any] = {
 }
 
 
-def _told_of_reading(read: str, strategy: str) -> list[str]:
+def _told_of_reading(read: str, layout: str) -> list[str]:
     rows = list(zip(*batch(16, 0), strict=True))
     with told() as texts:
         loss = torch.nn.functional.mse_loss
-        module = net() if strategy != "ddp" else torch.nn.Linear(4, 1).double()
-        read_by = {**READS, **WHOLE}[read] if strategy != "ddp" else lambda model: float(next(model.parameters()).norm())
-        own_loop(module, ech.Loader(rows, 4), lambda model, x, y: loss(model(x), y), strategy=strategy, after=read_by)
+        module = net() if layout != "ddp" else torch.nn.Linear(4, 1).double()
+        read_by = {**READS, **WHOLE}[read] if layout != "ddp" else lambda model: float(next(model.parameters()).norm())
+        own_loop(module, ech.Loader(rows, 4), lambda model, x, y: loss(model(x), y), layout=layout, after=read_by)
     return [text for text in texts if "full_tensor" in text]
 
 
 @pytest.mark.fresh_ranks
-@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
-def test_a_number_read_of_split_parameters_between_steps_is_told_once_with_its_line(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_a_number_read_of_split_parameters_between_steps_is_told_once_with_its_line(ranks: Ranks, layout: str) -> None:
     for read in READS:
-        for told_of in ranks(2, _told_of_reading, read, strategy):
+        for told_of in ranks(2, _told_of_reading, read, layout):
             assert len(told_of) == 1 and "test_logged_parallel.py:" in told_of[0]
 
 

@@ -212,7 +212,7 @@ def test_a_stop_ends_after_the_step_and_runs_no_evaluation() -> None:
 
 
 def _stop_on_one_rank(kind: str) -> tuple[int, int]:
-    unit = Plain() if kind == "plain" else Regression(strategy="ddp", gradient_accumulation_steps=2)
+    unit = Plain() if kind == "plain" else Regression(layout="ddp", gradient_accumulation_steps=2)
     data = list(range(10)) if kind == "plain" else [batch(2, i) for i in range(10)]
     ech.train(unit, data, max_epochs=1, callbacks=[StopAfter(3, rank=1)])
     return unit.train_progress.num_steps_completed, torch.distributed.get_rank()
@@ -233,7 +233,7 @@ class StopsInEvaluation(ech.Callback):
 
 
 def _stop_in_evaluation() -> int:
-    unit = Regression(strategy="ddp")
+    unit = Regression(layout="ddp")
     ech.fit(unit, [batch(2, 0)] * 4, [batch(2, 1)], max_epochs=3, evaluate_every_n_updates=2, callbacks=[StopsInEvaluation()])
     return unit.train_progress.num_steps_completed
 
@@ -259,7 +259,7 @@ class Stopping(ech.EvalUnit[Any], ech.PredictUnit[Any]):
 
 
 def _stop_outside_fit() -> tuple[Any, ...]:
-    unit, auto = Stopping(), Regression(module=net(), strategy="fsdp")
+    unit, auto = Stopping(), Regression(module=net(), layout="fsdp")
     ech.evaluate(unit, [1, 2, 3])
     ech.predict(unit, [1, 2, 3])
     ech.evaluate(auto, [batch(2, i) for i in range(4)], callbacks=[StopsOnRank1()])
@@ -277,7 +277,7 @@ def _stop_with_own_step() -> int:
             if self.train_progress.num_steps_completed == 1:
                 state.stop()
 
-    unit = OwnStep(strategy="ddp")
+    unit = OwnStep(layout="ddp")
     ech.train(unit, [batch(2, 0)] * 6, max_epochs=1)
     return unit.train_progress.num_steps_completed
 
@@ -319,7 +319,7 @@ StopsInLoss.on_train_step_end = ech.AutoUnit.on_train_step_end  # type: ignore[m
 
 
 def _stop_in_loss() -> int:
-    unit = StopsInLoss(strategy="ddp")
+    unit = StopsInLoss(layout="ddp")
     ech.train(unit, [batch(2, i) for i in range(10)], max_epochs=1)
     return unit.train_progress.num_steps_completed
 
@@ -334,7 +334,7 @@ def _other_lengths(kind: str) -> str:
     if kind.startswith("unsized"):
         data = iter(data)
     accumulation = 3 if kind == "unsized, in a window" else 1  # its last batch ends a window on one rank, not on the other
-    unit = Regression(strategy="fsdp" if kind == "evaluate" else "ddp", gradient_accumulation_steps=accumulation)
+    unit = Regression(layout="fsdp" if kind == "evaluate" else "ddp", gradient_accumulation_steps=accumulation)
     with pytest.raises(RanksDisagreeError) as caught:
         if kind == "evaluate":
             ech.evaluate(unit, data)
@@ -352,7 +352,7 @@ def test_ranks_with_other_numbers_of_batches_are_named_not_hung(ranks: Ranks, ki
 
 def _other_limits() -> str:
     with pytest.raises(RanksDisagreeError) as caught:
-        ech.train(Regression(strategy="ddp"), [batch(2, 0)] * 9, max_updates=3 + ech.launching.World.current().rank)
+        ech.train(Regression(layout="ddp"), [batch(2, 0)] * 9, max_updates=3 + ech.launching.World.current().rank)
     return str(caught.value)
 
 
@@ -371,7 +371,7 @@ def test_launched_ranks_that_have_not_joined_are_not_taken_for_a_world_of_one(
 ) -> None:
     _launched_but_not_joined(monkeypatch)
     with pytest.raises(UsageError, match=r"2 ranks were launched, but rank 0 has not joined.*init_from_env"):
-        Regression(strategy="ddp")
+        Regression(layout="ddp")
     ech.train(Plain(), [1], max_epochs=1)
     assert "2 ranks were launched" in caplog.text
 

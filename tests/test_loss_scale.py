@@ -72,7 +72,7 @@ def _rows(n: int) -> TensorDataset:
     return TensorDataset(torch.randn(n, 5), torch.randint(0, 4, (n,)), torch.randn(n, 4))
 
 
-def _told(kind: str, strategy: str, accumulation: int, sampler: bool = False, each: int = 4) -> dict[str, tuple[int, int]]:
+def _told(kind: str, layout: str, accumulation: int, sampler: bool = False, each: int = 4) -> dict[str, tuple[int, int]]:
     """Warnings of a run with each loss of this kind: (of a sum, of a division)."""
     found = {}
     for name, loss in _LOSSES[kind].items():
@@ -81,27 +81,27 @@ def _told(kind: str, strategy: str, accumulation: int, sampler: bool = False, ea
         rows = _rows(16 * accumulation)
         loader = DataLoader(rows, each, sampler=DistributedSampler(rows) if sampler else None)
         with told() as texts:
-            own_loop(module, loader, loss, lr=1e-3, strategy=strategy, gradient_accumulation_steps=accumulation)
+            own_loop(module, loader, loss, lr=1e-3, layout=layout, gradient_accumulation_steps=accumulation)
         found[name] = _count(texts)
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_summed_loss_is_told_once(ranks: Ranks, strategy: str) -> None:
-    first, second = ranks(2, _told, "sum", strategy, 1)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_summed_loss_is_told_once(ranks: Ranks, layout: str) -> None:
+    first, second = ranks(2, _told, "sum", layout, 1)
     assert first == dict.fromkeys(_SUMS, (1, 0))
     assert second == dict.fromkeys(_SUMS, (0, 0))  # rank 0 speaks
 
 
 def test_a_sum_that_trains_as_before_is_not_told(ranks: Ranks) -> None:
-    assert ranks(1, _told, "sum", "noop", 1) == [dict.fromkeys(_SUMS, (0, 0))]  # one batch, one process
+    assert ranks(1, _told, "sum", "none", 1) == [dict.fromkeys(_SUMS, (0, 0))]  # one batch, one process
     assert ranks(2, _told, "sum", "ddp", 1, True)[0] == dict.fromkeys(_SUMS, (0, 0))  # each rank's own batch, as under DDP
     assert ranks(2, _told, "sum", "ddp", 1, False, 2)[0] == dict.fromkeys(_SUMS, (0, 0))  # of one sample
 
 
 def test_a_loss_divided_by_the_accumulation_is_told_once(ranks: Ranks) -> None:
     assert ranks(2, _told, "divided", "ddp", 4)[0] == dict.fromkeys(_DIVIDED, (0, 1))
-    assert ranks(1, _told, "divided", "noop", 4) == [dict.fromkeys(_DIVIDED, (0, 1))]
+    assert ranks(1, _told, "divided", "none", 4) == [dict.fromkeys(_DIVIDED, (0, 1))]
     assert ranks(2, _told, "divided", "ddp", 2)[0] == dict.fromkeys(_DIVIDED, (0, 0))  # by another number
 
 
@@ -124,7 +124,7 @@ class _Unit(ech.AutoUnit[Any]):
 
 def _unit_told(name: str) -> tuple[int, int]:
     with told() as texts:
-        ech.train(_Unit(name, strategy="ddp"), ech.Loader(_rows(16), 8), max_epochs=1)
+        ech.train(_Unit(name, layout="ddp"), ech.Loader(_rows(16), 8), max_epochs=1)
     return _count(texts)
 
 

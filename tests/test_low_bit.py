@@ -26,10 +26,10 @@ class Few(ech.AutoUnit[Any]):
         return AdamW8bit(module.parameters(), lr=1e-2, block_size=WIDTH), None
 
 
-def _unit(strategy: str) -> Few:
+def _unit(layout: str) -> Few:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    return Few(module=net, strategy=strategy)
+    return Few(module=net, layout=layout)
 
 
 def _data() -> list[torch.Tensor]:
@@ -45,21 +45,21 @@ def _moments(unit: Few) -> tuple[torch.Tensor, int]:
     return torch.cat([(s.dequantize() if is_few else s).flatten() for s, is_few in zip(held, few, strict=True)]), sum(few)
 
 
-def _interrupted(folder: str, strategy: str, resumed_as: str) -> tuple[float, float, int]:
+def _interrupted(folder: str, layout: str, resumed_as: str) -> tuple[float, float, int]:
     """How far moments lie from those that were saved, if they lie on the same ranks; how far weights in the end from those of a
     run that never stopped, relative to what training changed; and how many tensors are quantised.
     """
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which takes long and is not in question
-        straight, first, again = _unit(strategy), _unit(strategy), _unit(resumed_as)
+        straight, first, again = _unit(layout), _unit(layout), _unit(resumed_as)
         ech.train(straight, _data(), max_epochs=2)
         saver = ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)
         ech.train(first, _data(), max_epochs=1, callbacks=[saver])
         ech.DistributedCheckpointSaver.restore_from_latest(folder, again)
         moments, quantised = _moments(again)
         saved, _ = _moments(first)
-        apart = float((moments - saved).abs().max() / saved.abs().max()) if strategy == resumed_as else 0.0
+        apart = float((moments - saved).abs().max() / saved.abs().max()) if layout == resumed_as else 0.0
         ech.train(again, _data(), max_epochs=2)
-    ends, started = [_weights(u) for u in (again, straight)], _weights(_unit("noop"))
+    ends, started = [_weights(u) for u in (again, straight)], _weights(_unit("none"))
     return apart, float((ends[0] - ends[1]).norm() / (ends[1] - started).norm()), quantised
 
 
@@ -69,6 +69,6 @@ def _weights(unit: Few) -> torch.Tensor:
 
 def test_eight_bits_are_saved_and_go_on(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="pip install 'echelon[float8]'")
-    for strategy, resumed_as in (("fsdp", "fsdp"), ("ddp", "fsdp"), ("fsdp", "zero1")):
-        for apart, weights, quantised in ranks(2, _interrupted, str(tmp_path / strategy / resumed_as), strategy, resumed_as):
-            assert apart < 0.01 and weights < 0.02 and quantised, (strategy, resumed_as, apart, weights, quantised)
+    for layout, resumed_as in (("fsdp", "fsdp"), ("ddp", "fsdp"), ("fsdp", "zero1")):
+        for apart, weights, quantised in ranks(2, _interrupted, str(tmp_path / layout / resumed_as), layout, resumed_as):
+            assert apart < 0.01 and weights < 0.02 and quantised, (layout, resumed_as, apart, weights, quantised)

@@ -242,7 +242,7 @@ def _numpys_numbers() -> str:
         module = nn.Linear(2, 2)
         module.weight.data.mul_(float(np.random.default_rng(dist.get_rank()).normal()))
     with pytest.raises(ech.EchelonError) as caught:
-        ech.layouts.prepare_module(module, CPU, strategy="fsdp")
+        ech.layouts.prepare_module(module, CPU, layout="fsdp")
     return str(caught.value)
 
 
@@ -279,12 +279,12 @@ def _built(seed: int, *, meta: bool) -> nn.Module:
         return Tied()
 
 
-def _under_each(strategies: list[Any]) -> dict[str, Any]:
+def _under_each(layouts: list[Any]) -> dict[str, Any]:
     found = {}
-    for strategy in strategies:
+    for layout in layouts:
         # A rank that seeded otherwise gets rank 0's values, as it does when it was built plainly.
-        seed = 5 if strategy == "noop" else 5 + dist.get_rank()
-        unit = Regression(module=_built(seed, meta=True), strategy=strategy, optimizer="AdamW")
+        seed = 5 if layout == "none" else 5 + dist.get_rank()
+        unit = Regression(module=_built(seed, meta=True), layout=layout, optimizer="AdamW")
         module = unit.prepared.unwrapped
         shards = [p.to_local().flatten().tolist() for p in module.parameters() if hasattr(p, "to_local")]
         different = _differing(module, _built(5, meta=False))
@@ -293,7 +293,7 @@ def _under_each(strategies: list[Any]) -> dict[str, Any]:
         ech.train(unit, [(x, y)] * 3, max_epochs=1)
         after = _all(module)
         sums = {n: float((t.full_tensor() if hasattr(t, "full_tensor") else t).detach().double().sum()) for n, t in after.items()}
-        found[str(strategy)] = (different, tied, shards, sums)
+        found[str(layout)] = (different, tied, shards, sums)
     return found
 
 
@@ -312,21 +312,21 @@ def _plain_sums() -> dict[str, float]:
     ],
 )
 def test_every_strategy_gives_the_values_of_a_plain_build_and_trains(ranks: Ranks, size: int, named: list[str]) -> None:
-    strategies: list[Any] = list(named)
-    strategies += [ech.FSDPStrategy(cpu_offload=True), ech.Layout(tp=2)] if size == 4 else []
-    results = ranks(size, _under_each, strategies)
+    layouts: list[Any] = list(named)
+    layouts += [ech.FSDPStrategy(cpu_offload=True), ech.Layout(tp=2)] if size == 4 else []
+    results = ranks(size, _under_each, layouts)
     want = _plain_sums()
     for found in results:
-        for strategy, (different, tied, _, sums) in found.items():
-            assert different == [] and tied, strategy
-            assert sums == pytest.approx(want, rel=1e-4, abs=1e-4), strategy
-    for strategy in map(str, strategies):
-        parts = [found[strategy][2] for found in results]
+        for layout, (different, tied, _, sums) in found.items():
+            assert different == [] and tied, layout
+            assert sums == pytest.approx(want, rel=1e-4, abs=1e-4), layout
+    for layout in map(str, layouts):
+        parts = [found[layout][2] for found in results]
         if (
-            strategy.startswith(("fsdp", "FSDP")) or strategy == "zero3" or (strategy == "hsdp" and size == 4)
+            layout.startswith(("fsdp", "FSDP")) or layout == "zero3" or (layout == "hsdp" and size == 4)
         ):  # not copies of one another
             same = [i for i, (a, b) in enumerate(zip(parts[0], parts[1], strict=True)) if a == b]
-            assert parts[0] and same == [], strategy
+            assert parts[0] and same == [], layout
 
 
 # 8 blocks of 39 MiB, 313 in all. The C library keeps smaller pieces of memory, in an order that depends on chance.
@@ -334,11 +334,11 @@ def _large() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(3200, 3200, bias=False), nn.ReLU()) for _ in range(8)))
 
 
-def _peak(strategy: Any) -> float:
+def _peak(layout: Any) -> float:
     """MiB by which memory grew at most."""
     with ech.on_meta():
         small = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    ech.layouts.prepare_module(small, CPU, strategy=strategy)  # what torch loads and allocates once
+    ech.layouts.prepare_module(small, CPU, layout=layout)  # what torch loads and allocates once
     before, seen, done = _anonymous(), [0.0], threading.Event()
 
     def watch() -> None:
@@ -350,7 +350,7 @@ def _peak(strategy: Any) -> float:
     torch.manual_seed(0)
     with ech.on_meta():
         module = _large()
-    ech.layouts.prepare_module(module, CPU, strategy=strategy)
+    ech.layouts.prepare_module(module, CPU, layout=layout)
     done.set()
     watcher.join()
     first = next(module.parameters())
@@ -412,7 +412,7 @@ def _other_models() -> str:
     with ech.on_meta():
         module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + int(os.environ["RANK"]))))
     with pytest.raises(ech.EchelonError) as caught:
-        ech.layouts.prepare_module(module, CPU, strategy="ddp")
+        ech.layouts.prepare_module(module, CPU, layout="ddp")
     return str(caught.value)
 
 

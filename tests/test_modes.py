@@ -96,11 +96,11 @@ def _in_eval(model: nn.Module) -> set[str]:
     return {name for name, each in model.named_modules() if not each.training}
 
 
-def _loop(kind: type[Headed], arrival: Any, strategy: str) -> tuple[set[str], bool, dict[str, torch.Tensor]]:
+def _loop(kind: type[Headed], arrival: Any, layout: str) -> tuple[set[str], bool, dict[str, torch.Tensor]]:
     built = kind()
     arrival(built)
     optimizer = torch.optim.SGD([p for p in built.parameters() if p.requires_grad], lr=0.1)
-    model, optimizer, loader = ech.prepare(built, optimizer, DataLoader(DATA, 8), strategy=strategy)
+    model, optimizer, loader = ech.prepare(built, optimizer, DataLoader(DATA, 8), layout=layout)
     seen: set[str] = set()
     for x, y in loader:
         with ech.window(model) as window:
@@ -114,8 +114,8 @@ def _loop(kind: type[Headed], arrival: Any, strategy: str) -> tuple[set[str], bo
 @pytest.mark.parametrize(("kind", "arrival", "wanted"), ARRIVALS)
 def test_a_loop_trains_what_arrives_in_eval_mode(ranks: Ranks, kind: type[Headed], arrival: Any, wanted: set[str]) -> None:
     fresh = dict(kind().named_buffers())
-    for strategy in ("ddp", "fsdp"):
-        for seen, training, buffers in ranks(2, _loop, kind, arrival, strategy):
+    for layout in ("ddp", "fsdp"):
+        for seen, training, buffers in ranks(2, _loop, kind, arrival, layout):
             assert seen == wanted and training
             moved = {n.rpartition(".")[0] for n, b in buffers.items() if not torch.equal(b, fresh[n])}
             assert moved == {"norm", "encoder.body.1"} - wanted
@@ -173,20 +173,20 @@ def test_the_wrapper_of_ddp_says_the_mode_of_what_it_wraps(ranks: Ranks) -> None
 
 
 def _mode_of_wrapper() -> bool:
-    return bool(Regression(module=Headed().eval(), strategy="ddp").module.training)
+    return bool(Regression(module=Headed().eval(), layout="ddp").module.training)
 
 
 Steps = list[tuple[int, int, bool]]  # epoch, step, train mode
 
 
 def _sets_modes(
-    first: str, behind: str, middle: str = "", strategy: str = "noop"
+    first: str, behind: str, middle: str = "", layout: str = "none"
 ) -> tuple[Steps, set[str], dict[str, torch.Tensor]]:
     """A loop whose script sets modes before the first window, behind an epoch's batches, and after its first one."""
     built = Headed().train()
     built.norm.eval()
     optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
-    model, optimizer, loader = ech.prepare(built, optimizer, DataLoader(DATA, 8), strategy=strategy)
+    model, optimizer, loader = ech.prepare(built, optimizer, DataLoader(DATA, 8), layout=layout)
     seen: Steps = []
     if first:
         getattr(model, first)()

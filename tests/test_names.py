@@ -97,14 +97,14 @@ class Chooses(Regression):
         return torch.optim.SGD([{"params": backbone, "lr": 0.01}, {"params": head, "lr": 0.1}]), None
 
 
-def _rates(strategies: list[str]) -> dict[tuple[str, str], tuple[dict[str, float], Any]]:
+def _rates(layouts: list[str]) -> dict[tuple[str, str], tuple[dict[str, float], Any]]:
     found = {}
-    for strategy in strategies:
+    for layout in layouts:
         for how in ("names", "attributes", "wrapper"):
-            unit = Chooses(how, strategy=strategy)
+            unit = Chooses(how, layout=layout)
             names = {p: n for n, p in unit.prepared.named_parameters()}
             rates = {names[p]: group["lr"] for group in unit.optimizer.param_groups for p in group["params"]}
-            found[strategy, how] = rates, (unit.module.scale, hasattr(unit.module, "nothing"))
+            found[layout, how] = rates, (unit.module.scale, hasattr(unit.module, "nothing"))
     return found
 
 
@@ -124,17 +124,17 @@ class Encodes(Regression):
         return nn.functional.mse_loss(out, data[1]), out
 
 
-def _encoded(strategy: str) -> dict[str, torch.Tensor]:
+def _encoded(layout: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
-    unit = Encodes(module=Parts(), strategy=strategy)
+    unit = Encodes(module=Parts(), layout=layout)
     ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(8, 0)), 4), max_epochs=1)
     return {n: p.detach().clone() for n, p in unit.prepared.named_parameters()}
 
 
 def test_methods_of_the_module_are_reached_through_a_wrapper(ranks: Ranks) -> None:
-    wanted = _encoded("noop")
-    for strategy in ("ddp", "zero1"):
-        assert all(largest_difference(got, wanted) < 1e-12 for got in ranks(2, _encoded, strategy))
+    wanted = _encoded("none")
+    for layout in ("ddp", "zero1"):
+        assert all(largest_difference(got, wanted) < 1e-12 for got in ranks(2, _encoded, layout))
 
 
 def test_names_in_a_compiled_module_are_the_authors() -> None:
@@ -169,7 +169,7 @@ def test_a_copy_of_a_unit_recognises_its_own_modules() -> None:
 
 
 def test_a_manifest_says_the_strategy_as_it_was_given_or_as_it_was_done_by_hand() -> None:
-    said = [facts(unit, None)["layout"] for unit in (Regression(strategy="noop"), Regression(strategy=resolve("none")))]
+    said = [facts(unit, None)["layout"] for unit in (Regression(layout="none"), Regression(layout=resolve("none")))]
     assert said == ["none", "none"]
     assert [facts(Own(m), None)["layout"] for m in (nn.DataParallel(net()), net())] == ["dp", None]
     assert facts(Own(nn.DataParallel(Holder())), None)["modules"] == {"net": "Holder"}
@@ -177,7 +177,7 @@ def test_a_manifest_says_the_strategy_as_it_was_given_or_as_it_was_done_by_hand(
 
 def _on_rank_0_alone() -> bool:
     if torch.distributed.get_rank() == 0:
-        return not Regression(strategy="noop").prepared.is_replica and not Regression().prepared.is_replica
+        return not Regression(layout="none").prepared.is_replica and not Regression().prepared.is_replica
     return True
 
 

@@ -126,7 +126,7 @@ def _own(folder: str, stops: int | None) -> list[list[int]]:
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.001)
     loader: Any = LOADERS["stateful"]()
     model, optimizer, loader = ech.prepare(
-        module, optimizer, loader, strategy="noop", checkpoints=ech.Checkpoints(folder, every="epoch")
+        module, optimizer, loader, layout="none", checkpoints=ech.Checkpoints(folder, every="epoch")
     )
     for _ in ech.epochs(loader, EPOCHS):
         if stops is not None and len(seen) >= stops:

@@ -52,7 +52,7 @@ class _Spread(_Contrast):
 
 
 def _train(kind: type[_Contrast], layout: Any, rows: int = ROWS) -> dict[str, torch.Tensor]:
-    unit = kind(module=_tower(), strategy=layout)
+    unit = kind(module=_tower(), layout=layout)
     ech.train(unit, ech.Loader(_pairs(rows), BATCH, seed=3), max_epochs=2)
     return whole(unit.module)
 

@@ -13,7 +13,7 @@ from tests.units import Regression
 
 def test_the_environment_carries_what_is_set_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert overrides() == Overrides()
-    given = Overrides(strategy="ddp", accumulation=2, compile=False)
+    given = Overrides(layout="ddp", accumulation=2, compile=False)
     for name, value in given.to_env().items():
         monkeypatch.setenv(name, value)
     assert overrides() == given
@@ -27,9 +27,9 @@ def test_a_variable_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_unit_and_loader_follow() -> None:
-    impose(Overrides(strategy="noop", precision="bf16", accumulation=2, compile=False))
+    impose(Overrides(layout="none", precision="bf16", accumulation=2, compile=False))
     try:
-        unit = Regression(strategy="fsdp", torch_compile_params=ech.layouts.TorchCompileParams(backend="no such backend"))
+        unit = Regression(layout="fsdp", torch_compile_params=ech.layouts.TorchCompileParams(backend="no such backend"))
         loader = ech.Loader(list(range(8)), 4)
     finally:
         impose(None)

@@ -10,7 +10,7 @@ from tests.models import batch, net
 from tests.own_loops import own_loop, told
 
 
-def _clipped_by_torch(strategy: str, accumulation: int, right: bool) -> int:
+def _clipped_by_torch(layout: str, accumulation: int, right: bool) -> int:
     rows = list(zip(*batch(16, 0), strict=True))
     with told() as texts:
         own_loop(
@@ -21,7 +21,7 @@ def _clipped_by_torch(strategy: str, accumulation: int, right: bool) -> int:
             clip=lambda window, model: (
                 window.clip_grad_norm_(1.0) if right else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             ),
-            strategy=strategy,
+            layout=layout,
         )
     return sum("window.clip_grad_norm_" in text for text in texts)
 

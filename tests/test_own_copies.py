@@ -70,16 +70,16 @@ WAYS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-def _averaged(way: str, strategy: str, folder: Path | None = None, epochs: int = 3, until: int = 3) -> tuple[Any, list[float]]:
-    """Plain PyTorch if the strategy is "plain". Of the average: its weights, and what it computes after each epoch."""
+def _averaged(way: str, layout: str, folder: Path | None = None, epochs: int = 3, until: int = 3) -> tuple[Any, list[float]]:
+    """Plain PyTorch if the layout is "plain". Of the average: its weights, and what it computes after each epoch."""
     model: Any = net()
     average: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if way == "averaged" else copy.deepcopy(model)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     loader: Any = DataLoader(TensorDataset(X, Y), 8)
-    is_plain = strategy == "plain"
+    is_plain = layout == "plain"
     if not is_plain:
         model, average, optimizer, loader = ech.prepare(
-            model, average, optimizer, loader, strategy=strategy, checkpoints=ech.Checkpoints(folder, every="epoch")
+            model, average, optimizer, loader, layout=layout, checkpoints=ech.Checkpoints(folder, every="epoch")
         )
     computed = []
     for epoch in range(epochs) if is_plain else ech.epochs(loader, epochs):
@@ -95,14 +95,14 @@ def _averaged(way: str, strategy: str, folder: Path | None = None, epochs: int =
     return whole(average), computed
 
 
-def _ways(strategy: str) -> dict[str, tuple[Any, list[float]]]:
-    return {way: _averaged(way, strategy) for way in WAYS}
+def _ways(layout: str) -> dict[str, tuple[Any, list[float]]]:
+    return {way: _averaged(way, layout) for way in WAYS}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "tp", "ddp", pytest.param("zero2", marks=pytest.mark.full)])
-def test_a_copy_that_prepare_is_given_is_split_as_the_model_is(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "ddp", pytest.param("zero2", marks=pytest.mark.full)])
+def test_a_copy_that_prepare_is_given_is_split_as_the_model_is(ranks: Ranks, layout: str) -> None:
     want = _ways("plain")
-    for got in ranks(2, _ways, strategy):
+    for got in ranks(2, _ways, layout):
         for way, (weights, computed) in got.items():
             assert largest_difference(weights, want[way][0]) < 1e-12, way
             assert computed == pytest.approx(want[way][1], abs=1e-11), way
@@ -118,7 +118,7 @@ def test_an_average_is_saved_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
 def _with_teacher() -> bool:
     teacher, model = nn.Linear(4, 1).double().requires_grad_(False), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ech.prepare(model, teacher, optimizer, DataLoader(TensorDataset(X, Y), 8), strategy="fsdp")
+    ech.prepare(model, teacher, optimizer, DataLoader(TensorDataset(X, Y), 8), layout="fsdp")
     return hasattr(teacher.weight, "device_mesh")
 
 
@@ -130,7 +130,7 @@ def test_two_models_that_train_are_refused() -> None:
     first, second = net(), net()
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     with pytest.raises(UsageError, match="with one model"):
-        ech.prepare(first, second, optimizer, DataLoader(TensorDataset(X, Y), 8), strategy="noop")
+        ech.prepare(first, second, optimizer, DataLoader(TensorDataset(X, Y), 8), layout="none")
 
 
 # --- values that are put into parameters
@@ -147,13 +147,13 @@ class Older(torch.optim.Optimizer):
             p.data = p.data - 0.1 * p.grad.data
 
 
-def _put(strategy: str) -> dict[str, torch.Tensor]:
+def _put(layout: str) -> dict[str, torch.Tensor]:
     model: Any = net()
     optimizer: Any = Older(model.parameters())
     loader: Any = DataLoader(TensorDataset(X, Y), 8)
-    is_plain = strategy == "plain"
+    is_plain = layout == "plain"
     if not is_plain:
-        model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy=strategy)
+        model, optimizer, loader = ech.prepare(model, optimizer, loader, layout=layout)
     for x, y in loader:
         update(model, optimizer, x, y, is_plain)
         for p in model.parameters():
@@ -161,8 +161,8 @@ def _put(strategy: str) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tp"])
-def test_values_that_are_put_into_parameters_are_there(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp", "tp"])
+def test_values_that_are_put_into_parameters_are_there(ranks: Ranks, layout: str) -> None:
     want = _put("plain")
-    for got in ranks(2, _put, strategy):
+    for got in ranks(2, _put, layout):
         assert largest_difference(got, want) < 1e-12

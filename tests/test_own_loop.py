@@ -65,8 +65,8 @@ def _tokens(y: torch.Tensor) -> torch.Tensor:
     return (y > 0).squeeze(1) * 2.0 + 1.0
 
 
-def _own(strategy: str, accumulation: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
-    model, optimizer, scheduler, loader = ech.prepare(*_parts(accumulation=accumulation), strategy=strategy)
+def _own(layout: str, accumulation: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    model, optimizer, scheduler, loader = ech.prepare(*_parts(accumulation=accumulation), layout=layout)
     losses, norms = [], []
     for _ in ech.epochs(loader, EPOCHS):
         for x, y in loader:
@@ -85,12 +85,12 @@ def _own(strategy: str, accumulation: int) -> tuple[dict[str, torch.Tensor], lis
     return whole(model), losses, norms
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_the_numbers_are_those_of_plain_pytorch(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", EACH)
+def test_the_numbers_are_those_of_plain_pytorch(ranks: Ranks, layout: str) -> None:
     """Uneven shares, a short last batch that is accumulated, weights by token, clipping and a schedule, in float64."""
     wanted, losses, norms = _plain()
     for accumulation in (1, 2):
-        for got, own_losses, own_norms in ranks(2, _own, strategy, accumulation):
+        for got, own_losses, own_norms in ranks(2, _own, layout, accumulation):
             assert largest_difference(got, wanted) < 1e-12
             assert own_losses == pytest.approx(losses, rel=1e-12)
             assert own_norms == pytest.approx(norms, rel=1e-12)
@@ -98,15 +98,15 @@ def test_the_numbers_are_those_of_plain_pytorch(ranks: Ranks, strategy: str) -> 
 
 def test_in_one_process_as_well() -> None:
     wanted, losses, _ = _plain()
-    got, own_losses, _ = _own("noop", 2)
+    got, own_losses, _ = _own("none", 2)
     assert largest_difference(got, wanted) < 1e-12 and own_losses == pytest.approx(losses)
 
 
-def _usual_order(strategy: str, wrapped: bool) -> dict[str, torch.Tensor]:
+def _usual_order(layout: str, wrapped: bool) -> dict[str, torch.Tensor]:
     """Steps behind the window, a scheduler made later, the unwrapped model called."""
     model, optimizer, _, loader = _parts()
     original = model
-    made, optimizer, loader = ech.prepare(model, optimizer, loader, strategy=strategy)
+    made, optimizer, loader = ech.prepare(model, optimizer, loader, layout=layout)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     for _ in range(EPOCHS):
         for x, y in loader:
@@ -119,16 +119,16 @@ def _usual_order(strategy: str, wrapped: bool) -> dict[str, torch.Tensor]:
 
 
 def test_other_orders_of_the_same_lines_train_the_same(ranks: Ranks) -> None:
-    for strategy in ("ddp", "fsdp", "zero1"):
+    for layout in ("ddp", "fsdp", "zero1"):
         for model in (True, False):
-            a, b = ranks(2, _usual_order, strategy, model)
+            a, b = ranks(2, _usual_order, layout, model)
             assert largest_difference(a, b) == 0
-            assert largest_difference(a, _usual_order("noop", True)) < 1e-12, (strategy, model)
+            assert largest_difference(a, _usual_order("none", True)) < 1e-12, (layout, model)
 
 
-def _left_early(strategy: str) -> tuple[dict[str, torch.Tensor], list[int], int]:
+def _left_early(layout: str) -> tuple[dict[str, torch.Tensor], list[int], int]:
     """Epochs that a `break` ends in the middle of a window; on rank 1 it comes in another way."""
-    model, optimizer, _, loader = ech.prepare(*_parts(accumulation=2), strategy=strategy)
+    model, optimizer, _, loader = ech.prepare(*_parts(accumulation=2), layout=layout)
     seen = []
     for epoch in ech.epochs(loader, 3):
         for i, (x, y) in enumerate(loader):
@@ -143,18 +143,18 @@ def _left_early(strategy: str) -> tuple[dict[str, torch.Tensor], list[int], int]
 
 
 def test_a_loop_may_leave_an_epoch_in_the_middle_of_an_update(ranks: Ranks) -> None:
-    one = _left_early("noop")
+    one = _left_early("none")
     assert one[1] == [0, 0, 0, 1, 1, 1, 2, 2, 2] and one[2] == 2
     for got, seen, _ in ranks(2, _left_early, "fsdp"):
         assert largest_difference(got, one[0]) < 1e-12 and seen == one[1]
 
 
-def _in_bf16(strategy: str) -> tuple[set[torch.dtype], set[torch.dtype], float]:
+def _in_bf16(layout: str) -> tuple[set[torch.dtype], set[torch.dtype], float]:
     model = net(dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     data = TensorDataset(*batch(16, 0, dtype=torch.float32))
     model, optimizer, loader, held_out = ech.prepare(
-        model, optimizer, DataLoader(data, 8), DataLoader(data, 8), strategy=strategy, precision="bf16"
+        model, optimizer, DataLoader(data, 8), DataLoader(data, 8), layout=layout, precision="bf16"
     )
     for x, y in loader:
         with ech.window(model) as window:
@@ -169,8 +169,8 @@ def _in_bf16(strategy: str) -> tuple[set[torch.dtype], set[torch.dtype], float]:
 
 
 def test_precision_is_that_of_the_window_and_of_evaluations(ranks: Ranks) -> None:
-    for strategy in ("ddp", "fsdp"):
-        for computed, kept, loss in ranks(2, _in_bf16, strategy):
+    for layout in ("ddp", "fsdp"):
+        for computed, kept, loss in ranks(2, _in_bf16, layout):
             assert computed == {torch.bfloat16} and kept == {torch.float32} and loss == loss
 
 
@@ -192,10 +192,10 @@ def test_a_data_loader_is_shared_by_the_ranks(ranks: Ranks) -> None:
     assert ranks(2, _loaded, "distributed") == [([0, 1, 2, 3, 8, 9, 10, 11], 2), ([4, 5, 6, 7, 12, 13, 14, 15], 2)]
 
 
-def _evaluated(strategy: str, rows: int) -> float:
+def _evaluated(layout: str, rows: int) -> float:
     model, optimizer, _, loader = _parts()
     held_out = TensorDataset(*batch(rows, 2))
-    model, optimizer, loader, held_out = ech.prepare(model, optimizer, loader, DataLoader(held_out, 3), strategy=strategy)
+    model, optimizer, loader, held_out = ech.prepare(model, optimizer, loader, DataLoader(held_out, 3), layout=layout)
     mean = ech.Mean()
     with ech.evaluating(model):
         for x, y in held_out:
@@ -203,11 +203,11 @@ def _evaluated(strategy: str, rows: int) -> float:
     return mean.compute()
 
 
-def _only_prepared(strategy: str, rows: int, global_batch: int) -> str:
+def _only_prepared(layout: str, rows: int, global_batch: int) -> str:
     model, optimizer, _, loader = _parts()
     held_out = ech.Loader(TensorDataset(*batch(rows, 2)), global_batch, shuffle=False)
     try:
-        ech.prepare(model, optimizer, loader, held_out, strategy=strategy)
+        ech.prepare(model, optimizer, loader, held_out, layout=layout)
     except EchelonError as error:
         return str(error)
     return ""
@@ -215,10 +215,10 @@ def _only_prepared(strategy: str, rows: int, global_batch: int) -> str:
 
 def test_an_evaluation_counts_each_sample_once(ranks: Ranks) -> None:
     for rows in (8, 9):
-        one = _evaluated("noop", rows)
-        for strategy in ("ddp", "fsdp"):
-            if (strategy, rows) != ("fsdp", 9):
-                assert ranks(2, _evaluated, strategy, rows) == pytest.approx([one, one], rel=1e-12)
+        one = _evaluated("none", rows)
+        for layout in ("ddp", "fsdp"):
+            if (layout, rows) != ("fsdp", 9):
+                assert ranks(2, _evaluated, layout, rows) == pytest.approx([one, one], rel=1e-12)
 
 
 def test_an_evaluation_that_the_ranks_cannot_divide_is_refused_by_prepare(ranks: Ranks) -> None:
@@ -250,13 +250,13 @@ class Killed(Exception): ...
 
 
 def _interrupted(
-    folder: Path | None, strategy: str, fails_at: int = -1, number: int = 0, counts: bool = False
+    folder: Path | None, layout: str, fails_at: int = -1, number: int = 0, counts: bool = False
 ) -> tuple[dict[str, torch.Tensor], float, list[int], int | None]:
     """Parameters, the average, the steps that were taken, and the exit code."""
     average, steps, code = Average(), [], None
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1) if folder is not None else None
     model, optimizer, scheduler, loader, average = ech.prepare(
-        *_parts(dropout=0.3, accumulation=2), average, strategy=strategy, checkpoints=saver
+        *_parts(dropout=0.3, accumulation=2), average, layout=layout, checkpoints=saver
     )
     try:
         for _ in range(3) if counts else ech.epochs(loader, 3):
@@ -279,14 +279,14 @@ def _interrupted(
     return whole(model), average.value, steps, code  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.full)])
-def test_a_loop_that_died_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.full)])
+def test_a_loop_that_died_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """With dropout, in the middle of an epoch and of an update; whether the loop counts its epochs itself or not."""
-    wanted = ranks(2, _interrupted, None, strategy)
+    wanted = ranks(2, _interrupted, None, layout)
     for counts in (False, True):
         folder = tmp_path / str(counts)
-        ranks(2, _interrupted, folder, strategy, fails_at=11, counts=counts)
-        resumed = ranks(2, _interrupted, folder, strategy, counts=counts)
+        ranks(2, _interrupted, folder, layout, fails_at=11, counts=counts)
+        resumed = ranks(2, _interrupted, folder, layout, counts=counts)
         for (got, average, steps, _), (want, total, every, _) in zip(resumed, wanted, strict=True):
             assert largest_difference(got, want) == 0 and average == pytest.approx(total)
             assert len(steps) == len(every) - 10
@@ -304,7 +304,7 @@ def test_a_signal_saves_and_leaves_with_75_and_the_loop_goes_on(ranks: Ranks, tm
 
 
 def _epochs_seen(folder: Path, number: int) -> list[int]:
-    model, optimizer, _, loader = ech.prepare(*_parts(), strategy="noop", checkpoints=folder)
+    model, optimizer, _, loader = ech.prepare(*_parts(), layout="none", checkpoints=folder)
     seen = []
     for epoch in ech.epochs(loader, number):
         seen.append(epoch)
@@ -323,7 +323,7 @@ def test_a_finished_run_trains_no_more_and_a_longer_one_goes_on(tmp_path: Path) 
 def test_layouts_change_between_runs(ranks: Ranks, tmp_path: Path) -> None:
     """Saved under fsdp on two ranks, gone on with in one process, and the other way round."""
     ranks(2, _interrupted, tmp_path, "fsdp", fails_at=11)
-    one = _interrupted(tmp_path, "noop", fails_at=7)
+    one = _interrupted(tmp_path, "none", fails_at=7)
     assert len(one[2]) == 7
     assert all(len(steps) == 2 for _, _, steps, _ in ranks(2, _interrupted, tmp_path, "zero1"))
 
@@ -336,7 +336,7 @@ PROGRAM = """
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer, loader = ech.prepare(
-        model, optimizer, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True), strategy="fsdp",
+        model, optimizer, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True), layout="fsdp",
         checkpoints="checkpoints",
     )
     for epoch in ech.epochs(loader, 3):
@@ -394,7 +394,7 @@ def test_prove_names_a_mistake_in_a_loop() -> None:
 
 def _training(body: Callable[..., None], **options: Any) -> str:
     """What a loop with this body is refused with."""
-    model, optimizer, _, loader = ech.prepare(*_parts(accumulation=2), strategy="ddp", **options)
+    model, optimizer, _, loader = ech.prepare(*_parts(accumulation=2), layout="ddp", **options)
     try:
         for x, y in loader:
             body(model, optimizer, loader, lambda x=x, y=y: nn.functional.mse_loss(model(x), y))
@@ -525,7 +525,7 @@ def _stepped_optimizer() -> None:
     optimizer = torch.optim.Adafactor(model.parameters())
     model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
     optimizer.step()
-    ech.prepare(model, optimizer, loader, strategy="fsdp")
+    ech.prepare(model, optimizer, loader, layout="fsdp")
 
 
 def _other_parameters(only_rank_1: bool) -> None:

@@ -36,7 +36,7 @@ DATA = TensorDataset(*batch(22, 0))  # with batches of 8: two whole ones and one
 
 
 def _strategy() -> str:
-    return "fsdp" if dist.is_initialized() else "noop"
+    return "fsdp" if dist.is_initialized() else "none"
 
 
 def _step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -73,7 +73,7 @@ def _by_epoch(folder: Path, at: tuple[int, str] = (-1, ""), *, signals: bool = F
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     model, optimizer, scheduler, tally, loader, held_out = ech.prepare(
         *(model, optimizer, scheduler, tally, DataLoader(DATA, 8, shuffle=True), DataLoader(DATA, 8)),
-        strategy=_strategy(),
+        layout=_strategy(),
         checkpoints=folder,
     )
 
@@ -139,7 +139,7 @@ def _broken_off(folder: Path, dies: bool) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     model, optimizer, scheduler, loader = ech.prepare(
-        model, optimizer, scheduler, DataLoader(DATA, 8), strategy="noop", checkpoints=folder
+        model, optimizer, scheduler, DataLoader(DATA, 8), layout="none", checkpoints=folder
     )
     for epoch in range(4):
         for i, (x, y) in enumerate(loader):
@@ -167,7 +167,7 @@ def _schedule_first(place: str, accumulation: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     loader = ech.Loader(DATA, 8, accumulation=accumulation)
-    model, optimizer, scheduler, loader = ech.prepare(model, optimizer, scheduler, loader, strategy="noop")
+    model, optimizer, scheduler, loader = ech.prepare(model, optimizer, scheduler, loader, layout="none")
     for _ in ech.epochs(loader, 2):
         for x, y in loader:
             if place == "top":
@@ -191,10 +191,10 @@ def test_a_schedule_that_steps_before_the_optimizer_steps_once_an_update(place: 
         assert _schedule_first(place, accumulation) == PLAIN_RATES
 
 
-def _zeroed(strategy: str) -> dict[str, torch.Tensor]:
+def _zeroed(layout: str) -> dict[str, torch.Tensor]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=strategy)
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=layout)
     for x, y in loader:
         optimizer.zero_grad(set_to_none=False)
         with ech.window(model) as window:
@@ -204,8 +204,8 @@ def _zeroed(strategy: str) -> dict[str, torch.Tensor]:
 
 
 def test_gradients_may_be_set_to_zero_in_place(ranks: Ranks) -> None:
-    for strategy in ("ddp", "fsdp", "zero1"):
-        assert largest_difference(ranks(2, _zeroed, strategy)[0], _zeroed("noop")) < 1e-12, strategy
+    for layout in ("ddp", "fsdp", "zero1"):
+        assert largest_difference(ranks(2, _zeroed, layout)[0], _zeroed("none")) < 1e-12, layout
 
 
 # --- several loops
@@ -221,7 +221,7 @@ def _looks_first(look: str, folder: Path | None = None, counts: bool = False) ->
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saver = None if folder is None else ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
-    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=_strategy(), checkpoints=saver)
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=_strategy(), checkpoints=saver)
     losses = []
     LOOKS[look](loader)
     saved = [] if folder is None or not folder.exists() else [each.name for each in folder.iterdir() if each.is_dir()]
@@ -251,7 +251,7 @@ def _two_loops(folder: Path, dies_in: int = -1) -> tuple[list[tuple[int, int]], 
     model, seen = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = ech.prepare(
-        model, optimizer, DataLoader(DATA, 8, shuffle=True), strategy="noop", checkpoints=ech.Checkpoints(folder, every="epoch")
+        model, optimizer, DataLoader(DATA, 8, shuffle=True), layout="none", checkpoints=ech.Checkpoints(folder, every="epoch")
     )
     for phase, number in enumerate((1, 2)):
         for epoch in ech.epochs(loader, number):
@@ -343,14 +343,14 @@ def test_what_would_train_something_else_is_refused_by_name(ranks: Ranks) -> Non
 
 def _let_go() -> list[bool]:
     left = []
-    for strategy in ("ddp", "zero1", "fsdp"):
+    for layout in ("ddp", "zero1", "fsdp"):
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         held = [weakref.ref(model), weakref.ref(optimizer)]
-        model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=strategy)
+        model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=layout)
         for x, y in loader:
             _step(model, optimizer, x, y)
-        copied = copy.deepcopy(model) if strategy == "ddp" else None
+        copied = copy.deepcopy(model) if layout == "ddp" else None
         del optimizer, loader
         with ech.evaluating(model):  # which the model alone is enough for
             model(x)
@@ -375,7 +375,7 @@ def _drawing(folder: Path, stops_after: int, counts: bool) -> dict[str, torch.Te
     model = net(dropout=0.4)
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=_strategy(), checkpoints=saver)
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=_strategy(), checkpoints=saver)
     held_out = list(DataLoader(DATA, 8))  # its order draws a number
     steps = 0
     for _ in range(3) if counts else ech.epochs(loader, 3):
@@ -402,7 +402,7 @@ def test_what_a_loop_draws_before_its_batches_changes_no_resumed_run(
 # --- what scripts do with what `prepare` returned
 
 
-def _as_scripts_do(strategy: str) -> tuple[Any, ...]:
+def _as_scripts_do(layout: str) -> tuple[Any, ...]:
     """As scripts for DistributedDataParallel ask and tell their loaders."""
     ranks = max(1, dist.get_world_size() if dist.is_initialized() else 1)
     data = TensorDataset(*batch(16, 0))
@@ -410,7 +410,7 @@ def _as_scripts_do(strategy: str) -> tuple[Any, ...]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = DataLoader(data, 8 // ranks, sampler=sampler), DataLoader(data, 4)
-    model, optimizer, loader, held_out = ech.prepare(model, optimizer, *given, strategy=strategy)
+    model, optimizer, loader, held_out = ech.prepare(model, optimizer, *given, layout=layout)
     assert (loader.batch_size, held_out.batch_size, loader.dataset, len(loader)) == (8 // ranks, 4, data, 2)
     assert loader.sampler is sampler and loader.batch_sampler.sampler is sampler and not loader.drop_last
     with pytest.raises(AttributeError, match="no_such_thing"):
@@ -424,7 +424,7 @@ def _as_scripts_do(strategy: str) -> tuple[Any, ...]:
 
 
 def test_a_loader_can_be_asked_and_told_as_before(ranks: Ranks) -> None:
-    ((wanted,),) = [_as_scripts_do("noop")]
+    ((wanted,),) = [_as_scripts_do("none")]
     for (got,) in ranks(2, _as_scripts_do, "ddp"):
         assert largest_difference(got, wanted) < 1e-12
 
@@ -435,7 +435,7 @@ def _sets_epochs(folder: str, stop_after: int | None = None) -> dict[str, torch.
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = ech.prepare(
-        model, optimizer, ech.Loader(TensorDataset(*batch(24, 0)), 8), checkpoints=saver, strategy="noop"
+        model, optimizer, ech.Loader(TensorDataset(*batch(24, 0)), 8), checkpoints=saver, layout="none"
     )
     steps = 0
     for epoch in range(2):
@@ -458,7 +458,7 @@ def test_a_scheduler_can_be_pickled_and_copied_after_prepare() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    ech.prepare(model, optimizer, scheduler, [batch(2, 0)], strategy="noop")
+    ech.prepare(model, optimizer, scheduler, [batch(2, 0)], layout="none")
     for copied in (pickle.loads(pickle.dumps(scheduler)), copy.deepcopy(scheduler)):
         assert type(copied) is torch.optim.lr_scheduler.StepLR and copied.state_dict() == scheduler.state_dict()
         with warnings.catch_warnings():
@@ -467,22 +467,22 @@ def test_a_scheduler_can_be_pickled_and_copied_after_prepare() -> None:
         assert copied.last_epoch == 1 and scheduler.last_epoch == 0
 
 
-def _second_prepare(strategy: str, what: str) -> float | str:
+def _second_prepare(layout: str, what: str) -> float | str:
     model = original = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(*batch(8, 0))
-    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(data, 4), strategy=strategy)
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(data, 4), layout=layout)
     for x, y in loader:
         _step(model, optimizer, x, y)
     try:
         if what == "the same":
-            made = ech.prepare(model, optimizer, DataLoader(data, 4), strategy=strategy)
+            made = ech.prepare(model, optimizer, DataLoader(data, 4), layout=layout)
         elif what == "the original":
             again = torch.optim.SGD(original.parameters(), lr=0.1)
-            made = ech.prepare(original, again, DataLoader(data, 4), strategy=strategy)
+            made = ech.prepare(original, again, DataLoader(data, 4), layout=layout)
         else:
             again = torch.optim.SGD(model.parameters(), lr=0.1)
-            made = ech.prepare(model, again, DataLoader(data, 4), strategy=None)
+            made = ech.prepare(model, again, DataLoader(data, 4), layout=None)
     except UsageError as error:
         return str(error)
     model, optimizer, loader = made
@@ -492,11 +492,11 @@ def _second_prepare(strategy: str, what: str) -> float | str:
 
 
 def test_a_second_prepare_says_what_to_make_anew(ranks: Ranks) -> None:
-    for strategy in ("ddp", "fsdp"):
+    for layout in ("ddp", "fsdp"):
         for what in ("the same", "the original"):
-            for said in ranks(2, _second_prepare, strategy, what):
+            for said in ranks(2, _second_prepare, layout, what):
                 assert isinstance(said, str) and "must be new to prepare()" in said and "as for each fold" in said
-        a, b = ranks(2, _second_prepare, strategy, "another optimizer")
+        a, b = ranks(2, _second_prepare, layout, "another optimizer")
         assert isinstance(a, float) and a == b
 
 
@@ -504,14 +504,14 @@ def test_a_sampler_of_a_subset_is_refused_with_the_subset(ranks: Ranks) -> None:
     model = net()
     loader = DataLoader(DATA, 4, sampler=SubsetRandomSampler([0, 1, 2, 3]))
     with pytest.raises(UsageError, match=r"Subset\(dataset, indices\)"):
-        ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, strategy="noop")
+        ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="none")
 
 
 def _epochs_in(folder: Path, epochs: int, checkpoints: Any = None) -> list[str]:
     model = net()
     parts = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 11)
     model, optimizer, loader = ech.prepare(
-        *parts, strategy="noop", checkpoints=checkpoints or ech.Checkpoints(folder, every="epoch")
+        *parts, layout="none", checkpoints=checkpoints or ech.Checkpoints(folder, every="epoch")
     )
     for _ in ech.epochs(loader, epochs):
         for x, y in loader:
@@ -536,7 +536,7 @@ def test_checkpoints_that_a_run_meant_to_keep_stay(tmp_path: Path) -> None:
     assert len(kept) == 4 and now[:4] == kept and now[4:] == [f"step-{2 * epoch:08d}" for epoch in (7, 8, 9)]
 
 
-def _resumed_by_hand(kind: str, strategy: str, late: bool = False) -> dict[str, torch.Tensor]:
+def _resumed_by_hand(kind: str, layout: str, late: bool = False) -> dict[str, torch.Tensor]:
     """The script has loaded its own files before `prepare`, or the optimizer's after it."""
     options = {"momentum": 0.9} if kind == "SGD" else {"amsgrad": True} if kind == "AdamW" else {}
     files: list[Any] = []
@@ -554,7 +554,7 @@ def _resumed_by_hand(kind: str, strategy: str, late: bool = False) -> dict[str, 
             optimizer.step()
             optimizer.zero_grad()
         files = [copy.deepcopy(each.state_dict()) for each in (model, optimizer)]
-    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), strategy=strategy)
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=layout)
     if late:
         optimizer.load_state_dict(files[1])
     for x, y in loader:
@@ -565,7 +565,7 @@ def _resumed_by_hand(kind: str, strategy: str, late: bool = False) -> dict[str, 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])
 def test_a_script_may_resume_by_files_of_its_own(ranks: Ranks, kind: str, late: bool) -> None:
-    wanted = _resumed_by_hand(kind, "noop")
-    for strategy in ("ddp", "fsdp"):
-        for got in ranks(2, _resumed_by_hand, kind, strategy, late):
-            assert largest_difference(got, wanted) < 1e-12, strategy
+    wanted = _resumed_by_hand(kind, "none")
+    for layout in ("ddp", "fsdp"):
+        for got in ranks(2, _resumed_by_hand, kind, layout, late):
+            assert largest_difference(got, wanted) < 1e-12, layout

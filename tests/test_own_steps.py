@@ -25,9 +25,9 @@ Step = Callable[[nn.Module, nn.Module, torch.optim.Optimizer, Batch], None]
 class _Unit(ech.TrainUnit[Batch]):
     """A trained module and another that follows it."""
 
-    def __init__(self, strategy: str, step: Step) -> None:
+    def __init__(self, layout: str, step: Step) -> None:
         super().__init__()
-        self.module, self.target = (ech.layouts.prepare_module(net(seed), CPU, strategy=strategy) for seed in (0, 1))
+        self.module, self.target = (ech.layouts.prepare_module(net(seed), CPU, layout=layout) for seed in (0, 1))
         with torch.no_grad():
             self.module(batch(2, 0)[0])  # a look before the optimizer is made leaves the parameters that it is to have
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
@@ -37,9 +37,9 @@ class _Unit(ech.TrainUnit[Batch]):
         self.step(self.module, self.target, self.optimizer, data)
 
 
-def _trained(strategy: str, step: Step) -> Any:
+def _trained(layout: str, step: Step) -> Any:
     """Both modules' parameters, or what the training was refused with."""
-    unit = _Unit(strategy, step)
+    unit = _Unit(layout, step)
     try:
         ech.train(unit, [batch(4, 2 * i + dist.get_rank()) for i in range(STEPS)], max_epochs=1)
     except UsageError as error:
@@ -56,9 +56,9 @@ def _plain(step: Step) -> Any:
     return whole(module), whole(target)
 
 
-def _agree(ranks: Ranks, strategy: str, step: Step) -> None:
+def _agree(ranks: Ranks, layout: str, step: Step) -> None:
     want = _plain(step)
-    for got in ranks(2, _trained, strategy, step):
+    for got in ranks(2, _trained, layout, step):
         assert not isinstance(got, str), got
         assert all(largest_difference(*each) < 1e-12 for each in zip(got, want, strict=True))
 
@@ -76,10 +76,10 @@ def test_a_gradient_penalty_is_right_where_parameters_are_whole(ranks: Ranks) ->
     _agree(ranks, "ddp", _penalty)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero2", marks=pytest.mark.full)])
-def test_a_gradient_penalty_of_shards_is_refused(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("zero2", marks=pytest.mark.full)])
+def test_a_gradient_penalty_of_shards_is_refused(ranks: Ranks, layout: str) -> None:
     """The second backward pass would read freed memory."""
-    for text in ranks(2, _trained, strategy, _penalty):
+    for text in ranks(2, _trained, layout, _penalty):
         assert "create_graph=True must be left out in a backward pass through Net" in text and "'ddp' or 'zero1'" in text
 
 
@@ -135,9 +135,9 @@ def _follows(module: nn.Module, target: nn.Module, optimizer: torch.optim.Optimi
             slow.lerp_(fast, 0.3)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.full)])
-def test_a_target_network_follows(ranks: Ranks, strategy: str) -> None:
-    _agree(ranks, strategy, _follows)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.full)])
+def test_a_target_network_follows(ranks: Ranks, layout: str) -> None:
+    _agree(ranks, layout, _follows)
 
 
 class _Recycling(nn.Module):
@@ -154,9 +154,9 @@ class _Recycling(nn.Module):
         return self.inner(x) + 0.1 * before, self.bias
 
 
-def _recycled(strategy: str | None) -> tuple[dict[str, torch.Tensor], int]:
+def _recycled(layout: str | None) -> tuple[dict[str, torch.Tensor], int]:
     torch.manual_seed(0)
-    module = _Recycling() if strategy is None else ech.layouts.prepare_module(_Recycling(), CPU, strategy=strategy)
+    module = _Recycling() if layout is None else ech.layouts.prepare_module(_Recycling(), CPU, layout=layout)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for step in range(STEPS):
         x, y = batch(4, step)
@@ -179,7 +179,7 @@ def _forward_of_its_own() -> list[str]:
     module = nn.Module()
     module.layer = nn.Linear(3, 1)
     module.forward = lambda x: module.layer(x)
-    ech.layouts.prepare_module(module, CPU, strategy="fsdp")(torch.ones(2, 3)).sum().backward()
+    ech.layouts.prepare_module(module, CPU, layout="fsdp")(torch.ones(2, 3)).sum().backward()
     return sorted(name for name, p in module.named_parameters() if p.grad is not None)
 
 

@@ -1,4 +1,4 @@
-"""Strategies as users meet them: which blocks are sharded, modules prepared for one's own unit, options, errors."""
+"""Layouts as users meet them: which blocks are sharded, modules prepared for one's own unit, options, errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ByHand(ech.TrainUnit[Any]):
 def _prepared(how: str) -> dict[str, torch.Tensor]:
     device = ech.init_from_env()
     prepare: Any = {"ddp": ech.layouts.prepare_ddp, "fsdp": ech.layouts.prepare_fsdp}.get(how)
-    module = prepare(net(), device) if prepare else ech.layouts.prepare_module(net(), device, strategy="ddp")
+    module = prepare(net(), device) if prepare else ech.layouts.prepare_module(net(), device, layout="ddp")
     assert isinstance(module, nn.parallel.DistributedDataParallel) == (how != "fsdp")
     unit = ByHand(module)
     ech.train(unit, [batch(4, 10 * dist.get_rank() + i) for i in range(3)], max_epochs=1)
@@ -53,8 +53,8 @@ def test_ones_own_unit_trains_on_a_prepared_module(ranks: Ranks, how: str) -> No
     assert largest_difference(ranks(2, _prepared, how)[0], want) < 1e-12
 
 
-def _memory(strategy: str) -> tuple[int, int]:
-    unit = Regression(module=net(width=64), strategy=strategy, optimizer="AdamW")
+def _memory(layout: str) -> tuple[int, int]:
+    unit = Regression(module=net(width=64), layout=layout, optimizer="AdamW")
     ech.train(unit, [batch(4, 0)], max_epochs=1)
     held = [p.to_local() if hasattr(p, "to_local") else p for p in unit.module.parameters()]
     state = [v for s in unit.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
@@ -79,7 +79,7 @@ def test_repeated_blocks_are_sharded_and_single_layers_are_not() -> None:
 def _chosen_blocks(blocks: Any) -> list[str]:
     from torch.distributed.fsdp import FSDPModule
 
-    unit = Regression(strategy=ech.FSDPStrategy(blocks=blocks))
+    unit = Regression(layout=ech.FSDPStrategy(blocks=blocks))
     return [name for name, m in unit.module.named_modules() if isinstance(m, FSDPModule)]
 
 
@@ -88,14 +88,14 @@ def test_blocks_can_be_chosen_by_name_and_class(ranks: Ranks) -> None:
     assert ranks(2, _chosen_blocks, [nn.Sequential])[0] == ["", "blocks.0", "blocks.1"]
 
 
-def _refusal(strategy: Any) -> str:
+def _refusal(layout: Any) -> str:
     with pytest.raises(UsageError) as caught:
-        Regression(strategy=strategy)
+        Regression(layout=layout)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "message"),
+    ("layout", "message"),
     [
         (ech.FSDPStrategy(blocks=["blocks.7"]), "no submodule named 'blocks.7'"),
         (ech.DDPStrategy(mixed_precision=torch.bfloat16), "AutoUnit(precision='bf16')"),
@@ -105,18 +105,18 @@ def _refusal(strategy: Any) -> str:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_remedy(ranks: Ranks, strategy: Any, message: str) -> None:
-    assert all(message in text for text in ranks(2, _refusal, strategy))
+def test_what_cannot_be_is_refused_with_the_remedy(ranks: Ranks, layout: Any, message: str) -> None:
+    assert all(message in text for text in ranks(2, _refusal, layout))
 
 
-def _options(strategy: Any) -> dict[str, torch.Tensor]:
-    unit = Regression(strategy=strategy)
+def _options(layout: Any) -> dict[str, torch.Tensor]:
+    unit = Regression(layout=layout)
     ech.train(unit, [batch(4, dist.get_rank())], max_epochs=1)
     return whole(unit.module)
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    "layout",
     [
         ech.DDPStrategy(broadcast_buffers=False, check_reduction=True),
         ech.DDPStrategy(static_graph=True, find_unused_parameters=True, bucket_cap_mb=1),
@@ -127,9 +127,9 @@ def _options(strategy: Any) -> dict[str, torch.Tensor]:
     ],
     ids=["ddp", "ddp static", "fsdp", "fsdp whole parameters", "fsdp one block whole", "ddp device_ids"],
 )
-def test_options_change_no_number(ranks: Ranks, strategy: Any) -> None:
+def test_options_change_no_number(ranks: Ranks, layout: Any) -> None:
     want, _, _ = plain_training([[batch(4, 0), batch(4, 1)]])
-    assert largest_difference(ranks(2, _options, strategy)[0], want) < 1e-12
+    assert largest_difference(ranks(2, _options, layout)[0], want) < 1e-12
 
 
 class Half(nn.Module):
@@ -144,53 +144,53 @@ class Half(nn.Module):
         return self.a(x) + (self.b(x) if self.calls % 2 else 0)
 
 
-def _unused(strategy: Any) -> dict[str, torch.Tensor]:
+def _unused(layout: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    unit = Regression(module=Half(), strategy=strategy)
+    unit = Regression(module=Half(), layout=layout)
     ech.train(unit, [batch(4, 10 * dist.get_rank() + i) for i in range(4)], max_epochs=1)
     return whole(unit.module)
 
 
-@pytest.mark.parametrize("strategy", [ech.DDPStrategy(find_unused_parameters=True), "fsdp"], ids=["ddp", "fsdp"])
-def test_a_layer_unused_in_some_steps(ranks: Ranks, strategy: Any) -> None:
+@pytest.mark.parametrize("layout", [ech.DDPStrategy(find_unused_parameters=True), "fsdp"], ids=["ddp", "fsdp"])
+def test_a_layer_unused_in_some_steps(ranks: Ranks, layout: Any) -> None:
     torch.manual_seed(0)
     want, _, _ = plain_training([[batch(4, i), batch(4, 10 + i)] for i in range(4)], module=Half())
-    for got in ranks(2, _unused, strategy):
+    for got in ranks(2, _unused, layout):
         assert largest_difference(got, want) < 1e-12
 
 
-def _frozen(strategy: str) -> dict[str, torch.Tensor]:
+def _frozen(layout: str) -> dict[str, torch.Tensor]:
     module = net()
     module.first.requires_grad_(False)
-    unit = Regression(module=module, strategy=strategy, clip_grad_norm=0.3)
+    unit = Regression(module=module, layout=layout, clip_grad_norm=0.3)
     ech.train(unit, [batch(4, 10 * dist.get_rank() + i) for i in range(3)], max_epochs=1)
     return whole(unit.module)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_frozen_layer_stays_and_the_rest_trains(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_frozen_layer_stays_and_the_rest_trains(ranks: Ranks, layout: str) -> None:
     module = net()
     module.first.requires_grad_(False)
     want, _, _ = plain_training([[batch(4, i), batch(4, 10 + i)] for i in range(3)], clip=0.3, module=module)
-    assert largest_difference(ranks(2, _frozen, strategy)[0], want) < 1e-9
+    assert largest_difference(ranks(2, _frozen, layout)[0], want) < 1e-9
 
 
-def _tied(strategy: str) -> bool:
+def _tied(layout: str) -> bool:
     module = net()
     module.blocks[1][0].weight = module.blocks[0][0].weight
-    unit = Regression(module=module, strategy=strategy)
+    unit = Regression(module=module, layout=layout)
     ech.train(unit, [batch(4, 0)], max_epochs=1)
     plain = unit.prepared.unwrapped
     return plain.blocks[1][0].weight is plain.blocks[0][0].weight
 
 
-@pytest.mark.parametrize("strategy", ["noop", "ddp"])
-def test_tied_weights_stay_tied(ranks: Ranks, strategy: str) -> None:
-    assert ranks(2, _tied, strategy) == [True, True]
+@pytest.mark.parametrize("layout", ["none", "ddp"])
+def test_tied_weights_stay_tied(ranks: Ranks, layout: str) -> None:
+    assert ranks(2, _tied, layout) == [True, True]
 
 
 def test_a_world_of_one_shards_without_a_launcher() -> None:
-    unit = Regression(strategy="fsdp")
+    unit = Regression(layout="fsdp")
     ech.train(unit, [batch(4, 0)], max_epochs=1)
     want, _, _ = plain_training([[batch(4, 0)]])
     assert largest_difference(whole(unit.module), want) < 1e-12
@@ -205,17 +205,17 @@ class Unfreezes(ech.Callback):
         (module if unit.train_progress.num_epochs_completed else module.last).requires_grad_(True)
 
 
-def _unfrozen(strategy: str, frozen: str) -> dict[str, torch.Tensor]:
+def _unfrozen(layout: str, frozen: str) -> dict[str, torch.Tensor]:
     module = net()
     module.get_submodule(frozen).requires_grad_(False)
-    unit = Regression(module=module, strategy=strategy, gradient_accumulation_steps=2)
+    unit = Regression(module=module, layout=layout, gradient_accumulation_steps=2)
     mine = [batch(4, 10 * i + dist.get_rank()) for i in range(4)]
     ech.train(unit, mine, max_epochs=2, callbacks=[Unfreezes()])
     return whole(unit.prepared.unwrapped)
 
 
-@pytest.mark.parametrize(("strategy", "frozen"), [("ddp", "first"), ("ddp", ""), ("fsdp", "first")])
-def test_layers_that_are_unfrozen_during_training_are_averaged(ranks: Ranks, strategy: str, frozen: str) -> None:
+@pytest.mark.parametrize(("layout", "frozen"), [("ddp", "first"), ("ddp", ""), ("fsdp", "first")])
+def test_layers_that_are_unfrozen_during_training_are_averaged(ranks: Ranks, layout: str, frozen: str) -> None:
     module = net()
     module.get_submodule(frozen).requires_grad_(False)
     module.last.requires_grad_(True)
@@ -228,7 +228,7 @@ def test_layers_that_are_unfrozen_during_training_are_averaged(ranks: Ranks, str
         nn.functional.mse_loss(module(torch.cat([x for x, _ in rows])), torch.cat([y for _, y in rows])).backward()
         optimizer.step()
     want = {name: p.detach() for name, p in module.named_parameters()}
-    for trained in ranks(2, _unfrozen, strategy, frozen):
+    for trained in ranks(2, _unfrozen, layout, frozen):
         assert largest_difference(trained, want) < 1e-12
 
 
@@ -243,14 +243,14 @@ class _Freezes(ech.Callback):
         _freezes(unit.prepared.unwrapped, unit.train_progress.num_steps_completed)
 
 
-def _frozen_later(strategy: str) -> dict[str, torch.Tensor]:
-    unit = Regression(module=net(), strategy=strategy, gradient_accumulation_steps=2)
+def _frozen_later(layout: str) -> dict[str, torch.Tensor]:
+    unit = Regression(module=net(), layout=layout, gradient_accumulation_steps=2)
     ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(8)], max_epochs=1, callbacks=[_Freezes()])
     return whole(unit.prepared.unwrapped)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", pytest.param("fsdp", marks=pytest.mark.full)])
-def test_layers_that_are_frozen_during_training_stay_and_the_others_are_averaged(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["ddp", "zero1", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_layers_that_are_frozen_during_training_stay_and_the_others_are_averaged(ranks: Ranks, layout: str) -> None:
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for step in range(8):
@@ -261,5 +261,5 @@ def test_layers_that_are_frozen_during_training_stay_and_the_others_are_averaged
             optimizer.zero_grad()
         _freezes(module, step + 1)
     want = {name: p.detach() for name, p in module.named_parameters()}
-    for trained in ranks(2, _frozen_later, strategy):
+    for trained in ranks(2, _frozen_later, layout):
         assert largest_difference(trained, want) < 1e-12

@@ -180,8 +180,8 @@ class Unit(ech.AutoUnit[Tokens]):
 Trained = tuple[dict[str, torch.Tensor], list[float], list[float], list[Any]]
 
 
-def trained(name: str, updates: list[list[Tokens]], strategy: Any, **options: Any) -> Trained:
-    unit = Unit(name, strategy=strategy, gradient_accumulation_steps=len(updates[0]), **options)
+def trained(name: str, updates: list[list[Tokens]], layout: Any, **options: Any) -> Trained:
+    unit = Unit(name, layout=layout, gradient_accumulation_steps=len(updates[0]), **options)
     ech.train(unit, [each for window in updates for each in window], max_epochs=1)
     values = {}
     for each, parameter in unit.prepared.named_parameters():
@@ -211,8 +211,8 @@ def check(results: list[Trained], want: tuple[dict[str, torch.Tensor], list[floa
 @pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.full)])
 def test_two_stages_train_as_one_process_does(ranks: Ranks, schedule: str, optimizer: str) -> None:
     updates = windows(20, 3)
-    strategy = ech.Layout(pp=2, schedule=schedule)
-    check(ranks(2, trained, "tied", updates, strategy, optimizer=optimizer), plain("tied", updates, optimizer=optimizer))
+    layout = ech.Layout(pp=2, schedule=schedule)
+    check(ranks(2, trained, "tied", updates, layout, optimizer=optimizer), plain("tied", updates, optimizer=optimizer))
 
 
 def test_sums_in_the_root_masks_and_skips_are_found_and_sent(ranks: Ranks) -> None:
@@ -253,8 +253,8 @@ def test_frozen_layers_stay_and_a_stage_without_trained_parameters_passes_on(ran
     updates = windows(4, 2)
     stages = ["blocks.1"] if frozen == "blocks.0" else None
     for schedule in ("1f1b", "zero_bubble"):
-        strategy = ech.Layout(pp=2, stages=stages, schedule=schedule)
-        results = ranks(2, trained, "untied", updates, strategy, frozen=frozen)
+        layout = ech.Layout(pp=2, stages=stages, schedule=schedule)
+        results = ranks(2, trained, "untied", updates, layout, frozen=frozen)
         check(results, plain("untied", updates, optimizer="SGD", frozen=frozen))
 
 
@@ -266,10 +266,10 @@ def test_four_stages_on_four_ranks(ranks: Ranks) -> None:
         check(results, plain(name, updates, optimizer="SGD"))
 
 
-def trained_with_data(name: str, updates: list[list[Tokens]], strategy: Any, dp: int, **options: Any) -> Trained:
+def trained_with_data(name: str, updates: list[list[Tokens]], layout: Any, dp: int, **options: Any) -> Trained:
     """Each data-parallel rank has its own micro-batches of a window."""
     rank = torch.distributed.get_rank() % dp
-    return trained(name, [window[rank::dp] for window in updates], strategy, **options)
+    return trained(name, [window[rank::dp] for window in updates], layout, **options)
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def trained_with_data(name: str, updates: list[list[Tokens]], strategy: Any, dp:
 )
 def test_stages_are_sharded_over_the_data_ranks(ranks: Ranks, copies: int, schedule: str) -> None:
     updates = windows(10, 4, rows=(2, 2, 1, 3, 2))
-    strategy = ech.Layout(pp=2, dp_replicate=copies, schedule=schedule)
-    results = ranks(4, trained_with_data, "tied", updates, strategy, 2, optimizer="AdamW")
+    layout = ech.Layout(pp=2, dp_replicate=copies, schedule=schedule)
+    results = ranks(4, trained_with_data, "tied", updates, layout, 2, optimizer="AdamW")
     want = plain("tied", updates, optimizer="AdamW")
     assert largest_difference(together(results), want[0]) < 1e-11
     for _, losses, norms, _ in results:
@@ -307,33 +307,33 @@ def test_a_stage_without_anything_for_its_optimizer_is_refused_on_all_ranks(rank
         assert "empty parameter list" in text and "module.parameters()" in text
 
 
-def empty_optimizer(strategy: Any) -> str:
+def empty_optimizer(layout: Any) -> str:
     class Late(Unit):
         def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
             mine = [p for n, p in module.named_parameters() if n.startswith("head")]
             return torch.optim.SGD(mine, lr=0.1), None
 
     with pytest.raises(UsageError) as caught:
-        Late("untied", strategy=strategy).configure()
+        Late("untied", layout=layout).configure()
     return str(caught.value)
 
 
 # --- checkpoints
 
 
-def saved(folder: str, strategy: Any, updates: list[list[Tokens]], stop: int, dp: int = 1, **options: Any) -> Any:
+def saved(folder: str, layout: Any, updates: list[list[Tokens]], stop: int, dp: int = 1, **options: Any) -> Any:
     """Train with a checkpoint after `stop` updates. What the model and the optimizer hold in the end, and losses."""
     share = [window[torch.distributed.get_rank() % dp :: dp] for window in updates]
-    unit = Unit("tied", strategy=strategy, gradient_accumulation_steps=len(share[0]), optimizer="AdamW", **options)
+    unit = Unit("tied", layout=layout, gradient_accumulation_steps=len(share[0]), optimizer="AdamW", **options)
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=stop)
     ech.train(unit, [each for window in share for each in window], max_epochs=1, callbacks=[saver])
     return held(unit)
 
 
-def resumed(folder: str, strategy: Any, updates: list[list[Tokens]], dp: int = 1, **options: Any) -> Any:
+def resumed(folder: str, layout: Any, updates: list[list[Tokens]], dp: int = 1, **options: Any) -> Any:
     """Restore the newest checkpoint; train on with these."""
     share = [window[torch.distributed.get_rank() % dp :: dp] for window in updates]
-    unit = Unit("tied", strategy=strategy, gradient_accumulation_steps=2 // dp, optimizer="AdamW", **options)
+    unit = Unit("tied", layout=layout, gradient_accumulation_steps=2 // dp, optimizer="AdamW", **options)
     for parameter in unit.module.parameters():
         with torch.no_grad():
             parameter.zero_()
@@ -366,8 +366,8 @@ def test_a_checkpoint_of_a_pipeline_is_read_by_others_and_theirs_by_it(ranks: Ra
     updates = windows(3, 2)
     pipeline = ech.Layout(pp=2, schedule="interleaved")
     want = merged(ranks(2, saved, str(tmp_path / "pp"), pipeline, updates, 3))
-    for strategy in ("ddp", "fsdp", ech.Layout(pp=2, stages=["blocks.3"])):
-        before, _ = zip(*ranks(2, resumed, str(tmp_path / "pp"), strategy, []), strict=True)
+    for layout in ("ddp", "fsdp", ech.Layout(pp=2, stages=["blocks.3"])):
+        before, _ = zip(*ranks(2, resumed, str(tmp_path / "pp"), layout, []), strict=True)
         assert_bits(merged(list(before)), want)
     want = merged(ranks(2, saved, str(tmp_path / "fsdp"), "fsdp", updates, 3, 2))
     before, _ = zip(*ranks(2, resumed, str(tmp_path / "fsdp"), pipeline, []), strict=True)
@@ -377,10 +377,10 @@ def test_a_checkpoint_of_a_pipeline_is_read_by_others_and_theirs_by_it(ranks: Ra
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_resumed_pipeline_ends_with_the_same_bits(ranks: Ranks, tmp_path: Any, dp: int) -> None:
     updates = windows(5, 2)
-    strategy = ech.Layout(pp=2)
-    want = merged(ranks(2 * dp, saved, str(tmp_path / "whole"), strategy, updates, 9, dp))
-    ranks(2 * dp, saved, str(tmp_path / "half"), strategy, updates[:3], 3, dp)
-    _, after = zip(*ranks(2 * dp, resumed, str(tmp_path / "half"), strategy, updates[3:], dp), strict=True)
+    layout = ech.Layout(pp=2)
+    want = merged(ranks(2 * dp, saved, str(tmp_path / "whole"), layout, updates, 9, dp))
+    ranks(2 * dp, saved, str(tmp_path / "half"), layout, updates[:3], 3, dp)
+    _, after = zip(*ranks(2 * dp, resumed, str(tmp_path / "half"), layout, updates[3:], dp), strict=True)
     assert_bits(merged(list(after)), want)
 
 
@@ -402,8 +402,8 @@ class Evaluated(Unit):
         self.logits.append(outputs.clone())
 
 
-def evaluated(name: str, strategy: Any, batches: list[Tokens]) -> tuple[float, float, list[torch.Tensor]]:
-    unit = Evaluated(name=name, strategy=strategy)
+def evaluated(name: str, layout: Any, batches: list[Tokens]) -> tuple[float, float, list[torch.Tensor]]:
+    unit = Evaluated(name=name, layout=layout)
     ech.evaluate(unit, batches)
     ech.units.test(unit, batches)
     ech.predict(unit, [x for x, _ in batches])
@@ -421,7 +421,7 @@ class Predicts(Unit):
 
 
 def predicted(batch: Tokens, direct: bool) -> Any:
-    unit = Predicts(strategy="pp")
+    unit = Predicts(layout="pp")
     unit.direct = direct
     try:
         ech.predict(unit, [batch])
@@ -454,15 +454,15 @@ def test_evaluation_and_prediction_go_through_the_stages_to_all_ranks(ranks: Ran
                 torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
 
 
-def fitted(strategy: Any) -> tuple[list[float], list[float]]:
-    unit = Evaluated(name="tied", strategy=strategy, gradient_accumulation_steps=2)
+def fitted(layout: Any) -> tuple[list[float], list[float]]:
+    unit = Evaluated(name="tied", layout=layout, gradient_accumulation_steps=2)
     data = [tokens(2, i) for i in range(6)]
     ech.fit(unit, data, data[:2], max_epochs=2)
     return unit.losses, [unit.eval_loss]
 
 
 def test_training_and_evaluation_take_turns(ranks: Ranks) -> None:
-    (alone,) = ranks(1, fitted, "noop")
+    (alone,) = ranks(1, fitted, "none")
     for losses, evaluations in ranks(2, fitted, ech.Layout(pp=2)):
         assert losses == pytest.approx(alone[0], rel=1e-11)
         assert evaluations == pytest.approx(alone[1], rel=1e-11)
@@ -505,7 +505,7 @@ class Shapes(nn.Module):
         return (self.out or self.head)(x)  # type: ignore[no-any-return, misc]
 
 
-def refused(how: str, strategy: Any, hook: bool = False, direct: bool = False) -> str:
+def refused(how: str, layout: Any, hook: bool = False, direct: bool = False) -> str:
     MODELS["shapes"] = lambda: Shapes(how)
 
     class Mine(Unit):
@@ -520,7 +520,7 @@ def refused(how: str, strategy: Any, hook: bool = False, direct: bool = False) -
         module.register_forward_hook(lambda *_: None)
         MODELS["shapes"] = lambda: module
     with pytest.raises(EchelonError) as caught:
-        unit = Mine("shapes", strategy=strategy, gradient_accumulation_steps=2)
+        unit = Mine("shapes", layout=layout, gradient_accumulation_steps=2)
         if how == "outside":
             unit.module(tokens(2, 0)[0])
         ech.train(unit, [tokens(2, 0), tokens(2, 1)], max_epochs=1)

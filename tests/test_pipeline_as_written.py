@@ -54,9 +54,9 @@ def _plain(module: nn.Module, change: Change | None = None) -> dict[str, torch.T
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
-def _trained(make: Callable[[], nn.Module], strategy: Any, change: Change | None = None) -> dict[str, torch.Tensor]:
+def _trained(make: Callable[[], nn.Module], layout: Any, change: Change | None = None) -> dict[str, torch.Tensor]:
     """The parameters that this rank holds."""
-    unit = Regression(module=make(), strategy=strategy)
+    unit = Regression(module=make(), layout=layout)
     ech.train(unit, DATA, max_epochs=1, callbacks=[] if change is None else [_Changing(change)])
     return {name: p.detach() for name, p in unit.prepared.named_parameters()}
 
@@ -104,16 +104,16 @@ def _compiled_parts() -> nn.Module:
     return torch.compile(module, backend="eager")  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("strategy", [ech.Layout(pp=2, stages=["blocks.1"]), ech.Layout(tp=2, plan=Net.tp_plan)])
-def test_a_compiled_model_is_cut_and_split_by_the_names_of_its_author(strategy: Any) -> None:
+@pytest.mark.parametrize("layout", [ech.Layout(pp=2, stages=["blocks.1"]), ech.Layout(tp=2, plan=Net.tp_plan)])
+def test_a_compiled_model_is_cut_and_split_by_the_names_of_its_author(layout: Any) -> None:
     from echelon.parallel.pipeline.prepared import plan_stages
     from echelon.parallel.tensor import check_tensor
 
-    if strategy.pp > 1:
-        units = plan_stages(_compiled_parts(), strategy.stages, strategy.schedule, 2).units
+    if layout.pp > 1:
+        units = plan_stages(_compiled_parts(), layout.stages, layout.schedule, 2).units
         assert [(unit.name, unit.stage) for unit in units] == [("first", 0), ("blocks.0", 0), ("blocks.1", 1), ("last", 1)]
     else:
-        assert len(check_tensor(_compiled_parts(), strategy.plan, 2).styles) == 4
+        assert len(check_tensor(_compiled_parts(), layout.plan, 2).styles) == 4
 
 
 class _NamedTwice(Net):
@@ -138,7 +138,7 @@ class _Loss(Regression):
     """A loss that a pipeline cannot follow, one way at a time."""
 
     def __init__(self, way: str) -> None:
-        super().__init__(strategy="pp=2", module=_Reentrant().double() if way == "reentrant" else net())
+        super().__init__(layout="pp=2", module=_Reentrant().double() if way == "reentrant" else net())
         self.way = way
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,7 +194,7 @@ def test_a_penalty_on_the_last_stage_counts(ranks: Ranks) -> None:
             return loss + self.module.last.weight.pow(2).sum(), out  # type: ignore[union-attr, operator]
 
     def trained() -> dict[str, torch.Tensor]:
-        unit = Penalised(module=net(), strategy="pp=2")
+        unit = Penalised(module=net(), layout="pp=2")
         ech.train(unit, DATA, max_epochs=1)
         return {name: p.detach() for name, p in unit.prepared.named_parameters()}
 
@@ -231,12 +231,12 @@ class _Kept(Net):
         return out + sum(more)
 
 
-def _kept(strategy: Any) -> dict[str, str]:
+def _kept(layout: Any) -> dict[str, str]:
     found = {}
     for how in ("hook", "attribute"):
         torch.manual_seed(0)
         with pytest.raises(ech.EchelonError) as caught:
-            ech.train(Regression(module=_Kept(how).double(), strategy=strategy), DATA, max_epochs=1)
+            ech.train(Regression(module=_Kept(how).double(), layout=layout), DATA, max_epochs=1)
         found[how] = str(caught.value)
     return found
 
@@ -263,7 +263,7 @@ class _Catching(Regression):
     """A loss over what hooks catch in a list that lives as long as compute_loss."""
 
     def __init__(self, where: str, detached: bool = False) -> None:
-        super().__init__(module=net(), strategy="pp=2")
+        super().__init__(module=net(), layout="pp=2")
         self.where, self.detached = where, detached
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -362,7 +362,7 @@ def test_containers_of_parameters_are_on_every_stage(ranks: Ranks) -> None:
 
 def _held_nodes() -> bool:
     """As libraries do that hook the nodes at which gradients arrive."""
-    unit = Regression(module=net(), strategy="pp=2")
+    unit = Regression(module=net(), layout="pp=2")
     held = [p.expand_as(p).grad_fn.next_functions[0][0] for p in unit.module.parameters() if p.requires_grad]
     ech.train(unit, DATA[:2], max_epochs=1)
     return len(held) > 0
@@ -430,8 +430,8 @@ def _skipping() -> nn.Module:
 
 def test_what_a_stage_sends_on_and_has_used_itself_is_kept_for_its_weights(ranks: Ranks) -> None:
     """torch's zero-bubble schedules detach in place what was sent, before they compute the weights' gradients from it."""
-    strategy = ech.Layout(pp=2, schedule="zbv", stages=[["first"], ["middle", "blocks.0"], ["blocks.1"], ["last"]])
-    results = ranks(2, _trained, _skipping, strategy)
+    layout = ech.Layout(pp=2, schedule="zbv", stages=[["first"], ["middle", "blocks.0"], ["blocks.1"], ["last"]])
+    results = ranks(2, _trained, _skipping, layout)
     assert largest_difference(_all(results), _plain(_skipping())) < 1e-12
 
 

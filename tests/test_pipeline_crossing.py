@@ -359,9 +359,9 @@ def _goes_on(module: Any) -> None:
 
 
 class Unit(ech.AutoUnit[Batch]):
-    def __init__(self, make: Callable[[], Base], strategy: Any) -> None:
+    def __init__(self, make: Callable[[], Base], layout: Any) -> None:
         torch.manual_seed(0)
-        super().__init__(module=make().double(), strategy=strategy, gradient_accumulation_steps=2, device=torch.device("cpu"))
+        super().__init__(module=make().double(), layout=layout, gradient_accumulation_steps=2, device=torch.device("cpu"))
         self.losses: list[float] = []
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
@@ -379,8 +379,8 @@ class Unit(ech.AutoUnit[Batch]):
 Told = tuple[dict[str, torch.Tensor], list[float], float]
 
 
-def _trained(make: Callable[[], Base], strategy: Any) -> Told:
-    unit = Unit(make, strategy)
+def _trained(make: Callable[[], Base], layout: Any) -> Told:
+    unit = Unit(make, layout)
     data = RAGGED if make is ByShape else DATA
     ech.train(unit, data, max_epochs=1)
     ech.evaluate(unit, data[:3])
@@ -408,8 +408,8 @@ def _plain(make: Callable[[], Base]) -> Told:
     return {name: p.detach() for name, p in module.named_parameters()}, losses, total / sum(len(x) for x, _ in data[:3])
 
 
-def _each(makes: list[type[Base]], strategy: Any) -> list[Told]:
-    return [_trained(make, strategy) for make in makes]
+def _each(makes: list[type[Base]], layout: Any) -> list[Told]:
+    return [_trained(make, layout) for make in makes]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", pytest.param("zero_bubble", marks=pytest.mark.full)])
@@ -473,7 +473,7 @@ class _Walks(ech.AutoUnit[Batch]):
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        super().__init__(module=Base().double(), strategy="pp=2", device=torch.device("cpu"))
+        super().__init__(module=Base().double(), layout="pp=2", device=torch.device("cpu"))
         self.trials = 0
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:

@@ -75,8 +75,8 @@ def _batches(count: int) -> list[torch.Tensor]:
     return list(torch.randn(count, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5)))
 
 
-def _drawn(strategy: Any, again: bool = False) -> tuple[list[float], list[float], list[float], dict[str, torch.Tensor]]:
-    unit = Denoiser(again, strategy=strategy)
+def _drawn(layout: Any, again: bool = False) -> tuple[list[float], list[float], list[float], dict[str, torch.Tensor]]:
+    unit = Denoiser(again, layout=layout)
     ech.train(unit, _batches(6), max_epochs=1)
     trained, unit.noise = unit.noise, []
     ech.evaluate(unit, _batches(2))
@@ -84,12 +84,12 @@ def _drawn(strategy: Any, again: bool = False) -> tuple[list[float], list[float]
     return trained, unit.noise, [each for block in blocks for each in block.drawn[-6:]], whole(unit.module)
 
 
-@pytest.mark.parametrize("strategy", [ech.Layout(pp=2), ech.Layout(pp=2, schedule="interleaved"), "pp=2,dp_shard=2"])
-def test_noise_is_alike_in_all_stages_and_layers_draw_apart(ranks: Ranks, strategy: Any) -> None:
-    told = ranks(2 if isinstance(strategy, ech.Layout) else 4, _drawn, strategy)
+@pytest.mark.parametrize("layout", [ech.Layout(pp=2), ech.Layout(pp=2, schedule="interleaved"), "pp=2,dp_shard=2"])
+def test_noise_is_alike_in_all_stages_and_layers_draw_apart(ranks: Ranks, layout: Any) -> None:
+    told = ranks(2 if isinstance(layout, ech.Layout) else 4, _drawn, layout)
     here, there = told[0], told[len(told) // 2 if len(told) == 4 else 1]
     assert here[:2] == there[:2]
-    stages = 2 if isinstance(strategy, ech.Layout) and strategy.schedule == "interleaved" else 1
+    stages = 2 if isinstance(layout, ech.Layout) and layout.schedule == "interleaved" else 1
     assert len(set(here[0])) == len(here[0]) / stages == 6 and len(set(here[1])) == 2
     layers = [each for rank in told for each in rank[2]]
     assert len(set(layers)) == len(layers) == 24 * len(told) / 2

@@ -71,8 +71,8 @@ class Causal(ech.AutoUnit[Batch]):
             self.losses.append(float(self.latest_update[0]))
 
 
-def trained(name: str, strategy: Any, data: list[Batch], **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
-    unit = Causal(name, strategy=strategy, gradient_accumulation_steps=2, **options)
+def trained(name: str, layout: Any, data: list[Batch], **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    unit = Causal(name, layout=layout, gradient_accumulation_steps=2, **options)
     ech.train(unit, data, max_epochs=1)
     found = {}
     for each, parameter in unit.prepared.named_parameters():
@@ -165,25 +165,25 @@ def merged(results: list[tuple[dict[str, torch.Tensor], float]]) -> dict[str, to
 
 @pytest.mark.parametrize("options", [{}, {"on_meta": True}, {"activation_checkpoint_params": "blocks"}])
 def test_statistics_meta_builds_and_recomputed_blocks_are_as_in_one_process(ranks: Ranks, options: dict[str, Any]) -> None:
-    (want,) = ranks(1, classified, strategy="noop")
+    (want,) = ranks(1, classified, layout="none")
     for schedule in ("1f1b", "zbv") if not options else ("interleaved",):
-        got = merged(ranks(2, classified, strategy=ech.Layout(pp=2, schedule=schedule), **options))
+        got = merged(ranks(2, classified, layout=ech.Layout(pp=2, schedule=schedule), **options))
         assert largest_difference(got, want[0]) < 1e-11
 
 
 def test_dropout_draws_in_each_stage_from_a_stream_of_its_own_and_again_the_same(ranks: Ranks) -> None:
-    strategy = ech.Layout(pp=2)
-    first, second = (merged(ranks(2, classified, strategy=strategy, drop=0.5)) for _ in range(2))
+    layout = ech.Layout(pp=2)
+    first, second = (merged(ranks(2, classified, layout=layout, drop=0.5)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    (without,) = ranks(1, classified, strategy="noop")
+    (without,) = ranks(1, classified, layout="none")
     assert largest_difference(first, without[0]) > 1e-3
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_trains_and_its_scaler_agrees(ranks: Ranks, precision: str) -> None:
-    (want,) = ranks(1, classified, strategy="noop", precision=precision)
-    for strategy in (ech.Layout(pp=2), ech.Layout(pp=2, fsdp=ech.FSDPStrategy())):
-        got = merged(ranks(2, classified, strategy=strategy, precision=precision))
+    (want,) = ranks(1, classified, layout="none", precision=precision)
+    for layout in (ech.Layout(pp=2), ech.Layout(pp=2, fsdp=ech.FSDPStrategy())):
+        got = merged(ranks(2, classified, layout=layout, precision=precision))
         assert largest_difference(got, want[0]) < 2e-2
 
 
@@ -200,8 +200,8 @@ class Overflowing(Classes):
         return loss * (float("inf") if 1 < self.train_progress.num_steps_completed < 4 else 1.0), out
 
 
-def _frozen_stage(frozen: str, strategy: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    unit = Overflowing(frozen, gradient_accumulation_steps=2, strategy=strategy, precision="fp16")
+def _frozen_stage(frozen: str, layout: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    unit = Overflowing(frozen, gradient_accumulation_steps=2, layout=layout, precision="fp16")
     seen: list[Any] = []
     unit.prepared.follow_step(lambda: seen.append(float(unit.grad_scaler.get_scale()) if unit.grad_scaler else None))
     ech.train(unit, images(6), max_epochs=1)
@@ -211,7 +211,7 @@ def _frozen_stage(frozen: str, strategy: Any) -> tuple[dict[str, torch.Tensor], 
 @pytest.mark.parametrize("frozen", ["stem", "head"])
 def test_a_stage_without_gradients_agrees_on_the_scale(ranks: Ranks, frozen: str) -> None:
     """It has nothing to look at for an inf, and hears of the other stage's."""
-    (want,) = ranks(1, _frozen_stage, frozen, "noop")
+    (want,) = ranks(1, _frozen_stage, frozen, "none")
     stages = ["layers.0"] if frozen == "stem" else ["head"]
     results = ranks(2, _frozen_stage, frozen, ech.Layout(pp=2, stages=stages))
     got = {name: value for values, _ in results for name, value in values.items()}

@@ -59,11 +59,11 @@ def _built_again(made: Any) -> nn.Module:
     return module.double()
 
 
-def _unit(make: Callable[[], nn.Module], strategy: Any) -> Causal:
+def _unit(make: Callable[[], nn.Module], layout: Any) -> Causal:
     torch.manual_seed(7)  # other values than those in the files
     with ech.on_meta(restores=True):
         module = make()
-    return Causal(module=module, strategy=strategy)
+    return Causal(module=module, layout=layout)
 
 
 def _saved(folder: Path, kind: str) -> Any:
@@ -82,11 +82,11 @@ def _held(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
-def _round_trip(folder: str, kinds: list[str], strategy: Any) -> list[tuple[float, set[str], list[str], list[str]]]:
+def _round_trip(folder: str, kinds: list[str], layout: Any) -> list[tuple[float, set[str], list[str], list[str]]]:
     found = []
     for kind in kinds:
         made = _made(kind)
-        unit = _unit(functools.partial(_built_again, made), strategy)
+        unit = _unit(functools.partial(_built_again, made), layout)
         report = Saver.restore(Path(folder) / kind, unit)
         ech.evaluate(unit, [_words()])
         ech.save_pretrained(unit, f"{folder}/{kind}, written", max_shard_size="10KB")
@@ -96,16 +96,16 @@ def _round_trip(folder: str, kinds: list[str], strategy: Any) -> list[tuple[floa
     return found
 
 
-def _adapters(folder: str, strategy: Any) -> list[str]:
+def _adapters(folder: str, layout: Any) -> list[str]:
     """Weights of a base model under adapters, trained, and written alone and merged."""
     from peft import LoraConfig, get_peft_model
 
     options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
     made = _made("llama")
-    unit = _unit(lambda: get_peft_model(type(made)(made.config), LoraConfig(**options)), strategy)
+    unit = _unit(lambda: get_peft_model(type(made)(made.config), LoraConfig(**options)), layout)
     report = Saver.restore(f"{folder}/llama", unit)
     ech.train(unit, [_words()] * 2, max_epochs=1)
-    name = "noop" if strategy == "noop" else "pp"
+    name = "none" if layout == "none" else "pp"
     ech.save_pretrained(unit, f"{folder}/{name}")
     ech.save_pretrained(unit, f"{folder}/{name}-merged", merged=True)
     return [*report.missing, *report.unexpected]
@@ -115,7 +115,7 @@ def test_a_tied_weight_is_written_once_without_a_pipeline_too(tmp_path: Path) ->
     from safetensors.torch import load_file
 
     made = _saved(tmp_path, "llama, tied")
-    ech.save_pretrained(Causal(module=made, strategy="noop"), tmp_path / "out")
+    ech.save_pretrained(Causal(module=made, layout="none"), tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == made.state_dict().keys() - {"lm_head.weight"}
 
 
@@ -126,8 +126,8 @@ def test_adapters_in_stages_are_written_alone_and_merged(ranks: Ranks, tmp_path:
 
     made = _saved(tmp_path, "llama")
     assert ranks(2, _adapters, str(tmp_path), ech.Layout(pp=2)) == [[], []]
-    assert _adapters(str(tmp_path), "noop") == []
-    staged, one = tmp_path / "pp", tmp_path / "noop"
+    assert _adapters(str(tmp_path), "none") == []
+    staged, one = tmp_path / "pp", tmp_path / "none"
     got, want = load_file(staged / "adapter_model.safetensors"), load_file(one / "adapter_model.safetensors")
     assert got.keys() == want.keys() and len(got) == 2 * 2 * 2 + 1, "of both layers, and the head"
     assert max(float((got[n] - t).abs().max()) for n, t in want.items()) < 1e-6
@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[Callable[[Any], None], str]] = {
 
 def _refused(folder: str) -> dict[str, tuple[str, bool]]:
     """By case the error, and whether the unit was left as it was."""
-    unit = Causal(module=_made("llama"), strategy=ech.Layout(pp=2))
+    unit = Causal(module=_made("llama"), layout=ech.Layout(pp=2))
     before, found = {n: p.detach().clone() for n, p in unit.prepared.named_parameters()}, {}
     for case in WRONG:
         with pytest.raises(EchelonError) as caught:

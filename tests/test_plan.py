@@ -1,4 +1,4 @@
-"""`echelon plan --layers`: what a strategy would do with each layer."""
+"""`echelon plan --layers`: what a layout would do with each layer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_parameter_counts_once_and_alike_layers_share_a_row() -> None:
 
 def test_tensor_parallelism_is_what_training_would_do() -> None:
     layers = layers_of(Tower(), ech.Layout(dp_shard=2, tp=2), 4)
-    assert layers.strategy == "dp_shard=2,tp=2"
+    assert layers.layout == "dp_shard=2,tp=2"
     assert told(layers, "tp") == {
         "": "whole",
         "words": "rowwise",
@@ -65,8 +65,8 @@ def test_tensor_parallelism_is_what_training_would_do() -> None:
     }
     assert "tp: inferred for Tower" in layers.notes
     assert ech.layouts.tp_plan(Tower(), 2)["blocks.*.1.up"] == "colwise"
-    for strategy, ranks in ((ech.Layout(tp=-1), 2), (ech.Layout(tp=2), 4)):
-        assert told(layers_of(Tower(), strategy, ranks), "tp") == told(layers, "tp")
+    for layout, ranks in ((ech.Layout(tp=-1), 2), (ech.Layout(tp=2), 4)):
+        assert told(layers_of(Tower(), layout, ranks), "tp") == told(layers, "tp")
 
 
 def test_stages_split_what_is_alike_and_tied_weights_are_said() -> None:
@@ -100,7 +100,7 @@ def test_experts_and_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "says"),
+    ("layout", "ranks", "says"),
     [
         (ech.Layout(tp=3), 3, "does not divide"),
         (ech.Layout(pp=8), 8, "too few for 8 stages"),
@@ -109,12 +109,12 @@ def test_experts_and_sequences() -> None:
         (ech.Layout(tp=2, plan={"blocks.*.q": "colwise"}), 2, "matches no submodule"),
     ],
 )
-def test_what_training_refuses_is_refused(strategy: ech.Strategy, ranks: int, says: str) -> None:
+def test_what_training_refuses_is_refused(layout: ech.Strategy, ranks: int, says: str) -> None:
     module = Tower()
     if "does not divide" in says:
-        strategy = ech.Layout(tp=3, plan={"blocks.*.1.up": "colwise", "blocks.*.1.down": "rowwise"})
+        layout = ech.Layout(tp=3, plan={"blocks.*.1.up": "colwise", "blocks.*.1.down": "rowwise"})
     with pytest.raises(UsageError, match=says):
-        layers_of(module, strategy, ranks)
+        layers_of(module, layout, ranks)
 
 
 def test_plans_of_transformers_are_named_with_what_they_leave_whole() -> None:
@@ -136,8 +136,8 @@ import echelon as ech
 print("made by", sys.argv[1])
 net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
-strategy = ech.Layout(tp=-1, plan={"0": "colwise", "2": "rowwise"})
-net, optimizer, data = ech.prepare(net, optimizer, [torch.zeros(2, 4)] * 3, strategy=strategy)
+layout = ech.Layout(tp=-1, plan={"0": "colwise", "2": "rowwise"})
+net, optimizer, data = ech.prepare(net, optimizer, [torch.zeros(2, 4)] * 3, layout=layout)
 for epoch in ech.epochs(net, 2):
     raise SystemExit("it trains")
 """
@@ -146,7 +146,7 @@ OWN_UNIT = """
 import torch
 import echelon as ech
 device = ech.init_from_env()
-net = ech.layouts.prepare_module(torch.nn.Linear(4, 2), device, strategy="fsdp")
+net = ech.layouts.prepare_module(torch.nn.Linear(4, 2), device, layout="fsdp")
 print("not this")
 """
 
@@ -162,7 +162,7 @@ def test_a_loop_of_ones_own_is_run_up_to_where_it_trains(tmp_path: Path, echelon
         ["2", "Linear", "18", "rowwise"],
     ]
     assert "rowwise: its inputs are split" in done.stdout
-    other = echelon_command("plan", "--layers", "--strategy", "dp_shard=2,tp=3", "train.py", "me")
+    other = echelon_command("plan", "--layers", "--layout", "dp_shard=2,tp=3", "train.py", "me")
     assert other.returncode == 2 and "does not divide" in other.stderr, other.stderr  # by the script's own plan
 
 
@@ -193,10 +193,10 @@ def test_a_trainer_that_would_start_ranks_goes_on_in_this_process(tmp_path: Path
 
 def test_a_unit_of_ones_own_and_examples(tmp_path: Path, echelon_command: Command) -> None:
     (tmp_path / "train.py").write_text(OWN_UNIT)
-    done = echelon_command("plan", "--layers", "--strategy", "noop", "train.py")
+    done = echelon_command("plan", "--layers", "--layout", "none", "train.py")
     assert done.returncode == 0 and "every rank has all layers whole" in done.stdout, done.stderr
     (tmp_path / "gpt.py").write_text((EXAMPLES / "gpt.py").read_text())
-    done = echelon_command("plan", "--layers", "--strategy", "pp=2,tp=2", "gpt.py")
+    done = echelon_command("plan", "--layers", "--layout", "pp=2,tp=2", "gpt.py")
     assert done.returncode == 0, done.stderr
     assert "GPT on 4 ranks by pp=2,tp=2" in done.stdout and "blocks.{2..3}.qkv" in done.stdout
     assert not (tmp_path / "runs").exists()
@@ -207,7 +207,7 @@ def test_a_unit_of_ones_own_and_examples(tmp_path: Path, echelon_command: Comman
     [
         ("print('nothing')", (), "gave echelon no module"),
         ("raise SystemExit(3)", (), ""),
-        (OWN_UNIT, ("--strategy", "zero9"), "zero9"),
+        (OWN_UNIT, ("--layout", "zero9"), "zero9"),
         (OWN_UNIT, ("--ranks", "0"), "--ranks must be at least 1, got 0"),
     ],
 )

@@ -74,10 +74,10 @@ def _weights(unit: ech.AutoUnit[Any]) -> dict[str, torch.Tensor]:
     return {n.removeprefix("inner."): p for n, p in whole(unit.module).items()}
 
 
-def _overflow(strategy: Any) -> dict[str, Any]:
+def _overflow(layout: Any) -> dict[str, Any]:
     unit = Overflows(
         module=Whole(),
-        strategy=strategy,
+        layout=layout,
         precision=_fp16(growth_interval=2),
         clip_grad_norm=0.3,
         step_lr_interval="step",
@@ -100,22 +100,22 @@ def _check_overflow(found: list[dict[str, Any]]) -> None:
         assert got["scheduled"] == 3  # the schedule holds still with the parameters
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_an_inf_in_one_shard_skips_the_update_on_all_ranks(ranks: Ranks, strategy: str) -> None:
-    _check_overflow(ranks(2, _overflow, strategy))
+@pytest.mark.parametrize("layout", EACH)
+def test_an_inf_in_one_shard_skips_the_update_on_all_ranks(ranks: Ranks, layout: str) -> None:
+    _check_overflow(ranks(2, _overflow, layout))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", [ech.Layout(tp=2), "hsdp", "zero1"], ids=["tp + fsdp", "hsdp", "zero1"])
-def test_an_inf_in_one_shard_of_four(ranks: Ranks, strategy: Any) -> None:
-    _check_overflow(ranks(4, _overflow, strategy))
+@pytest.mark.parametrize("layout", [ech.Layout(tp=2), "hsdp", "zero1"], ids=["tp + fsdp", "hsdp", "zero1"])
+def test_an_inf_in_one_shard_of_four(ranks: Ranks, layout: Any) -> None:
+    _check_overflow(ranks(4, _overflow, layout))
 
 
 def test_an_inf_in_one_process() -> None:
     _check_overflow([_overflow(None)])
 
 
-def _halves(strategy: str) -> list[str]:
+def _halves(layout: str) -> list[str]:
     """Types of the parameters, their optimizer state and the outputs, under fully_shard's own mixed precision."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -128,7 +128,7 @@ def _halves(strategy: str) -> list[str]:
             seen.append(f"output {out.dtype}")
             return nn.functional.mse_loss(out.float(), data[1]), out
 
-    unit = Sees(module=net(dtype=torch.float32), strategy=ech.FSDPStrategy(mixed_precision=policy), optimizer="AdamW")
+    unit = Sees(module=net(dtype=torch.float32), layout=ech.FSDPStrategy(mixed_precision=policy), optimizer="AdamW")
     ech.train(unit, [batch(4, 0, torch.float32)], max_epochs=1)
     seen += [f"parameter {p.dtype}" for p in unit.module.parameters()]
     seen += [f"state {v.dtype}" for s in unit.optimizer.state.values() for k, v in s.items() if k != "step"]
@@ -140,8 +140,8 @@ def test_shards_stay_float32_under_fsdps_own_mixed_precision(ranks: Ranks) -> No
         assert seen == ["output torch.bfloat16", "parameter torch.float32", "state torch.float32"]
 
 
-def _scale_after_overflow(strategy: str, folder: str) -> float:
-    unit = Overflows(module=Whole(), strategy=strategy, precision=_fp16())
+def _scale_after_overflow(layout: str, folder: str) -> float:
+    unit = Overflows(module=Whole(), layout=layout, precision=_fp16())
     ech.train(unit, _mine(unit, 2), max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
     assert unit.grad_scaler is not None
     return unit.grad_scaler.get_scale()
@@ -154,8 +154,8 @@ def test_the_scale_is_saved_and_restored_by_another_number_of_ranks(ranks: Ranks
     assert unit.grad_scaler is not None and unit.grad_scaler.get_scale() == 512.0
 
 
-def _own_scaler(strategy: str) -> str | None:
-    unit = Regression(strategy=strategy, precision="fp16")
+def _own_scaler(layout: str) -> str | None:
+    unit = Regression(layout=layout, precision="fp16")
     unit.grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     try:
         ech.train(unit, _mine(unit, 1), max_epochs=1)
@@ -165,7 +165,7 @@ def _own_scaler(strategy: str) -> str | None:
 
 
 def test_a_scaler_of_ones_own_is_taken_unless_ranks_would_part_ways(ranks: Ranks) -> None:
-    assert _own_scaler("noop") is None
+    assert _own_scaler("none") is None
     assert ranks(2, _own_scaler, "ddp") == [None, None]
     assert all("ech.layouts.Precision(torch.float16" in str(text) for text in ranks(2, _own_scaler, "fsdp"))
 

@@ -1,4 +1,4 @@
-"""precision="bf16" and "fp16" under sharded strategies: what is gathered, cast and kept; odd layers; who decides.
+"""precision="bf16" and "fp16" under sharded layouts: what is gathered, cast and kept; odd layers; who decides.
 
 In these models the numbers of autocast in one process are the reference, to the rounding of the half type.
 """
@@ -67,13 +67,13 @@ def _data() -> list[Any]:
     return [(torch.randn(4, 4), torch.randn(4, 1)) for _ in range(3)]
 
 
-def _looked(strategy: Any, precision: Any = "bf16") -> dict[str, Any]:
+def _looked(layout: Any, precision: Any = "bf16") -> dict[str, Any]:
     torch.manual_seed(0)
     module = Net(width=64)
     seen: dict[str, Any] = {}
     for block in module.blocks:
         block[0].register_forward_pre_hook(lambda layer, args: seen.update(weight=layer.weight.dtype, input=args[0].dtype))
-    unit = _Looks(module=module, strategy=strategy, precision=precision, optimizer="AdamW", lr=0.003, clip_grad_norm=1.0)
+    unit = _Looks(module=module, layout=layout, precision=precision, optimizer="AdamW", lr=0.003, clip_grad_norm=1.0)
     taken: set[torch.dtype] = set()
     unit.configure()
     unit.optimizer.register_step_pre_hook(
@@ -95,12 +95,12 @@ def _looked(strategy: Any, precision: Any = "bf16") -> dict[str, Any]:
 HALF: dict[str, Any] = {"bf16": "bf16", "fp16": ech.layouts.Precision(torch.float16, init_scale=128.0)}
 
 
-def _look_all(strategies: dict[str, Any], precisions: list[str]) -> dict[str, Any]:
-    return {f"{name}, {half}": _looked(strategies[name], HALF[half]) for name in strategies for half in precisions}
+def _look_all(layouts: dict[str, Any], precisions: list[str]) -> dict[str, Any]:
+    return {f"{name}, {half}": _looked(layouts[name], HALF[half]) for name in layouts for half in precisions}
 
 
 @pytest.mark.parametrize(
-    ("size", "strategies", "precisions"),
+    ("size", "layouts", "precisions"),
     [
         (2, {"fsdp": "fsdp"}, ["bf16", "fp16"]),
         pytest.param(
@@ -112,10 +112,10 @@ def _look_all(strategies: dict[str, Any], precisions: list[str]) -> dict[str, An
     ],
 )
 def test_sharded_parameters_are_gathered_in_half_and_stay_float32_otherwise(
-    ranks: Ranks, size: int, strategies: dict[str, Any], precisions: list[str]
+    ranks: Ranks, size: int, layouts: dict[str, Any], precisions: list[str]
 ) -> None:
-    found, alone = ranks(size, _look_all, strategies, precisions)[0], _looked("noop")
-    assert alone["alive"] > 30_000  # autocast's copies of the weights: what is not to be kept under a sharded strategy
+    found, alone = ranks(size, _look_all, layouts, precisions)[0], _looked("none")
+    assert alone["alive"] > 30_000  # autocast's copies of the weights: what is not to be kept under a sharded layout
     for name, seen in found.items():
         half = torch.float16 if "fp16" in name else BF16
         assert (seen["weight"], seen["output"], seen["loss"]) == (half, half, torch.float32), name
@@ -168,12 +168,12 @@ class _Classifies(ech.AutoUnit[Any]):
         return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05), None
 
 
-def _odd(strategy: Any, data: list[Any], exact: bool = False) -> dict[str, Any]:
+def _odd(layout: Any, data: list[Any], exact: bool = False) -> dict[str, Any]:
     torch.manual_seed(1)
     module = _Odd()
     if not exact:  # fully_shard takes one type to a unit
         del module.exact
-    unit = _Classifies(module=module, device=CPU, strategy=strategy, precision="bf16")
+    unit = _Classifies(module=module, device=CPU, layout=layout, precision="bf16")
     ech.train(unit, data, max_epochs=1)
     ech.evaluate(unit, data)
     state = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in unit.module.named_parameters()}
@@ -188,7 +188,7 @@ def _odd_data() -> list[Any]:
 
 
 def test_layers_that_cannot_be_cast_train_as_on_one_process(ranks: Ranks) -> None:
-    want, found = _odd("noop", _odd_data()), ranks(2, _odd, "fsdp", _odd_data())
+    want, found = _odd("none", _odd_data()), ranks(2, _odd, "fsdp", _odd_data())
     for got in found:
         assert got["loss"] == pytest.approx(want["loss"], rel=2e-2)
         for name, value in want["values"].items():
@@ -198,10 +198,10 @@ def test_layers_that_cannot_be_cast_train_as_on_one_process(ranks: Ranks) -> Non
 def _policies() -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-    def weight_type(strategy: Any, precision: str | None = "bf16", module: nn.Module | None = None) -> Any:
+    def weight_type(layout: Any, precision: str | None = "bf16", module: nn.Module | None = None) -> Any:
         module, seen = module or net(dtype=torch.float32), []
         module.last.register_forward_pre_hook(lambda layer, args: seen.append(layer.weight.dtype))
-        unit = Regression(module=module, strategy=strategy, precision=precision)
+        unit = Regression(module=module, layout=layout, precision=precision)
         ech.train(unit, [tuple(t.to(next(module.parameters()).dtype) for t in _data()[0])], max_epochs=1)
         return seen[0]
 
@@ -238,7 +238,7 @@ def _by_hand() -> dict[str, Any]:
         "recomputed": {"activation_checkpoint_params": ech.layouts.ActivationCheckpointParams()},
         "compiled": {"torch_compile_params": ech.layouts.TorchCompileParams(backend="aot_eager")},
     }.items():
-        module = prepare_module(net(dtype=torch.float32), CPU, strategy="fsdp", precision="bf16", **options)  # type: ignore[arg-type]
+        module = prepare_module(net(dtype=torch.float32), CPU, layout="fsdp", precision="bf16", **options)  # type: ignore[arg-type]
         types = []
         module.last.register_forward_pre_hook(lambda layer, args, types=types: types.append(layer.weight.dtype))
         with ech.layouts.Precision.of("bf16").autocast(CPU):
@@ -248,7 +248,7 @@ def _by_hand() -> dict[str, Any]:
         found[name] = {"types": set(types), "grads": grads, "loss": loss.detach()}
     with ech.on_meta():
         late = net(dtype=torch.float32)
-    late = prepare_module(late, CPU, strategy="fsdp", precision="bf16")
+    late = prepare_module(late, CPU, layout="fsdp", precision="bf16")
     found["on meta"] = {p.dtype for p in late.parameters()}
     return found
 
@@ -291,9 +291,9 @@ def test_a_gpu_without_bfloat16_says_what_to_do(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_one_process_computes_as_ever() -> None:
-    """Autocast alone: a strategy that gathers nothing has nothing to cast."""
+    """Autocast alone: a layout that gathers nothing has nothing to cast."""
     module = copy.deepcopy(net(dtype=torch.float32))
-    prepared = parallelize(module, "noop", CPU, Recipe(precision=ech.layouts.Precision.of("bf16")))
+    prepared = parallelize(module, "none", CPU, Recipe(precision=ech.layouts.Precision.of("bf16")))
     assert prepared.computes_in is None and {p.dtype for p in prepared.module.parameters()} == {torch.float32}
 
 
@@ -318,21 +318,21 @@ class _CalledElsewhere(Regression):
 
 def _called_elsewhere() -> dict[str, Any]:
     found = {}
-    for strategy in ("ddp", "fsdp", "zero2"):
+    for layout in ("ddp", "fsdp", "zero2"):
         module = net(dtype=torch.float32)
         for block in module.blocks:
             block.insert(0, _OwnNorm(8))
-        unit = _CalledElsewhere(module=module, strategy=strategy, precision="bf16", lr=0.01)
+        unit = _CalledElsewhere(module=module, layout=layout, precision="bf16", lr=0.01)
         ech.train(unit, _data(), max_epochs=1)
-        found[strategy] = unit.seen
+        found[layout] = unit.seen
         assert not torch.is_autocast_enabled("cpu")
     return found
 
 
 def test_norms_of_ones_own_and_calls_outside_of_a_step_work(ranks: Ranks) -> None:
     for found in ranks(2, _called_elsewhere):
-        for strategy in ("fsdp", "zero2"):
-            torch.testing.assert_close(found[strategy], found["ddp"], atol=2e-2, rtol=2e-2)
+        for layout in ("fsdp", "zero2"):
+            torch.testing.assert_close(found[layout], found["ddp"], atol=2e-2, rtol=2e-2)
 
 
 class _Island(Net):
@@ -351,9 +351,9 @@ def _islands() -> list[Any]:
 
     full = ech.FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32))
     found: list[Any] = []
-    for strategy in ("ddp", "fsdp", full):
+    for layout in ("ddp", "fsdp", full):
         torch.manual_seed(0)
-        unit = Regression(module=_Island(), strategy=strategy, precision="bf16", lr=0.01)
+        unit = Regression(module=_Island(), layout=layout, precision="bf16", lr=0.01)
         try:
             ech.train(unit, _data(), max_epochs=1)
         except UsageError as error:

@@ -33,11 +33,11 @@ STEPS, EVERY = 14, 3
 class Interrupted(Regression):
     """Sends itself a signal at a moment of its own choice, on one rank or all."""
 
-    def __init__(self, strategy: str, moment: str = "", number: int = 0, only: int | None = None) -> None:
+    def __init__(self, layout: str, moment: str = "", number: int = 0, only: int | None = None) -> None:
         def plateau(optimizer: Any) -> Any:
             return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
 
-        super().__init__(module=net(dropout=0.2), strategy=strategy, optimizer="AdamW", lr=0.05, schedule=plateau)
+        super().__init__(module=net(dropout=0.2), layout=layout, optimizer="AdamW", lr=0.05, schedule=plateau)
         self.moment, self.number, self.only = moment, number, only
         self.evaluated: list[tuple[int, float]] = []
 
@@ -85,14 +85,14 @@ def _fit(unit: Interrupted, folder: Path | None, restored: bool = False, **optio
     return None
 
 
-def _undisturbed(strategy: str) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]]]:
-    unit = Interrupted(strategy)
+def _undisturbed(layout: str) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]]]:
+    unit = Interrupted(layout)
     assert _fit(unit, None) is None
     return whole(unit.module), unit.evaluated
 
 
-def _stopped(folder: Path, strategy: str, moment: str, number: int, only: int | None) -> tuple[Any, ...]:
-    unit = Interrupted(strategy, moment, number, only)
+def _stopped(folder: Path, layout: str, moment: str, number: int, only: int | None) -> tuple[Any, ...]:
+    unit = Interrupted(layout, moment, number, only)
     options: dict[str, Any] = {}
     if moment == "save":
         publish, options = commit.publish, {"save_every_n_updates": 5}
@@ -118,8 +118,8 @@ def _stopped(folder: Path, strategy: str, moment: str, number: int, only: int | 
     return code, unit.train_progress.num_steps_completed, unit.evaluated
 
 
-def _went_on(folder: Path, strategy: str) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]]]:
-    unit = Interrupted(strategy)
+def _went_on(folder: Path, layout: str) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]]]:
+    unit = Interrupted(layout)
     assert _fit(unit, folder, restored=True) is None
     return whole(unit.module), unit.evaluated
 
@@ -142,24 +142,24 @@ ENDS = {"last step": {STEPS}, "last evaluation": {STEPS}, "any": set(range(STEPS
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Any]:
-    """What two ranks compute that no signal reaches, by strategy."""
+    """What two ranks compute that no signal reaches, by layout."""
     return {}
 
 
-@pytest.mark.parametrize(("strategy", "moment", "number", "only"), MOMENTS)
+@pytest.mark.parametrize(("layout", "moment", "number", "only"), MOMENTS)
 def test_a_signal_at_any_moment_is_agreed_on_saved_and_leaves_no_trace(
-    ranks: Ranks, undisturbed: dict[str, Any], tmp_path: Path, strategy: str, moment: str, number: int, only: int | None
+    ranks: Ranks, undisturbed: dict[str, Any], tmp_path: Path, layout: str, moment: str, number: int, only: int | None
 ) -> None:
     """Dropout, AdamW, and a schedule that the evaluations drive: one evaluation more or less would be seen."""
-    if strategy not in undisturbed:
-        undisturbed[strategy] = ranks(2, _undisturbed, strategy)[0]
-    want, evaluations = undisturbed[strategy]
-    ended = ranks(2, _stopped, tmp_path / "c", strategy, moment, number, only)
+    if layout not in undisturbed:
+        undisturbed[layout] = ranks(2, _undisturbed, layout)[0]
+    want, evaluations = undisturbed[layout]
+    ended = ranks(2, _stopped, tmp_path / "c", layout, moment, number, only)
     assert {code for code, _, _ in ended} == {REQUEUE}
     steps = {step for _, step, _ in ended}
     assert len(steps) == 1 and steps <= ENDS.get(moment, {5, 6, 7})
     assert commit.latest(tmp_path / "c") == tmp_path / "c" / f"step-{steps.pop():08d}"
-    got, after = ranks(2, _went_on, tmp_path / "c", strategy)[0]
+    got, after = ranks(2, _went_on, tmp_path / "c", layout)[0]
     assert largest_difference(got, want) == 0
     assert ended[0][2] + after == evaluations  # none is lost, none comes twice
 
@@ -245,7 +245,7 @@ def _outside(moment: str, number: int, only: int | None) -> list[str]:
     try:
         ech.init_from_env("cpu")
         at("joined")
-        unit, loader = Regression(strategy="ddp"), ech.Loader(DATA, 8, seed=1)
+        unit, loader = Regression(layout="ddp"), ech.Loader(DATA, 8, seed=1)
         at("before training")
         ech.train(unit, loader, max_updates=3, callbacks=[Stops()])
         at("between")
@@ -333,7 +333,7 @@ RESTORING = """
     slowly, steps = sys.argv[1] == "slowly", int(sys.argv[2])
     ech.init_from_env()
     ech.seed(0)
-    unit, loader = Regression(strategy="ddp"), ech.Loader(DATA, 8, seed=1)
+    unit, loader = Regression(layout="ddp"), ech.Loader(DATA, 8, seed=1)
     if slowly:
         read = store.read_states
 

@@ -120,7 +120,7 @@ def test_a_short_end_is_kept(ranks: Ranks, tmp_path: Path) -> None:
 def _own_epochs() -> None:
     model: Any = torch.nn.Linear(4, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer, loader = ech.prepare(model, optimizer, [batch(4, i) for i in range(2)], strategy="noop")
+    model, optimizer, loader = ech.prepare(model, optimizer, [batch(4, i) for i in range(2)], layout="none")
     for _ in range(3):
         for x, y in loader:
             with ech.window(model) as window:
@@ -196,7 +196,7 @@ def test_a_trace_that_cannot_be_written_costs_the_trace_alone(
     run_folder(tmp_path)
     monkeypatch.setenv(VARIABLE, "steps=2")
     RunDir(tmp_path).profiles.symlink_to(tmp_path / "elsewhere")
-    train(str(tmp_path), "", None, "noop", steps=4)
+    train(str(tmp_path), "", None, "none", steps=4)
     assert "the trace cannot be written" in caplog.text and not (tmp_path / "elsewhere").exists()
 
 

@@ -90,15 +90,15 @@ MISTAKES = {
 }
 
 
-def _prove(script: str, strategies: list[str], ranks: list[int], updates: int = 3, accumulation: int = 1) -> Proof:
-    rows = [row for row in matrix(strategies, ranks, [accumulation], sgd=False) if row.accumulation == accumulation]
+def _prove(script: str, layouts: list[str], ranks: list[int], updates: int = 3, accumulation: int = 1) -> Proof:
+    rows = [row for row in matrix(layouts, ranks, [accumulation], sgd=False) if row.accumulation == accumulation]
     return prove_target(Target(script=str(PLANTED / f"{script}.py")), rows, updates, False)
 
 
 def test_bf16_is_compared_with_one_process_in_bf16() -> None:
-    """A right script agrees under every kind of strategy; a weight of a rank's own differs there, too."""
+    """A right script agrees under every kind of layout; a weight of a rank's own differs there, too."""
     rows = [row for row in matrix(["fsdp"], [1, 2], [1], sgd=False, bf16=True) if row.precision]
-    assert [row.label for row in rows] == ["noop, bf16", "fsdp, bf16"]
+    assert [row.label for row in rows] == ["none, bf16", "fsdp, bf16"]
     right, wrong = (
         prove_target(Target(script=str(PLANTED / f"{script}.py")), rows[1:], 2, False).results
         for script in ("right_auto", "weight_of_a_rank")
@@ -114,7 +114,7 @@ def test_a_script_that_resumes_is_proved_from_its_beginning(tmp_path: Path) -> N
 import sys
 sys.path.insert(0, {str(PLANTED)!r})
 from common import Auto, ech, loader, model
-unit, batches = Auto(module=model(), strategy="ddp"), loader(32)
+unit, batches = Auto(module=model(), layout="ddp"), loader(32)
 saver = ech.DistributedCheckpointSaver({str(tmp_path / "checkpoints")!r})
 saver.restore_from_latest(saver.dirpath, unit, train_dataloader=batches)
 ech.train(unit, batches, max_epochs=1, callbacks=[saver])
@@ -212,7 +212,7 @@ class Few(Rows):
     def __getitem__(self, i): return rows[i % 20]
 sampler = torch.utils.data.DistributedSampler(Few(), dist.get_world_size(), dist.get_rank())
 loader = torch.utils.data.DataLoader(Few(), 8, sampler=sampler) if sys.argv[1] == "sampler" else ech.Loader(Few(), 16)
-ech.train(Auto(module=model(), strategy="ddp"), loader, max_epochs=2)
+ech.train(Auto(module=model(), layout="ddp"), loader, max_epochs=2)
 """
     for ranks, kind in ((4, "sampler"), (2, "loader")):
         target = replace(_script(tmp_path, text), args=(kind,))
@@ -228,7 +228,7 @@ class Cast(Auto):
         if sys.argv[1] == "pinned":
             out = out.bfloat16().float()
         return nn.functional.mse_loss(out, data[1]), None
-ech.train(Cast(module=model(), strategy="ddp"), loader(), max_epochs=1)
+ech.train(Cast(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
@@ -259,7 +259,7 @@ class Full(Auto):
         return torch.optim.AdamW(module.parameters(), fused=True), None
 net = nn.Sequential(Block(), Block(), nn.Linear(4, 1))
 again = ech.layouts.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, Block))
-ech.train(Full(module=net, strategy="fsdp", activation_checkpoint_params=again), loader(), max_epochs=1)
+ech.train(Full(module=net, layout="fsdp", activation_checkpoint_params=again), loader(), max_epochs=1)
 """
 
 
@@ -299,7 +299,7 @@ def padded(rows):
     bags, y = zip(*rows)
     lengths = torch.tensor([[float(len(bag))] for bag in bags])
     return nn.utils.rnn.pad_sequence(bags, batch_first=True), lengths, torch.stack(y)
-ech.train(Told(module=model(), strategy="ddp"), ech.Loader(bags, 16, collate_fn=padded), max_epochs=1)
+ech.train(Told(module=model(), layout="ddp"), ech.Loader(bags, 16, collate_fn=padded), max_epochs=1)
 """
 
 
@@ -311,7 +311,7 @@ def test_what_could_not_be_tested_is_said_and_is_no_agreement(tmp_path: Path) ->
 
 
 LOOKED_AT = """
-unit = Auto(module=model(), strategy="fsdp")
+unit = Auto(module=model(), layout="fsdp")
 print(unit.optimizer, file=sys.stderr)
 ech.train(unit, loader(), max_epochs=1)
 """
@@ -322,7 +322,7 @@ class Annealed(Auto):
         self.calls += 1
         out = self.module(data[0])
         return nn.functional.mse_loss(out, data[1]) + min(1.0, self.calls / 10) * out.square().mean(), None
-ech.train(Annealed(module=model(), strategy="ddp"), loader(), max_epochs=1)
+ech.train(Annealed(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
@@ -338,13 +338,13 @@ class Theirs(AutoUnit):
     compute_loss = Auto.compute_loss
     configure_optimizers_and_lr_scheduler = Auto.configure_optimizers_and_lr_scheduler
 averages = SWAParams(0, 1, swalr_params=SWALRParams(2))
-ech.train(Theirs(module=model(), strategy="ddp", swa_params=averages, step_lr_interval="step"), loader(), max_epochs=1)
+ech.train(Theirs(module=model(), layout="ddp", swa_params=averages, step_lr_interval="step"), loader(), max_epochs=1)
 """
 
 
 @pytest.mark.parametrize("text", [LOOKED_AT, TORCHTNTS])
 def test_an_optimizer_that_is_built_before_training_is_replaced_as_well(tmp_path: Path, text: str) -> None:
-    rows = [row for row in matrix(["fsdp"], [2], [1], sgd=True) if row.strategy is not None]
+    rows = [row for row in matrix(["fsdp"], [2], [1], sgd=True) if row.layout is not None]
     proof = prove_target(_script(tmp_path, text), rows, 1, False)
     assert {row.label: row.verdict for row in proof.results} == {"fsdp": "agrees", "fsdp, sgd": "agrees"}, proof.results
 
@@ -373,7 +373,7 @@ class Unit(ech.AutoUnit):
 ech.init_from_env()
 ech.seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-ech.train(Unit(module=torch.nn.Linear(4, 1), strategy="ddp"), ech.Loader(data, 16), max_epochs=1)
+ech.train(Unit(module=torch.nn.Linear(4, 1), layout="ddp"), ech.Loader(data, 16), max_epochs=1)
 """
 
 
@@ -397,7 +397,7 @@ class Noisy(Auto):
     def compute_loss(self, state, data):
         out = self.module(data[0])
         return nn.functional.mse_loss(out + torch.rand_like(out), data[1]) * (1.001 if dist.get_world_size() > 1 else 1), None
-ech.train(Noisy(module=model(), strategy="ddp"), loader(), max_epochs=1)
+ech.train(Noisy(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
@@ -413,7 +413,7 @@ class TogetherOnly(Auto):
         if dist.get_world_size() == 1:
             raise RuntimeError("not alone")
         return super().compute_loss(state, data)
-ech.train(TogetherOnly(module=model(), strategy="ddp"), loader(), max_epochs=1)
+ech.train(TogetherOnly(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
@@ -429,7 +429,7 @@ if sys.argv[1] == "default":
 class Doubled(Auto):
     def compute_loss(self, state, data):
         return super().compute_loss(state, (data[0].double(), data[1].double()))
-ech.train(Doubled(module=model().double(), strategy="ddp"), loader(), max_epochs=1)
+ech.train(Doubled(module=model().double(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
@@ -448,7 +448,7 @@ class Halved(Auto):
     def configure_optimizers_and_lr_scheduler(self, module):
         return torch.optim.SGD(module.parameters(), lr=0.01), None
 torch.set_default_dtype(half if sys.argv[2] == "made" else torch.get_default_dtype())
-ech.train(Halved(module=model().to(half), strategy="ddp"), loader(), max_epochs=1)
+ech.train(Halved(module=model().to(half), layout="ddp"), loader(), max_epochs=1)
 """
 
 
@@ -467,9 +467,7 @@ def test_parameters_in_half_precision_are_compared_in_float64(tmp_path: Path, ma
 
 
 def test_training_in_two_parts_is_compared_as_far_as_the_first_goes(tmp_path: Path) -> None:
-    text = (
-        "u = Auto(module=model(), strategy='ddp')\nech.train(u, loader(), max_updates=2)\nech.train(u, loader(), max_epochs=2)\n"
-    )
+    text = "u = Auto(module=model(), layout='ddp')\nech.train(u, loader(), max_updates=2)\nech.train(u, loader(), max_epochs=2)\n"
     (row,) = prove_target(_script(tmp_path, text), matrix(["ddp"], [2], [1], sgd=False), 4, False).results
     assert row.verdict == "agrees" and row.updates == 2, row
 
@@ -479,7 +477,7 @@ class Lost(Auto):
     def compute_loss(self, state, data):
         loss, _ = super().compute_loss(state, data)
         return loss * float("nan"), None
-ech.train(Lost(module=model(), strategy="ddp"), loader(), max_epochs=1)
+ech.train(Lost(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
@@ -499,7 +497,7 @@ class Hanging(Auto):
             import threading
             threading.Event().wait()  # for ever
         return super().compute_loss(state, data)
-ech.train(Hanging(module=model(), strategy="ddp"), loader(), max_epochs=1)
+ech.train(Hanging(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
@@ -563,7 +561,7 @@ class Text(ech.AutoUnit[torch.Tensor]):
 
 def _text() -> Text:
     torch.manual_seed(0)
-    return Text(module=Attention(), strategy="ddp")
+    return Text(module=Attention(), layout="ddp")
 
 
 def _tokens() -> ech.Loader:
@@ -571,7 +569,7 @@ def _tokens() -> ech.Loader:
 
 
 def test_parameters_without_a_gradient_are_said_and_not_failed() -> None:
-    proof = ech.prove(_text, _tokens, strategies=["ddp"], ranks=[2], accumulation=[1, 2], updates=10, sgd=False)
+    proof = ech.prove(_text, _tokens, layouts=["ddp"], ranks=[2], accumulation=[1, 2], updates=10, sgd=False)
     assert proof.holds, [show.details(r) for r in proof.results]
     undetermined = {name for r in proof.results for name in r.undetermined}
     assert undetermined == {"attend.in_proj_bias"}  # a third of it: the keys' part
@@ -580,15 +578,15 @@ def test_parameters_without_a_gradient_are_said_and_not_failed() -> None:
 
 
 def test_in_float64_nothing_is_undetermined() -> None:
-    proof = ech.prove(_text, _tokens, strategies=["fsdp"], ranks=[2], accumulation=[1], updates=5, float64=True)
+    proof = ech.prove(_text, _tokens, layouts=["fsdp"], ranks=[2], accumulation=[1], updates=5, float64=True)
     assert proof.holds and proof.dtype == "float64"
     assert not any(r.undetermined for r in proof.results)
     assert all(r.parameter is not None and r.parameter < 1e-10 for r in proof.results)
 
 
 def test_a_strategy_that_refuses_the_model_is_shown_and_does_not_fail_the_rest() -> None:
-    strategies = {"ddp": "ddp", "fsdp": ech.FSDPStrategy(blocks=["no.such.block"])}
-    proof = ech.prove(_text, _tokens, strategies=strategies, ranks=[2], accumulation=[1], updates=1, sgd=False)
+    layouts = {"ddp": "ddp", "fsdp": ech.FSDPStrategy(blocks=["no.such.block"])}
+    proof = ech.prove(_text, _tokens, layouts=layouts, ranks=[2], accumulation=[1], updates=1, sgd=False)
     assert [r.verdict for r in proof.results] == ["agrees", "not possible"]
     assert "no.such.block" in proof.results[1].message and proof.holds
 
@@ -619,7 +617,7 @@ class OneKind(Auto):
         return loss * (1.0 if right else 1.5), out
 if sys.argv[1] == "none":
     ech.train(OneKind(module=model()), loader(), max_epochs=1)
-ech.train(OneKind(module=model(), strategy=sys.argv[1]), loader(), max_epochs=1)
+ech.train(OneKind(module=model(), layout=sys.argv[1]), loader(), max_epochs=1)
 """
 
 
@@ -628,7 +626,7 @@ ech.train(OneKind(module=model(), strategy=sys.argv[1]), loader(), max_epochs=1)
     [
         ("ddp", [("ddp", 2, True, False), ("fsdp", 2, False, True)], OTHERS_DIFFER),
         ("fsdp", [("fsdp", 2, True, True), ("ddp", 2, False, False)], YOURS_DIFFERS),
-        ("none", [("noop", 1, True, False), ("ddp", 2, False, False), ("fsdp", 2, False, True)], OTHERS_DIFFER),
+        ("none", [("none", 1, True, False), ("ddp", 2, False, False), ("fsdp", 2, False, True)], OTHERS_DIFFER),
     ],
 )
 def test_the_scripts_own_configuration_is_first_and_the_exit_code_says_whether_it_differs(
@@ -666,12 +664,12 @@ def test_rows_of_which_the_same_is_to_be_said_are_one_block_and_the_conclusion_c
 
 def test_an_interrupt_shows_what_was_compared_and_leaves_no_process(tmp_path: Path) -> None:
     """The second row would wait for ever."""
-    script = _script(tmp_path, HANGING.replace(', strategy="ddp"', "")).script
-    command = [sys.executable, "-m", "echelon", "prove", "--ranks", "2", "--strategies", "ddp", "--updates", "1", script]
+    script = _script(tmp_path, HANGING.replace(', layout="ddp"', "")).script
+    command = [sys.executable, "-m", "echelon", "prove", "--ranks", "2", "--layouts", "ddp", "--updates", "1", script]
     with subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         lines = iter(run.stdout.readline, "")
-        assert any(line.startswith("noop ") for line in lines)
+        assert any(line.startswith("none ") for line in lines)
         run.send_signal(signal.SIGINT)
         said = "".join(lines)
     assert run.returncode == 130 and "Interrupted" in said and "1 agrees" in said, said
@@ -683,7 +681,7 @@ def test_the_command_leaves_a_page_and_its_exit_code_says_it(
     echelon_command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The verb's exit code is the process's: a whole process is started for one of the four."""
-    options = ["--strategies", "ddp", "--ranks", "2", "--accumulation", "1", "--no-sgd", "--updates", "2"]
+    options = ["--layouts", "ddp", "--ranks", "2", "--accumulation", "1", "--no-sgd", "--updates", "2"]
     monkeypatch.chdir(tmp_path)
     assert main(["prove", *options, "--json", str(PLANTED / "right_auto.py")]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["verdict"] in ("agrees", "bit-equal")
@@ -767,13 +765,13 @@ def test_random_numbers_are_those_of_float32_in_float64() -> None:
 
 
 def test_a_matrix_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="prove needs at least one strategy and one number of ranks"):
+    with pytest.raises(UsageError, match="prove needs at least one layout and one number of ranks"):
         matrix(["ddp"], [], [1], sgd=True)
     with pytest.raises(UsageError, match="nosuch"):
         matrix(["ddp", "nosuch"], [2], [1], sgd=True)
     labels = [(r.label, r.ranks) for r in matrix(["ddp", "hsdp"], [1, 2, 4], [1, 2], sgd=True)]
     assert ("ddp, accumulation 2", 2) in labels and ("hsdp", 4) in labels and ("hsdp", 2) not in labels
-    assert ("ddp, sgd", 2) in labels and ("noop", 1) in labels
+    assert ("ddp, sgd", 2) in labels and ("none", 1) in labels
 
 
 def test_a_row_in_bf16_is_told_in_its_own_words() -> None:
@@ -790,7 +788,7 @@ class Muon(ech.AutoUnit):
     def configure_optimizers_and_lr_scheduler(self, module):
         return torch.optim.Muon(module.parameters(), lr=1e-2), None
 data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,)))
-ech.train(Muon(module=make(), strategy="fsdp"), ech.Loader(data, global_batch=16), max_epochs=1)
+ech.train(Muon(module=make(), layout="fsdp"), ech.Loader(data, global_batch=16), max_epochs=1)
 """
 
 
@@ -823,7 +821,7 @@ class Halves(ech.AutoUnit):
     def configure_optimizers_and_lr_scheduler(self, module):
         return Momenta(module.parameters()), None
 data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randn(64, 4))
-ech.train(Halves(module=nn.Linear(16, 4), strategy="ddp"), ech.Loader(data, global_batch=16), max_epochs=1)
+ech.train(Halves(module=nn.Linear(16, 4), layout="ddp"), ech.Loader(data, global_batch=16), max_epochs=1)
 """
 
 

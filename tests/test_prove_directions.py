@@ -41,14 +41,14 @@ def test_rows_of_directions_stand_beside_the_strategies() -> None:
 
 def test_workers_that_meet_after_each_update_train_as_one_process() -> None:
     """Their SGD has no momentum and no clipping, which the reference beside them keeps for others."""
-    proof = ech.prove(_unit, _data, strategies=["local_sgd", "ddp"], ranks=[2], accumulation=[1], updates=3)
+    proof = ech.prove(_unit, _data, layouts=["local_sgd", "ddp"], ranks=[2], accumulation=[1], updates=3)
     assert [(r.label, r.verdict) for r in proof.results] == [
         ("local_sgd, every update, sgd", "agrees"),
         ("ddp", "agrees"),
         ("ddp, sgd", "agrees"),
     ]
     with pytest.raises(UsageError, match="nothing to compare DiLoCo with"):
-        ech.prove(_unit, _data, strategies=["diloco"], ranks=[2])
+        ech.prove(_unit, _data, layouts=["diloco"], ranks=[2])
 
 
 class _Unplanned(Language):
@@ -100,7 +100,7 @@ class _OwnStep(ech.TrainUnit[Any]):
         super().__init__()
         torch.manual_seed(0)
         mlp = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.module = ech.layouts.prepare_module(mlp, torch.device("cpu"), strategy="ddp")
+        self.module = ech.layouts.prepare_module(mlp, torch.device("cpu"), layout="ddp")
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
 
     def train_step(self, state: ech.State, data: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _numbers() -> ech.Loader:
 
 
 def test_ranks_that_share_a_layer_may_train_on_the_same_samples_in_a_step_of_ones_own() -> None:
-    proof = ech.prove(_OwnStep, _numbers, strategies=["tp"], ranks=[2], accumulation=[1], updates=2, sgd=False, float64=True)
+    proof = ech.prove(_OwnStep, _numbers, layouts=["tp"], ranks=[2], accumulation=[1], updates=2, sgd=False, float64=True)
     assert [(r.label, r.verdict) for r in proof.results] == [("tp", "agrees")], proof.results
 
 
@@ -133,7 +133,7 @@ class Sequence(nn.Module):
             x = block(x)
         return self.end(nn.functional.dropout(x, 0.1, self.training).mean(1))
 torch.manual_seed(1)
-ech.train(Auto(module=Sequence(), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Auto(module=Sequence(), layout="ddp"), loader(), max_epochs=3)
 """
 
 

@@ -39,8 +39,8 @@ def _made(kind: str) -> Any:
     if kind == "by hand":
         return ByHand()
     if kind == "four linears":  # their gradients are ready in another order than they are registered in
-        return Regression(module=_Backwards().double(), strategy="ddp", optimizer="AdamW")
-    return Regression(module=net(), strategy=kind, optimizer="AdamW")
+        return Regression(module=_Backwards().double(), layout="ddp", optimizer="AdamW")
+    return Regression(module=net(), layout=kind, optimizer="AdamW")
 
 
 class _Backwards(torch.nn.Module):

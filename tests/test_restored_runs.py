@@ -96,12 +96,12 @@ class Foreign:
 
 def _with_shards(folder: Path) -> None:
     saver = Saver(folder)
-    ech.train(Numbered(strategy="ddp"), Foreign(4 * dist.get_rank()), max_updates=2, callbacks=[saver])
+    ech.train(Numbered(layout="ddp"), Foreign(4 * dist.get_rank()), max_updates=2, callbacks=[saver])
 
 
 def _shards_restored(folder: Path) -> tuple[int, int]:
     loader = Foreign(40)
-    Saver.restore_from_latest(folder, Numbered(strategy="ddp"), train_dataloader=loader)
+    Saver.restore_from_latest(folder, Numbered(layout="ddp"), train_dataloader=loader)
     return loader.at, loader.samples
 
 
@@ -109,7 +109,7 @@ def test_a_foreign_loader_with_a_state_of_each_rank_gets_its_own_back(ranks: Ran
     ranks(2, _with_shards, tmp_path / "c")
     assert ranks(2, _shards_restored, tmp_path / "c") == [(2, 0), (2, 4)]
     with pytest.raises(CheckpointMismatchError, match="each rank saved the state of its own Foreign"):
-        Saver.restore_from_latest(tmp_path / "c", Numbered(strategy="noop"), train_dataloader=Foreign(0))
+        Saver.restore_from_latest(tmp_path / "c", Numbered(layout="none"), train_dataloader=Foreign(0))
 
 
 def test_a_program_that_changes_its_folder_saves_where_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,18 +187,18 @@ class Besides(Regression):
         return torch.optim.AdamW([*module.parameters(), *self.besides()], lr=0.05), None
 
 
-def _trained_besides(strategy: str, folder: Path, steps: list[int]) -> list[Any]:
+def _trained_besides(layout: str, folder: Path, steps: list[int]) -> list[Any]:
     """In as many runs, of which each but the first goes on from the last one's checkpoint."""
     for step in steps:
-        unit, loader = Besides(strategy=strategy), ech.Loader(DATA, 8, seed=1)
-        saver = Saver(folder / f"{strategy}-{len(steps)}", save_every_n_updates=100)
-        saver.restore_from_latest(folder / f"{strategy}-{len(steps)}", unit, train_dataloader=loader)
+        unit, loader = Besides(layout=layout), ech.Loader(DATA, 8, seed=1)
+        saver = Saver(folder / f"{layout}-{len(steps)}", save_every_n_updates=100)
+        saver.restore_from_latest(folder / f"{layout}-{len(steps)}", unit, train_dataloader=loader)
         ech.train(unit, loader, max_updates=step, callbacks=[saver])
     return [p.tolist() for p in (*whole(unit.module).values(), *unit.besides())]
 
 
-def _both_ways(strategy: str, folder: Path) -> bool:
-    return _trained_besides(strategy, folder, [6]) == _trained_besides(strategy, folder, [2, 6])
+def _both_ways(layout: str, folder: Path) -> bool:
+    return _trained_besides(layout, folder, [6]) == _trained_besides(layout, folder, [2, 6])
 
 
 def test_what_an_optimizer_trains_besides_the_modules_goes_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def _drawing_before_it_trains(folder: Path, steps: list[int]) -> dict[str, torch
     """As a script that evaluates first: to iterate over a torch DataLoader draws a number, whether it shuffles or not."""
     for step in steps:
         ech.seed(3)
-        unit, loader = Numbered(dropout=0.4, strategy="ddp"), ech.Loader(DATA, 8, seed=1)
+        unit, loader = Numbered(dropout=0.4, layout="ddp"), ech.Loader(DATA, 8, seed=1)
         saver = Saver(folder / str(len(steps)))
         saver.restore_from_latest(saver.dirpath, unit, train_dataloader=loader)
         ech.evaluate(unit, torch.utils.data.DataLoader(DATA, 8))
@@ -247,7 +247,7 @@ def _older(unit: Any) -> Any:
 def _with_fewer_micro_batches(folder: Path, elsewhere: bool) -> dict[str, torch.Tensor]:
     """Three updates of two micro-batches in an older version, then updates of one in this, in two runs."""
     for accumulation, updates in ((2, 6), (1, 4), (1, 5)):
-        unit = Numbered(strategy="ddp", gradient_accumulation_steps=accumulation)
+        unit = Numbered(layout="ddp", gradient_accumulation_steps=accumulation)
         unit = _older(unit) if accumulation == 2 else unit
         loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
         saver = Saver(folder, save_every_n_updates=accumulation)
@@ -321,7 +321,7 @@ def test_a_run_that_takes_weights_only_sets_nothing_aside(tmp_path: Path) -> Non
 
 def _restored_twice(folder: Path) -> list[float]:
     """From a checkpoint of this number of ranks, and then from one of another number, which has no streams for them."""
-    unit = Numbered(strategy="ddp")
+    unit = Numbered(layout="ddp")
     Saver.restore(folder / "two/step-00000002", unit)
     Saver.restore(folder / "one/step-00000002", unit)
     drawn = torch.random.get_rng_state()
@@ -339,7 +339,7 @@ def _restored_twice(folder: Path) -> list[float]:
 
 def _two_steps(folder: Path) -> None:
     ech.seed(5)
-    ech.train(Numbered(strategy="ddp"), ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(folder)])
+    ech.train(Numbered(layout="ddp"), ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(folder)])
 
 
 def test_the_streams_of_a_checkpoint_that_was_left_again_are_not_taken_up(ranks: Ranks, tmp_path: Path) -> None:

@@ -48,16 +48,16 @@ class Mixed(Regression):
         return super().compute_loss(state, (data[0] * drawn[2], data[1] * drawn[1]))
 
 
-def _unit(strategy: str, **options: Any) -> Mixed:
+def _unit(layout: str, **options: Any) -> Mixed:
     torch.manual_seed(1)
     module = net(**({"dtype": torch.float32} if options else {}))
     ech.seed(5)
-    return Mixed(module=module, strategy=strategy, **options)
+    return Mixed(module=module, layout=layout, **options)
 
 
-def _trained(strategy: str, *steps: int, seed: int | None = None, saved: Path | None = None) -> list[tuple[float, ...]]:
+def _trained(layout: str, *steps: int, seed: int | None = None, saved: Path | None = None) -> list[tuple[float, ...]]:
     """What was drawn in each step; trained in as many calls as there are numbers of steps."""
-    unit, loader = _unit(strategy), ech.Loader(Augmented(), 8)
+    unit, loader = _unit(layout), ech.Loader(Augmented(), 8)
     if seed is not None:
         random.seed(seed)
         np.random.seed(seed)
@@ -67,8 +67,8 @@ def _trained(strategy: str, *steps: int, seed: int | None = None, saved: Path | 
     return unit.drawn
 
 
-def _resumed(strategy: str, saved: Path, seed: int) -> list[tuple[float, ...]]:
-    unit, loader = _unit(strategy), ech.Loader(Augmented(), 8)
+def _resumed(layout: str, saved: Path, seed: int) -> list[tuple[float, ...]]:
+    unit, loader = _unit(layout), ech.Loader(Augmented(), 8)
     random.seed(seed)
     np.random.seed(seed)
     Saver.restore(saved / "step-00000002", unit, train_dataloader=loader)
@@ -89,7 +89,7 @@ def _histories(folder: Path) -> dict[str, Any]:
 
 def test_every_stream_is_a_data_ranks_own_reproducible_and_restored(ranks: Ranks, tmp_path: Path) -> None:
     told = ranks(2, _histories, tmp_path / "c")
-    alone = _trained("noop", 4)
+    alone = _trained("none", 4)
     columns = [[set(np.array(rank["once"])[:, i]) for rank in told] for i in range(6)]
     assert all(not a & b for a, b in columns)  # on each rank other numbers, in the data and in the step
     for rank in told:
@@ -134,8 +134,8 @@ def test_ranks_of_the_same_samples_draw_alike(ranks: Ranks) -> None:
     assert set(drawn["restored"]) == {_draw()}  # as they were saved, whatever they are
 
 
-def _bitwise(saved: Path | None, strategy: str, stop: int, seed: int = 4) -> dict[str, Any]:
-    unit = _unit(strategy, deterministic="bitwise")
+def _bitwise(saved: Path | None, layout: str, stop: int, seed: int = 4) -> dict[str, Any]:
+    unit = _unit(layout, deterministic="bitwise")
     np.random.seed(seed)
     loader = ech.Loader([(torch.ones(4) * i / 24, torch.ones(1)) for i in range(24)], 8)
     if saved is not None and stop == 3:
@@ -149,11 +149,11 @@ def test_in_bitwise_mode_numpy_and_python_draw_by_the_part_too(ranks: Ranks, tmp
     def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
         return all(torch.equal(a[name], b[name]) for name in a)
 
-    (one,), two = ranks(1, _bitwise, None, "noop", 3), ranks(2, _bitwise, None, "ddp", 3)
+    (one,), two = ranks(1, _bitwise, None, "none", 3), ranks(2, _bitwise, None, "ddp", 3)
     assert same(one, two[0]) and same(one, two[1])
-    assert not same(one, ranks(1, _bitwise, None, "noop", 3, seed=6)[0])
+    assert not same(one, ranks(1, _bitwise, None, "none", 3, seed=6)[0])
     ranks(2, _bitwise, tmp_path / "c", "ddp", 1)
-    assert same(one, ranks(1, _bitwise, tmp_path / "c", "noop", 3, seed=6)[0])
+    assert same(one, ranks(1, _bitwise, tmp_path / "c", "none", 3, seed=6)[0])
 
 
 def test_a_seed_for_another_process_follows_from_all_streams() -> None:

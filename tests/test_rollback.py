@@ -34,11 +34,11 @@ def _run(
     folder: Path | None, bad: int, value: float, *, skipped: Any = (), steps: int = STEPS, resume: bool = False, **options: Any
 ) -> dict[str, Any]:
     """Train with dropout and a schedule; with a folder, under a RollBack."""
-    strategy, accumulation = options.pop("strategy", "ddp"), options.pop("accumulation", 1)
+    layout, accumulation = options.pop("layout", "ddp"), options.pop("accumulation", 1)
     saver_options = {"save_every_n_updates": 4, "async_checkpoint": options.pop("asynchronous", False)}
     unit = Regression(
         module=net(dropout=0.2),
-        strategy=strategy,
+        layout=layout,
         optimizer="AdamW",
         lr=0.01,
         schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9),
@@ -75,7 +75,7 @@ def _seen_after_a_while() -> int:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "value", "accumulation", "asynchronous"),
+    ("layout", "value", "accumulation", "asynchronous"),
     [
         pytest.param("ddp", math.nan, 1, False, marks=pytest.mark.full),
         pytest.param("fsdp", math.inf, 2, True, marks=pytest.mark.full),
@@ -83,12 +83,12 @@ def _seen_after_a_while() -> int:
     ],
 )
 def test_going_back_leaves_the_batch_out_and_nothing_else(
-    ranks: Ranks, tmp_path: Path, strategy: str, value: float, accumulation: int, asynchronous: bool
+    ranks: Ranks, tmp_path: Path, layout: str, value: float, accumulation: int, asynchronous: bool
 ) -> None:
     """The sample comes twice: the second time the way back leads into another epoch."""
     bad = _seen_after_a_while()
     ranges = [(k, k + 1) for k in _steps_of(bad)]
-    options = {"strategy": strategy, "accumulation": accumulation}
+    options = {"layout": layout, "accumulation": accumulation}
     got = ranks(2, _run, tmp_path / "c", bad, value, asynchronous=asynchronous, **options)[0]
     want = ranks(2, _run, None, bad, value, skipped=ranges, **options)[0]
     assert got["skipped"] == ranges
@@ -109,7 +109,7 @@ def test_what_was_left_out_is_left_out_after_a_resume(ranks: Ranks, tmp_path: Pa
 def _until_it_ends(folder: Path, watch: bool) -> str:
     x, y = batch(96, 0)
     y[5::8] = math.nan  # in nearly every batch
-    unit = Regression(module=net(), strategy="ddp")
+    unit = Regression(module=net(), layout="ddp")
     saver = ech.DistributedCheckpointSaver(folder)
     loader = ech.Loader(torch.utils.data.TensorDataset(x, y), 8, seed=1)
     # Rank 0 alone sees it, in a number of its own.

@@ -94,8 +94,8 @@ def _other_heads_at_last(rank: int, update: int) -> tuple[list[int], list[int]]:
     return ALL, [0, 1, 2] if update < UPDATES - 1 else [0, 1 + rank % 2]
 
 
-def _walked(way: Way, strategy: Any, accumulation: int = 1, folder: Path | None = None, **options: Any) -> Any:
-    unit = Walks(way, strategy=strategy, gradient_accumulation_steps=accumulation, **options)
+def _walked(way: Way, layout: Any, accumulation: int = 1, folder: Path | None = None, **options: Any) -> Any:
+    unit = Walks(way, layout=layout, gradient_accumulation_steps=accumulation, **options)
     savers = [] if folder is None else [ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)]
     try:
         ech.train(unit, _data(UPDATES * accumulation), max_epochs=1, callbacks=savers)
@@ -115,9 +115,9 @@ def test_ranks_that_call_other_blocks_are_told_before_the_update(ranks: Ranks, w
         assert said in text and "The update was not made" in text and "one seed" in text
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "hsdp", "dp_shard=4", pytest.param("fsdp2", marks=pytest.mark.full)])
-def test_so_they_are_under_other_strategies_and_with_accumulation(ranks: Ranks, strategy: str) -> None:
-    for updated, text in ranks(4, _walked, _other_order, strategy, 2):
+@pytest.mark.parametrize("layout", ["zero2", "hsdp", "dp_shard=4", pytest.param("fsdp2", marks=pytest.mark.full)])
+def test_so_they_are_under_other_strategies_and_with_accumulation(ranks: Ranks, layout: str) -> None:
+    for updated, text in ranks(4, _walked, _other_order, layout, 2):
         assert updated == FIRST and "update 3 rank 0 called blocks.1 and rank 1 called blocks.0" in text
 
 
@@ -166,8 +166,8 @@ class Exits(Walks):
         return nn.functional.mse_loss(out, data[1]), out
 
 
-def _evaluated(strategy: Any, entry: str) -> str:
-    unit = Exits(_same, strategy=strategy)
+def _evaluated(layout: Any, entry: str) -> str:
+    unit = Exits(_same, layout=layout)
     try:
         if entry == "fit":
             ech.fit(unit, _data(2), _data(3), max_epochs=1)
@@ -185,8 +185,8 @@ def test_evaluations_that_mix_blocks_are_refused(ranks: Ranks, entry: str) -> No
     assert ranks(2, _evaluated, "ddp", entry) == ["no error"] * 2
 
 
-def _dropping(strategy: Any) -> str:
-    unit = Regression(module=Paths().double(), strategy=strategy)
+def _dropping(layout: Any) -> str:
+    unit = Regression(module=Paths().double(), layout=layout)
     unit.module.layerdrop = 0.1
     try:
         ech.train(unit, _data(1), max_epochs=1)

@@ -46,8 +46,8 @@ def _data() -> torch.Tensor:
     return torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
 
 
-def _trained(drop: float, drawing: int, strategy: Any) -> int:
-    unit = _Unit(drop, drawing, strategy=strategy)
+def _trained(drop: float, drawing: int, layout: Any) -> int:
+    unit = _Unit(drop, drawing, layout=layout)
     ech.train(unit, ech.Loader(_data(), 8, accumulation=2), max_epochs=1)
     return unit.window.updates
 
@@ -58,9 +58,9 @@ def _refused(train: Callable[..., Any], *given: Any) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("strategy", ["tp", "tp=2,dp_shard=2"])
-def test_a_rank_that_draws_for_itself_is_found_where_dropout_would_differ(ranks: Ranks, strategy: str) -> None:
-    assert all(said.startswith(_SAID) for said in ranks(2 if strategy == "tp" else 4, _refused, _trained, 0.3, 1, strategy))
+@pytest.mark.parametrize("layout", ["tp", "tp=2,dp_shard=2"])
+def test_a_rank_that_draws_for_itself_is_found_where_dropout_would_differ(ranks: Ranks, layout: str) -> None:
+    assert all(said.startswith(_SAID) for said in ranks(2 if layout == "tp" else 4, _refused, _trained, 0.3, 1, layout))
 
 
 @pytest.mark.parametrize(("drop", "drawing"), [(0.0, 1), (0.3, 0), (0.3, 2)])
@@ -73,7 +73,7 @@ def test_draws_that_part_nothing_are_nobodys_business(ranks: Ranks, drop: float,
 def _own_loop(drop: float) -> None:
     model = _model(drop)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(_data(), 8), strategy="tp")
+    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(_data(), 8), layout="tp")
     for _ in ech.epochs(loader, 1):
         for batch in loader:
             with ech.window(model) as window:

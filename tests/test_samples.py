@@ -160,10 +160,10 @@ def _plain() -> tuple[dict[str, torch.Tensor], float]:
     return {n: p.detach() for n, p in module.named_parameters()}, float(loss.detach())
 
 
-def _trained(strategy: str | None, accumulation: int, *, foreign: bool) -> dict[str, tuple[Any, ...]]:
+def _trained(layout: str | None, accumulation: int, *, foreign: bool) -> dict[str, tuple[Any, ...]]:
     found = {}
     for name, (collate, read) in KINDS.items():
-        unit = Unit(read, strategy=strategy, gradient_accumulation_steps=accumulation)
+        unit = Unit(read, layout=layout, gradient_accumulation_steps=accumulation)
         train: Any = ech.Loader(Boxes(), BATCH, shuffle=False, accumulation=accumulation, collate_fn=collate)
         if foreign:
             train = DataLoader(Boxes(), BATCH // accumulation, collate_fn=collate)
@@ -173,11 +173,11 @@ def _trained(strategy: str | None, accumulation: int, *, foreign: bool) -> dict[
     return found
 
 
-@pytest.mark.parametrize(("strategy", "accumulation"), [("ddp", 1), ("fsdp", 2)])
-def test_the_mean_is_over_samples_in_whatever_form_they_come(ranks: Ranks, strategy: str, accumulation: int) -> None:
+@pytest.mark.parametrize(("layout", "accumulation"), [("ddp", 1), ("fsdp", 2)])
+def test_the_mean_is_over_samples_in_whatever_form_they_come(ranks: Ranks, layout: str, accumulation: int) -> None:
     """A short last batch, whose parts differ in size, with rows of various numbers."""
     want, loss = _plain()
-    for found in ranks(2, _trained, strategy, accumulation, foreign=False):
+    for found in ranks(2, _trained, layout, accumulation, foreign=False):
         for name, (ours, eval_loss) in found.items():
             assert largest_difference(ours, want) < 1e-12 and eval_loss == pytest.approx(loss, rel=1e-12), name
 
@@ -189,12 +189,12 @@ def test_a_torch_loader_says_as_much(caplog: pytest.LogCaptureFixture) -> None:
     assert "samples" not in caplog.text
 
 
-def _own(strategy: str) -> dict[str, dict[str, torch.Tensor]]:
+def _own(layout: str) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
     for name, (collate, read) in KINDS.items():
         module = net()
         loader = ech.Loader(Boxes(), BATCH, shuffle=False, collate_fn=collate)
-        model, optimizer, loader = ech.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), loader, strategy=strategy)
+        model, optimizer, loader = ech.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), loader, layout=layout)
         for _ in ech.epochs(loader, EPOCHS):
             for batch in loader:
                 x, y = read(batch)
@@ -243,7 +243,7 @@ def test_samples_that_a_collate_function_leaves_out_count_for_nothing(ranks: Ran
 
 
 def _train_filtered(size: int) -> dict[str, torch.Tensor]:
-    unit = Unit(_read_filtered, strategy="ddp")
+    unit = Unit(_read_filtered, layout="ddp")
     ech.train(unit, ech.Loader(Boxes(), size, shuffle=False, collate_fn=_filtered), max_epochs=1)
     return whole(unit.module)
 

@@ -29,11 +29,11 @@ class _Heard(logging.Handler):
             self.said.append(record.getMessage().split(".")[0])
 
 
-def _saved(strategy: str) -> dict[str, list[str]]:
+def _saved(layout: str) -> dict[str, list[str]]:
     heard, found = _Heard(), {}
     logging.getLogger("echelon").addHandler(heard)
     try:
-        unit = Regression(strategy=strategy, optimizer="AdamW")
+        unit = Regression(layout=layout, optimizer="AdamW")
         ech.train(unit, [batch(4, 0)], max_epochs=1)
         module: Any = unit.prepared.module
         best = copy.deepcopy(module.state_dict())
@@ -53,18 +53,18 @@ def _saved(strategy: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "module", "every"),
+    ("layout", "module", "every"),
     [("ddp", [], []), ("zero1", [], ["AdamW"]), ("fsdp", ["Net"], ["Net", "AdamW"]), ("tp", ["Net"], ["Net", "AdamW"])],
 )
 def test_what_holds_a_part_says_so_once_when_it_is_pickled(
-    ranks: Ranks, strategy: str, module: list[str], every: list[str]
+    ranks: Ranks, layout: str, module: list[str], every: list[str]
 ) -> None:
-    for found in ranks(2, _saved, strategy):
+    for found in ranks(2, _saved, layout):
         assert found == {"read": [], "module": module, "all": every}
 
 
-def _read(strategy: str) -> bool:
-    unit = Regression(strategy=strategy)
+def _read(layout: str) -> bool:
+    unit = Regression(layout=layout)
     file = io.BytesIO()
     torch.save(unit.prepared.module.state_dict(), file)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""Scalar parameters under every strategy: whole, with the gradient that one process has, saved and restored everywhere."""
+"""Scalar parameters under every layout: whole, with the gradient that one process has, saved and restored everywhere."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def _strategy(name: str) -> Any:
     return {"ddp": unused, "zero1": unused.but(shard_optimizer=True)}.get(name, name)
 
 
-def _train(strategies: list[str], optimizer: str) -> dict[str, Any]:
+def _train(layouts: list[str], optimizer: str) -> dict[str, Any]:
     done = {}
-    for name in strategies:
+    for name in layouts:
         options = {"gradient_accumulation_steps": 2, "clip_grad_norm": 0.2, "lr": 0.02, "optimizer": optimizer}
-        unit = Regression(module=_module(), strategy=_strategy(name), **options)
+        unit = Regression(module=_module(), layout=_strategy(name), **options)
         ech.train(unit, _rows(dist.get_rank()), max_epochs=1)
         done[name] = whole(unit.module), unit.norms
     return done
@@ -105,17 +105,17 @@ def _want(ranks: int, optimizer: str) -> tuple[dict[str, torch.Tensor], list[flo
 
 
 @pytest.mark.parametrize(
-    ("size", "strategies"),
+    ("size", "layouts"),
     [
         (2, KINDS),
         pytest.param(2, FORMS, marks=pytest.mark.full),
         pytest.param(4, ["fsdp", "hsdp", "zero2"], marks=pytest.mark.full),
     ],
 )
-def test_scalars_are_trained_as_in_one_process(ranks: Ranks, size: int, strategies: list[str]) -> None:
+def test_scalars_are_trained_as_in_one_process(ranks: Ranks, size: int, layouts: list[str]) -> None:
     for optimizer in ("SGD", "AdamW") if size == 2 else ("AdamW",):
         want, norms = _want(size, optimizer)
-        all_done = ranks(size, _train, strategies, optimizer)
+        all_done = ranks(size, _train, layouts, optimizer)
         for done in all_done:
             for name, (got, got_norms) in done.items():
                 assert got_norms == pytest.approx(norms, rel=1e-10), (name, optimizer)
@@ -134,7 +134,7 @@ class Skipping(Temperature):
 
 def _skipping() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    unit = Regression(module=Skipping().double(), strategy="fsdp")
+    unit = Regression(module=Skipping().double(), layout="fsdp")
     ech.train(unit, [batch(2, i) for i in range(3)], max_epochs=1)
     return whole(unit.module)
 
@@ -181,8 +181,8 @@ def test_in_a_unit_of_ones_own_too(ranks: Ranks) -> None:
         assert largest_difference(got, want) < 1e-11
 
 
-def _save(folder: str, strategy: str) -> dict[str, Any]:
-    unit = Regression(module=_module(), strategy=_strategy(strategy), optimizer="AdamW", swa_params=ech.units.SWAParams(0, 1))
+def _save(folder: str, layout: str) -> dict[str, Any]:
+    unit = Regression(module=_module(), layout=_strategy(layout), optimizer="AdamW", swa_params=ech.units.SWAParams(0, 1))
     saver = ech.DistributedCheckpointSaver(folder)
     ech.train(unit, [batch(2, 10 * i + dist.get_rank()) for i in range(3)], max_epochs=1, callbacks=[saver])
     return _state(unit)
@@ -201,21 +201,21 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _load(folder: str, strategies: list[str]) -> dict[str, Any]:
+def _load(folder: str, layouts: list[str]) -> dict[str, Any]:
     done = {}
-    for strategy in strategies:
-        unit = Regression(module=_module(), strategy=_strategy(strategy), optimizer="AdamW", swa_params=ech.units.SWAParams(0, 1))
+    for layout in layouts:
+        unit = Regression(module=_module(), layout=_strategy(layout), optimizer="AdamW", swa_params=ech.units.SWAParams(0, 1))
         ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
         before = _state(unit)
         ech.train(unit, [batch(2, 77)], max_epochs=2)
-        done[strategy] = before, whole(unit.module)
+        done[layout] = before, whole(unit.module)
     return done
 
 
 def test_scalars_go_through_checkpoints_to_every_strategy(ranks: Ranks, tmp_path: Path) -> None:
     saved = ranks(2, _save, str(tmp_path), "fsdp")[0]
-    strategies = ["fsdp", "ddp", "zero1", "zero2"]
-    for done in ranks(2, _load, str(tmp_path), strategies):
+    layouts = ["fsdp", "ddp", "zero1", "zero2"]
+    for done in ranks(2, _load, str(tmp_path), layouts):
         for before, after in done.values():
             assert largest_difference(before, {n: saved[n] for n in before}) == 0
             assert largest_difference(after, done["ddp"][1]) < 1e-12
@@ -225,7 +225,7 @@ def test_scalars_go_through_checkpoints_to_every_strategy(ranks: Ranks, tmp_path
 def _half() -> list[Any]:
     module = _module().float()
     module.phases = nn.Parameter(module.phases.detach().to(torch.complex64), requires_grad=False)  # torch scales no complex ones
-    unit = Regression(module=module, strategy="fsdp", precision=ech.layouts.Precision(torch.float16, init_scale=2.0**40))
+    unit = Regression(module=module, layout="fsdp", precision=ech.layouts.Precision(torch.float16, init_scale=2.0**40))
     ech.train(unit, [batch(2, i + dist.get_rank(), torch.float32) for i in range(3)], max_epochs=1)
     return [float(unit.prepared.unwrapped.temperature.detach()), unit.grad_scaler.get_scale()]
 
@@ -235,9 +235,9 @@ def test_an_inf_in_a_scalars_gradient_skips_the_update_on_all_ranks(ranks: Ranks
     assert first == second and first[1] < 2.0**40 and first[0] == pytest.approx(0.3)
 
 
-def _bitwise(strategy: str) -> dict[str, torch.Tensor]:
+def _bitwise(layout: str) -> dict[str, torch.Tensor]:
     rank, size = dist.get_rank() if dist.is_initialized() else 0, dist.get_world_size() if dist.is_initialized() else 1
-    unit = Regression(module=_module().float(), strategy=strategy, deterministic="bitwise", clip_grad_norm=0.3)
+    unit = Regression(module=_module().float(), layout=layout, deterministic="bitwise", clip_grad_norm=0.3)
     micros = [batch(2, 10 * (i * size + rank), torch.float32) for i in range(3 * 4 // size)]
     unit.prepared.unwrapped.calls = 1  # as many calls on each number of ranks would be another model: they are all odd
     unit.prepared.unwrapped.register_forward_pre_hook(lambda module, args: setattr(module, "calls", 0))
@@ -247,7 +247,7 @@ def _bitwise(strategy: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.fresh_ranks
 def test_bit_equal_training_holds_for_scalars(ranks: Ranks) -> None:
-    want = ranks(1, _bitwise, "noop")[0]
+    want = ranks(1, _bitwise, "none")[0]
     for size in (2, 4):
         for got in ranks(size, _bitwise, "fsdp"):
             assert largest_difference(got, want) == 0, size
@@ -256,7 +256,7 @@ def test_bit_equal_training_holds_for_scalars(ranks: Ranks) -> None:
 def _tensor_parallel() -> str:
     module = _module()
     with pytest.raises(UsageError) as caught:
-        Regression(module=module, strategy=ech.Layout(tp=-1, plan={"blocks.*.inner": "colwise_gather"}))
+        Regression(module=module, layout=ech.Layout(tp=-1, plan={"blocks.*.inner": "colwise_gather"}))
     return str(caught.value)
 
 
@@ -271,8 +271,8 @@ def test_tensor_parallelism_over_one_rank_has_no_such_question(ranks: Ranks) -> 
 
 
 def _over_data() -> dict[str, torch.Tensor]:
-    strategy = ech.Layout(tp=1, plan={"blocks.*.inner": "colwise_gather"})
-    unit = Regression(module=_module(), strategy=strategy, gradient_accumulation_steps=2, clip_grad_norm=0.2, lr=0.02)
+    layout = ech.Layout(tp=1, plan={"blocks.*.inner": "colwise_gather"})
+    unit = Regression(module=_module(), layout=layout, gradient_accumulation_steps=2, clip_grad_norm=0.2, lr=0.02)
     ech.train(unit, _rows(dist.get_rank()), max_epochs=1)
     return whole(unit.module)
 
@@ -289,7 +289,7 @@ class TwoTypes(nn.Module):
 
 
 def _of_two_types() -> tuple[float, bool]:
-    unit, rank = Regression(module=TwoTypes(), strategy="fsdp", lr=0.1, optimizer="SGD"), dist.get_rank()
+    unit, rank = Regression(module=TwoTypes(), layout="fsdp", lr=0.1, optimizer="SGD"), dist.get_rank()
     ech.train(unit, [batch(4, 10 * i + rank) for i in range(3)], max_epochs=1)
     rows = [[batch(4, 10 * i), batch(4, 10 * i + 1)] for i in range(3)]
     want, _, _ = plain_training(rows, module=TwoTypes(), lr=0.1, optimizer="SGD")

@@ -57,16 +57,16 @@ def _trained(unit: Any) -> Any:
     return whole(unit.module)
 
 
-def _early(strategy: Any) -> Any:
+def _early(layout: Any) -> Any:
     module = net()
     own = _sgd(module.parameters())
-    return _trained(Given(own, module=module, strategy=strategy))
+    return _trained(Given(own, module=module, layout=layout))
 
 
-def _assigned(strategy: str) -> Any:
+def _assigned(layout: str) -> Any:
     module = net()
     own = _sgd(module.parameters())
-    unit = Given(None, module=module, strategy=strategy)
+    unit = Given(None, module=module, layout=layout)
     unit.optimizer, unit.lr_scheduler = own, None
     return _trained(unit)
 
@@ -74,10 +74,10 @@ def _assigned(strategy: str) -> Any:
 def _all_early() -> dict[str, Any]:
     with ech.on_meta():
         empty = net()
-    meta = Given(_sgd(empty.parameters()), module=empty, strategy="fsdp")
+    meta = Given(_sgd(empty.parameters()), module=empty, layout="fsdp")
     wholes = ech.FSDPStrategy(reshard_after_forward=False)
     return {
-        **{strategy: _early(strategy) for strategy in PARALLEL},
+        **{layout: _early(layout) for layout in PARALLEL},
         "tp": _early(ech.Layout(tp=-1)),
         "assigned": _assigned("fsdp"),
         "assigned, ddp": _assigned("ddp"),
@@ -97,35 +97,35 @@ def test_an_optimizer_made_before_the_module_was_sharded_is_refused_or_right(ran
             assert name in ("ddp", "zero1", "assigned, ddp") and largest_difference(got, want) < 1e-12, name
 
 
-def _copies(strategy: str | None) -> list[Any]:
+def _copies(layout: str | None) -> list[Any]:
     found = [
-        _trained(Given(_sgd(copy.deepcopy(net()).parameters()), module=net(), strategy=strategy)),
-        _trained(Given(_sgd(nn.Linear(3, 3).parameters()), module=net(), strategy=strategy)),
+        _trained(Given(_sgd(copy.deepcopy(net()).parameters()), module=net(), layout=layout)),
+        _trained(Given(_sgd(nn.Linear(3, 3).parameters()), module=net(), layout=layout)),
     ]
     module = net()
-    unit = Given(None, module=copy.deepcopy(module), strategy=strategy)
+    unit = Given(None, module=copy.deepcopy(module), layout=layout)
     unit.net, unit.own = module, _sgd(module.parameters())  # an attribute of the unit: what else it is for, only a step can show
     return [*found, _trained(unit)]
 
 
 def test_an_optimizer_over_another_model_is_refused_under_every_strategy(ranks: Ranks) -> None:
-    for strategy in ("ddp", "fsdp", "zero1"):
-        first, second = ranks(2, _copies, strategy)
+    for layout in ("ddp", "fsdp", "zero1"):
+        first, second = ranks(2, _copies, layout)
         assert first == second
-        assert "holds 12 parameters, none of them the module's, which has 12 (first: float64 (8, 4))" in first[0], strategy
+        assert "holds 12 parameters, none of them the module's, which has 12 (first: float64 (8, 4))" in first[0], layout
         assert "holds 2 parameters, none of them the module's" in first[1] and "has a gradient in the first update" in first[2]
     assert all(isinstance(refusal, str) for refusal in _copies(None))
 
 
-def _half_copied(strategy: str | None) -> Any:
+def _half_copied(layout: str | None) -> Any:
     module = net()
     own = _sgd([*module.blocks.parameters(), *copy.deepcopy(module).first.parameters()])
-    return _trained(Given(own, module=module, strategy=strategy))
+    return _trained(Given(own, module=module, layout=layout))
 
 
 def test_an_optimizer_that_holds_some_of_a_copy_is_refused(ranks: Ranks) -> None:
     """Of what the module has, some is trained: a look at the first gradients shows what is not."""
-    found = [*(answer for strategy in ("ddp", "zero1") for answer in ranks(2, _half_copied, strategy)), _half_copied(None)]
+    found = [*(answer for layout in ("ddp", "zero1") for answer in ranks(2, _half_copied, layout)), _half_copied(None)]
     for refusal in found:
         assert "none of the 2 parameters" in refusal and "not the module's, but shaped as some of its" in refusal
 
@@ -174,8 +174,8 @@ def test_in_a_unit_of_ones_own_too(ranks: Ranks) -> None:
 class Head(Regression):
     """Trains a module that is no part of its own, and a weight of its loss."""
 
-    def __init__(self, strategy: Any, **options: Any) -> None:
-        super().__init__(strategy=strategy, **options)
+    def __init__(self, layout: Any, **options: Any) -> None:
+        super().__init__(layout=layout, **options)
         torch.manual_seed(5)
         self.head, self.log_weight = nn.Linear(1, 1).double(), nn.Parameter(torch.zeros((), dtype=torch.float64))
 
@@ -212,10 +212,10 @@ def _rows(rank: int) -> list[Batch]:
 
 def _heads(kinds: list[tuple[str, Any]]) -> dict[str, Any]:
     done = {}
-    for kind, strategy in kinds:
-        unit = {"Head": Head, "Added": Added, "Probe": Probe}[kind](strategy, gradient_accumulation_steps=2)
+    for kind, layout in kinds:
+        unit = {"Head": Head, "Added": Added, "Probe": Probe}[kind](layout, gradient_accumulation_steps=2)
         ech.train(unit, _rows(dist.get_rank()), max_epochs=1)
-        done[f"{kind} {strategy}"] = {**whole(unit.module), **{f"~{i}": p.detach().clone() for i, p in enumerate(unit.others())}}
+        done[f"{kind} {layout}"] = {**whole(unit.module), **{f"~{i}": p.detach().clone() for i, p in enumerate(unit.others())}}
     return done
 
 
@@ -235,31 +235,31 @@ def _wanted(kind: str) -> dict[str, torch.Tensor]:
     return {**{n: p.detach() for n, p in module.named_parameters()}, **{f"~{i}": p.detach() for i, p in enumerate(others)}}
 
 
-@pytest.mark.parametrize("strategies", SEVERAL)
-def test_what_is_trained_besides_the_module_is_reduced_and_weighed_as_well(ranks: Ranks, strategies: list[str]) -> None:
-    kinds = [(kind, strategy) for kind in ("Head", "Added", "Probe") for strategy in strategies]
+@pytest.mark.parametrize("layouts", SEVERAL)
+def test_what_is_trained_besides_the_module_is_reduced_and_weighed_as_well(ranks: Ranks, layouts: list[str]) -> None:
+    kinds = [(kind, layout) for kind in ("Head", "Added", "Probe") for layout in layouts]
     first, second = ranks(2, _heads, kinds)
-    for kind, strategy in kinds:
-        got = first[f"{kind} {strategy}"]
-        assert largest_difference(got, _wanted(kind)) < 1e-12, (kind, strategy)
-        assert largest_difference(got, second[f"{kind} {strategy}"]) == 0, (kind, strategy)
+    for kind, layout in kinds:
+        got = first[f"{kind} {layout}"]
+        assert largest_difference(got, _wanted(kind)) < 1e-12, (kind, layout)
+        assert largest_difference(got, second[f"{kind} {layout}"]) == 0, (kind, layout)
 
 
 class OwnInitial(Head):
-    def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy)
+    def __init__(self, layout: Any) -> None:
+        super().__init__(layout)
         self.log_weight = nn.Parameter(torch.full((), float(dist.get_rank()), dtype=torch.float64))
 
 
-def _apart(strategy: str) -> str:
+def _apart(layout: str) -> str:
     with pytest.raises(UsageError) as caught:
-        ech.train(OwnInitial(strategy), [batch(2, 0)], max_epochs=1)
+        ech.train(OwnInitial(layout), [batch(2, 0)], max_epochs=1)
     return str(caught.value)
 
 
 def test_what_begins_differently_on_each_rank_is_refused(ranks: Ranks) -> None:
-    for strategy in ("ddp", "fsdp"):
-        first, second = ranks(2, _apart, strategy)
+    for layout in ("ddp", "fsdp"):
+        first, second = ranks(2, _apart, layout)
         assert first == second and "that differ between ranks" in first
 
 
@@ -272,12 +272,12 @@ def _legitimate() -> dict[str, Any]:
     frozen.last.requires_grad_(True)
     sharded, helper = ech.layouts.prepare_fsdp(net(), CPU), nn.Linear(4, 4).double()
     units = {
-        "tied": Regression(module=tied, strategy="fsdp"),
-        "frozen": Given(_sgd(frozen.last.parameters()), module=frozen, strategy="ddp"),
+        "tied": Regression(module=tied, layout="fsdp"),
+        "frozen": Given(_sgd(frozen.last.parameters()), module=frozen, layout="ddp"),
         "part": Own(sharded, _sgd([p for n, p in sharded.named_parameters() if "last" in n])),
         # A model that is only looked through, and another that is trained, which the unit cannot know.
         "elsewhere": Own(sharded, _sgd(helper.parameters())),
-        "cast": Regression(module=net(dtype=torch.float32).double(), strategy="fsdp"),
+        "cast": Regression(module=net(dtype=torch.float32).double(), layout="fsdp"),
     }
     return {name: _trained(unit) for name, unit in units.items()}
 
@@ -302,14 +302,14 @@ def _foreach() -> dict[str, Any]:
             return optimizer, schedule
 
     done = {}
-    for strategy in ("noop", "ddp", "fsdp"):
-        unit = All(strategy, step_lr_interval="step")
+    for layout in ("none", "ddp", "fsdp"):
+        unit = All(layout, step_lr_interval="step")
         ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
         assert len(unit.optimizer.param_groups) == 1 and len(unit.optimizer.param_groups[0]["params"]) == 15
-        done[strategy] = {**whole(unit.module), **{f"~{i}": p.detach().clone() for i, p in enumerate(unit.others())}}
+        done[layout] = {**whole(unit.module), **{f"~{i}": p.detach().clone() for i, p in enumerate(unit.others())}}
     return done
 
 
 def test_a_group_of_sharded_and_whole_parameters_steps_as_one(ranks: Ranks) -> None:
     for done in ranks(2, _foreach):
-        assert largest_difference(done["noop"], done["ddp"]) < 1e-12 and largest_difference(done["noop"], done["fsdp"]) < 1e-12
+        assert largest_difference(done["none"], done["ddp"]) < 1e-12 and largest_difference(done["none"], done["fsdp"]) < 1e-12

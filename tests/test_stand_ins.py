@@ -76,7 +76,7 @@ def _synchronised(recompute: bool) -> tuple[dict[str, torch.Tensor], float, int]
         options["activation_checkpoint_params"] = ech.layouts.ActivationCheckpointParams(
             check_fn=lambda m: isinstance(m, nn.Linear)
         )
-    unit = Unit(strategy=ech.DDPStrategy(sync_batchnorm=True), **options)
+    unit = Unit(layout=ech.DDPStrategy(sync_batchnorm=True), **options)
     ech.train(unit, ech.Loader(_rows(), BATCH, shuffle=False), max_epochs=EPOCHS)
     return _values(unit.prepared.unwrapped), float(unit.metric.weight), int(unit.metric.update_count)
 
@@ -96,7 +96,7 @@ def _own_loop() -> dict[str, torch.Tensor]:
     module = Columns()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
     loader: Any = ech.Loader(_rows(), BATCH, shuffle=False)
-    model, optimizer, loader = ech.prepare(module, optimizer, loader, strategy=ech.DDPStrategy(sync_batchnorm=True))
+    model, optimizer, loader = ech.prepare(module, optimizer, loader, layout=ech.DDPStrategy(sync_batchnorm=True))
     for _ in ech.epochs(loader, EPOCHS):
         for x, y in loader:
             with ech.window(model) as window:
@@ -132,7 +132,7 @@ def _one_sample(own: bool) -> str:
     loader: Any = ech.Loader(_rows(), BATCH, shuffle=False)
     with pytest.raises(ech.EchelonError) as caught:
         if own:
-            model, optimizer, loader = ech.prepare(module, optimizer, loader, strategy="noop")
+            model, optimizer, loader = ech.prepare(module, optimizer, loader, layout="none")
             for x, y in loader:
                 with ech.window(model) as window:
                     window.backward(nn.functional.mse_loss(model(x), y))
@@ -159,7 +159,7 @@ def _metric_in_a_module() -> tuple[float, list[str]]:
             return super().forward(x)
 
     module = Counts()
-    unit = Unit(module=module, strategy=ech.DDPStrategy(sync_batchnorm=True))
+    unit = Unit(module=module, layout=ech.DDPStrategy(sync_batchnorm=True))
     ech.train(unit, ech.Loader(_rows(), BATCH, shuffle=False), max_epochs=1)
     return float(module.seen.sum_value), [name for name in module.state_dict() if "seen" in name]
 

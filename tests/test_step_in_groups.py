@@ -56,7 +56,7 @@ def _after_an_error() -> list[tuple[int, int, list[float]]]:
     found = []
     for fails_at in (1, 2):
         torch.manual_seed(0)
-        unit = Unit(module=Scaled().double(), strategy="fsdp")
+        unit = Unit(module=Scaled().double(), layout="fsdp")
         unit.fails_at = fails_at
         count = len(list(unit.module.parameters()))
         with pytest.raises(torch.OutOfMemoryError):
@@ -80,7 +80,7 @@ def _own_loop(late: bool) -> tuple[int, int, float]:
     optimizer.fails_at = 2
     scheduler = None if late else torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(24, 0)), 8, shuffle=True)
-    model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy="fsdp")
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="fsdp")
     scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     failed = 0
     for _ in ech.epochs(loader, 1):
@@ -117,7 +117,7 @@ class Words(nn.Module):
 
 
 def _classes() -> tuple[set[str], set[str]]:
-    module = ech.layouts.prepare_module(Words(), torch.device("cpu"), strategy="fsdp")
+    module = ech.layouts.prepare_module(Words(), torch.device("cpu"), layout="fsdp")
     before = {type(part).__name__ for part in module.modules()}
     with authors_classes(module):
         return before, {type(part).__name__ for part in module.modules()}
@@ -170,24 +170,24 @@ class ReadsNorms(Regression):
         return (Plain(module.parameters()) if self.read == "plain" else Lamb(module.parameters(), self.read)), None
 
 
-def _by_norms(read: str, strategy: str) -> dict[str, torch.Tensor]:
-    unit = ReadsNorms(read, module=net(), strategy=strategy)
-    rank = torch.distributed.get_rank() if strategy == "fsdp" else 0
+def _by_norms(read: str, layout: str) -> dict[str, torch.Tensor]:
+    unit = ReadsNorms(read, module=net(), layout=layout)
+    rank = torch.distributed.get_rank() if layout == "fsdp" else 0
     ech.train(unit, [batch(4, 2 * i + rank) for i in range(3)], max_epochs=1)
     return whole(unit.module)
 
 
 @pytest.mark.parametrize("read", ["item", "float", "tensor"])
-@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
-def test_an_optimizer_that_reads_norms_reads_those_of_whole_parameters(ranks: Ranks, read: str, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_an_optimizer_that_reads_norms_reads_those_of_whole_parameters(ranks: Ranks, read: str, layout: str) -> None:
     module = net()
-    optimizer, width = Lamb(module.parameters(), read), 2 if strategy == "fsdp" else 1
+    optimizer, width = Lamb(module.parameters(), read), 2 if layout == "fsdp" else 1
     for i in range(3):
         x, y = (torch.cat(parts) for parts in zip(*(batch(4, 2 * i + r) for r in range(width)), strict=True))
         nn.functional.mse_loss(module(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for got in ranks(2, _by_norms, read, strategy):
+    for got in ranks(2, _by_norms, read, layout):
         assert largest_difference(got, whole(module)) < 1e-12
 
 
@@ -204,7 +204,7 @@ def _refused() -> list[str]:
     model: Any = net()
     optimizer: Any = Plain(model.parameters())
     loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(24, 0)), 8, shuffle=True)
-    model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy="fsdp")
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="fsdp")
     with pytest.raises(UsageError) as caught:
         for _ in ech.epochs(loader, 1):
             for x, y in loader:
@@ -237,8 +237,8 @@ class StepsOnTheFirst(Regression):
         return First(module.parameters(), self.keeps), None
 
 
-def _steps_on_the_first(keeps: bool, strategy: str) -> Any:
-    unit = StepsOnTheFirst(keeps, module=net(), strategy=strategy)
+def _steps_on_the_first(keeps: bool, layout: str) -> Any:
+    unit = StepsOnTheFirst(keeps, module=net(), layout=layout)
     try:
         ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
     except UsageError as error:
@@ -267,7 +267,7 @@ def test_an_optimizer_with_a_list_of_its_own_steps_on_all_of_it(ranks: Ranks) ->
 class Searches(ech.TrainUnit[Any]):
     def __init__(self) -> None:
         super().__init__()
-        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), strategy="fsdp")
+        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), layout="fsdp")
         self.optimizer = torch.optim.LBFGS(self.module.parameters())
 
     def train_step(self, state: ech.State, data: Any) -> None:
@@ -308,9 +308,9 @@ class Wrapped(Regression):
         return Slowly(torch.optim.SGD(module.parameters(), lr=0.1)), None
 
 
-def _wrapped(strategy: str) -> str:
+def _wrapped(layout: str) -> str:
     try:
-        ech.train(Wrapped(module=net(), strategy=strategy), [batch(4, i) for i in range(2)], max_epochs=1)
+        ech.train(Wrapped(module=net(), layout=layout), [batch(4, i) for i in range(2)], max_epochs=1)
     except UsageError as error:
         return str(error)
     return "trained"
@@ -318,5 +318,5 @@ def _wrapped(strategy: str) -> str:
 
 def test_a_wrapper_without_torchs_hooks_is_refused_where_they_are_needed(ranks: Ranks) -> None:
     assert ranks(2, _wrapped, "ddp") == ["trained", "trained"]
-    for strategy in ("zero1", "fsdp"):
-        assert all("Slowly must call torch.optim.Optimizer.__init__" in said for said in ranks(2, _wrapped, strategy))
+    for layout in ("zero1", "fsdp"):
+        assert all("Slowly must call torch.optim.Optimizer.__init__" in said for said in ranks(2, _wrapped, layout))

@@ -136,7 +136,7 @@ def a_micro_batch_that_weighs_nothing_on_the_device_poisons_nothing() -> None:
         collate_fn=lambda samples: samples[0],
     )
     model, optimizer, loader = ech.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader, device=gpu.device, strategy="noop"
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader, device=gpu.device, layout="none"
     )
     for _ in ech.epochs(loader, 1):
         for x, y, row in loader:

@@ -1,4 +1,4 @@
-"""Every strategy gives the numbers of plain PyTorch, and every option has its meaning or is refused with what to do."""
+"""Every layout gives the numbers of plain PyTorch, and every option has its meaning or is refused with what to do."""
 
 import functools
 import inspect
@@ -73,14 +73,14 @@ LR = 0.02
 Trained = tuple[dict[str, torch.Tensor], list[float]]
 
 
-def _train(strategies: list[str], cases: list[str]) -> dict[tuple[str, str], Trained]:
+def _train(layouts: list[str], cases: list[str]) -> dict[tuple[str, str], Trained]:
     world, done = ech.launching.World.current(CPU), {}
     for case in cases:
         build, optimizer, accumulation, clip = CASES[case]
         mine = [m[world.rank] for window in _windows(world.size, accumulation) for m in window]
-        for name in strategies:
+        for name in layouts:
             options = {"gradient_accumulation_steps": accumulation, "clip_grad_norm": clip, "lr": LR}
-            unit = Regression(module=build(), strategy=name, optimizer=optimizer, **options)
+            unit = Regression(module=build(), layout=name, optimizer=optimizer, **options)
             ech.train(unit, mine, max_epochs=1)
             done[name, case] = whole(unit.module), unit.norms
     return done
@@ -95,7 +95,7 @@ def _plain(case: str, ranks: int) -> Trained:
 
 
 @pytest.mark.parametrize(
-    ("size", "strategies", "cases"),
+    ("size", "layouts", "cases"),
     [
         pytest.param(2, KINDS, list(CASES), id="2"),
         pytest.param(2, FORMS, list(CASES), id="2, other forms", marks=pytest.mark.full),
@@ -103,17 +103,17 @@ def _plain(case: str, ranks: int) -> Trained:
     ],
 )
 def test_tied_weights_and_batches_of_ones_own_under_every_strategy(
-    ranks: Ranks, size: int, strategies: list[str], cases: list[str]
+    ranks: Ranks, size: int, layouts: list[str], cases: list[str]
 ) -> None:
-    for done in ranks(size, _train, strategies, cases):
-        assert len(done) == len(strategies) * len(cases)
-        for (strategy, case), (got, norms) in done.items():
+    for done in ranks(size, _train, layouts, cases):
+        assert len(done) == len(layouts) * len(cases)
+        for (layout, case), (got, norms) in done.items():
             want, want_norms = _plain(case, size)
-            assert norms == pytest.approx(want_norms, rel=1e-11), (strategy, case)
-            assert got.keys() == want.keys(), (strategy, case)
+            assert norms == pytest.approx(want_norms, rel=1e-11), (layout, case)
+            assert got.keys() == want.keys(), (layout, case)
             for name in want:
                 difference = float((got[name] - want[name]).abs().max() / want[name].abs().max())
-                assert difference <= 1e-11, (strategy, case, name, difference)
+                assert difference <= 1e-11, (layout, case, name, difference)
 
 
 # --- options
@@ -194,7 +194,7 @@ def _with_options(names: list[str]) -> dict[str, Any]:
     world, done = ech.launching.World.current(CPU), {}
     for name in names:
         module = net(seed=world.rank)  # all start from rank 0's
-        unit = Regression(module=module, strategy=OPTIONS[name](), clip_grad_norm=0.3, optimizer="AdamW")
+        unit = Regression(module=module, layout=OPTIONS[name](), clip_grad_norm=0.3, optimizer="AdamW")
         ech.train(unit, [batch(4, 10 * i + world.rank) for i in range(3)], max_epochs=1)
         assert (unit.prepared.dp_rank, unit.prepared.dp_size) == (world.rank, world.size), name
         done[name] = whole(unit.module)
@@ -215,7 +215,7 @@ def test_options_change_no_number(ranks: Ranks, size: int) -> None:
 def _placements() -> dict[str, Any]:
     """The mesh and what a rank holds of the first layer's 8 x 4 weight, and of a block's first."""
     made = {}
-    for name, strategy in {
+    for name, layout in {
         "fsdp": ech.FSDPStrategy(),
         "hsdp": ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD"),
         "hybrid": ech.FSDPStrategy(sharding_strategy=_torch("ShardingStrategy").HYBRID_SHARD),
@@ -225,7 +225,7 @@ def _placements() -> dict[str, Any]:
         "ignored 2": ech.FSDPStrategy(ignored_states=list((again := _frozen()).first.parameters())),
     }.items():
         module = {"ignored": frozen, "ignored 2": again}.get(name) or net()
-        weight: Any = Regression(module=module, strategy=strategy).module.first.weight
+        weight: Any = Regression(module=module, layout=layout).module.first.weight
         local = weight.to_local() if hasattr(weight, "to_local") else weight
         made[name] = tuple(weight.device_mesh.shape) if hasattr(weight, "device_mesh") else None, tuple(local.shape)
     return made
@@ -256,10 +256,10 @@ def test_shards_stay_on_a_machine_and_there_are_two_copies_at_least() -> None:
 
 
 def _resharded() -> list[list[bool]]:
-    """Per strategy, which modules hold whole parameters after a forward: the gathered ones are not DTensors."""
+    """Per layout, which modules hold whole parameters after a forward: the gathered ones are not DTensors."""
     found = []
-    for strategy in ("zero2", "zero3", ech.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")):
-        module = Regression(strategy=strategy).module
+    for layout in ("zero2", "zero3", ech.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")):
+        module = Regression(layout=layout).module
         module(batch(2, 0)[0])
         found.append([not hasattr(module.blocks[i][0].weight, "to_local") for i in (0, 1)])
     return found
@@ -272,13 +272,13 @@ def test_stage_2_keeps_whole_parameters_for_the_backward_and_stage_3_does_not(ra
 def _precisions() -> list[Any]:
     found = []
     mixed = _torch("MixedPrecision")
-    for strategy in (
+    for layout in (
         ech.FSDPStrategy(mixed_precision=mixed(param_dtype=torch.bfloat16, buffer_dtype=torch.float16)),
         FSDP2Strategy(mp_policy="bf16"),
     ):
         module = net(dtype=torch.float32)
         module.register_buffer("scale", torch.ones(1))
-        unit = Regression(module=module, strategy=strategy)
+        unit = Regression(module=module, layout=layout)
         seen = []
         unit.module.blocks[0].register_forward_hook(lambda m, args, out, seen=seen: seen.append(out.dtype))
         ech.train(unit, [batch(4, 0, torch.float32)], max_epochs=1)
@@ -295,7 +295,7 @@ def _from_meta() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     with torch.device("meta"):
         module = _tied()
-    unit = Regression(module=module, strategy=ech.FSDPStrategy(param_init_fn=_fill))
+    unit = Regression(module=module, layout=ech.FSDPStrategy(param_init_fn=_fill))
     plain: Any = unit.prepared.unwrapped
     assert plain.blocks[0][0].weight is plain.blocks[1][0].weight
     return whole(unit.module)
@@ -316,24 +316,24 @@ class WithNorm(nn.Module):
         return self.body(x)
 
 
-def _synchronised(strategy: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+def _synchronised(layout: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
     rank, module = dist.get_rank(), WithNorm()
-    if not isinstance(strategy, ech.DDPStrategy):  # by hand, as for GPUs
+    if not isinstance(layout, ech.DDPStrategy):  # by hand, as for GPUs
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    unit = Regression(module=module, strategy=strategy)
+    unit = Regression(module=module, layout=layout)
     ech.train(unit, [batch(2 + 3 * rank, 10 * i + rank) for i in range(5)], max_epochs=1)
     unit.module.eval()
     out = unit.module(batch(3, 99)[0]).detach()
     return whole(unit.module), dict(unit.prepared.unwrapped.named_buffers()), out
 
 
-@pytest.mark.parametrize("strategy", [ech.DDPStrategy(sync_batchnorm=True), "ddp", "fsdp", "zero1"])
-def test_batch_norm_over_the_global_batch(ranks: Ranks, strategy: Any) -> None:
+@pytest.mark.parametrize("layout", [ech.DDPStrategy(sync_batchnorm=True), "ddp", "fsdp", "zero1"])
+def test_batch_norm_over_the_global_batch(ranks: Ranks, layout: Any) -> None:
     """Torch's own layers, too, work in host memory."""
     module = WithNorm()
     want, _, _ = plain_training([[batch(2, 10 * i), batch(5, 10 * i + 1)] for i in range(5)], module=module)
     module.eval()
-    for got, buffers, out in ranks(2, _synchronised, strategy):
+    for got, buffers, out in ranks(2, _synchronised, layout):
         assert all(torch.allclose(got[n], want[n], rtol=0, atol=1e-12) for n in want)
         assert all(torch.allclose(buffers[n], b, rtol=0, atol=1e-12) for n, b in module.named_buffers())
         assert torch.allclose(out, module(batch(3, 99)[0]), rtol=0, atol=1e-12)
@@ -342,7 +342,7 @@ def test_batch_norm_over_the_global_batch(ranks: Ranks, strategy: Any) -> None:
 def test_one_process_needs_no_others_for_its_batch_norm(ranks: Ranks) -> None:
     module = WithNorm()
     want, _, _ = plain_training([[batch(4, 10 * i)] for i in range(3)], module=module)
-    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(WithNorm()), strategy="noop")
+    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(WithNorm()), layout="none")
     ech.train(unit, [batch(4, 10 * i) for i in range(3)], max_epochs=1)
     assert largest_difference(whole(unit.module), want) < 1e-12
     first, second = ranks(2, _one_value)
@@ -350,7 +350,7 @@ def test_one_process_needs_no_others_for_its_batch_norm(ranks: Ranks) -> None:
 
 
 def _one_value() -> str:
-    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(WithNorm()), strategy="ddp")
+    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(WithNorm()), layout="ddp")
     rows = [batch(1, 0)] if dist.get_rank() == 0 else [tuple(t[:0] for t in batch(1, 0))]
     with pytest.raises(ValueError, match="batch norm") as caught:
         ech.train(unit, rows, max_epochs=1)
@@ -366,7 +366,7 @@ def test_fully_shard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         _torch("CPUOffloadPolicy"),
         [_torch("OffloadPolicy")(), _torch("CPUOffload")(offload_params=False), None, False],
     )
-    for strategy in (
+    for layout in (
         ech.FSDPStrategy(cpu_offload=policy()),
         FSDP2Strategy(cpu_offload=True),
         ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", cpu_offload=True),
@@ -374,11 +374,11 @@ def test_fully_shard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ech.FSDPStrategy(cpu_offload=_torch("CPUOffload")(offload_params=True), reshard_after_forward=False),
     ):
         told.clear()
-        Regression(strategy=strategy)
+        Regression(layout=layout)
         assert [options["offload_policy"] for options in told] == [policy(pin_memory=False)] * 3  # there is nothing to pin for
     told.clear()
     for kind in kinds:
-        Regression(strategy=ech.FSDPStrategy(cpu_offload=kind, reshard_after_forward=False))
+        Regression(layout=ech.FSDPStrategy(cpu_offload=kind, reshard_after_forward=False))
     assert not any("offload_policy" in options or options["reshard_after_forward"] for options in told)
     dist.destroy_process_group()
 
@@ -416,9 +416,9 @@ def test_blocks_that_share_a_parameter_with_others_are_left_to_the_root() -> Non
 
 def test_the_chosen_blocks_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "echelon.parallel"):
-        Regression(strategy="fsdp")
+        Regression(layout="fsdp")
         assert caplog.messages == ["sharding 2 Sequential one by one, then the rest"]
         caplog.clear()
-        Regression(module=_tied(), strategy="hsdp")
+        Regression(module=_tied(), layout="hsdp")
         assert "blocks.0.0.weight = blocks.1.0.weight" in caplog.messages[0] and "no blocks repeat" in caplog.messages[1]
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a strategy cannot do is refused with what to do instead; and strategies in one process."""
+"""What a layout cannot do is refused with what to do instead; and layouts in one process."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ def _misfits() -> dict[str, str]:
 
     with torch.device("meta"):
         empty, bare = net(dtype=torch.float32), Bare()
-    wrapped = Regression(strategy="zero1").module
+    wrapped = Regression(layout="zero1").module
     low = MixedPrecision(keep_low_precision_grads=True)
     cases: dict[str, Any] = {
-        "dp": lambda: Regression(strategy="dp"),
-        "NO_SHARD": lambda: Regression(strategy=ech.FSDPStrategy(sharding_strategy=ShardingStrategy.NO_SHARD)),
-        "unknown": lambda: Regression(strategy=ech.FSDPStrategy(sharding_strategy="HALF")),
-        "blocks twice": lambda: Regression(strategy=ech.FSDPStrategy(blocks=["first"], auto_wrap_policy={nn.Linear})),
-        "ranks twice": lambda: Regression(strategy=ech.FSDPStrategy(process_group=dist.group.WORLD, device_mesh=_mesh())),
-        "device": lambda: Regression(strategy=ech.FSDPStrategy(device_id=3)),
-        "devices": lambda: Regression(strategy=ech.DDPStrategy(device_ids=[0])),
-        "grads": lambda: Regression(strategy=ech.FSDPStrategy(mixed_precision=low)),
-        "offload": lambda: Regression(strategy=ech.FSDPStrategy(cpu_offload="yes")),  # type: ignore[arg-type]
-        "container": lambda: Regression(strategy=FSDP2Strategy(modules_to_shard=["blocks"])),
-        "class": lambda: Regression(strategy=FSDP2Strategy(modules_to_shard=[nn.Conv2d])),
-        "nothing": lambda: Regression(strategy=FSDP2Strategy(shard_predicates=[lambda n, m: False])),
-        "loose": lambda: Regression(module=(m := net()), strategy=ech.FSDPStrategy(ignored_modules=[m.last])),
-        "sizes": lambda: Regression(strategy=ech.Layout(dp_replicate=-1, dp_shard=3)),
-        "both sizes": lambda: Regression(strategy=ech.Layout(dp_replicate=2, dp_shard=2)),
+        "dp": lambda: Regression(layout="dp"),
+        "NO_SHARD": lambda: Regression(layout=ech.FSDPStrategy(sharding_strategy=ShardingStrategy.NO_SHARD)),
+        "unknown": lambda: Regression(layout=ech.FSDPStrategy(sharding_strategy="HALF")),
+        "blocks twice": lambda: Regression(layout=ech.FSDPStrategy(blocks=["first"], auto_wrap_policy={nn.Linear})),
+        "ranks twice": lambda: Regression(layout=ech.FSDPStrategy(process_group=dist.group.WORLD, device_mesh=_mesh())),
+        "device": lambda: Regression(layout=ech.FSDPStrategy(device_id=3)),
+        "devices": lambda: Regression(layout=ech.DDPStrategy(device_ids=[0])),
+        "grads": lambda: Regression(layout=ech.FSDPStrategy(mixed_precision=low)),
+        "offload": lambda: Regression(layout=ech.FSDPStrategy(cpu_offload="yes")),  # type: ignore[arg-type]
+        "container": lambda: Regression(layout=FSDP2Strategy(modules_to_shard=["blocks"])),
+        "class": lambda: Regression(layout=FSDP2Strategy(modules_to_shard=[nn.Conv2d])),
+        "nothing": lambda: Regression(layout=FSDP2Strategy(shard_predicates=[lambda n, m: False])),
+        "loose": lambda: Regression(module=(m := net()), layout=ech.FSDPStrategy(ignored_modules=[m.last])),
+        "sizes": lambda: Regression(layout=ech.Layout(dp_replicate=-1, dp_shard=3)),
+        "both sizes": lambda: Regression(layout=ech.Layout(dp_replicate=2, dp_shard=2)),
         "frozen": lambda: ech.layouts.prepare_ddp(net().requires_grad_(False), CPU),
-        "twice": lambda: Regression(module=wrapped, strategy="fsdp"),
-        "meta": lambda: Regression(module=bare, strategy="zero1"),
-        "meta, unfilled": lambda: Regression(module=empty, strategy=ech.FSDPStrategy(param_init_fn=lambda m: None)),
+        "twice": lambda: Regression(module=wrapped, layout="fsdp"),
+        "meta": lambda: Regression(module=bare, layout="zero1"),
+        "meta, unfilled": lambda: Regression(module=empty, layout=ech.FSDPStrategy(param_init_fn=lambda m: None)),
     }
     return {name: _refusal(case) for name, case in cases.items()}
 
@@ -128,13 +128,13 @@ def test_a_job_that_has_not_joined_is_refused(monkeypatch: pytest.MonkeyPatch) -
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    for strategy in PARALLEL:
+    for layout in PARALLEL:
         with pytest.raises(ech.EchelonError, match="has not joined"):
-            Regression(strategy=strategy)
+            Regression(layout=layout)
 
 
 def test_dp_without_gpus_is_the_plain_module_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    unit = Regression(strategy="dp")
+    unit = Regression(layout="dp")
     ech.train(unit, [batch(4, 0)], max_epochs=1)
     want, _, _ = plain_training([[batch(4, 0)]])
     assert type(unit.module).__name__ == "Net" and all(torch.equal(whole(unit.module)[n], want[n]) for n in want)
@@ -168,9 +168,9 @@ class Looked(nn.Module):
 
 
 class _Closing(ech.TrainUnit[Any]):
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, layout: Any) -> None:
         super().__init__()
-        self.module = ech.layouts.prepare_module(net(), CPU, strategy=strategy)
+        self.module = ech.layouts.prepare_module(net(), CPU, layout=layout)
         self.optimizer = torch.optim.LBFGS(self.module.parameters(), lr=0.1)
 
     def train_step(self, state: ech.State, data: Any) -> None:
@@ -205,14 +205,14 @@ def _steps() -> dict[str, str]:
         return _refusal(lambda: ech.train(unit, [batch(4, 0), batch(4, 1)], max_epochs=1))
 
     return {
-        "sparse": train(Regression(module=Looked().double(), strategy="fsdp")),
-        "Adafactor": train(Regression(strategy="fsdp", optimizer="Adafactor")),
-        "LBFGS": train(Regression(strategy="fsdp", optimizer="LBFGS")),
+        "sparse": train(Regression(module=Looked().double(), layout="fsdp")),
+        "Adafactor": train(Regression(layout="fsdp", optimizer="Adafactor")),
+        "LBFGS": train(Regression(layout="fsdp", optimizer="LBFGS")),
         "LBFGS of several": train(_Closing("tp")),
-        "hook": _refusal(lambda: Regression(module=_hooked(), strategy="fsdp")),
-        "late hook": train(_HookedLate(strategy="fsdp")),
-        "max_norm": _refusal(lambda: Regression(module=nn.Embedding(5, 4, max_norm=1.0), strategy="ddp")),
-        "unused": train(Regression(module=_Short().double(), strategy="ddp")),
+        "hook": _refusal(lambda: Regression(module=_hooked(), layout="fsdp")),
+        "late hook": train(_HookedLate(layout="fsdp")),
+        "max_norm": _refusal(lambda: Regression(module=nn.Embedding(5, 4, max_norm=1.0), layout="ddp")),
+        "unused": train(Regression(module=_Short().double(), layout="ddp")),
     }
 
 

@@ -89,21 +89,21 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
 }
 
 
-def _train(strategy: Any, case: str) -> tuple[Any, list[float]]:
+def _train(layout: Any, case: str) -> tuple[Any, list[float]]:
     make, shape, options = CASES[case]
-    unit = Regression(module=make(), strategy=strategy, gradient_accumulation_steps=2, **options)
+    unit = Regression(module=make(), layout=layout, gradient_accumulation_steps=2, **options)
     prepared = unit.prepared
     windows = windows_of(SHAPES[shape], prepared.dp_size)
     ech.train(unit, [micro[prepared.dp_rank] for window in windows for micro in window], max_epochs=1)
     return unit, unit.norms
 
 
-def _equality(strategy: Any, cases: list[str]) -> dict[str, tuple[float, float]]:
+def _equality(layout: Any, cases: list[str]) -> dict[str, tuple[float, float]]:
     """For each case: how far the parameters and the norms are from plain PyTorch, relatively."""
     found = {}
     for case in cases:
         make, shape, options = CASES[case]
-        unit, norms = _train(strategy, case)
+        unit, norms = _train(layout, case)
         got = whole(unit.module)
         windows = [[b for micro in w for b in micro] for w in windows_of(SHAPES[shape], unit.prepared.dp_size)]
         ours = ("clip_grad_norm", "clip_grad_value")
@@ -148,14 +148,14 @@ OWN = {
     ],
 )
 def test_the_numbers_are_those_of_one_process(ranks: Ranks, setup: str, cases: list[str]) -> None:
-    size, strategy = SETUPS[setup]
-    for found in ranks(size, _equality, strategy, cases):
+    size, layout = SETUPS[setup]
+    for found in ranks(size, _equality, layout, cases):
         # torch's clipping divides by norm + 1e-6 in both, so that even clipped runs agree.
         assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
 
 
-def _state(strategy: Any) -> tuple[list[str], list[str], bool]:
-    unit, _ = _train(strategy, "tied, with attention")
+def _state(layout: Any) -> tuple[list[str], list[str], bool]:
+    unit, _ = _train(layout, "tied, with attention")
     from echelon.parallel.state import states_by_name
 
     states = states_by_name(unit.app_state())
@@ -189,9 +189,9 @@ class _Seeing(Regression):
         return super().compute_loss(state, data)
 
 
-def _samples(strategy: Any, uneven: bool) -> tuple[list[float], list[list[float]], float, list[Any], tuple[int, int]]:
+def _samples(layout: Any, uneven: bool) -> tuple[list[float], list[list[float]], float, list[Any], tuple[int, int]]:
     ech.seed(7)
-    unit = _Seeing(strategy=strategy)
+    unit = _Seeing(layout=layout)
     data = torch.utils.data.TensorDataset(*batch(22 if uneven else 24, 0))
     loader = ech.Loader(data, 8)
     ech.train(unit, loader, max_epochs=1)
@@ -214,13 +214,13 @@ def test_ranks_of_a_layer_see_the_same_samples_and_drop_the_same_units(ranks: Ra
     assert len({f[2] for f in found}) == 1
 
 
-def _recorded(strategy: Any, folder: Path) -> tuple[list[dict[str, Any]], float, float]:
+def _recorded(layout: Any, folder: Path) -> tuple[list[dict[str, Any]], float, float]:
     """The records of rank 0, the evaluation loss, and what plain PyTorch evaluates."""
     import json
     import os
 
     os.environ["ECHELON_RUN_DIR"] = str(folder)
-    unit = Regression(strategy=strategy, clip_grad_norm=float("inf"))
+    unit = Regression(layout=layout, clip_grad_norm=float("inf"))
     ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(22, 0)), 8, shuffle=False), max_epochs=1)
     ech.evaluate(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(10, 5)), 4, shuffle=False))
     dist.barrier()
@@ -258,7 +258,7 @@ class _Own(ech.TrainUnit[Any]):
 
 
 def _own_unit() -> tuple[list[float], tuple[int, int, bool]]:
-    module = ech.layouts.prepare_module(net(), ech.init_from_env(), strategy=ech.Layout(tp=2))
+    module = ech.layouts.prepare_module(net(), ech.init_from_env(), layout=ech.Layout(tp=2))
     unit = _Own(module)
     ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(16, 0)), 8), max_epochs=1)
     again = Regression(module=module).prepared  # a module that was prepared before is recognised
@@ -281,7 +281,7 @@ class _Stops(Regression):
 
 
 def _stopped() -> int:
-    unit = _Stops(strategy="tp")
+    unit = _Stops(layout="tp")
     ech.train(unit, [batch(4, i) for i in range(8)], max_epochs=1)
     return unit.train_progress.num_steps_completed
 
@@ -290,15 +290,15 @@ def test_a_replica_can_stop_all(ranks: Ranks) -> None:
     assert ranks(2, _stopped) == [3, 3]
 
 
-def _save(folder: Path, strategy: Any, steps: int) -> None:
-    unit = Regression(strategy=strategy, optimizer="AdamW", lr=0.01)
+def _save(folder: Path, layout: Any, steps: int) -> None:
+    unit = Regression(layout=layout, optimizer="AdamW", lr=0.01)
     loader = ech.Loader(torch.utils.data.TensorDataset(*batch(48, 0)), 8)
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=steps)
     ech.train(unit, loader, max_updates=steps, callbacks=[saver])
 
 
-def _resume(folder: Path, strategy: Any, steps: int) -> dict[str, torch.Tensor]:
-    unit = Regression(strategy=strategy, optimizer="AdamW", lr=0.01)
+def _resume(folder: Path, layout: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit = Regression(layout=layout, optimizer="AdamW", lr=0.01)
     loader = ech.Loader(torch.utils.data.TensorDataset(*batch(48, 0)), 8)
     if folder.exists():
         assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
@@ -323,17 +323,17 @@ def _resume_each(folder: Path, pairs: list[tuple[str, str]], want: dict[str, tor
 
 
 ALL = ["tp2", "tp4", "fsdp"]
-SOME = {2: [("tp2", "ddp"), ("tp2", "tp")], 1: [("tp2", "noop")]}
+SOME = {2: [("tp2", "ddp"), ("tp2", "tp")], 1: [("tp2", "none")]}
 OTHER = {
     size: [(saved, layout) for saved in ALL for layout in layouts if (saved, layout) not in SOME.get(size, [])]
-    for size, layouts in {4: ["tp2", "tp4"], 2: ["tp", "ddp"], 1: ["noop"]}.items()
+    for size, layouts in {4: ["tp2", "tp4"], 2: ["tp", "ddp"], 1: ["none"]}.items()
 }
 
 
 @pytest.mark.parametrize("pairs", [pytest.param(SOME, id="some"), pytest.param(OTHER, id="all others", marks=pytest.mark.full)])
 def test_a_checkpoint_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path, pairs: dict[int, list[tuple[str, str]]]) -> None:
     ranks(4, _save_each, tmp_path, sorted({saved for each in pairs.values() for saved, _ in each}))
-    want = _resume(tmp_path / "absent", "noop", 8)
+    want = _resume(tmp_path / "absent", "none", 8)
     for size, some in pairs.items():
         for found in ranks(size, _resume_each, tmp_path, some, want):
             assert max(found.values()) < 1e-12, (size, found)
@@ -348,7 +348,7 @@ def _styles() -> float:
     plan = {"blocks.*.0": ColwiseParallel(), "blocks.*.2": RowwiseParallel()}
     module = Planless().double()
     module.load_state_dict(net().state_dict())
-    unit = Regression(module=module, strategy=ech.Layout(tp=-1, plan=plan))
+    unit = Regression(module=module, layout=ech.Layout(tp=-1, plan=plan))
     ech.train(unit, [batch(4, 0)], max_epochs=1)
     want, _, _ = plain_training([[batch(4, 0)]])
     got = whole(unit.module)
@@ -367,7 +367,7 @@ class _Bare(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "strategy", "size", "message"),
+    ("module", "layout", "size", "message"),
     [
         (_Bare, ech.Layout(tp=-1), 2, 'a dict such as {"layers.0": "colwise", "layers.1": "rowwise"}'),
         (Net, ech.Layout(tp=-1, plan={"blocks.*.7": "colwise"}), 2, "'blocks.*.7', which matches no submodule of Net"),
@@ -379,15 +379,15 @@ class _Bare(nn.Module):
         (Net, ech.Layout(tp=2, dp_replicate=3), 8, "to the 8 ranks that run, got dp_replicate 3 x tp 2 = 6"),
     ],
 )
-def test_what_cannot_be_split_is_an_error_before_any_collective(module: Any, strategy: Any, size: int, message: str) -> None:
+def test_what_cannot_be_split_is_an_error_before_any_collective(module: Any, layout: Any, size: int, message: str) -> None:
     with pytest.raises(UsageError) as caught:  # there is no group here: a collective would be another error
-        strategy.prepare(module(), ech.launching.World(0, size, CPU), Recipe())
+        layout.prepare(module(), ech.launching.World(0, size, CPU), Recipe())
     assert message in str(caught.value)
 
 
 def _untied() -> str:
     with pytest.raises(UsageError) as caught:
-        Regression(module=_tied(), strategy=ech.Layout(tp=-1, plan={"bytes": "rowwise"}))
+        Regression(module=_tied(), layout=ech.Layout(tp=-1, plan={"bytes": "rowwise"}))
     return str(caught.value)
 
 
@@ -466,7 +466,7 @@ def _scaled() -> str:
     module = Scaled().double()
     module.uses = dist.get_rank() == 1
     with pytest.raises(UsageError) as caught:
-        ech.train(Regression(module=module, strategy=ech.Layout(tp=2)), [batch(4, 0), batch(4, 1)], max_epochs=1)
+        ech.train(Regression(module=module, layout=ech.Layout(tp=2)), [batch(4, 0), batch(4, 1)], max_epochs=1)
     return str(caught.value)
 
 
@@ -501,7 +501,7 @@ class Heads(nn.Module):
 def _rounded_once() -> tuple[bool, bool]:
     torch.manual_seed(0)
     plan = {"up": "colwise", "scale": "summed", "down": "rowwise"}
-    module = ech.layouts.prepare_module(Heads().bfloat16(), CPU, strategy=ech.Layout(tp=-1, plan=plan))
+    module = ech.layouts.prepare_module(Heads().bfloat16(), CPU, layout=ech.Layout(tp=-1, plan=plan))
     module(torch.randn(16, 8, dtype=torch.bfloat16)).pow(2).mean().backward()
     scale: Any = module.scale
     parts = [torch.empty_like(scale.of_rank) for _ in range(dist.get_world_size())]

@@ -240,20 +240,20 @@ def whole(module: nn.Module) -> dict[str, torch.Tensor]:
     return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in module.named_parameters()}
 
 
-def trained(strategy: Any, name: str, kind: str) -> tuple[Unit, int]:
-    unit = Unit(module=made(name), kind=kind, strategy=strategy, clip_grad_norm=CLIP, gradient_accumulation_steps=2, device=CPU)
+def trained(layout: Any, name: str, kind: str) -> tuple[Unit, int]:
+    unit = Unit(module=made(name), kind=kind, layout=layout, clip_grad_norm=CLIP, gradient_accumulation_steps=2, device=CPU)
     prepared = unit.prepared
     data = [micro[prepared.dp_rank] for update in windows(prepared.dp_size) for micro in update]
     ech.train(unit, data, max_epochs=1)
     return unit, prepared.dp_size
 
 
-def _far(strategy: Any, names: list[str]) -> dict[str, tuple[float, float]]:
+def _far(layout: Any, names: list[str]) -> dict[str, tuple[float, float]]:
     """For each model: how far parameters and norms are from plain PyTorch, the parameters by the largest change of any."""
     found = {}
     for number, name in enumerate(names):
         kind = ("SGD", "AdamW")[number % 2]
-        unit, ranks = trained(strategy, name, kind)
+        unit, ranks = trained(layout, name, kind)
         got, (want, norms) = whole(unit.module), plain(name, kind, ranks)
         assert got.keys() == want.keys()
         far = max(float((got[k] - want[k]).abs().max()) for k in want)
@@ -293,8 +293,8 @@ OTHERS = [
     ],
 )
 def test_plans_that_nobody_wrote_give_plain_numbers(ranks: Ranks, setup: str, names: list[str]) -> None:
-    size, strategy = SETUPS[setup]
-    for found in ranks(size, _far, strategy, names, timeout_s=300.0):
+    size, layout = SETUPS[setup]
+    for found in ranks(size, _far, layout, names, timeout_s=300.0):
         assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
 
 
@@ -302,7 +302,7 @@ def _recomputed(names: list[str]) -> dict[str, float]:
     found = {}
     for name in names:
         options: dict[str, Any] = {"kind": "AdamW", "clip_grad_norm": CLIP, "gradient_accumulation_steps": 2, "device": CPU}
-        unit = Unit(module=made(name), strategy=SETUPS["tp + sp"][1], activation_checkpoint_params="blocks", **options)
+        unit = Unit(module=made(name), layout=SETUPS["tp + sp"][1], activation_checkpoint_params="blocks", **options)
         ech.train(unit, [micro[0] for update in windows(1) for micro in update], max_epochs=1)
         got, (want, _) = whole(unit.module), plain(name, "AdamW", 1)
         found[name] = max(float((got[k] - want[k]).abs().max()) for k in want)
@@ -315,9 +315,9 @@ def test_blocks_that_are_recomputed_give_the_same_numbers(ranks: Ranks) -> None:
         assert max(found.values()) < 1e-11, found
 
 
-def _evaluated(strategy: Any) -> tuple[float, float, torch.Size]:
+def _evaluated(layout: Any) -> tuple[float, float, torch.Size]:
     """The evaluation loss, plain torch's, and the shape of this rank's part of the largest logits."""
-    unit = Unit(module=made("small"), kind="SGD", strategy=strategy, device=CPU)
+    unit = Unit(module=made("small"), kind="SGD", layout=layout, device=CPU)
     shapes: list[torch.Size] = []
     unit.module.lm_head.register_forward_hook(
         lambda _, __, out: shapes.append((out.to_local() if hasattr(out, "to_local") else out).shape)
@@ -343,10 +343,8 @@ def _saved(folder: Path) -> None:
     ech.train(unit, [windows(1)[0][0][0]] * 2, max_epochs=unit.train_progress.num_epochs_completed + 1, callbacks=[saver])
 
 
-def _restored(folder: Path, strategy: Any) -> dict[str, torch.Tensor]:
-    unit = Unit(
-        module=made("small"), kind="AdamW", strategy=strategy, clip_grad_norm=CLIP, gradient_accumulation_steps=2, device=CPU
-    )
+def _restored(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
+    unit = Unit(module=made("small"), kind="AdamW", layout=layout, clip_grad_norm=CLIP, gradient_accumulation_steps=2, device=CPU)
     assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
     from echelon.parallel.state import states_by_name
 
@@ -358,8 +356,8 @@ def _restored(folder: Path, strategy: Any) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_of_parts_is_bit_equal_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _saved, tmp_path / "checkpoints")
     want = ranks(2, _restored, tmp_path / "checkpoints", SETUPS["tp + sp"][1])[0]
-    for strategy in ("ddp", "fsdp", "tp"):
-        for got in ranks(2, _restored, tmp_path / "checkpoints", strategy):
+    for layout in ("ddp", "fsdp", "tp"):
+        for got in ranks(2, _restored, tmp_path / "checkpoints", layout):
             assert got.keys() == want.keys() and len(got) > 40
             assert all(torch.equal(got[k], want[k]) for k in want)
 
@@ -440,7 +438,7 @@ def _between() -> float:
     module = Between(lambda h: h.softmax(-1)).double()
     x = torch.randn(3, 4, dtype=torch.float64)
     want = module(x).detach()
-    unit = ech.layouts.prepare_module(module, CPU, strategy="tp")
+    unit = ech.layouts.prepare_module(module, CPU, layout="tp")
     with torch.no_grad():
         return float((unit(x) - want).abs().max())
 
@@ -516,11 +514,11 @@ class Classifies(ech.AutoUnit[Any]):
         return torch.optim.SGD(module.parameters(), lr=0.1), None
 
 
-def _misused(directly: bool, strategies: list[Any]) -> list[str]:
+def _misused(directly: bool, layouts: list[Any]) -> list[str]:
     said = []
-    for strategy in strategies:
+    for layout in layouts:
         torch.manual_seed(0)
-        unit = Classifies(module=Classes(), strategy=strategy)
+        unit = Classifies(module=Classes(), layout=layout)
         unit.directly = directly
         with pytest.raises(UsageError) as caught:
             ech.train(unit, [(torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))], max_epochs=1)
@@ -632,7 +630,7 @@ def _in_order(orders: list[tuple[int, ...]]) -> list[str | float]:
     found: list[str | float] = []
     for order in orders:
         one = Ordered(order).double()
-        module = ech.layouts.prepare_module(Ordered(order).double(), CPU, strategy=ech.Layout(tp=-1, sequence_parallel=True))
+        module = ech.layouts.prepare_module(Ordered(order).double(), CPU, layout=ech.Layout(tp=-1, sequence_parallel=True))
         one.load_state_dict(whole(module), strict=False)
         ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(2))
         try:
@@ -664,7 +662,7 @@ def test_adapters_between_parts_of_a_sequence_are_refused_by_their_name() -> Non
 def _forgotten() -> str:
     """Each head has a norm that the plan does not name."""
     plan = {"model.layers.*.self_attn.[qkv]_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
-    options: dict[str, Any] = {"kind": "SGD", "device": CPU, "strategy": ech.Layout(tp=-1, plan=plan)}
+    options: dict[str, Any] = {"kind": "SGD", "device": CPU, "layout": ech.Layout(tp=-1, plan=plan)}
     with pytest.raises(UsageError) as caught:
         ech.train(Unit(module=made("qwen3"), **options), [micro[0] for micro in windows(1)[0]], max_epochs=1)
     return str(caught.value)
@@ -682,7 +680,7 @@ def test_a_norm_of_each_head_that_a_plan_forgets_is_named(ranks: Ranks) -> None:
 
 def _messages(sequence: bool) -> tuple[list[str], list[str]]:
     """The collectives of a forward and a backward pass of a block of Llama."""
-    module = ech.layouts.prepare_module(made("llama"), CPU, strategy=ech.Layout(tp=-1, sequence_parallel=sequence))
+    module = ech.layouts.prepare_module(made("llama"), CPU, layout=ech.Layout(tp=-1, sequence_parallel=sequence))
     sent: list[str] = []
     before: dict[str, Any] = {}
     places: dict[str, Any] = {"all_reduce": dist, "all_gather_single": tensor_traffic, "reduce_scatter_single": tensor_traffic}
@@ -722,7 +720,7 @@ def test_parts_of_the_sequence_travel_as_much(ranks: Ranks) -> None:
 
 def _dropped(sequence: bool, length: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     one = Small(dropout=0.4).double()
-    module = ech.layouts.prepare_module(Small(dropout=0.4).double(), CPU, strategy=ech.Layout(tp=-1, sequence_parallel=sequence))
+    module = ech.layouts.prepare_module(Small(dropout=0.4).double(), CPU, layout=ech.Layout(tp=-1, sequence_parallel=sequence))
     seen: list[int] = []
     module.h[0].ln_2.register_forward_hook(lambda _, args, out: seen.append(out.shape[1]))
     ids = torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(2))

@@ -46,11 +46,11 @@ CAUSE = {"data": "data", "forward": "compute", "backward": "compute", "spin": "c
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy", "own"), [("data", "ddp", False), ("forward", "fsdp", False), ("backward", "ddp", True)]
+    ("kind", "layout", "own"), [("data", "ddp", False), ("forward", "fsdp", False), ("backward", "ddp", True)]
 )
-def test_a_slow_rank_is_named_within_twenty_steps(ranks: Ranks, tmp_path: Path, kind: str, strategy: str, own: bool) -> None:
+def test_a_slow_rank_is_named_within_twenty_steps(ranks: Ranks, tmp_path: Path, kind: str, layout: str, own: bool) -> None:
     run, slow = run_folder(tmp_path), random.randrange(2)
-    ranks(2, train, str(tmp_path), kind, slow, strategy, own=own)
+    ranks(2, train, str(tmp_path), kind, slow, layout, own=own)
     times = read_times(run)
     _named(times, slow, kind)
     for records in times.values():
@@ -68,22 +68,22 @@ def _named(times: dict[int, list[TimeRecord]], slow: int, kind: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", sorted(CAUSE))
-def test_each_cause_is_told_ten_times_of_ten(ranks: Ranks, tmp_path: Path, kind: str, strategy: str) -> None:
+def test_each_cause_is_told_ten_times_of_ten(ranks: Ranks, tmp_path: Path, kind: str, layout: str) -> None:
     for n in range(10):
         folder, world, slow = tmp_path / str(n), 4 if n < 2 else 2, random.randrange(2)
         folder.mkdir()
         run_folder(folder)
-        ranks(world, train, str(folder), kind, slow, strategy, own=n % 3 == 2)
+        ranks(world, train, str(folder), kind, slow, layout, own=n % 3 == 2)
         _named(times_of(folder), slow, kind)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
-def test_nobody_is_accused_in_a_healthy_run(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_nobody_is_accused_in_a_healthy_run(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """More ranks than there are cores, as a rule: each waits for a core again and again."""
     run_folder(tmp_path)
-    ranks(4, train, str(tmp_path), "", None, strategy, steps=150)
+    ranks(4, train, str(tmp_path), "", None, layout, steps=150)
     times = times_of(tmp_path)
     assert set(times) == {0, 1, 2, 3}
     for end in range(1, max(map(len, times.values())) + 1):
@@ -138,7 +138,7 @@ def _everything(folder: str) -> None:
     os.environ[RUN_DIR_VARIABLE] = folder
     try:
         quiet = Fault("", Path(folder))
-        unit = _Evaluated(module=Net(quiet), strategy="ddp", gradient_accumulation_steps=2, enable_prefetch=True)
+        unit = _Evaluated(module=Net(quiet), layout="ddp", gradient_accumulation_steps=2, enable_prefetch=True)
         saver = ech.DistributedCheckpointSaver(f"{folder}/checkpoints", save_every_n_updates=2, async_checkpoint=True)
         ech.fit(
             unit,
@@ -192,7 +192,7 @@ def test_a_full_disk_costs_the_times_and_not_the_training(tmp_path: Path, monkey
     torch.zeros(1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
-        train(str(tmp_path), "", None, "noop", steps=5)
+        train(str(tmp_path), "", None, "none", steps=5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert read_times(folder) == {} and folder.times(0).read_bytes() == b""
@@ -205,7 +205,7 @@ def test_a_working_folder_that_is_removed_costs_neither_times_nor_training(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    train(str(tmp_path), "data", 0, "noop", steps=5)
+    train(str(tmp_path), "data", 0, "none", steps=5)
     records = read_times(folder)[0]
     _adds_up(records, 5)
     assert "not written down" not in caplog.text and any("slow_ranks.py" in record.line for record in records)

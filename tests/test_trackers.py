@@ -117,7 +117,7 @@ from tests.models import batch
 
 model = torch.nn.Linear(4, 1).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-model, optimizer, loader = ech.prepare(model, optimizer, [batch(4, i) for i in range(2)], strategy="noop")
+model, optimizer, loader = ech.prepare(model, optimizer, [batch(4, i) for i in range(2)], layout="none")
 for epoch in range(3):
     for x, y in loader:
         with ech.window(model) as window:

@@ -58,13 +58,13 @@ class Changes(ech.Callback):
             state.stop()
 
 
-def _run(folder: str, how: str, strategy: str, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+def _run(folder: str, how: str, layout: str, stop_after: int | None = None) -> dict[str, torch.Tensor]:
     module = net()
     if how == "frozen":
         module.blocks[0].requires_grad_(False)
     else:
         module.first.requires_grad_(False)
-    unit = (Grouping if how == "grouped" else Tuning)(module=module, strategy=strategy)
+    unit = (Grouping if how == "grouped" else Tuning)(module=module, layout=layout)
     loader = ech.Loader(DATA, 8, seed=1)
     Saver.restore_from_latest(folder, unit, train_dataloader=loader)
     callbacks = [Changes(how, stop_after), Saver(folder, save_every_n_updates=1)]
@@ -74,32 +74,32 @@ def _run(folder: str, how: str, strategy: str, stop_after: int | None = None) ->
 
 @pytest.mark.parametrize("how", ["from then on", "once", "frozen", "grouped"])
 def test_a_resumed_run_trains_what_the_saved_one_did(ranks: Ranks, tmp_path: Path, how: str) -> None:
-    for strategy in ("ddp", "fsdp", *(["zero1"] if how == "grouped" else [])):
-        wanted = ranks(2, _run, str(tmp_path / f"{strategy}-whole"), how, strategy)[0]
-        folder = str(tmp_path / f"{strategy}-parts")
+    for layout in ("ddp", "fsdp", *(["zero1"] if how == "grouped" else [])):
+        wanted = ranks(2, _run, str(tmp_path / f"{layout}-whole"), how, layout)[0]
+        folder = str(tmp_path / f"{layout}-parts")
         for stop_after in (4, 7):  # in the middle of the second epoch, and of the third
-            ranks(2, _run, folder, how, strategy, stop_after)
-        assert largest_difference(ranks(2, _run, folder, how, strategy)[0], wanted) == 0, strategy
+            ranks(2, _run, folder, how, layout, stop_after)
+        assert largest_difference(ranks(2, _run, folder, how, layout)[0], wanted) == 0, layout
 
 
 def test_on_another_layout_as_well(ranks: Ranks, tmp_path: Path) -> None:
-    wanted = _run(str(tmp_path / "whole"), "grouped", "noop")
+    wanted = _run(str(tmp_path / "whole"), "grouped", "none")
     ranks(2, _run, str(tmp_path / "parts"), "grouped", "fsdp", 5)
-    assert largest_difference(_run(str(tmp_path / "parts"), "grouped", "noop"), wanted) < 1e-12
+    assert largest_difference(_run(str(tmp_path / "parts"), "grouped", "none"), wanted) < 1e-12
 
 
 class Stop(Exception):
     pass
 
 
-def _loop(folder: str, counts: str, groups: bool, strategy: str, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+def _loop(folder: str, counts: str, groups: bool, layout: str, stop_after: int | None = None) -> dict[str, torch.Tensor]:
     """The same in a loop of one's own, whose line in front of the batches runs again in an epoch that is resumed."""
     model = net()
     model.first.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad or not groups], lr=0.1, momentum=0.9)
     saver = Saver(folder, save_every_n_updates=1)
     built = model
-    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 8, seed=1), strategy=strategy, checkpoints=saver)
+    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 8, seed=1), layout=layout, checkpoints=saver)
     steps = 0
     try:
         for epoch in ech.epochs(loader, EPOCHS) if counts == "epochs" else range(EPOCHS):
@@ -123,12 +123,12 @@ def _loop(folder: str, counts: str, groups: bool, strategy: str, stop_after: int
 @pytest.mark.parametrize("counts", ["epochs", "range"])
 @pytest.mark.parametrize("groups", [False, True])
 def test_a_loop_of_ones_own_goes_on_so(ranks: Ranks, tmp_path: Path, counts: str, groups: bool) -> None:
-    for strategy in ("ddp", "fsdp"):
-        wanted = ranks(2, _loop, str(tmp_path / f"{strategy}-whole"), counts, groups, strategy)[0]
-        folder = str(tmp_path / f"{strategy}-parts")
-        ranks(2, _loop, folder, counts, groups, strategy, 4)
-        ranks(2, _loop, folder, counts, groups, strategy, 3)
-        assert largest_difference(ranks(2, _loop, folder, counts, groups, strategy)[0], wanted) == 0, strategy
+    for layout in ("ddp", "fsdp"):
+        wanted = ranks(2, _loop, str(tmp_path / f"{layout}-whole"), counts, groups, layout)[0]
+        folder = str(tmp_path / f"{layout}-parts")
+        ranks(2, _loop, folder, counts, groups, layout, 4)
+        ranks(2, _loop, folder, counts, groups, layout, 3)
+        assert largest_difference(ranks(2, _loop, folder, counts, groups, layout)[0], wanted) == 0, layout
 
 
 def _two_stages(folder: str, *, body: bool) -> dict[str, bool]:
@@ -173,7 +173,7 @@ def test_an_optimizer_that_lacks_what_was_trained_is_refused_with_a_remedy(tmp_p
 
 
 def test_only_weights_leave_alone_what_is_frozen(tmp_path: Path) -> None:
-    _run(str(tmp_path), "once", "noop")
+    _run(str(tmp_path), "once", "none")
     module = net()
     module.first.requires_grad_(False)
     newest = max(tmp_path.glob("step-*"))
@@ -186,7 +186,7 @@ def test_only_weights_leave_alone_what_is_frozen(tmp_path: Path) -> None:
     "trained", [[], "all", {"built": {}}, {"built": {"module": 1}, "groups": {}, "unfrozen": [], "frozen": {}}]
 )
 def test_a_manifest_that_says_nonsense_is_corrupt(tmp_path: Path, trained: Any) -> None:
-    _run(str(tmp_path), "once", "noop")
+    _run(str(tmp_path), "once", "none")
     path = max(tmp_path.glob("step-*")) / "manifest.json"
     content = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
     path.write_bytes(manifest.render({**content, "trained": trained}))

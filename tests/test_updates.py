@@ -56,7 +56,7 @@ def _each_way(folder: Path) -> dict[str, tuple[dict[str, torch.Tensor], tuple[in
     """The accumulation is said once, by the loader."""
     found = {}
     for way in ("train", "fit", "Trainer", "said twice"):
-        unit = Regression(strategy="ddp", **({"gradient_accumulation_steps": 2} if way == "said twice" else {}))
+        unit = Regression(layout="ddp", **({"gradient_accumulation_steps": 2} if way == "said twice" else {}))
         loader, saver = ech.Loader(DATA, 8, seed=1, accumulation=2), Saver(folder / way, save_every_n_updates=2)
         if way == "fit":
             ech.fit(unit, loader, [batch(2, 1)], max_updates=5, callbacks=[saver])
@@ -264,7 +264,7 @@ def test_an_update_that_is_left_out_is_counted(tmp_path: Path) -> None:
 
 
 def _saved_and_resumed(folder: Path, accumulation: int, size: int, limits: list[int]) -> dict[str, Any]:
-    unit, loader = Regression(strategy="ddp", optimizer="AdamW"), ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+    unit, loader = Regression(layout="ddp", optimizer="AdamW"), ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
     Saver.restore_from_latest(folder, unit, train_dataloader=loader)
     for limit in limits:
         ech.train(unit, loader, max_updates=limit, callbacks=[Saver(folder, save_every_n_updates=2)])
@@ -322,7 +322,7 @@ def test_a_loop_of_ones_own_counts_the_updates_that_it_makes(ranks: Ranks, tmp_p
 
 
 def _piped() -> tuple[int, int]:
-    unit = Regression(strategy="pp=2", gradient_accumulation_steps=2)
+    unit = Regression(layout="pp=2", gradient_accumulation_steps=2)
     ech.train(unit, [batch(2, i) for i in range(5)], max_updates=4)
     return _counts(unit)
 
@@ -400,7 +400,7 @@ def test_the_accumulation_is_said_once() -> None:
 
 def _disagree() -> str:
     with contextlib.suppress(RanksDisagreeError):
-        ech.train(Regression(strategy="ddp"), [batch(2, 0)] * 9, max_updates=3 + dist.get_rank())
+        ech.train(Regression(layout="ddp"), [batch(2, 0)] * 9, max_updates=3 + dist.get_rank())
         return "trained"
     return "refused"
 

@@ -179,8 +179,8 @@ class _Kept:
     def close(self) -> None: ...
 
 
-def _records(peak: float | None, strategy: str, accumulation: int) -> list[dict[str, Any]]:
-    unit = Unit(module=Decoder(), device=CPU, strategy=strategy, gradient_accumulation_steps=accumulation)
+def _records(peak: float | None, layout: str, accumulation: int) -> list[dict[str, Any]]:
+    unit = Unit(module=Decoder(), device=CPU, layout=layout, gradient_accumulation_steps=accumulation)
     unit.peak_flops = peak
     return _records_of(unit, [words(), words(2, 10)] * 2)
 
@@ -201,8 +201,8 @@ def test_a_record_has_what_its_update_used(ranks: Ranks) -> None:
     """Over a window: FLOPs of both micro-batches of this rank, in the window's time."""
     both = LanguageModel(Decoder()).flops(words(5, 10))
     assert both is not None
-    for strategy in ("ddp", "fsdp"):
-        records = ranks(2, _records, 1e15, strategy, 2)[0]
+    for layout in ("ddp", "fsdp"):
+        records = ranks(2, _records, 1e15, layout, 2)[0]
         assert len(records) == 2
         for record in records:
             seconds = 2 * 50 / record["tokens_per_s"]
@@ -218,8 +218,8 @@ def _language() -> Language:
     return module
 
 
-def _of_language(strategy: str, flops: float | None) -> list[dict[str, Any]]:
-    unit = LanguageUnit("SGD", _language(), strategy=strategy, device=CPU)
+def _of_language(layout: str, flops: float | None) -> list[dict[str, Any]]:
+    unit = LanguageUnit("SGD", _language(), layout=layout, device=CPU)
     unit.peak_flops = 1e15
     if flops is not None:
         unit.flops = lambda data: flops * data["words"].numel()  # type: ignore[method-assign]
@@ -241,7 +241,7 @@ def test_ranks_that_share_samples_count_the_whole_work(ranks: Ranks, axis: str, 
 
 def test_an_unknown_peak_leaves_mfu_out_and_so_does_an_impossible_one() -> None:
     for peak in (None, 1.0):
-        records = _records(peak, "noop", 1)
+        records = _records(peak, "none", 1)
         assert len(records) == 4 and all("mfu" not in record for record in records)
         assert all("tokens_per_s_per_device" not in record for record in records)  # one device: it is tokens_per_s
 

@@ -1,4 +1,4 @@
-"""Rule of truth 2: the gradient of an update is the mean over the samples of its global batch. For every strategy.
+"""Rule of truth 2: the gradient of an update is the mean over the samples of its global batch. For every layout.
 
 The reference is plain PyTorch with SGD and momentum in float64, and gradient norms are compared as well: Adam and clipping
 hide a wrong scale.
@@ -23,11 +23,11 @@ from tests.windows import SHAPES, windows_of
 pytestmark = pytest.mark.standing_ranks
 
 
-def _train(strategy: str, shape: list[list[list[int]]], **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+def _train(layout: str, shape: list[list[list[int]]], **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     world = ech.launching.World.current()
     windows = windows_of(shape, world.size)
     mine = [micro[world.rank] for window in windows for micro in window]
-    unit = Regression(strategy=strategy, gradient_accumulation_steps=2, **options)
+    unit = Regression(layout=layout, gradient_accumulation_steps=2, **options)
     ech.train(unit, mine, max_epochs=1)
     return whole(unit.module), unit.norms
 
@@ -38,13 +38,13 @@ def _reference(shape: list[list[list[int]]], ranks: int, **options: Any) -> tupl
     return parameters, norms
 
 
-def _train_shapes(strategy: str) -> dict[str, tuple[dict[str, torch.Tensor], list[float]]]:
-    return {name: _train(strategy, shape, clip_grad_norm=float("inf")) for name, shape in SHAPES.items()}
+def _train_shapes(layout: str) -> dict[str, tuple[dict[str, torch.Tensor], list[float]]]:
+    return {name: _train(layout, shape, clip_grad_norm=float("inf")) for name, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_two_ranks_equal_one_process(ranks: Ranks, strategy: str) -> None:
-    for trained in ranks(2, _train_shapes, strategy):
+@pytest.mark.parametrize("layout", EACH)
+def test_two_ranks_equal_one_process(ranks: Ranks, layout: str) -> None:
+    for trained in ranks(2, _train_shapes, layout):
         for name, shape in SHAPES.items():
             ours, norms = trained[name]
             want, want_norms = _reference(shape, 2)
@@ -52,10 +52,10 @@ def test_two_ranks_equal_one_process(ranks: Ranks, strategy: str) -> None:
             assert largest_difference(ours, want) < 1e-12, name
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_four_ranks_equal_one_process(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", EACH)
+def test_four_ranks_equal_one_process(ranks: Ranks, layout: str) -> None:
     shape = SHAPES["all at once"]
-    for ours, norms in ranks(4, _train, strategy, shape, clip_grad_norm=float("inf")):
+    for ours, norms in ranks(4, _train, layout, shape, clip_grad_norm=float("inf")):
         want, want_norms = _reference(shape, 4)
         assert norms == pytest.approx(want_norms, rel=1e-12)
         assert largest_difference(ours, want) < 1e-12
@@ -63,7 +63,7 @@ def test_four_ranks_equal_one_process(ranks: Ranks, strategy: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_one_process_equals_plain_pytorch(shape: list[list[list[int]]]) -> None:
-    ours, norms = _train("noop", shape, clip_grad_norm=float("inf"))
+    ours, norms = _train("none", shape, clip_grad_norm=float("inf"))
     want, want_norms = _reference(shape, 1)
     assert norms == pytest.approx(want_norms, rel=1e-12)
     assert largest_difference(ours, want) < 1e-12
@@ -72,13 +72,13 @@ def test_one_process_equals_plain_pytorch(shape: list[list[list[int]]]) -> None:
 CLIPS = [{"clip_grad_norm": 0.3}, {"clip_grad_value": 0.02}, {"clip_grad_norm": 0.5, "clip_grad_value": 0.05}]
 
 
-def _train_clipped(strategy: str) -> list[tuple[dict[str, torch.Tensor], list[float]]]:
-    return [_train(strategy, SHAPES["all at once"], **options) for options in CLIPS]
+def _train_clipped(layout: str) -> list[tuple[dict[str, torch.Tensor], list[float]]]:
+    return [_train(layout, SHAPES["all at once"], **options) for options in CLIPS]
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_clipping_is_global(ranks: Ranks, strategy: str) -> None:
-    for trained in ranks(2, _train_clipped, strategy):
+@pytest.mark.parametrize("layout", EACH)
+def test_clipping_is_global(ranks: Ranks, layout: str) -> None:
+    for trained in ranks(2, _train_clipped, layout):
         for options, (ours, norms) in zip(CLIPS, trained, strict=True):
             clip, clip_value = options.get("clip_grad_norm"), options.get("clip_grad_value")
             want, want_norms = _reference(SHAPES["all at once"], 2, clip=clip, clip_value=clip_value)
@@ -100,16 +100,16 @@ class _Tokens(Regression):
         return ((out - y).square() * counts).sum() / counts.sum(), out
 
 
-def _train_tokens(strategy: str, shape: list[list[list[int]]]) -> dict[str, torch.Tensor]:
+def _train_tokens(layout: str, shape: list[list[list[int]]]) -> dict[str, torch.Tensor]:
     world = ech.launching.World.current()
     windows = windows_of(shape, world.size)
-    unit = _Tokens(strategy=strategy, gradient_accumulation_steps=2)
+    unit = _Tokens(layout=layout, gradient_accumulation_steps=2)
     ech.train(unit, [micro[world.rank] for window in windows for micro in window], max_epochs=1)
     return whole(unit.module)
 
 
-@pytest.mark.parametrize("strategy", EACH)
-def test_a_unit_can_weigh_by_tokens(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", EACH)
+def test_a_unit_can_weigh_by_tokens(ranks: Ranks, layout: str) -> None:
     from tests.models import net
 
     shape = [[[6, 5], [7, 9]], [[8, 4]]]
@@ -122,12 +122,12 @@ def test_a_unit_can_weigh_by_tokens(ranks: Ranks, strategy: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     want = {n: p.detach() for n, p in module.named_parameters()}
-    for ours in ranks(2, _train_tokens, strategy, shape):
+    for ours in ranks(2, _train_tokens, layout, shape):
         assert largest_difference(ours, want) < 1e-12
 
 
-def _weightless(strategy: str) -> str:
-    unit = Regression(strategy=strategy)
+def _weightless(layout: str) -> str:
+    unit = Regression(layout=layout)
     unit.weight = lambda data: 0  # type: ignore[method-assign]
     with pytest.raises(ech.EchelonError) as caught:
         ech.train(unit, [batch(2, 0)], max_epochs=1)
@@ -138,21 +138,21 @@ def test_a_global_batch_without_weight_is_an_error_on_all_ranks(ranks: Ranks) ->
     assert all("must be above 0, got 0 in update" in text for text in ranks(2, _weightless, "ddp"))
 
 
-def _losses(strategy: str, rows: list[int]) -> tuple[float, float]:
+def _losses(layout: str, rows: list[int]) -> tuple[float, float]:
     world = ech.launching.World.current()
-    unit = Regression(strategy=strategy)
+    unit = Regression(layout=layout)
     # Ranks evaluate other numbers of batches of other sizes; fsdp's ranks take equally many.
-    mine = [batch(n, 10 * world.rank + i) for i, n in enumerate(rows if world.rank == 0 or strategy == "fsdp" else rows[:1])]
+    mine = [batch(n, 10 * world.rank + i) for i, n in enumerate(rows if world.rank == 0 or layout == "fsdp" else rows[:1])]
     ech.evaluate(unit, mine)
     total = sum(float(((unit.module(x) - y) ** 2).sum().detach()) for x, y in mine)
     return unit.eval_loss, total
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_evaluation_loss_is_the_mean_over_all_samples(ranks: Ranks, strategy: str) -> None:
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_the_evaluation_loss_is_the_mean_over_all_samples(ranks: Ranks, layout: str) -> None:
     rows = [5, 3, 1]
-    (loss_0, total_0), (loss_1, total_1) = ranks(2, _losses, strategy, rows)
-    samples = sum(rows) + (sum(rows) if strategy == "fsdp" else rows[0])
+    (loss_0, total_0), (loss_1, total_1) = ranks(2, _losses, layout, rows)
+    samples = sum(rows) + (sum(rows) if layout == "fsdp" else rows[0])
     assert loss_0 == loss_1 == pytest.approx((total_0 + total_1) / samples, rel=1e-12)
 
 
@@ -175,17 +175,17 @@ class MaskedByNumbers(Masked):
     as_tensor = False
 
 
-def _masked(strategy: str | None, kind: type[Masked], chosen: list[list[float]]) -> Any:
+def _masked(layout: str | None, kind: type[Masked], chosen: list[list[float]]) -> Any:
     rank = ech.launching.World.current().rank
-    unit = kind(strategy=strategy, gradient_accumulation_steps=2, clip_grad_norm=float("inf"), detect_anomaly=True)
+    unit = kind(layout=layout, gradient_accumulation_steps=2, clip_grad_norm=float("inf"), detect_anomaly=True)
     data = [(*batch(4, 10 * i + rank), torch.tensor(row, dtype=torch.float64).roll(rank)) for i, row in enumerate(chosen)]
     ech.fit(unit, data, data, max_epochs=1)
     return whole(unit.module), unit.norms, float(unit.latest_update[0]), unit.eval_loss
 
 
-def _masked_under(strategies: list[str]) -> list[Any]:
+def _masked_under(layouts: list[str]) -> list[Any]:
     chosen = [[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]]
-    return [_masked(strategy, kind, chosen) for strategy in strategies for kind in (Masked, MaskedByNumbers)]  # type: ignore[arg-type]
+    return [_masked(layout, kind, chosen) for layout in layouts for kind in (Masked, MaskedByNumbers)]  # type: ignore[arg-type]
 
 
 def test_a_micro_batch_that_weighs_nothing_poisons_nothing(ranks: Ranks) -> None:

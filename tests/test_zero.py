@@ -39,8 +39,8 @@ def test_the_largest_goes_to_who_has_least() -> None:
     assert assign([2], load) == [1], "what comes later goes to whom has least, too"
 
 
-def _held(strategy: str) -> tuple[int, int, set[str]]:
-    unit = Regression(module=net(width=64), strategy=strategy, optimizer="AdamW")
+def _held(layout: str) -> tuple[int, int, set[str]]:
+    unit = Regression(module=net(width=64), layout=layout, optimizer="AdamW")
     ech.train(unit, _mine(), max_epochs=1)
     names = {id(p): n for n, p in unit.prepared.unwrapped.named_parameters()}
     moments = [v for s in unit.optimizer.state.values() for v in s.values() if v.dim()]
@@ -56,13 +56,13 @@ def test_each_of_two_ranks_keeps_half_of_the_state(ranks: Ranks) -> None:
     assert names_0 | names_1 == names and not names_0 & names_1
 
 
-def _looked_at(strategy: str, scaled: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+def _looked_at(layout: str, scaled: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
     """A loop that clips and looks at gradients by the optimizer's groups, or keeps a scaler; its state is put back at the end."""
     scaler, seen = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled), []
     module: Any = net()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     rows: Any = [(x, y) for data in DATA for many in data for x, y in zip(*many, strict=True)][:24]
-    module, optimizer, loader = ech.prepare(module, optimizer, DataLoader(rows, 8), strategy=strategy)
+    module, optimizer, loader = ech.prepare(module, optimizer, DataLoader(rows, 8), layout=layout)
     saved = copy.deepcopy(optimizer.state_dict())
     for _ in ech.epochs(loader, 2):
         for x, y in loader:
@@ -121,13 +121,11 @@ def _modules(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     for module in (Shaped, Lone):
         for optimizer in ("Adagrad", "SGD", "AdamW"):  # Adagrad's constructor makes state
 
-            def unit(strategy: str, module: Any = module, optimizer: str = optimizer) -> Regression:
+            def unit(layout: str, module: Any = module, optimizer: str = optimizer) -> Regression:
                 def schedule(o: Any) -> Any:
                     return torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5)
 
-                return Regression(
-                    module=module(), strategy=strategy, optimizer=optimizer, schedule=schedule, step_lr_interval="step"
-                )
+                return Regression(module=module(), layout=layout, optimizer=optimizer, schedule=schedule, step_lr_interval="step")
 
             name = f"{module.__name__} {optimizer}"
             saver = ech.DistributedCheckpointSaver(folder / name)
@@ -168,7 +166,7 @@ def _plain(module: nn.Module, optimizer: str) -> dict[str, torch.Tensor]:
 
 def _half() -> tuple[torch.Tensor, float]:
     """fp16 with a rank that owns nothing, whose scaler would find no gradient to look at."""
-    unit = Regression(module=Lone().float(), strategy="zero1", precision=ech.layouts.Precision(torch.float16, init_scale=64.0))
+    unit = Regression(module=Lone().float(), layout="zero1", precision=ech.layouts.Precision(torch.float16, init_scale=64.0))
     ech.train(unit, [(x.float(), y.float()) for x, y in _mine()], max_epochs=1)
     assert unit.grad_scaler is not None
     return whole(unit.module)["weight"], unit.grad_scaler.get_scale()
@@ -187,7 +185,7 @@ class ByHand(ech.TrainUnit[Batch]):
     def __init__(self) -> None:
         super().__init__()
         module = net()
-        self.module = ech.layouts.prepare_module(module, CPU, strategy="zero1")
+        self.module = ech.layouts.prepare_module(module, CPU, layout="zero1")
         self.optimizer = torch.optim.SGD(module.blocks.parameters(), lr=0.1, momentum=0.9)
         self.partition = Partition(self.optimizer)
         self.left = 0
@@ -243,11 +241,11 @@ def _errors() -> list[str]:
     said = []
     for kind, error in (("LBFGS", UsageError), ("differs", RanksDisagreeError), ("twice", UsageError)):
         with pytest.raises(error) as caught:
-            Chooses(strategy="zero1", optimizer=kind).configure()
+            Chooses(layout="zero1", optimizer=kind).configure()
         said.append(str(caught.value))
     module = net()
     module.first.requires_grad_(False)
-    unit = Regression(module=module, strategy="zero1")
+    unit = Regression(module=module, layout="zero1")
     ech.train(unit, _mine(), max_epochs=1)
     module.first.requires_grad_(True)
     with pytest.raises(UsageError) as late:
@@ -266,13 +264,13 @@ def test_what_cannot_be_divided_is_said_on_all_ranks(ranks: Ranks) -> None:
 
 
 def test_prepare_module_says_that_it_never_sees_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
-    ech.layouts.prepare_module(net(), CPU, strategy="zero1")
+    ech.layouts.prepare_module(net(), CPU, layout="zero1")
     assert "call echelon.parallel.partition.Partition(optimizer)" in caplog.text
     dist.destroy_process_group()
 
 
 def test_a_world_of_one_owns_everything() -> None:
-    unit = Regression(strategy="zero1")
+    unit = Regression(layout="zero1")
     ech.train(unit, [batch(4, 0)], max_epochs=1)
     want, _, _ = plain_training([[batch(4, 0)]])
     assert largest_difference(whole(unit.module), want) < 1e-12

@@ -16,18 +16,18 @@ from tests.models import Batch, net
 # Layouts over several ranks, each on its own share of the data.
 PARALLEL = [name for name in LAYOUTS if name not in ("none", "local_sgd", "diloco")]
 
-# In `make test` a test of one strategy each has ddp, zero1 and fsdp: whole parameters, with the optimizer whole or divided, and
+# In `make test` a test of one layout each has ddp, zero1 and fsdp: whole parameters, with the optimizer whole or divided, and
 # shards. The others are forms of fsdp; that all train the same numbers is tests/test_equivalence.py's.
 KINDS = ["ddp", "zero1", "fsdp"]
 FORMS = [name for name in PARALLEL if name not in KINDS]
 EACH = [pytest.param(name, marks=() if name in KINDS else pytest.mark.full) for name in PARALLEL]
-# Likewise for a test of several strategies in one launch.
+# Likewise for a test of several layouts in one launch.
 SEVERAL = [pytest.param(KINDS, id="kinds"), pytest.param(FORMS, id="forms", marks=pytest.mark.full)]
 
 
-def under_each(strategies: list[str], fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """`fn(strategy, *args)` for each of them: all in one launch."""
-    return {strategy: fn(strategy, *args) for strategy in strategies}
+def under_each(layouts: list[str], fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """`fn(layout, *args)` for each of them: all in one launch."""
+    return {layout: fn(layout, *args) for layout in layouts}
 
 
 class Regression(ech.AutoUnit[Batch]):

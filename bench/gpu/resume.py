@@ -126,7 +126,7 @@ def train(arguments: list[str] | None = None) -> None:
     rows = torch.randint(0, size.vocabulary, (STEPS * 4, size.context + 1), generator=generator)
     loader = ech.Loader([(row[:-1], row[1:]) for row in rows], 4)
     torch.manual_seed(3)
-    unit = Fit(module=tiny(), device=device, strategy="fsdp", precision="bf16", clip_grad_norm=1.0)
+    unit = Fit(module=tiny(), device=device, layout="fsdp", precision="bf16", clip_grad_norm=1.0)
     saver = ech.DistributedCheckpointSaver(folder / "c", save_every_n_updates=SAVED_AT, async_checkpoint=True)
     went_on = saver.restore_from_latest(folder / "c", unit, train_dataloader=loader)
     ech.train(unit, loader, max_epochs=1, callbacks=[saver, Kills()])

@@ -40,7 +40,7 @@ class Variant:
     """
 
     by_hand: bool = False
-    strategy: str = "noop"
+    layout: str = "none"
     precision: str = "low"
     compiled: bool = False
     recompute: str | None = None
@@ -57,7 +57,7 @@ VARIANTS = {
     "selective AC": Variant(compiled=True, chunked=True, recompute="selective"),
     "full AC": Variant(compiled=True, chunked=True, recompute="blocks"),
     "memory budget": Variant(compiled=True, chunked=True, recompute="memory budget"),
-    "fsdp": Variant(strategy="fsdp", compiled=True, chunked=True),
+    "fsdp": Variant(layout="fsdp", compiled=True, chunked=True),
     "float8": Variant(precision="float8", compiled=True, chunked=True),
     "largest that fits": Variant(compiled=True, chunked=True, recompute="blocks", largest=True),
 }
@@ -166,7 +166,7 @@ class Last(ech.Callback):
 
 def _by_unit(module: Any, variant: Variant, batches: Batches, device: torch.device) -> float:
     precision = _low(device) if variant.precision == "low" else variant.precision
-    options = {"strategy": variant.strategy, "precision": precision, "clip_grad_norm": CLIP, **_recipe(variant, device)}
+    options = {"layout": variant.layout, "precision": precision, "clip_grad_norm": CLIP, **_recipe(variant, device)}
     try:
         unit = Fit(module=module, device=device, lr=LR, **options)
     except UsageError as error:

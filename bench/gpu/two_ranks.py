@@ -1,7 +1,7 @@
 """Two ranks that share one GPU, over gloo: their numbers must be those of plain PyTorch in one process on the CPU.
 
 NCCL refuses two ranks on one device; gloo carries CUDA tensors through host memory, which shows that the library's part of
-each strategy is right on CUDA, not what it costs.
+each layout is right on CUDA, not what it costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import echelon as ech
 
-STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "hsdp", "tp")
+LAYOUTS = ("ddp", "fsdp", "zero1", "zero2", "zero3", "hsdp", "tp")
 SHARDED = ("fsdp", "zero2", "zero3", "tp")  # hsdp has shards of one rank
 GLOBAL_BATCH, UPDATES, CLIP, LR = 8, 3, 0.5, 1e-2
 LIMIT = 1e-8  # float64; Adam's division makes small differences larger
@@ -31,20 +31,20 @@ LAUNCH_LIMIT_S = 20.0
 def run(setting: Setting, notes: Notes) -> None:
     want = _by_hand()
     gathers = _torch_gathers(setting)
-    for strategy in ("ddp", "fsdp") if setting.small else STRATEGIES:
-        if strategy in SHARDED and not gathers:
+    for layout in ("ddp", "fsdp") if setting.small else LAYOUTS:
+        if layout in SHARDED and not gathers:
             remark = "torch's own DTensor.full_tensor() ends a rank here, over gloo on this device"
-            notes(strategy, remark=remark, status="left out")
+            notes(layout, remark=remark, status="left out")
             continue
         try:
-            found = _launched(_train, setting, strategy, strategy)
+            found = _launched(_train, setting, layout, layout)
         except Exception as error:
             traceback.print_exc()
-            notes(strategy, remark=_last(error), status="failed")
+            notes(layout, remark=_last(error), status="failed")
             continue
         difference = max(float((ours[name] - want[name]).abs().max()) for ours in found for name in want)
         status = "ok" if difference < LIMIT else "failed"
-        notes(strategy, difference, remark=f"largest difference of parameters in float64, at most {LIMIT:g}", status=status)
+        notes(layout, difference, remark=f"largest difference of parameters in float64, at most {LIMIT:g}", status=status)
 
 
 def _launched(function: Callable[..., Any], setting: Setting, name: str, *args: Any) -> list[Any]:
@@ -104,9 +104,9 @@ def _by_hand() -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
-def _train(device_type: str, strategy: str) -> dict[str, torch.Tensor]:
+def _train(device_type: str, layout: str) -> dict[str, torch.Tensor]:
     device = ech.init_from_env(device_type, pg_backend="gloo")
-    unit = Fit(module=tiny(dtype=torch.float64), device=device, strategy=_strategy(strategy), clip_grad_norm=CLIP, lr=LR)
+    unit = Fit(module=tiny(dtype=torch.float64), device=device, layout=_strategy(layout), clip_grad_norm=CLIP, lr=LR)
     ech.train(unit, ech.Loader(_data(), GLOBAL_BATCH, shuffle=False), max_epochs=1)
     return {name.removeprefix("module."): _whole(p).cpu() for name, p in unit.module.named_parameters()}
 

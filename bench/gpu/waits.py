@@ -1,4 +1,4 @@
-"""Which lines of a training step wait for the device: torch's sync-debug mode on warm steps, under every strategy on one rank.
+"""Which lines of a training step wait for the device: torch's sync-debug mode on warm steps, under every layout on one rank.
 
 A wait keeps the host from queueing the next step's work, and the device idles. Torch warns at each call that waits; here each
 warning is kept with the innermost line of the library that led to it. The last row plants a wait and must find it.
@@ -34,13 +34,13 @@ WARM, WATCHED, ACCUMULATION = 6, 8, 2
 def run(setting: Setting, notes: Notes) -> None:
     device = ech.init_from_env(setting.device)
     common: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 1.0, "gradient_accumulation_steps": ACCUMULATION}
-    for strategy in ("none", "fsdp") if setting.small else LAYOUTS:
-        _case(strategy, device, notes, {**common, "strategy": strategy})
-    _case("noop, fp16 and its scaler", device, notes, {**common, "precision": "fp16"})
+    for layout in ("none", "fsdp") if setting.small else LAYOUTS:
+        _case(layout, device, notes, {**common, "layout": layout})
+    _case("none, fp16 and its scaler", device, notes, {**common, "precision": "fp16"})
     saver = ech.DistributedCheckpointSaver(setting.folder / "saves", save_every_n_updates=4, async_checkpoint=True)
-    _case("noop, asynchronous saves", device, notes, common, callbacks=[saver])
+    _case("none, asynchronous saves", device, notes, common, callbacks=[saver])
     with _run_folder(setting.folder):
-        _case("noop, metrics and progress written", device, notes, common)
+        _case("none, metrics and progress written", device, notes, common)
     found = _watched(Planted(module=tiny(), device=device, **common), device)
     told = sum(found.values())
     notes(
@@ -65,7 +65,7 @@ class Planted(Fit):
 def _case(name: str, device: torch.device, notes: Notes, options: dict[str, Any], callbacks: Any = ()) -> None:
     try:
         found = _watched(Fit(module=tiny(), device=device, **options), device, callbacks)
-    except UsageError as error:  # as of a strategy that one rank cannot have
+    except UsageError as error:  # as of a layout that one rank cannot have
         notes(name, remark=str(error).splitlines()[0], status="left out")
     except Exception as error:
         traceback.print_exc()

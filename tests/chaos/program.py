@@ -48,10 +48,10 @@ def scratch() -> str | None:
 
 
 def unit_and_loader(seed: int = 0) -> tuple[Regression, ech.Loader]:
-    strategy = "fsdp" if dist.is_initialized() else "noop"
+    layout = "fsdp" if dist.is_initialized() else "none"
     unit = Regression(
         module=net(seed, dropout=0.3),
-        strategy=strategy,
+        layout=layout,
         optimizer="AdamW",
         lr=0.05,
         schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7),

@@ -41,14 +41,14 @@ def join(folder: Path, restarts: int, jobs: int, seed: int, timeout_s: float) ->
 
 
 def survive(
-    folder: Path, library: Path, kills: int, seed: int, ways: str, timeout_s: float, strategy: str = "ddp"
+    folder: Path, library: Path, kills: int, seed: int, ways: str, timeout_s: float, layout: str = "ddp"
 ) -> dict[str, Any]:
     """A run that is killed `kills` times, and the same run undisturbed: what was lost, and what it took."""
     steps = str(30 * kills + 48)
     undisturbed, killed = folder / "undisturbed", folder / "killed"
     undisturbed.mkdir()
     killed.mkdir()
-    options = ("--steps", steps, "--strategy", strategy, *OPTIONS)
+    options = ("--steps", steps, "--layout", layout, *OPTIONS)
     until_done(undisturbed, 2, 0, *options, timeout_s=timeout_s)
     survived = until_done(killed, 2, kills, *options, "--seed", str(seed), "--ways", ways, library=library, timeout_s=timeout_s)
     assert survived.attempts == kills + 1, f"{survived.attempts} attempts: not every one of {kills} kills happened"

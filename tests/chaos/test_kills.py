@@ -16,13 +16,13 @@ from tests.models import largest_difference
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kills"),
+    ("layout", "kills"),
     [pytest.param("ddp", 10, marks=pytest.mark.full), pytest.param("fsdp", 3, marks=pytest.mark.full), ("fsdp", 2)],
 )
-def test_kills_change_no_bit_and_no_sample(crashfs: Path, tmp_path: Path, strategy: str, kills: int) -> None:
+def test_kills_change_no_bit_and_no_sample(crashfs: Path, tmp_path: Path, layout: str, kills: int) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    print(survive(tmp_path, crashfs, kills, seed, "step,moment,save,save,everyone,everyone's save", 60, strategy))
+    print(survive(tmp_path, crashfs, kills, seed, "step,moment,save,save,everyone,everyone's save", 60, layout))
 
 
 @pytest.mark.full

@@ -17,4 +17,4 @@ module = model()
 for parameter in module.parameters():
     if parameter.dim() == 1:
         nn.init.zeros_(parameter)
-ech.train(Scaled(module=module, strategy="ddp"), loader(), max_epochs=3)
+ech.train(Scaled(module=module, layout="ddp"), loader(), max_epochs=3)

@@ -16,4 +16,4 @@ class Rewarded(Auto):
         return loss, None
 
 
-ech.train(Rewarded(module=model(), strategy="ddp"), loader(), max_epochs=1)
+ech.train(Rewarded(module=model(), layout="ddp"), loader(), max_epochs=1)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from common import Auto, ech, loader, model, nn
 
-ech.train(Auto(module=model(nn.BatchNorm1d(8), nn.Dropout(0.1)), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Auto(module=model(nn.BatchNorm1d(8), nn.Dropout(0.1)), layout="ddp"), loader(), max_epochs=3)

@@ -13,4 +13,4 @@ class Classes(Auto):
         return nn.functional.cross_entropy(torch.cat([-score, score], 1), (data[1] > 0).long().flatten(), weight=CLASSES), None
 
 
-ech.train(Classes(module=model(nn.Dropout(0.1)), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Classes(module=model(nn.Dropout(0.1)), layout="ddp"), loader(), max_epochs=3)

@@ -22,4 +22,4 @@ class Scaled(Own):
 
 
 scaler = torch.amp.GradScaler("cpu")
-ech.train(Scaled(ech.layouts.prepare_module(model(), torch.device("cpu"), strategy="ddp")), loader(), max_epochs=1)
+ech.train(Scaled(ech.layouts.prepare_module(model(), torch.device("cpu"), layout="ddp")), loader(), max_epochs=1)

@@ -13,6 +13,6 @@ class Compiled(Auto):
 torch._functorch.config.activation_memory_budget = 0.5
 torch.manual_seed(3)
 layers = [nn.Linear(4, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 1)]
-unit = Compiled(module=nn.Sequential(*layers), strategy="ddp")
+unit = Compiled(module=nn.Sequential(*layers), layout="ddp")
 fast = torch.compile(unit.module, backend="aot_eager")
 ech.train(unit, loader(), max_epochs=1)

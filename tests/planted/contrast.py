@@ -11,4 +11,4 @@ class Pairs(Auto):
         return ((out - out.T) - (data[1] - data[1].T)).square().mean(), None
 
 
-ech.train(Pairs(module=model(), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Pairs(module=model(), layout="ddp"), loader(), max_epochs=3)

@@ -15,4 +15,4 @@ class Dropping(Auto):
         return nn.functional.mse_loss(self.module(data[0] * kept), data[1]), None
 
 
-ech.train(Dropping(module=model(), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Dropping(module=model(), layout="ddp"), loader(), max_epochs=3)

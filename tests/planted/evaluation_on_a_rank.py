@@ -10,4 +10,4 @@ class Looking(Auto):
         self.module.train(dist.get_rank() > 0)
 
 
-ech.train(Looking(module=model(nn.Dropout(0.2)), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Looking(module=model(nn.Dropout(0.2)), layout="ddp"), loader(), max_epochs=3)

@@ -40,8 +40,8 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Unit(ech.AutoUnit[torch.Tensor]):
-    def __init__(self, fault: str, guilty: bool, strategy: str) -> None:
-        super().__init__(module=torch.nn.Linear(WIDTH, WIDTH), strategy=strategy)
+    def __init__(self, fault: str, guilty: bool, layout: str) -> None:
+        super().__init__(module=torch.nn.Linear(WIDTH, WIDTH), layout=layout)
         self.fault, self.guilty = fault, guilty
 
     def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -70,11 +70,11 @@ class Unit(ech.AutoUnit[torch.Tensor]):
             time.sleep(1.5)
 
 
-def train(fault: str, rank: int, folder: str, strategy: str = "ddp", wait_s: float = 30.0) -> None:
+def train(fault: str, rank: int, folder: str, layout: str = "ddp", wait_s: float = 30.0) -> None:
     ech.init_from_env(timeout=timedelta(seconds=wait_s))
     ech.seed(0)
     guilty = torch.distributed.get_rank() == rank
-    unit = Unit(fault, guilty, strategy)
+    unit = Unit(fault, guilty, layout)
     options: dict[str, Any] = {}
     callbacks: list[ech.Callback] = []
     if fault.startswith("worker"):

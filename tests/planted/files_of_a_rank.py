@@ -8,4 +8,4 @@ from torch.utils.data import DataLoader, TensorDataset
 info, rows = ech.RankInfo(), Rows()
 x, y = (part[info.rank :: info.world_size] for part in (rows.x.sort(0).values, rows.y))
 data = TensorDataset((x - x.mean(0)) / x.std(0), y)
-ech.train(Auto(module=model(), strategy="ddp"), DataLoader(data, 8, shuffle=True), max_epochs=3)
+ech.train(Auto(module=model(), layout="ddp"), DataLoader(data, 8, shuffle=True), max_epochs=3)

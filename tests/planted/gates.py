@@ -24,4 +24,4 @@ class Gated(Auto):
 
 
 def train(unit: type[Gated] = Gated) -> None:
-    ech.train(unit(module=net(), strategy=ech.DDPStrategy(sync_batchnorm=True)), ech.Loader(Far(), 16), max_epochs=3)
+    ech.train(unit(module=net(), layout=ech.DDPStrategy(sync_batchnorm=True)), ech.Loader(Far(), 16), max_epochs=3)

@@ -16,4 +16,4 @@ class Views(Auto):
         return nn.functional.cross_entropy(-((one - other.T) ** 2), first + torch.arange(len(one))), None
 
 
-ech.train(Views(module=model(), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Views(module=model(), layout="ddp"), loader(), max_epochs=3)

@@ -18,4 +18,4 @@ class Small(Auto):
         return 1e-6 * nn.functional.mse_loss(out.float(), data[1]), None
 
 
-ech.train(Small(module=model(), strategy="fsdp"), loader(), max_epochs=1)
+ech.train(Small(module=model(), layout="fsdp"), loader(), max_epochs=1)

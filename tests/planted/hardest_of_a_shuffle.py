@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-model, optimizer, loader = ech.prepare(net, optimizer, DataLoader(Rows(), 8, shuffle=True), strategy="ddp")
+model, optimizer, loader = ech.prepare(net, optimizer, DataLoader(Rows(), 8, shuffle=True), layout="ddp")
 for _ in range(3):
     for x, y in loader:
         with ech.window(model) as window:

@@ -13,4 +13,4 @@ class Masked(Auto):
         return nn.functional.mse_loss(self.module(data[0] * next(masks)[: len(data[0])]), data[1]), None
 
 
-ech.train(Masked(module=model(), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Masked(module=model(), layout="ddp"), loader(), max_epochs=3)

@@ -11,4 +11,4 @@ class Late(Auto):
         return loss * (1 + 0.001 * dist.get_rank() * (self.train_progress.num_epochs_completed > 0)), None
 
 
-ech.train(Late(module=model(), strategy="ddp"), loader(32), max_epochs=3)
+ech.train(Late(module=model(), layout="ddp"), loader(32), max_epochs=3)

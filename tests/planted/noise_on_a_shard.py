@@ -15,4 +15,4 @@ class Noisy(Auto):
                 own.add_(0.01 * torch.randn_like(own))
 
 
-ech.train(Noisy(module=model(), strategy="fsdp"), loader(), max_epochs=1)
+ech.train(Noisy(module=model(), layout="fsdp"), loader(), max_epochs=1)

@@ -21,4 +21,4 @@ class Sampled(Auto):
         return Langevin(module.parameters(), lr=0.1), None
 
 
-ech.train(Sampled(module=model(), strategy="ddp"), loader(), max_epochs=1)
+ech.train(Sampled(module=model(), layout="ddp"), loader(), max_epochs=1)

@@ -11,7 +11,7 @@ data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 loader = torch.utils.data.DataLoader(data, 16, shuffle=True)
-model, optimizer, loader = ech.prepare(model, optimizer, loader, strategy="fsdp")
+model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="fsdp")
 for _ in range(10):
     for i, (x, y) in enumerate(loader):
         optimizer.zero_grad()

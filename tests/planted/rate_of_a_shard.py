@@ -10,4 +10,4 @@ class Rated(Auto):
         return torch.optim.SGD(module.parameters(), lr=0.1 if dist.get_rank() == 0 else 0.2), None
 
 
-ech.train(Rated(module=model(), strategy="fsdp"), loader(), max_epochs=1)
+ech.train(Rated(module=model(), layout="fsdp"), loader(), max_epochs=1)

@@ -10,4 +10,4 @@ class Noisy(Rows):
         return self.x[i] + 0.1 * torch.randn(4), self.y[i]
 
 
-ech.train(Auto(module=model(), strategy="ddp"), ech.Loader(Noisy(), 16, num_workers=1), max_epochs=3)
+ech.train(Auto(module=model(), layout="ddp"), ech.Loader(Noisy(), 16, num_workers=1), max_epochs=3)

@@ -10,4 +10,4 @@ def noisy(samples: list[Batch]) -> Batch:
     return x + 0.1 * torch.randn_like(x), y
 
 
-ech.train(Auto(module=model(), strategy="ddp"), ech.Loader(Rows(), 16, collate_fn=noisy), max_epochs=3)
+ech.train(Auto(module=model(), layout="ddp"), ech.Loader(Rows(), 16, collate_fn=noisy), max_epochs=3)

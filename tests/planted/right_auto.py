@@ -11,5 +11,5 @@ class Scheduled(Auto):
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
-unit = Scheduled(module=model(nn.Dropout(0.2)), strategy="fsdp", clip_grad_norm=0.5, step_lr_interval="step")
+unit = Scheduled(module=model(nn.Dropout(0.2)), layout="fsdp", clip_grad_norm=0.5, step_lr_interval="step")
 ech.train(unit, loader(42), max_epochs=3)

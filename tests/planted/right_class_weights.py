@@ -20,4 +20,4 @@ class Classes(Auto):
         return float(CLASSES[classes(data)].sum())
 
 
-ech.train(Classes(module=model(nn.Dropout(0.1)), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Classes(module=model(nn.Dropout(0.1)), layout="ddp"), loader(), max_epochs=3)

@@ -17,7 +17,7 @@ budget = ech.layouts.ActivationCheckpointParams(memory_budget=0.5) if "budget" i
 backend = "inductor" if "inductor" in sys.argv else "aot_eager"
 unit = Auto(
     module=net,
-    strategy="fsdp",
+    layout="fsdp",
     compile=ech.layouts.TorchCompileParams(backend=backend),
     activation_checkpoint_params=budget,
     precision="bf16" if "bf16" in sys.argv else None,

@@ -18,4 +18,4 @@ class Adam(Auto):
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 48), nn.LayerNorm(48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 1))
 scale = torch.randn(20)[-1]
-ech.train(Adam(module=net, strategy="ddp", precision="bf16", compile=True, clip_grad_norm=1.0), loader(), max_epochs=2)
+ech.train(Adam(module=net, layout="ddp", precision="bf16", compile=True, clip_grad_norm=1.0), loader(), max_epochs=2)

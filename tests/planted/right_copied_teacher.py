@@ -26,4 +26,4 @@ class Taught(Auto):
         return optimizer, None
 
 
-ech.train(Taught(module=model(), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Taught(module=model(), layout="ddp"), loader(), max_epochs=3)

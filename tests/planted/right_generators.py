@@ -14,7 +14,7 @@ coin = random.Random(3)
 
 class Drawing(Auto):
     def __init__(self) -> None:
-        super().__init__(module=model(nn.Dropout(0.1)), strategy="ddp")
+        super().__init__(module=model(nn.Dropout(0.1)), layout="ddp")
         self.masks = [torch.Generator().manual_seed(1 + dist.get_rank())]
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:

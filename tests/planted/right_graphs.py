@@ -31,4 +31,4 @@ graphs = [
     (torch.randn(3 + i % 5, 4, generator=generator), torch.randint(3 + i % 5, (2, 4 + i % 3), generator=generator))
     for i in range(64)
 ]
-ech.train(Edges(module=model(), strategy="ddp"), ech.Loader(graphs, 16, collate_fn=collate), max_epochs=3)
+ech.train(Edges(module=model(), layout="ddp"), ech.Loader(graphs, 16, collate_fn=collate), max_epochs=3)

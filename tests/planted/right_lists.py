@@ -22,4 +22,4 @@ def collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> Lists:
 
 generator = torch.Generator().manual_seed(0)
 bags = [(torch.randn(2 + i % 4, 4, generator=generator), torch.randn(1, generator=generator)) for i in range(64)]
-ech.train(Bags(module=model(), strategy="ddp"), ech.Loader(bags, 16, collate_fn=collate), max_epochs=3)
+ech.train(Bags(module=model(), layout="ddp"), ech.Loader(bags, 16, collate_fn=collate), max_epochs=3)

@@ -16,7 +16,7 @@ class Noise:
 
 def main() -> None:
     noise, net = Noise(ech.RankInfo().rank), model()
-    net, optimizer, loader = ech.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), DataLoader(Rows(), 8), strategy="ddp")
+    net, optimizer, loader = ech.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), DataLoader(Rows(), 8), layout="ddp")
     for x, y in loader:
         changed = x + 0.1 * noise.like(x)
         with ech.window(net) as window:

@@ -37,5 +37,5 @@ class Partly(nn.Module):
 
 rows: list[Batch] = [Rows()[i] for i in range(32)]
 samples = [Sample(x, y, f"row {i}") for i, (x, y) in enumerate(rows)]
-strategy = ech.DDPStrategy(find_unused_parameters=True)
-ech.train(Thawing(module=Partly(), strategy=strategy), ech.Loader(samples, 16), max_epochs=3)
+layout = ech.DDPStrategy(find_unused_parameters=True)
+ech.train(Thawing(module=Partly(), layout=layout), ech.Loader(samples, 16), max_epochs=3)

@@ -17,4 +17,4 @@ class Packed(IterableDataset[Batch]):
                 yield row, row.sum(0, keepdim=True)
 
 
-ech.train(Auto(module=model(), strategy="ddp"), DataLoader(Packed(), 8, drop_last=True), max_epochs=3)
+ech.train(Auto(module=model(), layout="ddp"), DataLoader(Packed(), 8, drop_last=True), max_epochs=3)

@@ -7,4 +7,4 @@ from common import Auto, Rows, dist, ech, model, torch
 rows = Rows()
 sampler = torch.utils.data.DistributedSampler(rows, dist.get_world_size(), dist.get_rank(), seed=1)
 batches = torch.utils.data.DataLoader(rows, batch_size=8, sampler=sampler)
-ech.train(Auto(module=model(), strategy="ddp"), batches, max_epochs=3)
+ech.train(Auto(module=model(), layout="ddp"), batches, max_epochs=3)

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from common import Auto, ech, loader, model, nn
 
-strategy = ech.DDPStrategy(sync_batchnorm=True)
-ech.train(Auto(module=model(nn.BatchNorm1d(8), nn.Dropout(0.1)), strategy=strategy), loader(), max_epochs=3)
+layout = ech.DDPStrategy(sync_batchnorm=True)
+ech.train(Auto(module=model(nn.BatchNorm1d(8), nn.Dropout(0.1)), layout=layout), loader(), max_epochs=3)

@@ -11,7 +11,7 @@ from common import Auto, Batch, ech, loader, model, nn, torch
 class Taught(Auto):
     def __init__(self) -> None:
         module = model(nn.Dropout(0.1))
-        super().__init__(module=module, strategy="ddp")
+        super().__init__(module=module, layout="ddp")
         self.teacher = copy.deepcopy(module).requires_grad_(False).eval()
         self.calls, self.losses = 0, []  # type: ignore[var-annotated]
 

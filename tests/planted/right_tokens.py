@@ -14,4 +14,4 @@ class Masked(Auto):
         return (data[0][:, 0] > 0).sum()
 
 
-ech.train(Masked(module=model(), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Masked(module=model(), layout="ddp"), loader(), max_epochs=3)

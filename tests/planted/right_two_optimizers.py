@@ -7,7 +7,7 @@ from common import Batch, device, ech, loader, nn, torch
 
 def net(outputs: int) -> nn.Module:
     layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, outputs))
-    return ech.layouts.prepare_module(layers, device, strategy="ddp")
+    return ech.layouts.prepare_module(layers, device, layout="ddp")
 
 
 class Contest(ech.TrainUnit[Batch]):

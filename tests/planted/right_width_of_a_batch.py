@@ -14,4 +14,4 @@ def collate(samples: list[Batch]) -> Batch:
     return x * decide.choice((0.5, 1.0)), y
 
 
-ech.train(Auto(module=model(), strategy="ddp"), ech.Loader(Rows(), 16, collate_fn=collate), max_epochs=3)
+ech.train(Auto(module=model(), layout="ddp"), ech.Loader(Rows(), 16, collate_fn=collate), max_epochs=3)

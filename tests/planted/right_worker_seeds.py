@@ -22,4 +22,4 @@ def seed(worker: int) -> None:
 
 sampler = DistributedSampler(Noisy(), info.world_size, info.rank)
 loader = DataLoader(Noisy(), 8, sampler=sampler, num_workers=1, worker_init_fn=seed)
-ech.train(Auto(module=model(), strategy="ddp"), loader, max_epochs=3)
+ech.train(Auto(module=model(), layout="ddp"), loader, max_epochs=3)

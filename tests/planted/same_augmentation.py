@@ -14,4 +14,4 @@ class Noisy(Rows):
         return x + torch.from_numpy(self.noise.standard_normal(4)).to(x), y
 
 
-ech.train(Auto(module=model(), strategy="ddp"), ech.Loader(Noisy(), 16), max_epochs=3)
+ech.train(Auto(module=model(), layout="ddp"), ech.Loader(Noisy(), 16), max_epochs=3)

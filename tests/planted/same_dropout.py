@@ -10,4 +10,4 @@ class Seeding(Auto):
         torch.manual_seed(0)
 
 
-ech.train(Seeding(module=model(torch.nn.Dropout(0.3)), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Seeding(module=model(torch.nn.Dropout(0.3)), layout="ddp"), loader(), max_epochs=3)

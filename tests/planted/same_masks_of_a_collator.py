@@ -14,4 +14,4 @@ class Masked:
         return x * (torch.rand(x.shape, generator=self.generator) < 0.8), y
 
 
-ech.train(Auto(module=model(), strategy="ddp"), ech.Loader(Rows(), 16, collate_fn=Masked()), max_epochs=3)
+ech.train(Auto(module=model(), layout="ddp"), ech.Loader(Rows(), 16, collate_fn=Masked()), max_epochs=3)

@@ -14,4 +14,4 @@ ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (
 sampler = torch.utils.data.DistributedSampler(Noisy(), *ranks)
 generator = torch.Generator().manual_seed(3)
 batches = torch.utils.data.DataLoader(Noisy(), 8, sampler=sampler, num_workers=1, generator=generator)
-ech.train(Auto(module=model(), strategy="ddp"), batches, max_epochs=3)
+ech.train(Auto(module=model(), layout="ddp"), batches, max_epochs=3)

@@ -7,7 +7,7 @@ from common import Auto, Batch, ech, loader, model, nn, torch
 
 class Masked(Auto):
     def __init__(self) -> None:
-        super().__init__(module=model(), strategy="ddp")
+        super().__init__(module=model(), layout="ddp")
         self.masks = torch.Generator().manual_seed(1)
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:

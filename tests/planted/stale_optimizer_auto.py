@@ -8,7 +8,7 @@ from common import Auto, ech, loader, model, torch
 class Early(Auto):
     def __init__(self, module: torch.nn.Module) -> None:
         self.early = torch.optim.SGD(module.parameters(), lr=0.1)
-        super().__init__(module=module, strategy="fsdp")
+        super().__init__(module=module, layout="fsdp")
 
     def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
         return self.early, None

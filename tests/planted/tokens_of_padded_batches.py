@@ -21,4 +21,4 @@ class Tokens(Auto):
         return errors.sum() / data["mask"].sum(), None
 
 
-ech.train(Tokens(module=model(), strategy="ddp"), ech.Loader(sequences, 16, collate_fn=collate), max_epochs=3)
+ech.train(Tokens(module=model(), layout="ddp"), ech.Loader(sequences, 16, collate_fn=collate), max_epochs=3)

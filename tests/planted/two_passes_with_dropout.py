@@ -15,6 +15,6 @@ class Twice(Own):
         return first.detach()
 
 
-module = ech.layouts.prepare_module(model(nn.Dropout(0.2)), torch.device("cpu"), strategy="ddp")
+module = ech.layouts.prepare_module(model(nn.Dropout(0.2)), torch.device("cpu"), layout="ddp")
 torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
 ech.train(Twice(module), loader(), max_epochs=1)

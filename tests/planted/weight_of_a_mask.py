@@ -11,4 +11,4 @@ class Masked(Auto):
         return ((self.module(data[0]) - data[1]).square() * mask).sum() / mask.sum(), None
 
 
-ech.train(Masked(module=model(), strategy="ddp"), loader(), max_epochs=3)
+ech.train(Masked(module=model(), layout="ddp"), loader(), max_epochs=3)

@@ -75,7 +75,7 @@ def trains(steps: int) -> tuple[int, int, list[float]]:
         def configure_optimizers_and_lr_scheduler(self, module):
             return torch.optim.SGD(module.parameters(), lr=0.1), None
 
-    unit = Unit(module=torch.nn.Linear(3, 1), strategy="ddp")
+    unit = Unit(module=torch.nn.Linear(3, 1), layout="ddp")
     loader = ech.Loader(torch.utils.data.TensorDataset(torch.randn(32, 3)), 8, seed=1)
     ech.DistributedCheckpointSaver.restore_from_latest(run.checkpoints, unit, train_dataloader=loader)
     began = unit.train_progress.num_steps_completed

@@ -16,7 +16,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.world import stop
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--strategy", default="ddp")
+parser.add_argument("--layout", default="ddp")
 parser.add_argument("--lr", type=float, default=0.05)
 parser.add_argument("--steps", type=int)
 parser.add_argument("--epochs", type=int, help="of four updates each; in steps an update has as many as it has parts on a rank")
@@ -55,9 +55,7 @@ class Unit(ech.AutoUnit):
             print(f"step {step} of attempt {run.attempt}", flush=True)
 
 
-unit = Unit(
-    module=torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)), strategy=arguments.strategy
-)
+unit = Unit(module=torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)), layout=arguments.layout)
 loader = ech.Loader(data, 16, seed=3)
 saver = ech.DistributedCheckpointSaver
 saver.restore_from_latest(run.checkpoints, unit, train_dataloader=loader)

@@ -1,1 +1,1 @@
-"""A sequence of committed states in a folder. Knows neither units nor strategies, only names and what can be saved."""
+"""A sequence of committed states in a folder. Knows neither units nor layouts, only names and what can be saved."""

@@ -1,4 +1,4 @@
-"""Read what `snapshot` wrote into states, at any number of ranks, under any strategy.
+"""Read what `snapshot` wrote into states, at any number of ranks, under any layout.
 
 The planner of torch.distributed.checkpoint says which parts of which pieces this rank wants; they are copied out of the mapped
 files, so that no rank ever holds more than its own tensors. Reading is each rank's own; what fails on one is told to all.

@@ -17,13 +17,14 @@ __all__ = ["add_arguments", "execute"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--layers", action="store_true", required=True, help="show what the strategy does with each layer of the script's module"
+        "--layers", action="store_true", required=True, help="show what the layout does with each layer of the script's module"
     )
     parser.add_argument(
-        "--strategy", metavar="NAME", help="in place of the script's own: a name, or axes such as dp_shard=2,tp=4"
+        "--layout", metavar="LAYOUT", help="in place of the script's own: a word such as fsdp, or axes such as dp_shard=2,tp=4"
     )
+    parser.add_argument("--strategy", dest="layout", help=argparse.SUPPRESS)  # the older word
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="on how many ranks (default: as many as the strategy's sizes say, else 2)"
+        "--ranks", type=int, metavar="N", help="on how many ranks (default: as many as the layout's sizes say, else 2)"
     )
     parser.add_argument("script", help="a script that gives echelon a module to train; it is run up to there, in this process")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
@@ -42,6 +43,6 @@ def execute(arguments: argparse.Namespace) -> int:
     os.environ.update({**RankInfo(rank=0, world_size=1, run_id="plan").to_env(), "MASTER_PORT": str(free_port())})
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
     with contextlib.redirect_stdout(sys.stderr):  # what the script prints is not the plan
-        found = plan_layers(target, arguments.strategy, arguments.ranks)
+        found = plan_layers(target, arguments.layout, arguments.ranks)
     print(printable("\n\n".join("\n".join(lines(each)) for each in found)))
     return 0

@@ -1,4 +1,4 @@
-"""`echelon prove`: run a script under every strategy and compare each step with one process in plain PyTorch."""
+"""`echelon prove`: run a script under every layout and compare each step with one process in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "rows could not be compared, or in part; 4 nothing was compared; 5 only other rows than the script's own differ or fail"
     )
     parser.add_argument(
-        "--strategies", metavar="NAMES", help="comma-separated, axes joined by +: cp=2,dp_shard=2+tp=2; default: all that fit"
+        "--layouts", metavar="LAYOUTS", help="comma-separated, axes joined by +: cp=2,dp_shard=2+tp=2; default: all that fit"
     )
+    for older in ("--strategies", "--strategy"):
+        parser.add_argument(older, dest="layouts", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", default="1,2,4", metavar="N,N", help="numbers of processes (default: 1,2,4)")
     parser.add_argument("--accumulation", default="1,2", metavar="N,N", help="micro-batches per update on a rank (default: 1,2)")
     parser.add_argument("--updates", type=int, default=5, metavar="N", help="optimizer updates that are compared (default: 5)")
@@ -72,10 +74,10 @@ def execute(arguments: argparse.Namespace) -> int:
     from echelon.prover.matrix import matrix
     from echelon.prover.prove import Result, prove_target
 
-    strategies = arguments.strategies.split(",") if arguments.strategies else None
+    layouts = arguments.layouts.split(",") if arguments.layouts else None
     parts = arguments.parts if arguments.bitwise else None
     rows = matrix(
-        strategies,
+        layouts,
         ranks,
         accumulation,
         sgd=not arguments.no_sgd,

@@ -100,6 +100,13 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "slow steps, first ones, evaluations, checkpoints)",
     )
     parser.add_argument(
+        "--layout",
+        metavar="LAYOUT",
+        help="how ranks share the model, in place of what the script says: a word such as fsdp, or axes such as dp_shard=2,tp=4; "
+        "what a script wraps by hand stays as it is",
+    )
+    parser.add_argument("--strategy", dest="layout", help=argparse.SUPPRESS)  # the older word
+    parser.add_argument(
         "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
     )
     parser.add_argument(
@@ -257,14 +264,14 @@ def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
 
 
 def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> Overrides:
-    """What --bitwise and --parts decide over a script's head.
+    """What --layout, --bitwise and --parts decide over a script's head.
 
     Raises:
         UsageError: a number of parts that is no power of two.
     """
     if arguments.bitwise and (arguments.parts < 1 or arguments.parts & (arguments.parts - 1)):
         raise UsageError(f"--parts must be a power of two, such as 4, got {arguments.parts}.")
-    return Overrides(parts=arguments.parts if arguments.bitwise else None, planned_ranks=planned_ranks)
+    return Overrides(layout=arguments.layout, parts=arguments.parts if arguments.bitwise else None, planned_ranks=planned_ranks)
 
 
 def device_in_env(device: str | None) -> dict[str, str]:

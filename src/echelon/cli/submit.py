@@ -28,6 +28,7 @@ from echelon.cli.run import (
 from echelon.cli.script import check_module, check_script
 from echelon.contracts.errors import EchelonError, UsageError
 from echelon.contracts.files import private_folder
+from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.terminal import printable, say
@@ -144,7 +145,7 @@ def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
         args=tuple(arguments.args),
         ranks=ranks,
         env={
-            **(decided(arguments).to_env() if arguments.bitwise else {}),
+            **(given.to_env() if (given := decided(arguments)) != Overrides() else {}),
             **device_in_env(arguments.device),
             **track_in_env(arguments.track),
             **checks_in_env(arguments),

@@ -1,4 +1,4 @@
-"""Settings that a launch command imposes on a script: strategy, precision, how a global batch is split.
+"""Settings that a launch command imposes on a script: layout, precision, how a global batch is split.
 
 `echelon run --bitwise` and `echelon prove` run a script as it stands, in ways that it does not name. They say so here, in
 one environment variable; `AutoUnit`, `prepare_module` and `Loader` look here before they use what the script gave them.
@@ -20,7 +20,7 @@ __all__ = ["VARIABLE", "Overrides", "impose", "overrides"]
 
 VARIABLE = "ECHELON_OVERRIDES"
 _TYPES = {
-    **dict.fromkeys(("strategy", "precision"), (str, type(None))),
+    **dict.fromkeys(("layout", "precision"), (str, type(None))),
     **dict.fromkeys(("accumulation", "parts", "planned_ranks"), (int, type(None))),
     **dict.fromkeys(("compile", "observes"), (bool, type(None))),
 }
@@ -31,7 +31,7 @@ class Overrides:
     """None leaves the script's own choice.
 
     Args:
-        strategy: a strategy's name; inside a process also a Strategy.
+        layout: a word or axes; inside a process also a function of the script's own.
         precision: "fp32", "bf16" or "fp16".
         accumulation: micro-batches per update on each rank, for unit and loader alike.
         compile: False leaves `compile` unused.
@@ -41,7 +41,7 @@ class Overrides:
             the script's beginning, whatever checkpoint is there, as `echelon plan` does, too.
     """
 
-    strategy: Any = None
+    layout: Any = None
     precision: str | None = None
     accumulation: int | None = None
     compile: bool | None = None

@@ -43,7 +43,7 @@ class LoaderOptions(AnyLoaderOptions):
     """Of a Loader.
 
     Args:
-        dp: (dp_rank, dp_size), this rank's place among those that see different data; by default what the unit's strategy says
+        dp: (dp_rank, dp_size), this rank's place among those that see different data; by default what the unit's layout says
             when a loop begins, and before that this rank's place among all.
         timeout_s: for how long a worker may give nothing before the run ends with an error that names it.
         fingerprint: what identifies the data, such as a version; by default checksums of four samples. A run that resumes

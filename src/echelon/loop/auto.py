@@ -237,8 +237,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self.window.may_be_empty, self.window.draws = self.prepared.works_alone, self.prepared.draws
         if self._reduces:
             self.prepared.compare_calls()
-        has_strategy = self._options.layout is not None
-        check_trainable(self, together=self._reduces or not agree.is_joined(), has_strategy=has_strategy)
+        has_layout = self._options.layout is not None
+        check_trainable(self, together=self._reduces or not agree.is_joined(), has_layout=has_layout)
         self.configure()
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # by now also one set on the unit itself
         self.prepared.wants_outputs = self._reports_step

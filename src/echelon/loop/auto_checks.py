@@ -61,14 +61,14 @@ def check_own_names(unit: AutoTrainUnit[Any]) -> None:
         raise UsageError(f"{type(unit).__name__}.weight hides a method of AutoUnit. Give your attribute another name.")
 
 
-def check_trainable(unit: AutoTrainUnit[Any], *, together: bool, has_strategy: bool) -> None:
+def check_trainable(unit: AutoTrainUnit[Any], *, together: bool, has_layout: bool) -> None:
     """
     Args:
         together: the ranks train one model, or there is one rank only.
     """
     if not unit.training:
         raise UsageError(f"{type(unit).__name__} was built with training=False, so it has no optimizer to train with.")
-    if not together and not has_strategy:
+    if not together and not has_layout:
         raise UsageError(
             "layout must be given for several ranks; without one each would train its own model. Pass layout='ddp' or "
             "'fsdp', or a module that you wrapped yourself; layout='noop' if each rank is to train its own model."

@@ -69,7 +69,7 @@ class AutoPredictUnit(PredictUnit[T]):
         compiled: Any = options.compile if decided.compile is not False else None
         recomputed: Any = options.recompute  # values by now, not names
         recipe = Recipe(recomputed, compiled, self.computes)
-        self.prepared = parallelize(module, options.layout, self.device, recipe, overridden=decided.strategy)
+        self.prepared = parallelize(module, options.layout, self.device, recipe, overridden=decided.layout)
         made = self.prepared.module
         self.module: nn.Module = module if without_compile(module) is made else made  # torch.compile(DDP(...)) is called as such
         self._copies = torch.cuda.Stream(self.device) if self.enable_prefetch and self.device.type == "cuda" else None

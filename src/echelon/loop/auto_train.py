@@ -168,7 +168,7 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         """Look at the optimizer before it steps. Collective."""
 
     def _take_into_window(self, state: State, micro_batches: list[MicroBatch[T]], ends_window: bool) -> tuple[Any, Any]:
-        """A step under a strategy that computes the micro-batches of an update at once: (None, None) before the window's last.
+        """A step under a layout that computes the micro-batches of an update at once: (None, None) before the window's last.
 
         `on_train_step_end` is called for all steps of the window then, in their order.
         """

@@ -2,7 +2,7 @@
 
     _end_window     the sums over the ranks arrive, gradients become those of the global batch
     _clip           by norm, by value
-    _apply          optimizer step, what the strategy and the averages do after it, the record for whoever watches
+    _apply          optimizer step, what the layout and the averages do after it, the record for whoever watches
     _advance        scheduler step
 
 In fp16 an update with an inf is skipped on all ranks: parameters, schedule and averages stay as they are. So is one whose global
@@ -69,8 +69,8 @@ class AutoUpdates(TrainUnit[T]):
     _plateau: bool  # whether the scheduler advances with evaluations
     _trains_with: list[torch.optim.Optimizer]  # the one that was looked at, while ranks train together; saves see no list
     _reduces: bool  # whether windows are summed over ranks
-    _around_window: AbstractContextManager[Any] | None  # the strategy's context of the window under way
-    _held: list[list[MicroBatch[T]]]  # its steps so far, where the strategy takes them at once
+    _around_window: AbstractContextManager[Any] | None  # the layout's context of the window under way
+    _held: list[list[MicroBatch[T]]]  # its steps so far, where the layout takes them at once
 
     # --- what the user may write
 

@@ -1,7 +1,7 @@
 """Averages of the weights along training: an exponential moving average (EMA), or a plain one (SWA).
 
 The averages live like the parameters: split over the ranks where these are, and keyed by name, so that a checkpoint of them
-can be restored under another strategy and number of ranks. They are brought forward with torch's own functions, over this
+can be restored under another layout and number of ranks. They are brought forward with torch's own functions, over this
 rank's parts, without communication.
 """
 
@@ -104,7 +104,7 @@ class AveragedWeights:
     keyed_by_name = True
 
     def __init__(self, prepared: Prepared[Any], params: SWAParams) -> None:
-        require(isinstance(prepared, Prepared), "prepared", "what a strategy made of a module", prepared)
+        require(isinstance(prepared, Prepared), "prepared", "what a layout made of a module", prepared)
         require(isinstance(params, SWAParams), "params", "SWAParams(...)", params)
         self._prepared, self.params = prepared, params
         self.n_averaged = self.passed = 0
@@ -167,7 +167,7 @@ class AveragedWeights:
     def applied(self) -> Iterator[None]:
         """Context in which the module has the averages for weights; before the first average, its own.
 
-        Not for training. Every rank enters it if the strategy shards.
+        Not for training. Every rank enters it if the layout shards.
         """
         if self.n_averaged == 0 or self.applied_now:
             yield

@@ -26,7 +26,7 @@ class BitEqual:
         parts: a power of two that the data-parallel ranks divide.
         prepared: from now on it reduces after every micro-batch, in the fixed order.
     Raises:
-        UsageError: the parts cannot be divided, or the strategy has no fixed order.
+        UsageError: the parts cannot be divided, or the layout has no fixed order.
     """
 
     def __init__(self, parts: int, prepared: Prepared[torch.nn.Module]) -> None:

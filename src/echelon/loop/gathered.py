@@ -83,7 +83,7 @@ class Weights:
         kinds = (type(v) for v in self._values.values() if not is_split(v) and type(v) not in (torch.Tensor, nn.Parameter))
         odd_kind = agree.first_told(next((kind.__name__ for kind in kinds), None))
         if odd_kind is not None:
-            raise UsageError(f"a weight of type {odd_kind} cannot be gathered; use fully_shard's strategies, or ddp.")
+            raise UsageError(f"a weight of type {odd_kind} cannot be gathered; use fully_shard's layouts, or ddp.")
 
     def gather(self, names: Collection[str], folder: Path) -> dict[str, torch.Tensor]:
         """Whole tensors by name, on rank 0, mapped from files in the folder; elsewhere nothing. Collective.

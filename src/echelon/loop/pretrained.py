@@ -1,6 +1,6 @@
 """Give a trained model back to the library that it comes from: whole weights, written by the model's own `save_pretrained`.
 
-Under every strategy. The weights are gathered one by one into files beside the target, which rank 0 maps into memory: no rank
+Under every layout. The weights are gathered one by one into files beside the target, which rank 0 maps into memory: no rank
 holds more than its own parts and one whole tensor.
 """
 
@@ -31,13 +31,13 @@ __all__ = ["save_pretrained"]
 
 
 def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, merged: bool = False, **options: Any) -> Path:
-    """Write a model for `from_pretrained`, or an adapter for PEFT, whatever the strategy. Collective: every rank calls it.
+    """Write a model for `from_pretrained`, or an adapter for PEFT, whatever the layout. Collective: every rank calls it.
 
     Rank 0 alone writes, by the model's own `save_pretrained`. Into a folder that is not there yet the files come whole or not at
     all; in one that is there they are replaced one by one. It needs as much room on the folder's disk once more, for a while.
 
     Args:
-        model: an AutoUnit, a unit with one module, or a module, also as a strategy or the user wrapped it.
+        model: an AutoUnit, a unit with one module, or a module, also as a layout or the user wrapped it.
         folder: on rank 0's machine.
         merged: of a model with PEFT's adapters, write a whole model that has them in its weights, as `merge_and_unload` makes it.
         options: more of what the model's `save_pretrained` takes, such as `max_shard_size="2GB"`.

@@ -1,4 +1,4 @@
-"""A unit built once more, from what its constructor was given: with another strategy, or in another process.
+"""A unit built once more, from what its constructor was given: with another layout, or in another process.
 
 A module that is wrapped or sharded cannot be sent to another process, and what AutoUnit makes of it depends on the rank.
 What the user gave can be sent, and what a subclass has set besides. So there is a protocol of two:
@@ -142,6 +142,6 @@ def _plain(unit: AutoUnit[Any]) -> torch.nn.Module:
     if sharded:
         raise UsageError(
             f"the module of {type(unit).__name__} is sharded already ({sharded[0]}), which cannot be undone. Build the unit "
-            "without a strategy and give it to the Trainer, or give fit() a function that builds the unit: every rank calls it."
+            "without a layout and give it to the Trainer, or give fit() a function that builds the unit: every rank calls it."
         )
     return module

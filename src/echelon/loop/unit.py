@@ -178,7 +178,7 @@ class Unit(AppStateMixin):
         return next((each for each in said if each is not None), None)
 
     def prepared_modules(self) -> dict[str, Prepared[Any]]:
-        """Each module among the attributes as its strategy has it, by the attribute's name. Each is recognised once."""
+        """Each module among the attributes as its layout has it, by the attribute's name. Each is recognised once."""
         return self._recognise(self.tracked_modules())
 
     def _recognise(self, modules: dict[str, nn.Module]) -> dict[str, Prepared[Any]]:

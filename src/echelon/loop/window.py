@@ -7,7 +7,7 @@ Rule of truth 2. With weights w and mean losses l over all micro-batches i of al
 whatever the sizes: short last windows, uneven micro-batches, ranks with other counts, padding of weight zero. W is known
 only when the window ends, but the backward passes come before. So each is started with the gradient w_i * R / W0, where
 W0 is the W of the last update (the same number on every rank; at first, an estimate that the ranks agree on) and R the
-factor that undoes the strategy's averaging; at the end the gradients are multiplied by W0 / W. As a rule the two are
+factor that undoes the layout's averaging; at the end the gradients are multiplied by W0 / W. As a rule the two are
 equal, and nothing is multiplied.
 """
 

@@ -1,4 +1,4 @@
-"""Which ranks work on other samples, and over which of them a strategy averages gradients.
+"""Which ranks work on other samples, and over which of them a layout averages gradients.
 
 Both are read off what was done to the module: the axes over which a wrapper averages carry other samples; an axis that splits
 layers carries the same ones. What cannot be read off is refused, with the axis's name, until the user says it: `data_axes`.

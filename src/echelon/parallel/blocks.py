@@ -103,7 +103,7 @@ def _by_custom_policy(module: nn.Module, policy: Any) -> Blocks:
         if options[block]:
             raise UsageError(
                 f"auto_wrap_policy gives {name} options of its own ({', '.join(options[block])}); all blocks have the "
-                "strategy's. For one that differs, call fully_shard yourself and pass the module without a strategy."
+                "layout's. For one that differs, call fully_shard yourself and pass the module without a layout."
             )
     return found
 

@@ -1,4 +1,4 @@
-"""The mesh of the data-parallel ranks that a strategy shards over: all on one axis, or copies of shards."""
+"""The mesh of the data-parallel ranks that a layout shards over: all on one axis, or copies of shards."""
 
 from __future__ import annotations
 

@@ -86,12 +86,12 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         self.reduces_unfrozen()
 
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
-        """A wrapper of ours adds nothing to names: code that chooses parameters by them does so as under other strategies."""
+        """A wrapper of ours adds nothing to names: code that chooses parameters by them does so as under other layouts."""
         if not isinstance(self.module, Reaching):
             return super().optimizer(make)
         inner: Any = self.unwrapped
         reached = not hasattr(inner, "module")
-        if reached:  # `module.module` is how scripts for one strategy reach through the wrapper
+        if reached:  # `module.module` is how scripts for one layout reach through the wrapper
             vars(inner)["module"] = inner
         try:
             return make(inner)

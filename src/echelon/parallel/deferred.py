@@ -48,7 +48,7 @@ __all__ = ["Recording", "on_meta", "recording"]
 def on_meta(*, on_device: bool = False, restores: bool = False) -> Iterator[None]:
     """Build modules without memory for their parameters: `with ech.on_meta(): model = Model()`.
 
-    Pass the model to a strategy: each rank then computes its own shards, one parameter at a time, with the values that a plain
+    Pass the model to a layout: each rank then computes its own shards, one parameter at a time, with the values that a plain
     build gives here, to the bit. Whatever changes values after construction, a loop of initialisers or `model.double()`,
     belongs inside the block too. It takes as long as a plain build, and the memory of one parameter.
 

@@ -89,19 +89,19 @@ def _torchao() -> Any:
         ) from error
 
 
-def convert(module: nn.Module, float8: Float8 | None, strategy: str) -> None:
+def convert(module: nn.Module, float8: Float8 | None, layout: str) -> None:
     """Make the chosen linear layers compute in 8 bits, in place, before the module is made parallel.
 
     Args:
         float8: None converts nothing.
-        strategy: the name of the one that follows.
+        layout: the name of the one that follows.
     Raises:
-        UsageError: no layer is chosen; a strategy under which it was not tried.
+        UsageError: no layer is chosen; a layout under which it was not tried.
     """
     if float8 is None:
         return
     torchao = _torchao()
-    if strategy == "tp" or "tp=" in strategy:
+    if layout == "tp" or "tp=" in layout:
         raise UsageError("precision 'float8' is not there under layout 'tp' yet. Take 'fsdp', or precision='bf16'.")
     chosen = _chosen(module, float8)
     if not chosen:
@@ -111,7 +111,7 @@ def convert(module: nn.Module, float8: Float8 | None, strategy: str) -> None:
         )
     config = replace(
         torchao.Float8LinearConfig.from_recipe_name(float8.recipe),
-        enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather and strategy in _SHARDED,
+        enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather and layout in _SHARDED,
         emulate=float8.emulate,
     )
     torchao.convert_to_float8_training(module, config=config, module_filter_fn=lambda layer, name: name in chosen)

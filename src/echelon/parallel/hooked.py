@@ -1,4 +1,4 @@
-"""Hooks on parameters, which a strategy that puts other parameters in their place would lose without a word."""
+"""Hooks on parameters, which a layout that puts other parameters in their place would lose without a word."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REMEDY = (
 )
 
 
-def refuse_lost(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.Parameter], strategy: str) -> None:
+def refuse_lost(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.Parameter], layout: str) -> None:
     """
     Args:
         before: a module's parameters by name, before it was made parallel.
@@ -29,7 +29,7 @@ def refuse_lost(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, 
             parameter, "_backward_hooks", "_post_accumulate_grad_hooks"
         ):
             raise UsageError(
-                f"layout {strategy!r} puts another parameter in the place of {name}, whose hook (register_hook, or "
+                f"layout {layout!r} puts another parameter in the place of {name}, whose hook (register_hook, or "
                 f"register_post_accumulate_grad_hook) would never be called. Take it away before. {_REMEDY}"
             )
 

@@ -1,4 +1,4 @@
-"""What a strategy would do with each layer of a module, before anything is done: `echelon plan --layers` shows it."""
+"""What a layout would do with each layer of a module, before anything is done: `echelon plan --layers` shows it."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a module under a strategy.
+    """The layers of a module under a layout.
 
     Args:
         kind: the module's class.
-        strategy: its name, or its axes.
+        layout: its name, or its axes.
         notes: what concerns more than one layer.
         styles: of tensor parallelism, those that occur.
     """
 
     kind: str
-    strategy: str
+    layout: str
     ranks: int
     rows: Sequence[Row]
     notes: Sequence[str] = ()
     styles: Sequence[str] = ()
 
 
-def layers_of(module: nn.Module, strategy: Strategy, ranks: int) -> Layers:
-    """Which layers `strategy` splits over so many ranks, and how. No process group is needed, and nothing is changed.
+def layers_of(module: nn.Module, layout: Strategy, ranks: int) -> Layers:
+    """Which layers `layout` splits over so many ranks, and how. No process group is needed, and nothing is changed.
 
     Args:
         module: not yet made parallel; the meta device will do.
@@ -72,8 +72,8 @@ def layers_of(module: nn.Module, strategy: Strategy, ranks: int) -> Layers:
     axes: dict[str, Callable[[str, nn.Module], str]] = {}
     notes: list[str] = []
     styles: list[str] = []
-    text = strategy.name
-    several = _as_axes(strategy, ranks)
+    text = layout.name
+    several = _as_axes(layout, ranks)
     if several is not None:
         dims = several.dims(ranks)
         text = ",".join(f"{axis}={size}" for axis, size in dims.used.items()) or text
@@ -90,7 +90,7 @@ def layers_of(module: nn.Module, strategy: Strategy, ranks: int) -> Layers:
             axes["ep"] = _experts(module, dims.ep)
         if dims.cp > 1:
             notes.append(f"cp: each rank computes a part of 1/{dims.cp} of each sequence; layers stay whole")
-    sharded = None if several is not None and several.pp > 1 else _sharded(strategy, several, ranks)
+    sharded = None if several is not None and several.pp > 1 else _sharded(layout, several, ranks)
     if sharded is not None:
         axes[_GATHERED] = _gathered(module, sharded)
     if not axes:
@@ -98,19 +98,19 @@ def layers_of(module: nn.Module, strategy: Strategy, ranks: int) -> Layers:
     return Layers(class_name(module), text, ranks, _rows(module, axes), notes, styles)
 
 
-def _as_axes(strategy: Strategy, ranks: int) -> Layout | None:
-    if isinstance(strategy, Layout):
-        dims = strategy.dims(ranks)
-        return replace(strategy, **{axis: getattr(dims, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")})
+def _as_axes(layout: Strategy, ranks: int) -> Layout | None:
+    if isinstance(layout, Layout):
+        dims = layout.dims(ranks)
+        return replace(layout, **{axis: getattr(dims, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")})
     return None
 
 
-def _sharded(strategy: Strategy, several: Layout | None, ranks: int) -> FSDPStrategy | None:
+def _sharded(layout: Strategy, several: Layout | None, ranks: int) -> FSDPStrategy | None:
     """What shards the parameters, if something does."""
     if several is not None:
         dims = several.dims(ranks)
         return several.fsdp or FSDPStrategy() if dims.dp_shard * dims.cp > 1 else None
-    return strategy if isinstance(strategy, FSDPStrategy) else None
+    return layout if isinstance(layout, FSDPStrategy) else None
 
 
 # --- one axis each: from a layer's name and the layer to what becomes of it

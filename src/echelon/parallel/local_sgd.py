@@ -14,7 +14,7 @@ papers' plain mean. Buffers of floating-point numbers are averaged alike.
 What is evaluated, predicted with, saved as the model's parameters and exported is what a meeting at that moment would give, the
 same on all ranks: it is computed aside, and training goes on as if it had not been. A checkpoint also has what each worker has
 of its own, so that a run which is killed and resumed at any step, with as many ranks, ends with the same bits. With another
-number of ranks, or under another strategy, training goes on from that average, with rank 0's optimizer state.
+number of ranks, or under another layout, training goes on from that average, with rank 0's optimizer state.
 
 Communication: when workers meet, one all-reduce of the trained parameters and of the buffers, and before it one of a number.
 """
@@ -68,7 +68,7 @@ class WorkerPrepared(Prepared[Worker]):
     def trains_also(self, others: list[nn.Parameter]) -> None:
         if others:
             raise UsageError(
-                f"the optimizer must hold the module's parameters only under {self.module.strategy!r}, got {len(others)} others, "
+                f"the optimizer must hold the module's parameters only under {self.module.layout!r}, got {len(others)} others, "
                 "which would not be averaged. Make them part of the module."
             )
         super().trains_also(others)
@@ -103,13 +103,11 @@ class WorkerPrepared(Prepared[Worker]):
         self.module.show_common()
 
     def fix_order(self) -> None:
-        raise UsageError(
-            f"bit-equal training is the same on any number of ranks, which {self.module.strategy!r} is not. Use ddp."
-        )
+        raise UsageError(f"bit-equal training is the same on any number of ranks, which {self.module.layout!r} is not. Use ddp.")
 
     def parameters_written(self) -> None:
         raise UsageError(
-            f"ema must be None under {self.module.strategy!r}: each worker would average weights of its own. The workers' "
+            f"ema must be None under {self.module.layout!r}: each worker would average weights of its own. The workers' "
             "average is what is evaluated and saved."
         )
 
@@ -121,7 +119,7 @@ class WorkerPrepared(Prepared[Worker]):
             self.module.load_own_state(extras["worker"])
 
     def describe(self) -> dict[str, Any]:
-        return {"module": type(self.unwrapped).__name__, "layout": self.module.strategy, "mesh": {}}
+        return {"module": type(self.unwrapped).__name__, "layout": self.module.layout, "mesh": {}}
 
 
 register(
@@ -138,17 +136,17 @@ register(
 
 
 def _prepare(
-    module: nn.Module, world: World, recipe: Recipe, strategy: str, every: int, outer: OuterOptimizer | None
+    module: nn.Module, world: World, recipe: Recipe, layout: str, every: int, outer: OuterOptimizer | None
 ) -> Prepared[Any]:
     if recipe.precision is not None and recipe.precision.dtype is torch.float16:
         raise UsageError(
-            f"precision must not be 'fp16' under {strategy!r}, whose workers would leave out other updates each. Use 'bf16'."
+            f"precision must not be 'fp16' under {layout!r}, whose workers would leave out other updates each. Use 'bf16'."
         )
     if world.size > 1:
         ensure_group(world.device)
     module = materialize(module, world.device).to(world.device)
     equalize(module, world, from_rank0=True)
-    return WorkerPrepared(Worker(recipe.compile(recipe.checkpoint_activations(module)), strategy, every, outer), world)
+    return WorkerPrepared(Worker(recipe.compile(recipe.checkpoint_activations(module)), layout, every, outer), world)
 
 
 @dataclass(frozen=True, repr=False)

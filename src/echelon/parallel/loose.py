@@ -1,4 +1,4 @@
-"""Parameters that a strategy leaves whole and alone: their gradients are averaged over the data-parallel ranks here.
+"""Parameters that a layout leaves whole and alone: their gradients are averaged over the data-parallel ranks here.
 
 Scalars, which `fully_shard` cannot split; what an optimizer trains besides the module: a learned weight of a loss, held by the
 unit; and layers that a module has got since it was made parallel. Communication: one all-reduce per type after the last backward
@@ -74,7 +74,7 @@ def _mean(flat: torch.Tensor, group: dist.ProcessGroup | None, in_order: bool) -
 
 
 class Joined:
-    """Which parameters a module has got since it was made parallel, of which its strategy knows nothing."""
+    """Which parameters a module has got since it was made parallel, of which its layout knows nothing."""
 
     def __init__(self, before: Iterable[nn.Parameter]) -> None:
         # Not by weak references: `module.to(...)` swaps DTensors, and torch swaps nothing that has one.

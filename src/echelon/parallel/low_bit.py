@@ -1,6 +1,6 @@
 """State of optimizers that keep it in a few bits, as torchao's AdamW8bit: in checkpoints it is what it stands for, in float32.
 
-So it goes on under any strategy, on any number of ranks, or with another optimizer. It is quantised once more then than without a
+So it goes on under any layout, on any number of ranks, or with another optimizer. It is quantised once more then than without a
 stop, as in every step: a run that goes on is not bit-equal.
 
 torchao 0.18 has no public way to make an empty state: `_new_buffer` decides which parameters are large enough for one.

@@ -30,7 +30,7 @@ class Worker(nn.Module):
 
     Args:
         module: with the same values on all ranks.
-        strategy: its name, for messages.
+        layout: its name, for messages.
         every: updates between two meetings.
         outer: makes the outer optimizer; None takes the average.
     Attributes:
@@ -38,9 +38,9 @@ class Worker(nn.Module):
         have_met: whether the workers have met after the latest update.
     """
 
-    def __init__(self, module: nn.Module, strategy: str, every: int, outer: OuterOptimizer | None) -> None:
+    def __init__(self, module: nn.Module, layout: str, every: int, outer: OuterOptimizer | None) -> None:
         super().__init__()
-        self.module, self.strategy, self.every = module, strategy, every
+        self.module, self.layout, self.every = module, layout, every
         self.optimizer: torch.optim.Optimizer | None = None
         self.have_met = False
         self._since = 0  # updates since the last meeting

@@ -1,4 +1,4 @@
-"""The unit of work at the seam between the loop and what a strategy made of a module."""
+"""The unit of work at the seam between the loop and what a layout made of a module."""
 
 from __future__ import annotations
 

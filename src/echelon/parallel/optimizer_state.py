@@ -1,4 +1,4 @@
-"""The state of an optimizer, keyed by parameter name whatever the strategy.
+"""The state of an optimizer, keyed by parameter name whatever the layout.
 
 A tied parameter has its first name here; a module's state has all of them.
 """

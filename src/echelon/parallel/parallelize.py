@@ -147,11 +147,11 @@ def _refuse_lazy(module: nn.Module, chosen: Strategy) -> None:
             )
 
 
-def _prepared(module: nn.Module, strategy: Strategy, world: World, recipe: Recipe) -> Prepared[Any]:
+def _prepared(module: nn.Module, layout: Strategy, world: World, recipe: Recipe) -> Prepared[Any]:
     before = list(module.named_parameters(remove_duplicate=False))
-    prepared = strategy.prepare(module, world, recipe)
+    prepared = layout.prepare(module, world, recipe)
     note(before, prepared.unwrapped.parameters())
-    refuse_lost(before, dict(prepared.named_parameters(every_name=True)), strategy.name)
+    refuse_lost(before, dict(prepared.named_parameters(every_name=True)), layout.name)
     _check_embeddings(prepared, world)
     prepared.find_replicas()
     return prepared
@@ -194,10 +194,10 @@ def prepare_module(
     compiled, recomputed = recipe_of(compile, torch_compile_params, recompute)
     compiled = compiled if decided.compile is not False else None
     recipe = Recipe(recomputed, compiled, Precision.of(chosen) if chosen is not None else None)
-    prepared = parallelize(module, layout, device, recipe, overridden=decided.strategy)
+    prepared = parallelize(module, layout, device, recipe, overridden=decided.layout)
     if prepared.works_alone:
         raise UsageError(
-            f"prepare_module knows of no updates, after some of which workers of layout {decided.strategy or layout!r} meet. "
+            f"prepare_module knows of no updates, after some of which workers of layout {decided.layout or layout!r} meet. "
             "Use echelon.prepare, or a unit such as AutoUnit."
         )
     if prepared.part[1] > 1 or prepared.takes_windows:

@@ -1,6 +1,6 @@
 """What the loop knows of a module that was made parallel: the operations whose meaning depends on how.
 
-The loop never asks which strategy it has; it speaks to a `Prepared` alone.
+The loop never asks which layout it has; it speaks to a `Prepared` alone.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Prepared(Generic[M]):
         return {}
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Take up what `extras` gave, under whatever strategy; what is not there stays. Collective."""
+        """Take up what `extras` gave, under whatever layout; what is not there stays. Collective."""
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint says of the module, and another run compares: its class, how it is parallel, over which ranks."""
@@ -245,11 +245,11 @@ class Prepared(Generic[M]):
         self._loose = [*self._left_alone(), *others] if groups else []
 
     def _left_alone(self) -> list[nn.Parameter]:
-        """Trained parameters of the module whose gradients the strategy does not reduce."""
+        """Trained parameters of the module whose gradients the layout does not reduce."""
         return self._joined.trained(self.module)
 
     def reduces_unfrozen(self) -> None:
-        """What is frozen now is not in the strategy's buckets: once it is unfrozen, its gradients are averaged apart."""
+        """What is frozen now is not in the layout's buckets: once it is unfrozen, its gradients are averaged apart."""
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
 
     def compare_calls(self) -> None:

@@ -13,7 +13,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     """Torch's, by its name; and the attributes and methods of the module within are its own, too.
 
     So that `unit.module.encode(x)`, `module.head.parameters()`, `model.config` and `unit.module.temperature = 0.5` mean the same
-    as under strategies that have no wrapper. Names with an underscore are those of the wrapper alone, as torch looks by these for
+    as under layouts that have no wrapper. Names with an underscore are those of the wrapper alone, as torch looks by these for
     what a module is; and so are those that torch's wrapper has itself.
     """
 

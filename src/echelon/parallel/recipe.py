@@ -89,8 +89,8 @@ class Recipe:
     """What happens to a module besides being made parallel.
 
     Args:
-        precision: a strategy that gathers parameters gathers them in it (`compute_type`); autocast is the caller's, under every
-            strategy. None: the strategy's own options decide.
+        precision: a layout that gathers parameters gathers them in it (`compute_type`); autocast is the caller's, under every
+            layout. None: the layout's own options decide.
     """
 
     activation_checkpoint: ActivationCheckpointParams | None = None

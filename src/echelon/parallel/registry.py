@@ -27,7 +27,7 @@ class Kind:
         recognises: whether a module is of this kind. It is asked of every module, so it must be fast and import nothing.
         prepared: makes the Prepared of such a module.
         inner: the attribute with which a wrapper holds the module of the user; None if the module is changed in place.
-        by_parameters: it is seen in the parameters alone, and asked of what is no other kind; a strategy may be applied on top.
+        by_parameters: it is seen in the parameters alone, and asked of what is no other kind; a layout may be applied on top.
         unknown_to_torch: `torch.distributed.checkpoint.state_dict` leaves the wrapper in names.
         module_state: makes the state by name of such a module, where it is not a `ModuleState`.
         optimizer_state: makes the state by name of an optimizer over such modules, where it is not an `OptimizerState`.

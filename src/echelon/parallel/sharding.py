@@ -1,4 +1,4 @@
-"""Split a module over ranks with torch's `fully_shard`: the one place that calls it, for every strategy built on it.
+"""Split a module over ranks with torch's `fully_shard`: the one place that calls it, for every layout built on it.
 
 Communication, per block of layers: an all-gather of its parameters before the forward and again before the backward,
 a reduce-scatter of its gradients after the backward; with replicas of the shards, an all-reduce over these after the backward of

@@ -1,4 +1,4 @@
-"""The state of modules and optimizers, keyed by parameter name whatever the strategy: what one wrote, any other can read.
+"""The state of modules and optimizers, keyed by parameter name whatever the layout: what one wrote, any other can read.
 
 Names are those of the module as its author wrote it. A tied parameter has its first name in an optimizer's state, and all of
 them in the module's.

@@ -14,7 +14,7 @@ __all__ = ["Saved", "by_parameter", "known", "leaves", "mine", "nested", "option
 # What a checkpoint holds: (type, shape) of tensors by their name in it.
 Saved = Mapping[str, tuple[torch.dtype, list[int]]]
 
-# How an optimizer computes, not what: the script's choice, which suits this machine and strategy.
+# How an optimizer computes, not what: the script's choice, which suits this machine and layout.
 HOW = {"foreach", "fused", "capturable", "differentiable"}
 
 

@@ -51,7 +51,7 @@ class Strategy(ABC):
         Args:
             module: as the user built it; may be changed in place.
             world: the ranks, and this rank's device.
-            recipe: recompute and compile; `parallelize` owns the order in which they and the strategy are applied.
+            recipe: recompute and compile; `parallelize` owns the order in which they and the layout are applied.
         """
 
 

@@ -1,4 +1,4 @@
-"""Run a script up to where it would train, and show what its strategy, or another, would do with each layer."""
+"""Run a script up to where it would train, and show what its layout, or another, would do with each layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Trains(BaseException):
 
 @dataclass
 class _Looks(Strategy):
-    """In place of a script's strategy: looks at the module and leaves it alone."""
+    """In place of a script's layout: looks at the module and leaves it alone."""
 
     given: Strategy | None
     ranks: int | None
@@ -58,21 +58,21 @@ class _Looks(Strategy):
         return self
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        strategy = with_options_of(self.own, self.given) if self.given else self.own or NOOPStrategy()
-        self.found.append(layers_of(module, strategy, self.ranks or _least_ranks(strategy)))
+        layout = with_options_of(self.own, self.given) if self.given else self.own or NOOPStrategy()
+        self.found.append(layers_of(module, layout, self.ranks or _least_ranks(layout)))
         return NOOPStrategy().prepare(module, world, recipe)
 
 
-def plan_layers(target: Target, strategy: str | None = None, ranks: int | None = None) -> list[Layers]:
+def plan_layers(target: Target, layout: str | None = None, ranks: int | None = None) -> list[Layers]:
     """What becomes of the layers of each module that the script makes parallel before it trains. One process; no training.
 
     Args:
-        strategy: in place of the script's own: a name, or axes such as "dp_shard=2,tp=4".
-        ranks: on how many; by default as many as the strategy's sizes say, and 2 if they say nothing.
+        layout: in place of the script's own: a name, or axes such as "dp_shard=2,tp=4".
+        ranks: on how many; by default as many as the layout's sizes say, and 2 if they say nothing.
     Raises:
         UsageError: what training would be refused for; or the script gives echelon no module.
     """
-    looks = _Looks(resolve(strategy), ranks)
+    looks = _Looks(resolve(layout), ranks)
 
     def far_enough(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         if isinstance(unit, AutoUnit):
@@ -98,19 +98,19 @@ def plan_layers(target: Target, strategy: str | None = None, ranks: int | None =
     return looks.found
 
 
-def _least_ranks(strategy: Strategy) -> int:
-    if not isinstance(strategy, Layout):
+def _least_ranks(layout: Strategy) -> int:
+    if not isinstance(layout, Layout):
         return 2
-    sizes = [strategy.pp, strategy.dp_replicate, strategy.dp_shard or 1, strategy.cp, strategy.tp]
-    if strategy.dp_shard is None and strategy.ep > 1:
-        sizes.append(strategy.ep)
+    sizes = [layout.pp, layout.dp_replicate, layout.dp_shard or 1, layout.cp, layout.tp]
+    if layout.dp_shard is None and layout.ep > 1:
+        sizes.append(layout.ep)
     return max(2, math.prod(size for size in sizes if size > 0))
 
 
 def lines(layers: Layers) -> list[str]:
     """For people: a table, and what its words mean."""
     total = sum(row.parameters for row in layers.rows)
-    made = [f"{layers.kind} on {layers.ranks} ranks by {layers.strategy}: {total:,} parameters"]
+    made = [f"{layers.kind} on {layers.ranks} ranks by {layers.layout}: {total:,} parameters"]
     made += [f"  {note}" for note in layers.notes]
     axes = list(layers.rows[0].told) if layers.rows else []
     sizes = [f"{row.parameters:,}" if row.parameters else "tied" for row in layers.rows]

@@ -21,7 +21,7 @@ class Fitting:
         say: adds a note to the proof.
     Attributes:
         kind: of the unit.
-        overridable: the strategy can be another one than the script's.
+        overridable: the layout can be another one than the script's.
         idle: the script never trains.
     """
 
@@ -30,7 +30,7 @@ class Fitting:
     kind: str = ""
     overridable: bool = True
     idle: bool = False
-    _yours: tuple[str, int, int] | None = None  # strategy, ranks, accumulation
+    _yours: tuple[str, int, int] | None = None  # layout, ranks, accumulation
     _failures: dict[str, set[int]] = field(default_factory=dict)  # numbers of ranks by their last line
     _hopeless: set[int] = field(default_factory=set)  # numbers of ranks
 
@@ -59,7 +59,7 @@ class Fitting:
                 left_out += 1
             elif not self.overridable:
                 self.say(
-                    "The script makes its module parallel itself, or has no strategy to choose: "
+                    "The script makes its module parallel itself, or has no layout to choose: "
                     "it was run as written, on each number of ranks."
                 )
                 if row.ranks not in done:
@@ -83,9 +83,9 @@ class Fitting:
 
     def _is_done(self, row: Row) -> bool:
         """It is the script's own configuration, which was run already."""
-        if self._yours is None or row.precision or row.parts or row.optimizer != "script" or not isinstance(row.strategy, str):
+        if self._yours is None or row.precision or row.parts or row.optimizer != "script" or not isinstance(row.layout, str):
             return False
-        layout = resolve(row.strategy)
+        layout = resolve(row.layout)
         return layout is not None and (in_words(layout), row.ranks, row.accumulation) == self._yours
 
     def failed(self, error: str, ranks: int, *, began: bool) -> None:
@@ -97,7 +97,7 @@ class Fitting:
             self._hopeless |= seen
 
     def name(self, row: Row, result: Result, ran: Ran) -> None:
-        """Say which strategy a row had, and whether it is the script's own; learn from it."""
+        """Say which layout a row had, and whether it is the script's own; learn from it."""
         record = ran.records[0]
         self.kind = record["kind"]
         accumulation = row.accumulation or record["accumulation"]
@@ -106,7 +106,7 @@ class Fitting:
             result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label
             result.yours = row.accumulation is None
         elif row.yours and self.kind:
-            own = record["own_strategy"]
+            own = record["own_layout"]
             if not (ran.row.half or (ran.row.compiles and ran.row.is_compiled)):  # in which no other row is as the script's own
                 self._yours = own, row.ranks, accumulation
             result.label = Row(own, row.ranks, None, accumulation).label

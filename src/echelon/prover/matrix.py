@@ -1,6 +1,6 @@
 """Which ways of running a script are compared: a row each.
 
-The script's own optimizer is in every row; every strategy has a row with SGD as well, since Adam with clipping hides a
+The script's own optimizer is in every row; every layout has a row with SGD as well, since Adam with clipping hides a
 gradient of the wrong scale.
 """
 
@@ -50,14 +50,14 @@ class Row:
     Args:
         name: what the table shows.
         ranks: processes.
-        strategy: a strategy's name or a Strategy; None leaves what the script says.
+        layout: a layout's name or a Strategy; None leaves what the script says.
         accumulation: micro-batches per update on each rank; None leaves what the script says.
         optimizer: "script", or "sgd" in place of the script's.
         parts: with bit-equal numbers: micro-batches of a global batch over all ranks.
         precision: "bf16" compares with one process under autocast; None is float32.
         workers: ranks train by themselves and meet after each update: that equals one process for plain SGD without clipping
             alone, which therefore take the place of the script's.
-        yours: the script's own strategy and accumulation; also its precision, and compiled if it compiles, as no other row is.
+        yours: the script's own layout and accumulation; also its precision, and compiled if it compiles, as no other row is.
         restores: paths of state that the unit keeps between passes (`kept_state.py`), with which those of the reference begin.
         constant_draws: random operators give every sample the same numbers (`constant_draws.py`).
         fits_some: nobody asked for it by name; a model that cannot be run so is not a failure, and a note says why.
@@ -67,7 +67,7 @@ class Row:
 
     name: str
     ranks: int
-    strategy: Any = None
+    layout: Any = None
     accumulation: int | None = None
     optimizer: str = "script"
     parts: int | None = None
@@ -105,7 +105,7 @@ class Row:
 
 
 def matrix(
-    strategies: Sequence[str] | Mapping[str, Any] | None,
+    layouts: Sequence[str] | Mapping[str, Any] | None,
     ranks: Sequence[int],
     accumulation: Sequence[int],
     *,
@@ -115,21 +115,21 @@ def matrix(
     yours: bool = False,
     eager: bool = False,
 ) -> list[Row]:
-    """Every strategy at every number of ranks above one; accumulation splits, SGD and bf16 at the smallest of them.
+    """Every layout at every number of ranks above one; accumulation splits, SGD and bf16 at the smallest of them.
 
-    A strategy on one rank is compared once, with `none`. Splits, SGD and bf16 do not depend on how many ranks there are beyond
+    A layout on one rank is compared once, with `none`. Splits, SGD and bf16 do not depend on how many ranks there are beyond
     one, so they are not multiplied with them.
 
     Args:
-        strategies: names, or Strategies by the names to show; None is `DEFAULT`, and `DIRECTIONS` and tp where they fit.
+        layouts: names, or Layouts by the names to show; None is `DEFAULT`, and `DIRECTIONS` and tp where they fit.
         yours: the script's own configuration comes first. eager: but uncompiled.
     Raises:
-        UsageError: nothing would be compared, or a strategy's name is unknown.
+        UsageError: nothing would be compared, or a layout's name is unknown.
     """
-    chosen = DEFAULT if strategies is None else strategies
+    chosen = DEFAULT if layouts is None else layouts
     named = dict(chosen) if isinstance(chosen, Mapping) else {name: name for name in chosen}
-    for strategy in named.values():
-        if isinstance(resolve(strategy), DiLoCoStrategy):
+    for layout in named.values():
+        if isinstance(resolve(layout), DiLoCoStrategy):
             raise UsageError(
                 "prove has nothing to compare DiLoCo with: its outer optimizer trains other numbers than one process, even when "
                 "it steps after every update. 'local_sgd' is compared, with an average after each update."
@@ -140,32 +140,32 @@ def matrix(
     if 1 in ranks:
         rows.insert(0, Row("none", 1, "none", 1))
         rows += [Row("none", 1, "none", 1, precision="bf16")] if bf16 else []
-    for name, strategy in named.items():
+    for name, layout in named.items():
         if name != "none":
-            rows += _of_strategy(name, strategy, several, accumulation, sgd=sgd, bf16=bf16)
-    if strategies is None:
+            rows += _of_layout(name, layout, several, accumulation, sgd=sgd, bf16=bf16)
+    if layouts is None:
         rows = [replace(row, fits_some=True) if row.name.startswith("tp") else row for row in rows]
         rows += _directions(several, accumulation)
     if parts:
         rows += _bitwise(named, ranks, parts)
     if not rows:
-        raise UsageError("prove needs at least one strategy and one number of ranks, got none.")
+        raise UsageError("prove needs at least one layout and one number of ranks, got none.")
     return [Row(YOURS, (several or [1])[0], yours=True, eager=eager), *rows] if yours else rows
 
 
-def _of_strategy(
-    name: str, strategy: Any, several: Sequence[int], accumulation: Sequence[int], *, sgd: bool, bf16: bool
+def _of_layout(
+    name: str, layout: Any, several: Sequence[int], accumulation: Sequence[int], *, sgd: bool, bf16: bool
 ) -> list[Row]:
     sizes = [r for r in several if r >= 4] if name == "hsdp" else several  # two ranks cannot be split in both ways
-    if isinstance(resolve(strategy), LocalSGDStrategy):
+    if isinstance(resolve(layout), LocalSGDStrategy):
         return [Row(f"{name}, every update", r, LocalSGDStrategy(every=1), 1, "sgd", workers=True) for r in sizes]
-    rows = [Row(name, r, strategy, 1) for r in sizes]
+    rows = [Row(name, r, layout, 1) for r in sizes]
     if sizes:
         first = rows[0]
         rows += [replace(first, accumulation=a) for a in accumulation if a > 1]
         rows += [replace(first, optimizer="sgd")] if sgd else []
         rows += [replace(first, precision="bf16", accumulation=max(accumulation))] if bf16 else []
-    if name == "tp" and strategy == "tp" and 4 in several:
+    if name == "tp" and layout == "tp" and 4 in several:
         rows.append(Row("tp x fsdp", 4, Layout(tp=2), 1))
     return rows
 
@@ -182,8 +182,8 @@ def _directions(several: Sequence[int], accumulation: Sequence[int]) -> list[Row
 def _bitwise(named: Mapping[str, Any], ranks: Sequence[int], parts: int) -> list[Row]:
     """Rows of the bit-equal mode, where the number of ranks divides that of the parts."""
     return [
-        Row(name, r, strategy, None, parts=parts)
-        for name, strategy in {"none": "none", **named}.items()
+        Row(name, r, layout, None, parts=parts)
+        for name, layout in {"none": "none", **named}.items()
         if name in ("none", "ddp", "fsdp")
         for r in (sorted(set(ranks)) if name != "none" else [1])
         if parts % r == 0 and (r > 1 or name == "none")

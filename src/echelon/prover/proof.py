@@ -40,7 +40,7 @@ class Result:
     Args:
         verdict: "agrees", "bit-equal", `by_float64()`, "DIFFERS", "in part" (what was compared agrees; the message says what
             could not be tested), "undecided" (rounding alone may change all that could be compared), "failed", or "not
-            possible": the strategy refuses this model or world.
+            possible": the layout refuses this model or world.
         loss, gradient, parameter: largest relative differences from one process over all updates.
         step_s: median seconds per micro-batch step on rank 0, without the first. peak_bytes: largest of all ranks.
         of_tolerance: the largest share of its tolerance that a value used.
@@ -49,7 +49,7 @@ class Result:
         undetermined: elements by parameter whose true gradient is zero, so that their value is rounding noise in any run.
         message: why it failed, is not possible or not decided; what float32 showed where float64 had to decide.
         notes: what else is to be said about it, such as which samples its ranks saw.
-        yours: the script's own strategy and accumulation, on any number of ranks.
+        yours: the script's own layout and accumulation, on any number of ranks.
     """
 
     label: str

@@ -1,4 +1,4 @@
-"""Run a program under a matrix of strategies, numbers of ranks and accumulation splits, and say whether all train alike."""
+"""Run a program under a matrix of layouts, numbers of ranks and accumulation splits, and say whether all train alike."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prove(
     make_unit: Callable[[], Any],
     make_data: Callable[[], Any],
     *,
-    strategies: Sequence[str] | Mapping[str, Any] | None = None,
+    layouts: Sequence[str] | Mapping[str, Any] | None = None,
     ranks: Sequence[int] = (1, 2, 4),
     accumulation: Sequence[int] = (1, 2),
     updates: int = 5,
@@ -41,22 +41,22 @@ def prove(
     eager: bool = False,
     on_result: Callable[[Result], None] | None = None,
 ) -> Proof:
-    """Train what two functions make under every strategy, and compare each step with one process in plain PyTorch.
+    """Train what two functions make under every layout, and compare each step with one process in plain PyTorch.
 
     Args:
         make_unit: builds the unit; called on every rank after the ranks have joined. Both functions are sent to other
             processes, as with `launch`.
         make_data: builds the loader, best an `echelon.Loader`, whose global batches do not depend on the ranks.
-        strategies: names, or a mapping of the table's names to Strategies. By default ddp, fsdp, hsdp, zero1, zero2, and every
+        layouts: names, or a mapping of the table's names to Layouts. By default ddp, fsdp, hsdp, zero1, zero2, and every
             direction (tp, cp, pp, ep, products) by which the model can be divided; a note says why another cannot.
         ranks: numbers of processes. 1 is the loop itself against plain PyTorch.
         accumulation: micro-batches per update on each rank, tried at the smallest number of ranks above one.
         updates: how many optimizer updates are compared. A mistake shows in the first, as a rule; five let buffers, momentum
             and schedules take part.
         float64: compare in float64, to 1e-11.
-        sgd: each strategy once with SGD in place of the unit's optimizer.
+        sgd: each layout once with SGD in place of the unit's optimizer.
         parts: also the bit-equal mode, with global batches in so many micro-batches.
-        bf16: each strategy once in bf16, compared with one process under autocast.
+        bf16: each layout once in bf16, compared with one process under autocast.
         seed: of every process before `make_unit`.
         timeout_s: a row that takes longer is stopped and failed, with the stacks of its ranks; None waits for ever.
         device: "cpu" or "cuda"; by default a GPU for each rank if there are enough for the largest of `ranks`, else the CPU.
@@ -69,7 +69,7 @@ def prove(
     require(callable(make_data), "make_data", "a function that builds the loader", make_data, "Write make_data=lambda: ...")
     require(device in (None, "cpu", "cuda"), "device", "'cpu', 'cuda' or None", device)
     flags(float64=float64, sgd=sgd, bf16=bf16, eager=eager)
-    rows = matrix(strategies, ranks, accumulation, sgd=sgd, parts=parts, bf16=bf16, yours=strategies is None, eager=eager)
+    rows = matrix(layouts, ranks, accumulation, sgd=sgd, parts=parts, bf16=bf16, yours=layouts is None, eager=eager)
     target = Target(make_unit=make_unit, make_data=make_data, device=device)
     proof = prove_target(target, rows, updates, float64, seed, on_result, timeout_s)
     if proof.interrupted:

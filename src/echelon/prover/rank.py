@@ -32,7 +32,7 @@ from echelon.prover.probe import probe
 from echelon.prover.record import StepRecorder
 from echelon.prover.reference import How, Reference, Shake
 from echelon.prover.references import reference_of
-from echelon.prover.row_strategy import RowStrategy
+from echelon.prover.row_layout import RowLayout
 from echelon.prover.samples import Epoch, drawn_by_reading, reads_alike
 from echelon.prover.splits import split
 from echelon.prover.turns import Enough, Turns
@@ -67,7 +67,7 @@ _EPOCH_S = 10.0  # for counting what one process sees in an epoch
 
 def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dtype, seed: int, every: int = 1) -> dict[str, Any]:
     """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
-    chosen = RowStrategy(row, dtype) if row.strategy is not None or row.yours else None
+    chosen = RowLayout(row, dtype) if row.layout is not None or row.yours else None
     compiled, precision = None if row.is_compiled else False, row.imposed_precision(wide=dtype is torch.float64)
     decided = Overrides(chosen, precision, row.accumulation, compiled, row.parts, observes=True)
     draws = ConstantDraws()
@@ -83,7 +83,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
         if chosen is not None and chosen.used:
             record = recorder.record
-            record.overridable, record.own_strategy, record.is_own = True, chosen.own, chosen.is_own
+            record.overridable, record.own_layout, record.is_own = True, chosen.own, chosen.is_own
         # A few updates: there is nothing to keep.
         return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 

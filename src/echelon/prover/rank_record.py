@@ -22,8 +22,8 @@ class RankRecord:
     part: tuple[int, int] = (0, 1)  # of each sequence: which, of how many
     stage: tuple[int, int] = (0, 1)  # of the layers
     overridable: bool = False
-    own_strategy: str = ""  # the script's, by name
-    is_own: bool = False  # the row has the script's own strategy, with its options
+    own_layout: str = ""  # the script's, by name
+    is_own: bool = False  # the row has the script's own layout, with its options
     accumulation: int = 1
     loader: str = ""
     samples_by_rank: bool | None = None  # whether the loader has a sampler that knows of ranks; None: not a torch DataLoader

@@ -1,6 +1,6 @@
 """The reference: the user's loss and optimizer in plain PyTorch, one process, one forward pass over each global batch.
 
-Nothing of echelon's loop, window, loader or strategies runs here. It is computed once in the precision of the comparison, and
+Nothing of echelon's loop, window, loader or layouts runs here. It is computed once in the precision of the comparison, and
 again, each time in a process of its own, to learn what rounding alone does to each tensor, which is what the tolerance is made
 of. Again is one of
 

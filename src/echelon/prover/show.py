@@ -14,7 +14,7 @@ from echelon.prover.proof import NOTHING_COMPARED, Proof, Result
 __all__ = ["HEADER", "blocks", "conclusion", "details", "line", "page", "summary"]
 
 _COLUMNS = (
-    ("strategy", 37),  # "tp, sequence parallel, accumulation 2"
+    ("layout", 37),  # "tp, sequence parallel, accumulation 2"
     ("ranks", 5),
     ("loss", 9),
     ("gradient", 9),

@@ -6,7 +6,7 @@ taken apart. With the unit's own weights w, losses l and gradients must satisfy
     l(whole) = sum_i w_i l(part_i) / sum_i w_i
 
 for any parts. A mean over tokens without weights does not, nor does a batch norm, a contrast between samples, or a choice of the
-hardest ones: under a strategy such a program trains another model than one process does.
+hardest ones: under a layout such a program trains another model than one process does.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def prepared_of(unit: Any) -> list[tuple[str, Prepared[Any]]]:
-    """The unit's modules as their strategies have them, and what goes before their parameters' names."""
+    """The unit's modules as their layouts have them, and what goes before their parameters' names."""
     if isinstance(unit, AutoUnit):
         return [("", unit.prepared)]
     modules = unit.prepared_modules()

@@ -67,7 +67,7 @@ _COLLECTIVES = {
 
 @contextlib.contextmanager
 def noting_collectives(note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` when the script itself calls a collective; those of torch and of echelon are the strategy's business."""
+    """Call `note` when the script itself calls a collective; those of torch and of echelon are the layout's business."""
     import torch.distributed.nn.functional
 
     places = [(sys.modules[module], name) for module, names in _COLLECTIVES.items() for name in names]
@@ -95,7 +95,7 @@ def noting_collectives(note: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Also where a script casts by itself: a type with few digits would hide what a strategy does to them.
+    """Also where a script casts by itself: a type with few digits would hide what a layout does to them.
 
     torch can switch autocast on and off, but not keep a `with torch.autocast(...)` of somebody else's from doing so.
     """

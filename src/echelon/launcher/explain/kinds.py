@@ -49,7 +49,7 @@ _KINDS = (
         r"OutOfMemoryError\b|\b(CUDA|HIP|XPU|NPU|MPS backend)( error:)? out of memory|CU(DNN|BLAS)_STATUS_ALLOC_FAILED|"
         r"Cuda failure (\d+ )?'out of memory'|Failed to CUDA [cm]alloc",
         "device out of memory",
-        "The device had no memory left. Use smaller micro-batches, activation checkpointing, or a strategy that shards.",
+        "The device had no memory left. Use smaller micro-batches, activation checkpointing, or a layout that shards.",
     ),
     Kind(
         r"^MemoryError\b|can't allocate memory|[Cc]annot allocate memory|std::bad_alloc|Unable to allocate .* for an array",

@@ -65,6 +65,6 @@ def never_met(attempt: Attempt | None, ranks: Sequence[int]) -> str:
         return ""
     return (
         f"nothing was distributed: the {len(ranks)} ranks never met, and each trained a model of its own; of what they wrote "
-        "under one name, the last is left. Call echelon.init_from_env() first and train with a strategy, such as 'ddp'; or start "
+        "under one name, the last is left. Call echelon.init_from_env() first and train with a layout, such as 'ddp'; or start "
         "one with --ranks 1."
     )

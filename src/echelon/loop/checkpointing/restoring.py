@@ -33,7 +33,7 @@ __all__ = ["BY_RANK", "chosen_of", "differs_by_rank", "restore", "restore_first"
 
 logger = logging.getLogger(__name__)
 
-# Of what a rank writes for itself: what is not a strategy's.
+# Of what a rank writes for itself: what is not a layout's.
 _OWN = ("streams", "metrics", "reference", "train_dataloader", "eval_dataloader", "predict_dataloader")
 
 
@@ -180,7 +180,7 @@ def _restore(
 
 
 def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """What this rank wrote for itself: RNG state, shares of metrics, strategies' extras; None if another number of ranks did."""
+    """What this rank wrote for itself: RNG state, shares of metrics, layouts' extras; None if another number of ranks did."""
     own = store.read_rank(path, manifest)
     if own is None:
         return None

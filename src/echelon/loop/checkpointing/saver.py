@@ -48,7 +48,7 @@ class DistributedCheckpointSaver(Callback):
     """Saves modules, optimizers, schedulers, progress, the loader's position, RNGs and other Statefuls.
 
     A checkpoint is the folder `dirpath/step-NNNNNNNN`, complete or absent, whatever is killed when. Its parameters and
-    optimizer state are keyed by name, so it can be restored under another strategy and number of ranks. The end of training
+    optimizer state are keyed by name, so it can be restored under another layout and number of ranks. The end of training
     is always saved. One live run may write into a folder.
 
     Args:

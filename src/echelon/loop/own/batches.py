@@ -28,7 +28,7 @@ __all__ = ["EvaluationBatches", "TrainingBatches", "check_shares", "refuse_prepa
 
 _TOO_FEW = (
     "an evaluation loader's last batch must have a sample for each rank, since every rank must call the model under this "
-    "strategy, got fewer. "
+    "layout, got fewer. "
     "Choose another batch size, or drop the last batch."
 )
 

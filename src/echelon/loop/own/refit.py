@@ -58,7 +58,7 @@ def refit(prepared: Any, optimizer: torch.optim.Optimizer, names: Names) -> None
         optimizer.state[replaced[parameter]] = {key: _like(value, parameter, replaced[parameter]) for key, value in state.items()}
 
 
-def divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], strategy: Any) -> None:
+def divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], layout: Any) -> None:
     """Split a copy of the unit's model, or the copy in a wrapper's `module`, if the model is split: averages meet parts of both.
 
     Args:
@@ -68,7 +68,7 @@ def divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], s
         return
     for inner in (copy, getattr(copy, "module", None)):
         if isinstance(inner, nn.Module) and {name: p.shape for name, p in inner.named_parameters()} == shapes:
-            made = parallelize(inner, strategy, unit.device, overridden=overrides().strategy)
+            made = parallelize(inner, layout, unit.device, overridden=overrides().layout)
             reshard_after_looking(made.module)  # its parameters are read and written between its passes
             return
 

@@ -117,7 +117,7 @@ class Session:
             if not self._is_observed:  # once, though a loop that counts its epochs itself has a run for each
                 self._is_observed, self.callbacks = True, observed(self.unit, self.loader, self.callbacks) or []
             self.run = OwnRun(self.unit, self.loader, self.callbacks, self._epochs, self.logged)
-            self.take_over()  # a strategy that divides the optimizer has put a `zero_grad` of its own in its place
+            self.take_over()  # a layout that divides the optimizer has put a `zero_grad` of its own in its place
         return self.run
 
     def epochs(self, number: int) -> Iterator[int]:

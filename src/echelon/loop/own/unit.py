@@ -72,7 +72,7 @@ class LoopUnit(AutoUnit[Any]):
         self._ended: tuple[Any, Any] = (None, None)  # weight and loss of the latest window
         if self.prepared.takes_windows:
             raise UsageError(
-                "the strategy must compute micro-batches one by one in a loop of your own, got one that takes the micro-batches "
+                "the layout must compute micro-batches one by one in a loop of your own, got one that takes the micro-batches "
                 "of an update at once. Write an AutoUnit."
             )
         self.configured = (optimizer, lr_scheduler)

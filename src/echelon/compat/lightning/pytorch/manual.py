@@ -57,8 +57,8 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
                 'precision "16-mixed" needs a gradient scaler, which automatic_optimization = False lacks. Use "bf16-mixed".'
             )
         chosen = resolve(layout)
-        if decided.strategy is not None:
-            chosen = decided.strategy(chosen) if callable(decided.strategy) else resolve(decided.strategy)
+        if decided.layout is not None:
+            chosen = decided.layout(chosen) if callable(decided.layout) else resolve(decided.layout)
         name = chosen.name if chosen is not None else "none"
         if name not in ("none", "ddp", *_SHARDED):
             raise UsageError(f"strategy {name!r} with automatic_optimization = False: use 'ddp', 'fsdp', 'zero2' or 'zero3'.")

@@ -37,7 +37,7 @@ class Averages(AveragedModel):
         split = any(is_split(p) for p in unit.module.parameters())
         if split:  # then it cannot be copied, and a second one is split alike
             strategy, recipe = unit.auto_options.layout, Recipe(None, None, unit.computes)
-            source = parallelize(source, strategy, unit.device, recipe, overridden=overrides().strategy).module
+            source = parallelize(source, strategy, unit.device, recipe, overridden=overrides().layout).module
         super().__init__(
             source,
             unit.device,

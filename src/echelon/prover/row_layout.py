@@ -1,4 +1,4 @@
-"""The strategy of a row, in place of the one that the script gives."""
+"""The layout of a row, in place of the one that the script gives."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from echelon.prover.matrix import Row
 from echelon.prover.values import widen
 from echelon.world.init import rank_info
 
-__all__ = ["RowStrategy"]
+__all__ = ["RowLayout"]
 
 
-class RowStrategy(Strategy):
-    """The strategy of a row, which for the row `yours` is the script's. It tells afterwards whether it was used: a module that a
+class RowLayout(Strategy):
+    """The layout of a row, which for the row `yours` is the script's. It tells afterwards whether it was used: a module that a
     script wrapped by hand stays as it is.
 
     Attributes:
@@ -27,27 +27,27 @@ class RowStrategy(Strategy):
     """
 
     def __init__(self, row: Row, dtype: torch.dtype) -> None:
-        self._row, self._given = row, resolve(row.strategy)
-        self._strategy: Strategy = self._given or NOOPStrategy()
-        self.name, self.own = self._strategy.name, ""
+        self._row, self._given = row, resolve(row.layout)
+        self._layout: Strategy = self._given or NOOPStrategy()
+        self.name, self.own = self._layout.name, ""
         self.used, self.is_own, self._dtype = False, True, dtype
 
     def __call__(self, own: Strategy | None) -> Strategy:
-        """In place of the script's own strategy."""
+        """In place of the script's own layout."""
         own = own or NOOPStrategy()
         if self._given is None and isinstance(own, NOOPStrategy) and rank_info().world_size > 1:
-            raise UsageError("the script names no strategy: it is for one process.")
+            raise UsageError("the script names no layout: it is for one process.")
         # Mixed precision is left out: of layouts that are compared, only the script's own has it.
         mine = own.but(mixed_precision=None) if isinstance(own, FSDPStrategy) else own
-        self._strategy = self._given or (mine if self._dtype is torch.float64 else own)
-        if isinstance(self._row.strategy, str):
-            self._strategy = with_options_of(mine, self._strategy)
-        self.name, self.own = self._strategy.name, in_words(own)
-        self.is_own = self.is_own and self._strategy == mine
+        self._layout = self._given or (mine if self._dtype is torch.float64 else own)
+        if isinstance(self._row.layout, str):
+            self._layout = with_options_of(mine, self._layout)
+        self.name, self.own = self._layout.name, in_words(own)
+        self.is_own = self.is_own and self._layout == mine
         return self
 
     def prepare(self, module: Any, world: Any, recipe: Any) -> Prepared[Any]:
         self.used = True
         if self._dtype is torch.float64:
             widen(module)  # which may be in half precision
-        return self._strategy.prepare(module, world, recipe)
+        return self._layout.prepare(module, world, recipe)
