@@ -121,7 +121,7 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         if self._trains_with and self._trains_with[0] is not self.optimizer and window.count == 0:
             self._check_optimizer()  # another was assigned, on all ranks alike
         step = step_under_way(state.train_state)
-        ends_window = window.open(step.is_last)
+        self.has_updated = ends_window = window.open(step.is_last)
         self._samples = step.samples
         if self.prepared.doubts_parts:
             check_parts(self, state, in_order(data, step.is_padding, None)[0][0] if isinstance(data, Pieces) else data)

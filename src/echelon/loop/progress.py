@@ -47,13 +47,16 @@ class Progress:
         self.early_stopping: dict[str, list[float]] = {}
         self._counts_steps_only = False
 
-    def increment_step(self) -> None:
+    def increment_step(self, *, updated: bool = False) -> None:
+        """
+        Args:
+            updated: it made an update.
+        """
         self.num_steps_completed += 1
         self.num_steps_completed_in_epoch += 1
-
-    def increment_update(self) -> None:
-        self.num_updates_completed += 1
-        self.num_updates_completed_in_epoch += 1
+        if updated:
+            self.num_updates_completed += 1
+            self.num_updates_completed_in_epoch += 1
 
     def increment_epoch(self) -> None:
         self.num_epochs_completed += 1

@@ -63,7 +63,7 @@ def train(
     max_epochs: float | None = None,
     updates_per_epoch: float | None = None,
     eval: Iterable[Any] | None = None,
-    eval_every: int | Literal["epoch"] = "epoch",
+    eval_every: int | Literal["epoch"] | None = None,
     checkpoints: str | Path | Checkpoints | DistributedCheckpointSaver | None = None,
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
@@ -81,7 +81,8 @@ def train(
             without an end, for a run that ends when something calls `state.stop()`. Whole numbers may be floats, as 10.0.
         updates_per_epoch: make only so many of each epoch.
         eval: batches to evaluate on; the unit has an `eval_step`, as an AutoUnit has.
-        eval_every: evaluate after every "epoch", or after so many updates, counted over the unit's whole life, and at the end.
+        eval_every: evaluate after so many updates, counted over the unit's whole life, and at the end; by default, and with
+            "epoch", after every epoch.
         checkpoints: a folder, or a Checkpoints, which says when to save there and what stays: a unit that has not trained yet
             continues from the newest there. Or a DistributedCheckpointSaver.
         callbacks: called in order.
@@ -100,7 +101,7 @@ def train(
     limits = translated(
         "train", older, _TRAIN, limits, others=["max_epochs", "eval", "eval_every", "checkpoints", "callbacks", "timer"]
     )
-    by_epochs = eval_every == "epoch"
+    by_epochs = eval_every in (None, "epoch")
     require(by_epochs or not isinstance(eval_every, str), "eval_every", "a number of updates, or 'epoch'", eval_every)
     train_state = PhaseState(
         dataloader=loader,

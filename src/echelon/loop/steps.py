@@ -110,9 +110,9 @@ class Steps:
             if running is not None:
                 running.enter(in_step)
             yield data
-            progress.increment_step()
-            if updated := trains and inner.has_updated:
-                progress.increment_update()
+            updated = trains and inner.has_updated
+            progress.increment_step(updated=updated)
+            if updated:
                 within.num_steps_completed_in_epoch = 0
                 # Where the feed cannot know: of a unit whose own step makes more updates than its window would.
                 at_limit = progress.num_updates_completed == most or progress.num_updates_completed_in_epoch == per_epoch
@@ -159,12 +159,11 @@ class Steps:
         """Count a step without training on its batch; an evaluation that is due at it comes all the same."""
         if data is self.batches:  # a step that fetches for itself
             next(self.batches, None)
-        progress.increment_step()
         self.left_out += 1
         here = self.stage.here
-        if updated := here.step.is_last or self.left_out >= self.stage.inner.steps_until(updates=1):
-            self.left_out = 0
-            progress.increment_update()
+        updated = here.step.is_last or self.left_out >= self.stage.inner.steps_until(updates=1)
+        self.left_out = 0 if updated else self.left_out
+        progress.increment_step(updated=updated)
         if self.between.evaluate is not None and evaluation_due.after_step(here, progress, updated=updated):
             self.between.evaluate()
 

@@ -102,12 +102,14 @@ class Unit(AppStateMixin):
         may_lack: names of state that a run may continue without, though it was saved.
         keeps_modes: training leaves modules in train or eval mode as they are.
         restored_from: the checkpoint that it was last restored from.
+        has_updated: whether the latest training step made an update, or left one out. One of a unit's own always does.
         resumes_with: this rank's RNG states in the checkpoint that it was restored from, until it trains on from there.
     """
 
     reports_own_steps = False
     weighs_padding = False
     keeps_modes = False
+    has_updated = True
     # State that an option makes, and that a run without the option continues without.
     may_lack: tuple[str, ...] = ()
     restored_from: str | None = None
@@ -142,11 +144,6 @@ class Unit(AppStateMixin):
     def at_boundary(self) -> bool:
         """False in the middle of an accumulation window: neither a stop nor a checkpoint may come here."""
         return True
-
-    @property
-    def has_updated(self) -> bool:
-        """Whether the latest training step made an update, or left one out. One of a unit's own always does."""
-        return self.at_boundary
 
     def steps_until(self, updates: int) -> int:
         """How many training steps it takes from here until so many more updates are made, unless an epoch ends before."""

@@ -206,8 +206,7 @@ class Reference(ABC):
         unit.on_train_epoch_start(self.state)
 
     def step_done(self) -> None:
-        self.unit.train_progress.increment_step()
-        self.unit.train_progress.increment_update()
+        self.unit.train_progress.increment_step(updated=True)
 
     def _copy_initial(self, values: dict[str, Values]) -> None:
         with torch.no_grad():

@@ -118,9 +118,7 @@ class OwnRun(Run):
             return
         progress = self.stage.progress
         if self.took_step:
-            progress.increment_step()
-            if self._inner.has_updated:
-                progress.increment_update()
+            progress.increment_step(updated=self._inner.has_updated)
             self.stage.call(self.stage.hooks.step_end)
         steps.close()
         self._let_go()

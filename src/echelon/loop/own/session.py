@@ -250,7 +250,7 @@ class Session:
         assert self.run is not None
         if self.unit.plain is None:
             batch = self.unit.prepared.part_of(batch)
-        self.batch, self.window, self._in_batch, self.unit.updated = batch, None, True, False
+        self.batch, self.window, self._in_batch, self.unit.has_updated = batch, None, True, False
         self.run.took_step = False
         return batch
 

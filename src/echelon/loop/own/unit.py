@@ -56,7 +56,6 @@ class LoopUnit(AutoUnit[Any]):
         given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
         seeded: called where the RNGs were set for a batch, as with bit-equal numbers.
         left_out: called when the batches of an unfinished update are left out.
-        updated: whether the loop has made an update of the batch that it has, or had last.
         evaluated, has_evaluated: the batch of an evaluation loader that the loop has, and whether it had one in this evaluation.
         shares_batches: whether the ranks share a batch of the loader that the loop was given.
     """
@@ -83,7 +82,7 @@ class LoopUnit(AutoUnit[Any]):
         self.taken: Callable[[State, Any, float, Any], None] | None = None
         self.seeded: Callable[[], None] | None = None
         self.left_out: Callable[[], None] | None = None
-        self.shares_batches, self.updated = True, False
+        self.shares_batches = True
         self.evaluated: Any = None
         self.has_evaluated = False
 
@@ -98,10 +97,6 @@ class LoopUnit(AutoUnit[Any]):
     @property
     def steps_by_itself(self) -> bool:
         return False
-
-    @property
-    def has_updated(self) -> bool:
-        return self.updated
 
     def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
         raise UsageError("the loss is computed in your own loop. `train` and `fit` need an AutoUnit with compute_loss.")
@@ -160,7 +155,7 @@ class LoopUnit(AutoUnit[Any]):
         if bitwise is not None:
             bitwise.add(last=last)
         if last:
-            self.updated = True
+            self.has_updated = True
             self._exit_window()
             self._ended = self._end_window(state)
 
