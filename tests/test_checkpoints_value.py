@@ -404,6 +404,28 @@ def test_a_unit_that_has_trained_goes_on_from_where_it_stands(tmp_path: Path) ->
         ech.train(other, ech.Loader(DATA, 8), max_updates=3, checkpoints=tmp_path)
 
 
+def _plateau(name: str) -> float:
+    unit = Scored(
+        {3 * n: float(n) for n in range(1, 9)},
+        layout="ddp",
+        schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "min", factor=0.5, patience=0),
+        options=ech.UnitOptions(lr_monitor=name),
+    )
+    _train(None, 3, unit)
+    return float(unit.optimizer.param_groups[0]["lr"])
+
+
+def _plateaus() -> list[Any]:
+    with pytest.raises(UsageError, match=r"lr_monitor must be .* got 'nothing'.*eval_accuracy"):
+        _plateau("nothing")
+    return [_plateau("accuracy"), _plateau("eval_accuracy")]
+
+
+def test_a_plateau_scheduler_follows_what_was_logged(ranks: Ranks) -> None:
+    """It grows, where less would be better, so each evaluation after the first halves the rate."""
+    assert ranks(2, _plateaus) == [[0.025, 0.025]] * 2
+
+
 def test_an_object_store_will_do(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     url = f"memory://{tmp_path.name}"

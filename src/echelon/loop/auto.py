@@ -17,6 +17,7 @@ from torch import nn
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
+from echelon.loop import monitored
 from echelon.loop.auto_checks import (
     check_accumulation,
     check_evaluated,
@@ -306,7 +307,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             self.has_eval_loss = not self._evaluation.mean.is_empty
             self.eval_loss = loss if self.has_eval_loss else self.eval_loss  # which a step of the unit's own may have set
             self.eval_progress.latest_loss = loss if math.isfinite(loss) else None
-            if self._plateau and state.train_state is not None:
+            if self._plateau and self._options.lr_monitor is None and state.train_state is not None:
                 check_evaluated(self)
                 self.lr_scheduler.step(loss)
             if state.recorder is not None and self.has_eval_loss:
@@ -314,6 +315,15 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         elif phase == "test":
             loss = self._evaluation.mean.compute()
             self.test_loss = self.test_loss if self._evaluation.mean.is_empty else loss
+
+    def numbers_settled(self, state: State, phase: str) -> None:
+        name = self._options.lr_monitor
+        if phase == "eval" and self._plateau and name is not None and state.train_state is not None:
+            try:
+                value, _ = monitored.number(name, state, self, "eval")
+            except monitored.Unknown as error:
+                raise UsageError(f"lr_monitor must be the name of a number that is logged, got {name!r}: {error}.") from None
+            self.lr_scheduler.step(value)
 
     def phase_ended(self, state: State, phase: str) -> None:
         self.window.group, self._trains_with = None, []

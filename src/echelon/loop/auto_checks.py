@@ -78,7 +78,7 @@ def check_trainable(unit: AutoTrainUnit[Any], *, together: bool, has_layout: boo
 def check_plateau(state: State) -> None:
     if state.eval_state is None:
         raise UsageError(
-            "ReduceLROnPlateau needs the loss of evaluations, and train() has none. Use fit(), or override "
+            "ReduceLROnPlateau needs a number of evaluations, and this run has none. Give train(..., eval=loader), or override "
             "step_lr_scheduler and call self.lr_scheduler.step(metric) there."
         )
 

@@ -30,6 +30,8 @@ class UnitOptions:
     Args:
         device: by default `init_from_env()`'s, which also joins the ranks.
         lr_interval: call the scheduler after every "update" or every "epoch". Lengths of schedules are counted in it.
+        lr_monitor: the number that a ReduceLROnPlateau follows, by the name under which evaluations log it, or of an attribute of
+            the unit; by default their loss.
         clip_grad_value: largest absolute value of a gradient element.
         averaging: averages of the weights, of which AutoUnit's `ema` is the usual one; `swa_model` then holds them.
         detect_anomaly: stop with the rank and the value at the first loss that is inf or nan, before it reaches the
@@ -50,6 +52,7 @@ class UnitOptions:
 
     device: torch.device | None = None
     lr_interval: Literal["update", "epoch"] = "update"
+    lr_monitor: str | None = None
     clip_grad_value: float | None = None
     averaging: SWAParams | None = None
     detect_anomaly: bool | None = None
@@ -65,6 +68,8 @@ class UnitOptions:
         is_device = isinstance(self.device, torch.device | None)
         require(is_device, "device", "a torch.device or None", self.device, "By default init_from_env() picks it.")
         require(self.lr_interval in ("update", "epoch"), "lr_interval", "'update' or 'epoch'", self.lr_interval)
+        is_name = self.lr_monitor is None or (isinstance(self.lr_monitor, str) and self.lr_monitor != "")
+        require(is_name, "lr_monitor", "the name of a number, or None for the loss of evaluations", self.lr_monitor)
         _limit("clip_grad_value", self.clip_grad_value)
         require(isinstance(self.averaging, SWAParams | None), "averaging", "SWAParams(...) or None", self.averaging)
         require(self.deterministic in (None, "bitwise"), "deterministic", "'bitwise' or None", self.deterministic)
