@@ -14,7 +14,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 
@@ -124,13 +123,6 @@ def _with_teacher() -> bool:
 
 def test_a_teacher_of_another_kind_stays_whole(ranks: Ranks) -> None:
     assert ranks(2, _with_teacher) == [False, False]
-
-
-def test_two_models_that_train_are_refused() -> None:
-    first, second = net(), net()
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    with pytest.raises(UsageError, match="with one model"):
-        ech.prepare(first, second, optimizer, DataLoader(TensorDataset(X, Y), 8), layout="none")
 
 
 # --- values that are put into parameters

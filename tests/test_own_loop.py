@@ -542,10 +542,11 @@ def _drawn_with_weights() -> None:
 
 def _wrong(call: str) -> None:
     model, optimizer, _, loader = _parts()
-    other = nn.Linear(1, 1)
+    others = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     given = {
-        "two models": (model, other, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1), loader),
-        "two optimizers": (model, optimizer, torch.optim.SGD(model.parameters(), lr=0.1), loader),
+        "no model": (optimizer, loader),
+        "a scheduler of another optimizer": (model, optimizer, torch.optim.lr_scheduler.StepLR(others, 1), loader),
+        "two optimizers of one parameter": (model, optimizer, torch.optim.SGD(model.parameters(), lr=0.1), loader),
         "no loader": (model, optimizer),
         "a number": (model, optimizer, loader, 3),
     }[call]
@@ -558,8 +559,9 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "an optimizer of other parameters": (_other_parameters, (False,), "must hold parameters of the Net"),
     "on one rank": (_other_parameters, (True,), "must hold parameters of the Net"),
     "a sampler of its own": (_drawn_with_weights, (), "WeightedRandomSampler has an order"),
-    "two models": (_wrong, ("two models",), "with one model"),
-    "two optimizers": (_wrong, ("two optimizers",), "For several optimizers write a TrainUnit"),
+    "no model": (_wrong, ("no model",), "must have a model and an optimizer"),
+    "a scheduler": (_wrong, ("a scheduler of another optimizer",), "that of an optimizer among the objects"),
+    "two optimizers": (_wrong, ("two optimizers of one parameter",), "each parameter must be in one optimizer"),
     "no loader": (_wrong, ("no loader",), "must have the training loader"),
     "a number": (_wrong, ("a number",), "got int"),
 }

@@ -37,6 +37,7 @@ from echelon.loop.finite import FiniteWatch
 from echelon.loop.metrics import MeanOfAPhase
 from echelon.loop.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
 from echelon.loop.pieces import pieces_for
+from echelon.loop.several import configured
 from echelon.loop.window import Window
 from echelon.parallel.activation import Preset
 from echelon.parallel.experts.loads import Routers, routers_of
@@ -179,8 +180,11 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
 
     def configure(self) -> None:
         """Build optimizer and scheduler if they are not built yet."""
-        if not self.training or self.__dict__.get("optimizer") is not None:
+        if not self.training or self.several is not None or self.__dict__.get("optimizer") is not None:
             return  # None is what TorchTNT scripts may have set
+        if self.has_several:
+            self.several = configured(self)
+            return
         made = self.prepared.optimizer(self.configure_optimizers_and_lr_scheduler)
         check_made(type(self).__name__, made)
         check_holds(self, made[0])
@@ -268,9 +272,10 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
     def _check_optimizer(self) -> None:
         """At every start of training, whoever made it: it may have been assigned, or been given more parameters."""
         self._take_parameters()
-        self._trains_with = [self.optimizer] if self.window.group is not None else []
-        when_it_grows(self.optimizer, self)
-        if self.window.updates == 0:
+        self._trains_with = [self.optimizer] if self.window.group is not None and self.several is None else []
+        for optimizer in self.optimizers:
+            when_it_grows(optimizer, self)
+        if self.window.updates == 0 and self.several is None:
             self._first_look = look_at_first_update(self, self.optimizer, together=self._reduces)
 
     def optimizer_grew(self) -> None:
@@ -280,8 +285,10 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
 
     def _take_parameters(self) -> None:
         """See to it that the gradients of all that the optimizer holds are averaged. Collective."""
-        check_holds(self, self.optimizer)
-        others = not_the_modules(self, self.optimizer)
+        others: list[nn.Parameter] = []
+        for optimizer in self.optimizers:
+            check_holds(self, optimizer)
+            others += not_the_modules(self, optimizer)
         if others and self._bitwise is not None:
             raise UsageError(
                 f"bit-equal training needs an optimizer of the module's parameters only, got {len(others)} others. Move them."

@@ -17,6 +17,7 @@ from echelon.loop.unit import PredictUnit
 from echelon.parallel.activation import Preset
 from echelon.parallel.float8 import Float8
 from echelon.parallel.names import without_compile
+from echelon.parallel.networks import prepare_networks
 from echelon.parallel.parallelize import check_module, parallelize
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
@@ -42,6 +43,7 @@ class AutoPredictUnit(PredictUnit[T]):
 
     reports_own_steps = True
     weighs_padding = True
+    has_several = False  # optimizers
 
     def __init__(
         self,
@@ -69,7 +71,8 @@ class AutoPredictUnit(PredictUnit[T]):
         compiled: Any = options.compile if decided.compile is not False else None
         recomputed: Any = options.recompute  # values by now, not names
         recipe = Recipe(recomputed, compiled, self.computes)
-        self.prepared = parallelize(module, options.layout, self.device, recipe, overridden=decided.layout)
+        make: Callable[..., Prepared[Any]] = prepare_networks if self.has_several else parallelize
+        self.prepared = make(module, options.layout, self.device, recipe, overridden=decided.layout)
         made = self.prepared.module
         self.module: nn.Module = module if without_compile(module) is made else made  # torch.compile(DDP(...)) is called as such
         self._copies = torch.cuda.Stream(self.device) if self.enable_prefetch and self.device.type == "cuda" else None

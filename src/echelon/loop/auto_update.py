@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from echelon.loop.averaged import AveragedWeights
 from echelon.loop.bitwise import BitEqual
 from echelon.loop.finite import FiniteWatch
+from echelon.loop.several import Several
 from echelon.loop.unit import TrainUnit
 from echelon.loop.window import Window
 from echelon.parallel import gradients
@@ -51,7 +52,8 @@ class AutoUpdates(TrainUnit[T]):
     prepared: Prepared[Any]
     window: Window
     _takes_loaders: bool  # how many micro-batches an update has
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer  # None where there are several
+    several: Several | None = None
     lr_scheduler: Any
     clip_grad_norm: float | None
     clip_grad_value: float | None
@@ -84,7 +86,15 @@ class AutoUpdates(TrainUnit[T]):
 
     def zero_grad(self, state: State) -> None:
         """Drop all gradients."""
-        gradients.clear(self.optimizer)
+        if self.several is None:
+            gradients.clear(self.optimizer)
+        else:
+            self.several.clear()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The one, or all of several."""
+        return [self.optimizer] if self.several is None else [turn.optimizer for turn in self.several.turns]
 
     # --- a window
 
@@ -102,6 +112,8 @@ class AutoUpdates(TrainUnit[T]):
         self.window.discard()
         self._held.clear()
         self._exit_window()
+        if self.several is not None:
+            self.several.discard()
         self.prepared.discard_window()
         if self._routers is not None:
             self._routers.discard()
@@ -144,6 +156,9 @@ class AutoUpdates(TrainUnit[T]):
         state.logged.end_window(window.told, None if self.device.type == "cpu" else self.device)
         if window.is_nothing:
             return weight, loss
+        if self.several is not None:  # whose gradients are so already
+            window.reference = float(weight)
+            return weight, loss
         if scaler is not None:
             if self._shards is not None and self._shards.optimizer is not self.optimizer:  # another was assigned
                 self._shards = Shards(self.optimizer, prepared.module.parameters())
@@ -156,6 +171,24 @@ class AutoUpdates(TrainUnit[T]):
             prepared.scale_grads(window.reference / weight)
             window.reference = window.reference if window.fixed else float(weight)
         return weight, loss
+
+    def _end_several(self, state: State) -> None:
+        """The end of an update whose optimizers have stepped, each in its turn."""
+        several, window = self.several, self.window
+        assert several is not None
+        several.meet_at_end()
+        if self._reduces:
+            window.start_reduction(state.stop_requested, state.logged.signature())
+        weight, loss = self._end_window(state)
+        if window.is_nothing:
+            self._leave_out(state)
+            return
+        self.latest_update, more = (loss, None), {**several.numbers(), **state.logged.settled()}
+        if self._routers is not None:
+            self._routers.end_window(updated=True)
+            more = {**self._routers.measures(), **more}
+        if state.recorder is not None:
+            state.recorder.update(self.train_progress.num_updates_completed + 1, loss, weight, None, None, more)
 
     def _leave_out(self, state: State) -> None:
         """An update of a global batch that weighs nothing, which all ranks know. It is counted, and trains nothing."""

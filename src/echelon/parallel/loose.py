@@ -22,9 +22,24 @@ from echelon.parallel.shards import is_split
 from echelon.world import agree
 from echelon.world.device import from_host
 
-__all__ = ["AfterEachBackward", "Joined", "average_", "check_equal"]
+__all__ = ["AfterEachBackward", "Joined", "average_", "average_in_turns_", "check_equal"]
 
 Groups = Sequence[dist.ProcessGroup | None]
+_AT_ONCE = 1 << 25  # elements of gradients that are averaged in one message
+
+
+def average_in_turns_(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
+    """As `average_`, of whole networks: their gradients are never copied all at once."""
+    waiting: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        waiting.append(parameter)
+        size += parameter.numel()
+        if size >= _AT_ONCE:
+            average_(waiting, groups)
+            waiting, size = [], 0
+    if waiting:
+        average_(waiting, groups)
 
 
 @torch.no_grad()

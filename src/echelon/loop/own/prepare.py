@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from echelon.checkpoint.layout import Stateful
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import UsageError
 from echelon.contracts.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
@@ -76,9 +76,10 @@ def prepare(
     set after this are the loop's own.
 
     Args:
-        objects: in any order: one model, one optimizer over its parameters, one training loader; if wanted a scheduler, loaders
+        objects: in any order: a model, an optimizer over its parameters, one training loader; if wanted a scheduler, loaders
             to evaluate on (those after the first), and objects with `state_dict` and `load_state_dict` to be saved as well, also
-            modules that the optimizer does not train: a copy, such as an average of the weights, is split as the model is. A
+            modules that no optimizer trains: a copy, such as an average of the weights, is split as the model is. Of models,
+            optimizers and schedulers there may be several, which train together: see `window`. A
             torch DataLoader's batch size is that of one process, which the ranks share; with a DistributedSampler, each rank's.
         layout, precision, compile, recompute, device: as in AutoUnit.
         accumulate: batches of a rank in an update; by default the loader's, 1 for a DataLoader.
@@ -89,7 +90,7 @@ def prepare(
         what was given, in its order: the model as the layout has it, the same optimizer and scheduler, loaders that give
         this rank's batches on its device. One object alone comes back as it is, not in a tuple.
     Raises:
-        UsageError: on all ranks: an optimizer of other parameters, several models or optimizers, what is none of these.
+        UsageError: on all ranks: an optimizer of other parameters or of another's, two schedulers of one, what is none of these.
     """
     refuse_prepared(objects, layout)
     parts = _Parts.of(objects)
@@ -107,31 +108,43 @@ def prepare(
     )
     evaluation = {id(each): EvaluationBatches(each, unit) for each in parts.evaluation}
     batches = _joined(parts, unit, loader, list(callbacks), checkpoints)
-    made = {id(parts.model): unit.module, id(parts.loader): batches}
-    made |= evaluation
+    made = {id(parts.loader): batches, **dict(zip(map(id, parts.models), _as_made(parts, unit), strict=True)), **evaluation}
     returned = tuple(made.get(id(each), each) for each in objects)
     return returned[0] if len(returned) == 1 else returned
 
 
 def _unit(parts: _Parts, **options: Any) -> LoopUnit:
     """The model made parallel, with the optimizer over the parameters that it has then."""
-    names = {p: name for name, p in parts.model.named_parameters()}
-    shapes = {name: p.shape for p, name in names.items()}
-    agree.raise_on_all(check_optimizer(parts.optimizer, parts.model, names))
-    if not parts.model.training and not hasattr(type(parts.model), "from_pretrained") and agree.is_rank0():
-        logger.warning(
-            "the %s was in eval mode, and prepare() puts it in train mode: to train it in eval mode, call model.eval() after",
-            type(parts.model).__name__,
-        )
-    begin_training(parts.model)
-    unit = LoopUnit(parts.model, parts.optimizer, parts.scheduler, **options)
-    refit(unit.prepared, parts.optimizer, names)
+    module = parts.models[0] if len(parts.models) == 1 else nn.ModuleList(parts.models)
+    names = {p: name for name, p in module.named_parameters()}
+    shapes = [{name: p.shape for name, p in model.named_parameters()} for model in parts.models]
+    for optimizer, _ in parts.optimizers:
+        agree.raise_on_all(check_optimizer(optimizer, module, names))
+    for model in parts.models:
+        if not model.training and not hasattr(type(model), "from_pretrained") and agree.is_rank0():
+            logger.warning(
+                "the %s was in eval mode, and prepare() puts it in train mode: to train it in eval mode, call model.eval() after",
+                type(model).__name__,
+            )
+        begin_training(model)
+    several = len(parts.models) > 1 or len(parts.optimizers) > 1
+    unit = LoopUnit(module, parts.optimizers, several=several, **options)
+    for optimizer, _ in parts.optimizers:
+        refit(unit.prepared, optimizer, names)
+    if several:
+        unit.configure()
     for i, each in enumerate(parts.copies):
-        divide_alike(each, unit, shapes, options["layout"])
+        for of_model in shapes:
+            divide_alike(each, unit, of_model, options["layout"])
         setattr(unit, f"copy_{i}", each.to(unit.device))
     for i, each in enumerate(parts.stateful):
         setattr(unit, f"stateful_{i}", each)
     return unit
+
+
+def _as_made(parts: _Parts, unit: LoopUnit) -> list[nn.Module]:
+    """The models as the strategy has them."""
+    return [unit.module] if len(parts.models) == 1 else list(unit.module.children())
 
 
 def _joined(
@@ -151,7 +164,7 @@ def _joined(
     session = Session(unit, loader, callbacks, None if overrides().observes else saver)
     session.take_over()
     batches = TrainingBatches(loader, parts.loader, session)
-    session.adopt(unit.module, parts.model, parts.optimizer, batches)
+    session.adopt(_as_made(parts, unit), *parts.models, *(optimizer for optimizer, _ in parts.optimizers), batches)
     if saver is not None:
         take_up(checkpoints, saver, unit, loader)
     return batches
@@ -173,6 +186,11 @@ def window(prepared: Any, *, weight: float | torch.Tensor | None = None) -> OwnW
     """The context of one batch: forward pass, `window.backward(loss)`, clipping and the optimizer's step.
 
     In it the model computes in the precision that `prepare` was given, and gradients travel with an update's last batch.
+
+    With several optimizers, `backward` may be called several times, and each optimizer's step trains on what its parameters have
+    got since it was last cleared, over all ranks and all batches of the update, as in plain PyTorch. Its `step` is called in
+    every batch of an update, inside the window, and does nothing before the last; what happens in some updates only, such as a
+    generator's step after five of a critic, is chosen by `window.update`. One window is one update, whichever have stepped.
 
     Args:
         prepared: the model or optimizer from `prepare`.
@@ -214,11 +232,10 @@ def evaluating(prepared: Any) -> Iterator[OwnEvaluation]:
 class _Parts:
     """The arguments of `prepare`, by what they are."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    models: list[nn.Module]
+    optimizers: list[tuple[torch.optim.Optimizer, Any]]  # with the scheduler of each, if it has one
     loader: Any
     copies: list[nn.Module]
-    scheduler: Any = None
     evaluation: list[Any] = field(default_factory=list)
     stateful: list[Any] = field(default_factory=list)
 
@@ -227,34 +244,33 @@ class _Parts:
         found: dict[str, list[Any]] = {kind: [] for kind in ("model", "optimizer", "scheduler", "loader", "stateful")}
         for each in objects:
             found[_kind(each)].append(each)
+        given = [type(each).__name__ for each in objects]
         held = {p for optimizer in found["optimizer"] for group in optimizer.param_groups for p in group["params"]}
         trained = [model for model in found["model"] if any(p in held for p in model.parameters())]
-        copies = [model for model in found["model"] if model not in trained] if len(trained) == 1 else []
-        found["model"] = trained if copies else found["model"]
-        for kind, least, remedy in (
-            (
-                "model",
-                1,
-                "Networks that train together are one nn.Module with several children; for several optimizers write a TrainUnit.",
-            ),
-            ("optimizer", 1, "For several optimizers write a TrainUnit (docs/trainer.md)."),
-            ("scheduler", 0, "Combine schedulers by torch.optim.lr_scheduler.SequentialLR or ChainedScheduler."),
-        ):
-            require(
-                least <= len(found[kind]) <= 1,
-                "objects",
-                f"one model, one optimizer, at most one scheduler, and loaders, with {'one' if least else 'at most one'} {kind}",
-                [type(each).__name__ for each in objects],
-                remedy,
-            )
+        models = trained or found["model"][:1]
+        copies = [model for model in found["model"] if all(model is not each for each in models)]
+        if not models or not found["optimizer"]:
+            raise UsageError(f"objects must have a model and an optimizer over its parameters, got {', '.join(given)}.")
+        schedulers: dict[int, Any] = {}
+        for scheduler in found["scheduler"]:
+            if all(scheduler.optimizer is not optimizer for optimizer in found["optimizer"]):
+                raise UsageError(
+                    f"a scheduler must be that of an optimizer among the objects, got a {type(scheduler).__name__} of another "
+                    f"{type(scheduler.optimizer).__name__}. Give prepare() both."
+                )
+            if id(scheduler.optimizer) in schedulers:
+                raise UsageError(
+                    f"objects must have at most one scheduler for each optimizer, got {', '.join(given)}. Combine schedulers by "
+                    "torch.optim.lr_scheduler.SequentialLR or ChainedScheduler."
+                )
+            schedulers[id(scheduler.optimizer)] = scheduler
         if not found["loader"]:
             raise UsageError(
-                "objects must have the training loader, a torch DataLoader or an echelon.Loader, got "
-                f"{', '.join(type(each).__name__ for each in objects)}."
+                f"objects must have the training loader, a torch DataLoader or an echelon.Loader, got {', '.join(given)}."
             )
         first, *others = found["loader"]
-        (model,), (optimizer,), schedulers = found["model"], found["optimizer"], found["scheduler"]
-        return cls(model, optimizer, first, copies, schedulers[0] if schedulers else None, others, found["stateful"])
+        optimizers = [(optimizer, schedulers.get(id(optimizer))) for optimizer in found["optimizer"]]
+        return cls(models, optimizers, first, copies, others, found["stateful"])
 
 
 def _kind(thing: Any) -> str:

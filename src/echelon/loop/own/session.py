@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from echelon.loop.own.methods import knowing, replace
 from echelon.loop.own.run import OwnRun
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
+from echelon.loop.several import Turn
 from echelon.loop.state import EntryPoint, State
 from echelon.parallel.gradients import times_changed
 from echelon.world.clock import Part, enter
@@ -64,8 +66,9 @@ class Session:
 
     # --- which session something belongs to
 
-    def adopt(self, *objects: Any) -> None:
-        keep(self, self.unit.module, objects)
+    def adopt(self, modules: Sequence[torch.nn.Module], *objects: Any) -> None:
+        for module in modules:
+            keep(self, module, (*modules, *objects))
 
     @staticmethod
     def of(thing: Any, asked_by: str) -> Session:
@@ -265,7 +268,7 @@ class Session:
                 f"a loop must end with an error in its window, got the next batch after {type(window.error).__name__}: "
                 f"{window.error}. Ranks may have failed alone. Leave a batch out by `continue` before its window, on all ranks."
             ) from window.error
-        if window.is_last and not window.stepped:
+        if window.is_last and not window.stepped and self.unit.several is None:
             raise UsageError(
                 "the update must end with optimizer.step(), got the next batch before it. Call it after window.backward(loss), "
                 "on the optimizer that prepare() returned. A GradScaler that leaves out steps is left out itself: "
@@ -296,7 +299,7 @@ class Session:
             )
         if self.unit.plain is None and self.unit.at_boundary:
             self._accumulated, self._witness = False, None
-        elif self.unit.plain is None and self._witness is not None and self._witness.grad is None:
+        elif self.unit.several is None and self.unit.plain is None and self._witness is not None and self._witness.grad is None:
             raise UsageError(
                 "the gradients of an update must be kept until its last batch, but something has dropped them in the middle. "
                 "Clear them by zero_grad() of the optimizer that prepare() returned, which knows when."
@@ -317,8 +320,10 @@ class Session:
         self.run.trains()
 
     def went_back(self) -> None:
-        self._accumulated = True
         assert self.window is not None
+        if self.unit.several is not None:
+            return
+        self._accumulated = True
         if self.window.is_last:
             self._witness = None
         elif self._witness is None:
@@ -326,7 +331,11 @@ class Session:
         if self._witness is not None:
             self._seen_version = times_changed(self._witness)
 
-    def optimizer_step(self, original: Callable[..., Any], closure: Any = None) -> Any:
+    def optimizer_step(self, turn: Turn | None, original: Callable[..., Any], closure: Any = None) -> Any:
+        """
+        Args:
+            turn: the optimizer's, where there are several.
+        """
         if self._applying:
             return original() if closure is None else original(closure)
         if closure is not None:
@@ -339,13 +348,22 @@ class Session:
                 "optimizer.step() must follow window.backward(loss) in `with echelon.window(model) as window:`, got a call "
                 + ("without a window." if window is None else "in a window without it. loss.backward() would not weigh the loss.")
             )
+        if turn is not None and not window.is_open and self.unit.plain is None:
+            raise UsageError(
+                f"step() of {turn} must be called inside its window, `with echelon.window(...) as window:`, where there are "
+                "several optimizers, got it behind."
+            )
         if not window.is_last:
+            if turn is not None and self.unit.several is not None and self.unit.plain is None:
+                self.unit.several.keep(turn)
             return None
         self._applying, before = True, enter(Part.OPTIMIZER)
         try:
             if self.unit.plain is not None:
                 window.stepped = window.updated = True
-                self.unit.optimizer.step()  # which prove may have replaced
+                (self.unit.optimizer if turn is None else turn.optimizer).step()  # which prove may have replaced
+            elif turn is not None and self.unit.several is not None:
+                self.unit.several.step(turn, original)
             else:
                 window.step()
         finally:
@@ -363,9 +381,9 @@ class Session:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def scheduler_step(self, original: Callable[..., Any], *args: Any, **options: Any) -> None:
+    def scheduler_step(self, turn: Turn | None, original: Callable[..., Any], *args: Any, **options: Any) -> None:
         window = self.window
-        if self._in_batch and not self._counts(window):
+        if self._in_batch and not self._counts(window, turn):
             return
         if self._skipped:  # its state knows of epochs that were trained before a restart
             return
@@ -374,25 +392,30 @@ class Session:
                 warnings.filterwarnings("ignore", "Detected call of", UserWarning)
             original(*args, **options)
 
-    def _counts(self, window: OwnWindow | None) -> bool:
+    def _counts(self, window: OwnWindow | None, turn: Turn | None) -> bool:
         """Whether a scheduler's step in a batch is one of its update: with its step or, in scripts that have it the other way
         round, before.
         """
         plain = self.unit.plain
         if window is None:
             return self.unit.at_boundary if plain is None else plain.is_first
+        if turn is not None and plain is None:
+            return window.is_last and (turn.updated or not turn.stepped)
         trains = window.updated or not (window.stepped or (window.went_back and plain is None and self.unit.window.is_nothing))
         return window.is_last and trains
 
     def take_over(self) -> None:
         """From now on `step` and `zero_grad` of these very objects know the window. Schedulers wrap `step` likewise."""
-        optimizer, scheduler = self.unit.configured
-        replace(optimizer, "step", self.optimizer_step)
+        for optimizer, scheduler in self.unit.configured:
+            self._take_over(optimizer, scheduler, None if self.unit.several is None else self.unit.several.of(optimizer))
+
+    def _take_over(self, optimizer: Any, scheduler: Any, turn: Turn | None) -> None:
+        replace(optimizer, "step", partial(self.optimizer_step, turn))
         replace(optimizer, "zero_grad", self.zero_grad)
         if scheduler is not None and not getattr(scheduler.step, "knows_window", False):
             # By its class: a scheduler's own attributes are its state.
             kind = type(scheduler)
-            step = knowing(kind.step, self.scheduler_step, bound_to=scheduler)
+            step = knowing(kind.step, partial(self.scheduler_step, turn), bound_to=scheduler)
             own = {"step": step, "__module__": kind.__module__, "__reduce_ex__": _as_its_own_kind}
             scheduler.__class__ = type(kind.__name__, (kind,), own)
 

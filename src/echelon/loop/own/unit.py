@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,10 +47,11 @@ class LoopUnit(AutoUnit[Any]):
     """Model, optimizer and schedule of a loop of one's own, with the state that is saved.
 
     Args:
-        optimizer: before the run begins it is given the parameters that the module has then.
+        made: optimizers with their schedulers. Before the run begins they are given the parameters that the module has then.
+        several: there are several optimizers, or networks.
         options: of AutoUnit.
     Attributes:
-        configured: the optimizer and the scheduler that the loop has.
+        configured: the optimizers and the schedulers that the loop has.
         plain: set where plain PyTorch computes.
         instead, turns: gives the batches in place of the loader, and how; for `echelon prove`.
         given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
@@ -63,10 +64,12 @@ class LoopUnit(AutoUnit[Any]):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any,
+        made: Sequence[tuple[torch.optim.Optimizer, Any]],
+        *,
+        several: bool = False,
         **options: Any,
     ) -> None:
+        self.has_several = several  # before the module is made parallel
         super().__init__(module=module, **options)
         self._ended: tuple[Any, Any] = (None, None)  # weight and loss of the latest window
         if self.prepared.takes_windows:
@@ -74,7 +77,7 @@ class LoopUnit(AutoUnit[Any]):
                 "the layout must compute micro-batches one by one in a loop of your own, got one that takes the micro-batches "
                 "of an update at once. Write an AutoUnit."
             )
-        self.configured = (optimizer, lr_scheduler)
+        self.configured = list(made)
         self.plain: Plain | None = None
         self.instead: Callable[[], Iterator[Any]] | None = None
         self.turns: Any = None
@@ -105,7 +108,10 @@ class LoopUnit(AutoUnit[Any]):
         raise UsageError("steps are taken in your own loop. `train` and `fit` need a unit.")
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        return self.configured
+        return self.configured[0]
+
+    def configure_optimizers_and_lr_schedulers(self, module: nn.Module) -> dict[str, tuple[torch.optim.Optimizer, Any]]:
+        return {str(i): each for i, each in enumerate(self.configured)}
 
     def step_lr_scheduler(self) -> None:
         """The loop does."""
@@ -146,10 +152,15 @@ class LoopUnit(AutoUnit[Any]):
             if self.seeded is not None:
                 self.seeded()
         prepared.forward_begins()
+        if self.several is not None:
+            self.several.begin(float(weight))
         return micro_batch
 
     def backward(self, state: State, micro_batch: MicroBatch[Any], loss: torch.Tensor) -> None:
         """The weighted backward pass; after an update's last the gradients are those of its global batch."""
+        if self.several is not None:
+            self.several.backward(loss, micro_batch, retain_graph=self.retain_graph)
+            return
         bitwise, last = self._bitwise, micro_batch.is_last
         self.prepared.backward(loss, micro_batch, partial(self._backward, state))
         if bitwise is not None:
@@ -158,6 +169,14 @@ class LoopUnit(AutoUnit[Any]):
             self.has_updated = True
             self._exit_window()
             self._ended = self._end_window(state)
+
+    def end_several(self, state: State, *, last: bool) -> None:
+        """A micro-batch of several optimizers has ended."""
+        assert self.several is not None
+        self.several.end_micro_batch(replica=self.prepared.is_replica)
+        if last:
+            self._exit_window()
+            self._end_several(state)
 
     @property
     def update_loss(self) -> Any:
@@ -177,7 +196,7 @@ class LoopUnit(AutoUnit[Any]):
 
     def zero_grad(self, state: State) -> None:
         # Not by the optimizer's own: that keeps gradients in the middle of an update, of which this is the end.
-        for parameter in parameters_of(self.optimizer):
+        for parameter in (p for optimizer in self.optimizers for p in parameters_of(optimizer)):
             parameter.grad = None
 
     def forget_window(self, state: State) -> None:

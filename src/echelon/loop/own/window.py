@@ -44,7 +44,9 @@ class OwnWindow:
         is_last: whether the update follows: this batch is the last of its window. Before, the optimizer's `step` and `zero_grad`
             and the scheduler's `step` do nothing, so they may be called in every batch.
         loss: after `backward`, this rank's mean loss of the batch; with the window's last, that of the global batch over all
-            ranks. A float, or a 0-dim tensor; 0 where the global batch weighs nothing, whose update is left out.
+            ranks. A float, or a 0-dim tensor; 0 where the global batch weighs nothing, whose update is left out. With several
+            optimizers the sum of the passes' losses, and that of the global batch once the window has ended.
+        update: which update of the run this batch is for, from 0.
     """
 
     def __init__(self, session: _Session, weight: float | torch.Tensor | None) -> None:
@@ -52,8 +54,9 @@ class OwnWindow:
         self._micro_batch: MicroBatch[Any] | None = None
         self._contexts: tuple[AbstractContextManager[Any], ...] = ()
         self._norm: torch.Tensor | None = None
-        self._open = False
+        self.is_open = False
         self.is_last = False
+        self.update = 0
         self.loss: Any = None
         self.error: BaseException | None = None  # that ended it
         self.trained: tuple[float, torch.Tensor] | None = None  # weight and loss of this rank's batch
@@ -63,7 +66,7 @@ class OwnWindow:
     def __enter__(self) -> OwnWindow:
         session, unit = self._session, self._session.unit
         session.enter(self)
-        self._open = True
+        self.is_open, self.update = True, unit.window.updates
         if unit.plain is not None:
             self.is_last = unit.plain.is_last
             unit.plain.weight = unit.weight(session.batch) if self._weight is None else self._weight
@@ -86,7 +89,7 @@ class OwnWindow:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._open = False
+        self.is_open = False
         self.error = error
         try:
             for context in reversed(self._contexts):
@@ -101,6 +104,11 @@ class OwnWindow:
                 "the window ended without window.backward(loss). Call it once in each window, in place of loss.backward(); leave "
                 "a batch out by leaving out its window, on all ranks."
             )
+        unit = self._session.unit
+        if error is None and unit.several is not None and unit.plain is None:
+            unit.end_several(self._session.state, last=self.is_last)
+            if self.is_last:
+                self.loss = unit.latest_update[0]
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool | None = None) -> None:
         """In place of `loss.backward()`: the gradients are weighed and, with the window's last batch, averaged over the ranks.
@@ -112,11 +120,11 @@ class OwnWindow:
             retain_graph: as torch has it.
         """
         self._check_open("backward")
-        if self.went_back:
+        unit = self._session.unit
+        if self.went_back and unit.several is None:
             raise UsageError(
                 "window.backward must be called once in a window, got a second call. Add the losses and call it with their sum."
             )
-        unit = self._session.unit
         usual = isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad
         if not usual and (problem := problem_with((loss, None), unit.module)) is not None:
             raise LossError(f"window.backward was given {problem}")
@@ -136,8 +144,9 @@ class OwnWindow:
             unit.retain_graph = retain_graph
             with NO_CONTEXT if unit.computes.dtype is None else torch.autocast(unit.device.type, enabled=False):
                 unit.backward(self._session.state, self._micro_batch, loss)
-            self.trained = self._micro_batch.weight, loss.detach()
-            self.loss = unit.update_loss if self.is_last else loss.detach()
+            before = 0.0 if self.trained is None else self.trained[1]
+            self.trained = self._micro_batch.weight, loss.detach() + before
+            self.loss = unit.update_loss if self.is_last and unit.several is None else self.trained[1]
         enter(Part.OTHER)
         self._session.went_back()
 
@@ -149,9 +158,11 @@ class OwnWindow:
         if self._session.unit.plain is None:
             self._session.state.log(name, value, weight, reduce=reduce)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, of: Any = None) -> torch.Tensor | None:
         """In place of `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: over all ranks, before the step.
 
+        Args:
+            of: which optimizer's parameters, where there are several.
         Returns:
             the norm before clipping; None before the window's last batch, where nothing is clipped.
         """
@@ -159,18 +170,28 @@ class OwnWindow:
         if not self._has_gradients("clip_grad_norm_"):
             return None
         unit = self._session.unit
+        if unit.several is not None and unit.plain is None:
+            return unit.several.clip(unit.several.asked(of), max_norm, norm_type)
         if unit.plain is not None:
-            self._norm = torch.nn.utils.clip_grad_norm_(unit.module.parameters(), max_norm, norm_type)
+            held = unit.module.parameters() if unit.several is None else unit.several.asked(of).parameters
+            self._norm = torch.nn.utils.clip_grad_norm_(held, max_norm, norm_type)
             unit.plain.norm = float(self._norm)
         else:
             self._norm = unit.prepared.clip_grad_norm_(max_norm, norm_type)
         return self._norm
 
-    def clip_grad_value_(self, max_value: float) -> None:
+    def clip_grad_value_(self, max_value: float, *, of: Any = None) -> None:
         """In place of `torch.nn.utils.clip_grad_value_(model.parameters(), max_value)`; nothing before the last batch."""
         number("max_value", max_value, "above 0", lambda most: most > 0)
-        if self._has_gradients("clip_grad_value_"):
-            self._session.unit.prepared.clip_grad_value_(max_value)
+        unit = self._session.unit
+        if not self._has_gradients("clip_grad_value_"):
+            return
+        if unit.several is None:
+            unit.prepared.clip_grad_value_(max_value)
+        elif unit.plain is None:
+            unit.several.clip_value(unit.several.asked(of), max_value)
+        else:
+            torch.nn.utils.clip_grad_value_(unit.several.asked(of).parameters, max_value)
 
     def step(self) -> None:
         """For the optimizer's `step`, in the window's last batch."""
@@ -189,7 +210,7 @@ class OwnWindow:
         return self.is_last
 
     def _check_open(self, name: str) -> None:
-        if not self._open:
+        if not self.is_open:
             raise UsageError(
                 f"window.{name} must be called inside its window, `with echelon.window(model) as window:`, got it outside."
             )

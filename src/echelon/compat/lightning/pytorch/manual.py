@@ -23,7 +23,8 @@ from echelon.contracts.overrides import overrides
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
 from echelon.parallel.layouts import resolve
-from echelon.parallel.loose import average_
+from echelon.parallel.loose import average_in_turns_
+from echelon.parallel.networks import networks_of
 from echelon.parallel.parallelize import prepare_module
 from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
@@ -34,7 +35,6 @@ from echelon.world.init import World, init_from_env
 __all__ = ["ManualUnit"]
 
 _SHARDED = ("fsdp", "fsdp2", "hsdp", "zero2", "zero3")
-_AT_ONCE = 1 << 25  # elements of gradients that are averaged in one message
 
 
 class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any]):
@@ -85,7 +85,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         return isinstance(self.module, DistributedDataParallel)
 
     def _shard(self, module: Any, strategy: Any) -> None:
-        networks = list(_networks(module))
+        networks = list(networks_of(module))
         seen: dict[nn.Parameter, str] = {}
         for name, network in networks:
             for parameter in network.parameters():
@@ -210,16 +210,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
     def _average(self) -> None:
         """A mean that is averaged again stays what it is, so several passes may precede an update."""
         groups = self._parts[0].data_groups if self._parts else [None]
-        waiting: list[nn.Parameter] = []
-        size = 0
-        for parameter in (p for p in self._loose if p.requires_grad):
-            waiting.append(parameter)
-            size += parameter.numel()
-            if size >= _AT_ONCE:
-                average_(waiting, groups)
-                waiting, size = [], 0
-        if waiting:
-            average_(waiting, groups)
+        average_in_turns_((p for p in self._loose if p.requires_grad), groups)
         self._unaveraged = {p for p in self._unaveraged if not p.requires_grad}
 
     def _watch_gradients(self, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -280,14 +271,3 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
             made = optimizer.step(passes, **options)
         self.updates += 1
         return made
-
-
-def _networks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The networks among a module's attributes: what has parameters, within lists and dicts of modules each by itself."""
-    for name, child in module.named_children():
-        if not any(True for _ in child.parameters()):
-            continue
-        if type(child).forward is nn.Module.forward and not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
-            yield from _networks(child, f"{prefix}{name}.")
-        elif not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
-            yield f"{prefix}{name}", child

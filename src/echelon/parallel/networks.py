@@ -1,0 +1,209 @@
+"""Networks that are trained by several optimizers: each is made parallel by itself, and gradients are reduced by optimizer.
+
+A backward pass of one loss may reach networks that another optimizer trains, or only some of the networks; a step may have
+several passes. So DistributedDataParallel reduces nothing here: the gradients of an optimizer's parameters are averaged when it
+steps, and what is cleared before never travels. `fully_shard` reduces in every pass, of each network by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import UsageError
+from echelon.parallel.ddp import DDPPrepared
+from echelon.parallel.loose import average_in_turns_, check_equal
+from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.parallelize import check_module, parallelize
+from echelon.parallel.partition import Partition
+from echelon.parallel.prepared import NO_CONTEXT, Prepared
+from echelon.parallel.shards import is_split, local
+from echelon.world import agree
+
+__all__ = ["Networks", "has_forward", "networks_of", "prepare_networks"]
+
+O = TypeVar("O")  # noqa: E741
+
+
+def has_forward(module: nn.Module) -> bool:
+    """False of what only holds networks, as an nn.ModuleDict does."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def networks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The networks among a module's attributes: what has parameters, within lists and dicts of modules each by itself."""
+    for name, child in module.named_children():
+        if not any(True for _ in child.parameters()) or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            continue
+        if has_forward(child):
+            yield f"{prefix}{name}", child
+        else:
+            yield from networks_of(child, f"{prefix}{name}.")
+
+
+class Networks(Prepared[nn.Module]):
+    """One or several networks, each as the strategy has it.
+
+    Args:
+        module: the one network, or what holds them.
+        parts: those of the networks.
+    """
+
+    def __init__(self, module: nn.Module, parts: Sequence[Prepared[Any]]) -> None:
+        first = parts[0]
+        super().__init__(module, first.averaged)
+        self.parts, self._share = list(parts), first._share
+        self.is_replica, self.computes_in = first.is_replica, first.computes_in
+        self.replaces_parameters = any(part.replaces_parameters for part in parts)
+        self.divides_optimizer = any(part.divides_optimizer for part in parts)
+
+    @property
+    def forward_is_collective(self) -> bool:  # type: ignore[override]
+        return any(part.forward_is_collective for part in self.parts)
+
+    @property
+    def unwrapped(self) -> nn.Module:
+        return self.parts[0].unwrapped if self.module is self.parts[0].module else self.module
+
+    def describe(self) -> dict[str, Any]:
+        return {**self.parts[0].describe(), "module": type(self.unwrapped).__name__}
+
+    def optimizer(self, make: Callable[[nn.Module], O]) -> O:
+        self.parameters_written()
+        return make(self.unwrapped)
+
+    def divide(self, optimizer: torch.optim.Optimizer) -> None:
+        """Under a strategy that divides optimizers. Collective."""
+        if self.divides_optimizer:
+            Partition(optimizer, self.data_groups[0], {p: name for name, p in self.named_parameters()})
+
+    def trains_also(self, others: list[nn.Parameter]) -> None:
+        for part in self.parts:
+            part.trains_also([])
+        self.others = others
+        if self.averaged:
+            check_equal(others, self.data_groups, "the optimizers have parameters outside the modules")
+
+    # --- passes
+
+    def window(self) -> AbstractContextManager[Any]:
+        return _all(part.window() for part in self.parts)
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        """Whatever `last` says: an optimizer's gradients are averaged by `average_`, and a shard's in every pass."""
+        for part in self.parts:
+            if isinstance(part, DDPPrepared):
+                part.before_evaluation()  # rank 0's buffers are sent with the next forward pass
+        return _all([part.accumulate(part.replaces_parameters) for part in self.parts])
+
+    def explaining(self) -> AbstractContextManager[Any]:
+        return _all(part.explaining() for part in self.parts)
+
+    def backward(
+        self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
+    ) -> None:
+        backward(local(loss), micro_batch)
+
+    def average_(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The gradients of an optimizer's parameters become their mean over the ranks. Collective."""
+        if whole := [p for p in parameters if p.requires_grad and not is_split(p)] if self.averaged_over > 1 else []:
+            average_in_turns_(whole, self.data_groups)
+
+    def discard_window(self) -> None:
+        for part in self.parts:
+            part.discard_window()
+
+    def after_step(self) -> None:
+        self.reshard()  # a pass without a backward pass has left whole parameters, of before the step
+        for part in self.parts:
+            part.after_step()
+
+    def end_training(self) -> None:
+        for part in self.parts:
+            part.end_training()
+
+    def parameters_written(self) -> None:
+        for part in self.parts:
+            part.parameters_written()
+
+    def before_evaluation(self) -> None:
+        for part in self.parts:
+            part.before_evaluation()
+
+    def fix_order(self) -> None:
+        raise UsageError("bit-equal training on any number of ranks must have one optimizer, got several. Leave it out.")
+
+
+def _all(contexts: Any) -> AbstractContextManager[Any]:
+    if not (real := [each for each in contexts if each is not NO_CONTEXT]):
+        return NO_CONTEXT
+    if len(real) == 1:
+        return real[0]  # type: ignore[no-any-return]
+    return _Together(real)
+
+
+class _Together(AbstractContextManager[None]):
+    """Contexts of several networks. They are entered late: what `no_sync` was made for may not come."""
+
+    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
+        self._contexts, self._stack = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        for each in self._contexts:
+            self._stack.enter_context(each)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+
+def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *given: Any, **options: Any) -> Networks:
+    """As `parallelize`, for several optimizers: a module without a forward has its networks made parallel, each by itself.
+
+    Raises:
+        UsageError: a module without networks, networks that share parameters which would be split, or a strategy that needs
+            all of an update at once.
+    """
+    check_module(module)
+    if has_forward(module):
+        part = parallelize(module, strategy, device, *given, **options)
+        _check(part)
+        return Networks(part.module, [part])
+    parts, seen = [], dict[nn.Parameter, str]()
+    for name, network in list(networks_of(module)):
+        before = list(network.parameters())
+        shared = next((seen[p] for p in before if p in seen), None)
+        part = parallelize(network, strategy, device, *given, **options)
+        _check(part)
+        if shared is not None and part.replaces_parameters:
+            raise UsageError(
+                f"{type(module).__name__}.{shared} and .{name} share parameters, and each is split by itself. Put them into one "
+                "module whose forward calls them, or train under 'ddp'."
+            )
+        seen |= dict.fromkeys(before, name)
+        parts.append(part)
+        module.set_submodule(name, part.module)
+    if not parts:
+        raise UsageError(f"the module must have networks with parameters, got a {type(module).__name__} without.")
+    inside = {p for part in parts for p in part.module.parameters()}
+    loose = [p for p in module.parameters() if p not in inside]
+    with torch.no_grad():
+        for tensor in (*loose, *module.buffers()):
+            tensor.data = tensor.data.to(device)
+        if agree.is_joined() and any(part.averaged for part in parts):
+            for parameter in loose:
+                dist.broadcast(parameter.data, 0)
+    return Networks(module, parts)
+
+
+def _check(part: Prepared[Any]) -> None:
+    if part.works_alone or part.takes_windows or part.part[1] > 1 or (len(part.data_groups) > 1 and part.divides_optimizer):
+        raise UsageError(
+            "several optimizers must have a strategy whose ranks train on each batch together, such as 'ddp', 'fsdp', 'zero1' or "
+            "'tp=2', got one with pp or cp, or of workers that meet now and then. Take one of these, or one optimizer with "
+            "parameter groups."
+        )
