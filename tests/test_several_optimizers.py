@@ -147,7 +147,7 @@ def test_one_that_steps_every_other_update_and_schedules_of_each(ranks: Ranks) -
 
 
 def test_without_launched_ranks() -> None:
-    _agree(_trained("noop", first=False), _plainly(first=False))
+    _agree(_trained("none", first=False), _plainly(first=False))
 
 
 # --- accumulation
@@ -380,4 +380,4 @@ def test_a_parameter_of_two_optimizers_is_refused(ranks: Ranks) -> None:
 
 def test_what_is_for_one_optimizer_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="precision='fp16' must be left out with several optimizers"):
-        _prepared("noop", precision="fp16")
+        _prepared("none", precision="fp16")

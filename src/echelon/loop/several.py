@@ -61,6 +61,18 @@ class Turn:
     def parameters(self) -> list[nn.Parameter]:
         return parameters_of(self.optimizer)
 
+    def put_aside(self) -> None:
+        for parameter in self.parameters:
+            if (gradient := parameter.grad) is not None:
+                before = self.kept.get(parameter)
+                self.kept[parameter] = gradient if before is None else before.add_(gradient)
+                parameter.grad = None
+
+    def take_back(self) -> None:
+        for parameter, kept in self.kept.items():
+            parameter.grad = kept if parameter.grad is None else kept.add_(parameter.grad)
+        self.kept = {}
+
     def reset(self) -> None:
         self.kept, self.times_kept, self.settled, self.stepped, self.updated, self.norm = {}, 0, False, False, False, None
 
@@ -152,11 +164,7 @@ class Several:
         if turn.times_kept == self._unit.window.count:
             raise _twice(turn)
         turn.times_kept += 1
-        for parameter in turn.parameters:
-            if (gradient := parameter.grad) is not None:
-                before = turn.kept.get(parameter)
-                turn.kept[parameter] = gradient if before is None else before.add_(gradient)
-                parameter.grad = None
+        turn.put_aside()
 
     def settle(self, turn: Turn) -> bool:
         """The gradients for an optimizer's step become those of the global batch. Collective. False if that weighs nothing."""
@@ -173,9 +181,8 @@ class Several:
                 "window.is_last before it; what happens in some updates only, choose by window.update."
             )
         self.total = self._meet(turn.number, f"step() of {turn}")
-        for parameter, kept in turn.kept.items():
-            parameter.grad = kept if parameter.grad is None else kept.add_(parameter.grad)
-        turn.kept, turn.settled = {}, True
+        turn.take_back()
+        turn.settled = True
         held = turn.parameters
         prepared.average_(held)
         if self.total not in (0, window.reference):

@@ -159,6 +159,7 @@ class StepRecorder(Callback):
     def _describe(self, unit: Any, dataloader: Any) -> None:
         record = self.record
         record.kind = next(kind.__name__ for kind in (LoopUnit, AutoUnit, units.TrainUnit) if isinstance(unit, kind))
+        record.kind = "several optimizers" if getattr(unit, "has_several", False) else record.kind
         record.is_replica = is_replica(unit)
         _place(record, unit)
         record.loader = type(dataloader).__name__

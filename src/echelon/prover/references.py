@@ -40,8 +40,9 @@ class LoopReference(AutoReference):
         if not self.keeps_dropout:
             switch_off_dropout(self.unit)  # so that one batch is one update, for loops that count them
         Reference.begin(self, write=write)
-        self.module, self.optimizer = self.unit.prepared.unwrapped, self.unit.optimizer
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self.unit.configure()
+        self.module = self.unit.prepared.unwrapped
+        held = {id(p) for each in self.unit.optimizers for group in each.param_groups for p in group["params"]}
         self.held = {n for n, p in parameters_of(self.unit) if id(p) in held}
         self.watch = GradientWatch(self.unit)
 

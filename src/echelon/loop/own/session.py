@@ -354,13 +354,15 @@ class Session:
                 "several optimizers, got it behind."
             )
         if not window.is_last:
-            if turn is not None and self.unit.several is not None and self.unit.plain is None:
-                self.unit.several.keep(turn)
+            if turn is not None and self.unit.several is not None:
+                turn.put_aside() if self.unit.plain is not None else self.unit.several.keep(turn)
             return None
         self._applying, before = True, enter(Part.OPTIMIZER)
         try:
             if self.unit.plain is not None:
                 window.stepped = window.updated = True
+                if turn is not None:
+                    turn.take_back()
                 (self.unit.optimizer if turn is None else turn.optimizer).step()  # which prove may have replaced
             elif turn is not None and self.unit.several is not None:
                 self.unit.several.step(turn, original)

@@ -138,7 +138,7 @@ class OwnWindow:
                 for parameter in unit.module.parameters():
                     if parameter.grad is not None:
                         parameter.grad /= unit.plain.scale
-            self.loss = unit.plain.loss = loss.detach()
+            self.loss = unit.plain.loss = loss.detach() + (0 if unit.plain.loss is None else unit.plain.loss)
         else:
             assert self._micro_batch is not None
             unit.retain_graph = retain_graph
