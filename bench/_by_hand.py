@@ -231,8 +231,8 @@ def compare(case: Case) -> dict[str, Any]:
         module=case.model(),
         layout=case.layout,
         clip_grad_norm=clip,
-        gradient_accumulation_steps=case.accumulation,
-        deterministic="bitwise" if case.bitwise else None,
+        accumulate=case.accumulation,
+        options=ech.UnitOptions(deterministic="bitwise" if case.bitwise else None),
     )
     turns = Turns(case, hand)
     ech.train(unit, turns, max_epochs=1)

@@ -160,7 +160,7 @@ def slept(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, step
     unit = Sleeping(
         module=Sleepers(ranks * per_rank, sleep_s / per_rank),
         layout=ech.Layout(pp=ranks, schedule=schedule),
-        gradient_accumulation_steps=micro_batches,
+        accumulate=micro_batches,
     )
     ends: list[tuple[float, float]] = []
     unit.prepared.follow_step(lambda: ends.append((time.perf_counter(), Slept.busy_s)))

@@ -79,14 +79,14 @@ def main() -> None:
     parser.add_argument("--checkpoints", default="runs/contrastive/checkpoints")
     args = parser.parse_args()
 
-    device = ech.init_from_env()
+    ech.init_from_env()
     ech.seed(0)  # every rank builds the same model
     count, batch = (2048, 128) if args.toy else (32768, 256)
     data = views(count + 256)
     # Every rank has equally many rows: a short last batch is dropped, and all ranks can share the 256 held-out pairs.
     train_loader = ech.Loader(torch.utils.data.Subset(data, range(count)), batch, tail="drop")
     eval_loader = ech.Loader(torch.utils.data.Subset(data, range(count, count + 256)), 256, shuffle=False)
-    unit = Contrast(module=Towers(), device=device, layout=args.layout)
+    unit = Contrast(module=Towers(), layout=args.layout)
     ech.train(unit, train_loader, max_epochs=args.epochs, checkpoints=args.checkpoints)
 
     ech.evaluate(unit, eval_loader)

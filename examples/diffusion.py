@@ -56,7 +56,7 @@ class Denoiser(nn.Module):
 
 class Diffusion(ech.AutoUnit[torch.Tensor]):
     def __init__(self, *, updates: int, **options: object) -> None:
-        super().__init__(step_lr_interval="step", clip_grad_norm=1.0, **options)
+        super().__init__(clip_grad_norm=1.0, **options)
         self.updates = updates
 
     def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -110,15 +110,14 @@ def main() -> None:
     parser.add_argument("--checkpoints", default="runs/diffusion/checkpoints")
     args = parser.parse_args()
 
-    device = ech.init_from_env()
+    ech.init_from_env()
     ech.seed(0)  # every rank builds the same module
     count, width, depth = (2048, 64, 2) if args.toy else (32768, 256, 4)
     loader = ech.Loader(moons(count, seed=1), global_batch=64 if args.toy else 256)
     unit = Diffusion(
         module=Denoiser(width, depth),
-        device=device,
         layout=args.layout,
-        swa_params=ech.units.SWAParams(0, 1, averaging_method="ema", ema_decay=0.99, use_lit=True),
+        ema=0.99,
         updates=args.epochs * loader.global_batches,
     )
     ech.train(unit, loader, max_epochs=args.epochs, checkpoints=args.checkpoints)

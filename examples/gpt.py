@@ -81,7 +81,7 @@ class GPTUnit(ech.AutoUnit[tuple[torch.Tensor, torch.Tensor]]):
     weight_unit = "tokens"
 
     def __init__(self, *, lr: float, steps: int, **options: Any) -> None:
-        super().__init__(step_lr_interval="step", clip_grad_norm=1.0, **options)
+        super().__init__(clip_grad_norm=1.0, **options)
         self.lr, self.steps = lr, steps
 
     def compute_loss(self, state: ech.State, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    device = ech.init_from_env()
+    ech.init_from_env()
     ech.seed(args.seed)
     if args.data is None:
         folder, pattern = Path(sysconfig.get_paths()["stdlib"]), "*.py"
@@ -171,7 +171,6 @@ def main() -> None:
 
     unit = GPTUnit(
         module=GPT(args.width, args.depth, heads=max(1, args.width // 64), context=args.context),
-        device=device,
         layout=args.layout,
         precision=args.precision,
         lr=args.lr,

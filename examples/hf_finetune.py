@@ -97,7 +97,7 @@ def main() -> None:
     if args.merge and not args.lora:
         parser.error("--merge writes adapters into the weights: it needs --lora")
 
-    device = ech.init_from_env()
+    ech.init_from_env()
     ech.seed(0)  # every rank builds the same model
     context, width = (32, 32) if args.toy else (128, 128)
     folder, pattern = (args.data, "**/*") if args.data else (Path(sysconfig.get_paths()["stdlib"]), "*.py")
@@ -107,7 +107,7 @@ def main() -> None:
     train_loader = ech.Loader(rows_of(tokenizer, train_files, context, 4096), global_batch=16)
     eval_loader = ech.Loader(rows_of(tokenizer, held_out, context, 128), global_batch=16, shuffle=False)
 
-    unit = FineTune(module=build(source, args.lora, width), device=device, layout=args.layout, clip_grad_norm=1.0)
+    unit = FineTune(module=build(source, args.lora, width), layout=args.layout, clip_grad_norm=1.0)
     unit.lr = args.lr or (1e-3 if not source.is_dir() else 2e-4 if args.lora else 2e-5)
     # With LoRA a checkpoint has the adapters only; the model's own weights are read from its folder each time.
     saver = ech.DistributedCheckpointSaver(

@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", default="runs/moe/checkpoints")
     args = parser.parse_args()
 
-    device = ech.init_from_env()
+    ech.init_from_env()
     ech.seed(0)  # every rank builds the same module
     width, depth, context, batch = (32, 2, 32, 8) if args.toy else (128, 4, 128, 32)
     folder = args.data or Path(sysconfig.get_paths()["stdlib"])
@@ -99,7 +99,6 @@ def main() -> None:
     ranks = ech.RankInfo().world_size
     unit = Unit(
         module=Model(width, depth, args.experts, context),
-        device=device,
         layout=args.layout or (ech.Layout(ep=ranks) if ranks > 1 else "none"),
         clip_grad_norm=1.0,
     )

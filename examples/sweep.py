@@ -41,10 +41,10 @@ class Regress(ech.AutoUnit[Batch]):
 @ech.slurm_fn
 def trial(lr: float, layout: str, epochs: int, count: int, folder: str) -> float:
     """What every rank of a job does. Returns the held-out loss, the same on all ranks."""
-    device = ech.init_from_env()
+    ech.init_from_env()
     ech.seed(0)  # every trial begins with the same model
     module = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    unit = Regress(module=module, device=device, layout=layout)
+    unit = Regress(module=module, layout=layout)
     unit.lr = lr
     loader = ech.Loader(waves(count, seed=1), global_batch=64)
     checkpoints = Path(folder) / f"lr-{lr:g}" / "checkpoints"

@@ -101,13 +101,13 @@ def main() -> None:
     parser.add_argument("--checkpoints", default="runs/tabular/checkpoints")
     args = parser.parse_args()
 
-    device = ech.init_from_env()
+    ech.init_from_env()
     ech.seed(0)  # every rank builds the same model
     rows, held_out = (4096, 1001) if args.toy else (65536, 8191)
     table = make_table(rows + held_out)
     train_loader = ech.Loader(dataset(table, slice(rows)), global_batch=256)
     eval_loader = ech.Loader(dataset(table, slice(rows, None)), global_batch=512, shuffle=False)
-    unit = Claims(module=TableNet(), device=device, layout=args.layout)
+    unit = Claims(module=TableNet(), layout=args.layout)
 
     checkpoints = ech.Checkpoints(args.checkpoints, keep=1, best="auc")  # after each evaluation; the best one stays, too
     stopping = ech.EarlyStopping("auc", mode="max", patience=3, min_delta=1e-3)

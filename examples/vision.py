@@ -82,7 +82,7 @@ def network(name: str) -> nn.Module:
 
 class Classify(ech.AutoUnit[Batch]):
     def __init__(self, *, updates: int, **options: Any) -> None:
-        super().__init__(step_lr_interval="step", **options)
+        super().__init__(**options)
         self.updates, self.accuracy = updates, ech.Mean()
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,16 +118,15 @@ def main() -> None:
     parser.add_argument("--checkpoints", default="runs/vision/checkpoints")
     args = parser.parse_args()
 
-    device = ech.init_from_env()
+    ech.init_from_env()
     ech.seed(0)  # every rank builds the same model
     count, size = (512, 16) if args.toy else (8192, 32)
     train_loader = ech.Loader(draw(count, size, seed=1), global_batch=32 if args.toy else 64, collate_fn=augmented)
     eval_loader = ech.Loader(draw(count // 4, size, seed=2), global_batch=128, shuffle=False, collate_fn=as_batch)
     unit = Classify(
         module=nn.SyncBatchNorm.convert_sync_batchnorm(network(args.model or ("small" if args.toy else "resnet18"))),
-        device=device,
         layout=args.layout,
-        swa_params=ech.units.SWAParams(0, 1, averaging_method="ema", ema_decay=0.98, use_lit=True, use_in_evaluation=True),
+        ema=0.98,
         updates=args.epochs * train_loader.global_batches,
     )
     checkpoints = ech.Checkpoints(args.checkpoints, every="epoch", keep=2)

@@ -41,7 +41,7 @@ _BUILT += "eval_loader = ech.Loader(data, global_batch=64, shuffle=False)\n"
 BEFORE = {
     "unit": _BUILT,
     "classes": _UNIT,
-    "dataset": _UNIT + "unit = Unit(module=Model(), gradient_accumulation_steps=2)\n",
+    "dataset": _UNIT + "unit = Unit(module=Model(), accumulate=2)\n",
     "saver": _BUILT + 'saver = ech.DistributedCheckpointSaver("checkpoints", save_every_n_updates=8)\n',
     "checkpoint": f"""{_UNIT}
 import safetensors.torch

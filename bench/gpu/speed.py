@@ -185,26 +185,26 @@ def _recipe(variant: Variant, device: torch.device) -> dict[str, Any]:
     if variant.compiled and device.type == "cpu":
         # The reduced form compiles once: each time takes seconds.
         other: dict[str, Any] = {"backend": "aot_eager", "disable": variant != VARIANTS["compiled"]}
-        made["torch_compile_params"] = ech.layouts.TorchCompileParams(recursive_module_types=["Block"], **other)
+        made["compile"] = ech.layouts.TorchCompileParams(recursive_module_types=["Block"], **other)
     elif variant.compiled and "compile" in known:
         made["compile"] = "blocks"
     elif variant.compiled:
-        made["torch_compile_params"] = ech.layouts.TorchCompileParams(recursive_module_types=["Block"])
+        made["compile"] = ech.layouts.TorchCompileParams(recursive_module_types=["Block"])
     if variant.recompute is None:
         return made
     params = ech.layouts.ActivationCheckpointParams
     if variant.recompute == "memory budget":
         if "memory_budget" not in inspect.signature(params.__init__).parameters:
             raise LeftOut("not there: ActivationCheckpointParams(memory_budget=)")
-        made["activation_checkpoint_params"] = params(memory_budget=0.5)
+        made["recompute"] = params(memory_budget=0.5)
     elif "compile" in known:  # presets came with it
-        made["activation_checkpoint_params"] = variant.recompute
+        made["recompute"] = variant.recompute
     elif variant.recompute == "selective":
         attention = (torch.ops.aten._scaled_dot_product_flash_attention, torch.ops.aten._scaled_dot_product_efficient_attention)
         dear = [torch.ops.aten.mm.default, *(kernel.default for kernel in attention)]
-        made["activation_checkpoint_params"] = params(save_ops=dear)
+        made["recompute"] = params(save_ops=dear)
     else:
-        made["activation_checkpoint_params"] = params()
+        made["recompute"] = params()
     return made
 
 

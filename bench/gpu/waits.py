@@ -33,7 +33,7 @@ WARM, WATCHED, ACCUMULATION = 6, 8, 2
 
 def run(setting: Setting, notes: Notes) -> None:
     device = ech.init_from_env(setting.device)
-    common: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 1.0, "gradient_accumulation_steps": ACCUMULATION}
+    common: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 1.0, "accumulate": ACCUMULATION}
     for layout in ("none", "fsdp") if setting.small else LAYOUTS:
         _case(layout, device, notes, {**common, "layout": layout})
     _case("none, fp16 and its scaler", device, notes, {**common, "precision": "fp16"})

@@ -51,7 +51,7 @@ class BaseLoader(ABC):
             text = f"{cls._options.__name__}({_OF_OPTIONS[name]})"
             if name in ("fingerprint", "accept_changes") and not hasattr(cls._options, name):
                 raise UsageError(f"{cls.__name__} has no {name}: the state of a stream is its dataset's own. Leave it out.")
-            raise UsageError(f"{cls.__name__} takes {name} among its options: write options=echelon.{text}.")
+            raise UsageError(f"{cls.__name__} takes {name} among its options: write options=echelon.data.{text}.")
         return super().__new__(cls)
 
     def __init__(
