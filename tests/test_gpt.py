@@ -50,7 +50,7 @@ def test_two_ranks_train_evaluate_sample_and_leave_everything_behind(
     attempt = {p.name for p in (run / "attempts" / "000").iterdir()}
     assert {"rank0.log", "rank1.log", "exit.json", "events.rank0.jsonl"} <= attempt
     assert "held-out loss" in text and "a continuation of" in text and str(run.name) in text
-    assert re.search(r"step \d+/6  loss \d\.\d+  lr \S+  \S+ tokens/s  \d:\d\d left", text)
+    assert re.search(r"update \d+/6  loss \d\.\d+  lr \S+  \S+ tokens/s  \d:\d\d left", text)
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", text)  # without a terminal, no control characters
 
 
