@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 import echelon as ech
@@ -36,3 +40,19 @@ def test_unit_and_loader_follow() -> None:
     assert type(unit.prepared) is ech.layouts.Prepared
     assert unit.precision.dtype is not None and unit.gradient_accumulation_steps == loader.accumulation == 2
     ech.train(unit, [batch(4, 0)] * 2, max_epochs=1)
+
+
+@pytest.mark.parametrize("option", ["--layout", "--strategy"])
+def test_a_layout_of_the_command_line_takes_the_place_of_the_scripts(
+    echelon_command: Callable[..., Any], tmp_path: Path, option: str
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import echelon as ech\nfrom echelon.loop.checkpointing.changes import facts\nfrom tests.units import Regression\n"
+        "ech.init_from_env()\nunit = Regression(layout='none')\n"
+        "print('made', type(unit.prepared).__name__, 'manifest', facts(unit, None)['layout'])\n"
+    )
+    root = str(Path(__file__).resolve().parents[1])
+    done = echelon_command("run", "--ranks", "1", option, "zero3", "train.py", env={"PYTHONPATH": root})
+    assert done.returncode == 0 and "made FSDPPrepared manifest fsdp" in done.stdout, done.stderr
+    wrong = echelon_command("run", "--ranks", "1", option, "fdsp", "train.py", env={"PYTHONPATH": root})
+    assert wrong.returncode != 0 and "got 'fdsp'. Is it 'fsdp'?" in wrong.stderr

@@ -16,6 +16,7 @@ from echelon.checkpoint import strict
 from echelon.checkpoint.renamed import moved, state_in
 from echelon.checkpoint.store import table
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
+from echelon.contracts.overrides import overrides
 from echelon.contracts.redact import redacted_fields
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.version import __version__
@@ -82,6 +83,8 @@ def _mesh(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> dict[str, i
 
 def _layout(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:
     given = unit.auto_options.layout if isinstance(unit, AutoUnit) else None
+    if isinstance(imposed := overrides().layout, str) and given is not None:  # by --layout
+        given = imposed
     if given is not None:
         return in_words(value).partition("(")[0] if (value := resolve(given)) is not None else None
     return "+".join(sorted({each["layout"] for each in described.values()} - {None})) or None
