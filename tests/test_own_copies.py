@@ -78,7 +78,7 @@ def _averaged(way: str, layout: str, folder: Path | None = None, epochs: int = 3
     is_plain = layout == "plain"
     if not is_plain:
         model, average, optimizer, loader = ech.prepare(
-            model, average, optimizer, loader, layout=layout, checkpoints=ech.Checkpoints(folder, every="epoch")
+            model, average, optimizer, loader, layout=layout, checkpoints=folder and ech.Checkpoints(folder, every="epoch")
         )
     computed = []
     for epoch in range(epochs) if is_plain else ech.epochs(loader, epochs):
