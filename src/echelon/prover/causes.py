@@ -60,7 +60,7 @@ CAUSES = {
     "a wrong scale": "all gradients are a constant times what they should be",
     "different initial parameters": "the model is not built from the same seed, or is changed before it is made parallel",
     "a loss that depends on the rank": "the same samples have another loss on another rank, or with another number of ranks",
-    "the forward pass keeps state": "what one pass leaves for the next comes from a rank's own samples: reduce it over the ranks",
+    "the forward pass keeps state": "what a step leaves for the next is a rank's own: reduce it, or its gradient, over the ranks",
     "an operation over the whole batch": "the loss of a batch is not the mean of the losses of its parts",
 }
 
@@ -340,7 +340,7 @@ def from_mistakes(
 
     found = []
     if explains("weighted"):
-        found.append(_of_parts(mistakes, right, gap, batch_norms))
+        found.append(_of_parts(mistakes, batch_norms))
     elif batch_norms and explains("over ranks"):
         found.append(("batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch of all ranks by itself"))
     elif explains("unweighted"):
@@ -348,25 +348,32 @@ def from_mistakes(
     else:
         alone = next((way for way in mistakes if way.startswith("rank ") and explains(way)), None)
         found += [("missing all-reduce", f"the gradients are those of {alone}")] if alone is not None else []
-    found = found or _wrong_scale(mine, right, gap)
-    if found or not record["communicates"]:
-        return found or _by_rank(mistakes, batch_norms)
+    scale = found or _wrong_scale(mine, right, gap)
+    if not record["communicates"] or found:
+        return scale or _by_rank(mistakes, batch_norms, verdict.first.update if verdict.first is not None else 0)
     if verdict.first is None or verdict.first.phase != "gradient":
-        return []  # a rank's loss is another with what others send than without
+        return scale  # a rank's loss is another with what others send than without
+    seen = f": {scale[0][1]}" if scale else ""
     return [
-        ("collectives without a gradient", "the loss is right, its gradient is not, and the forward pass speaks to other ranks")
+        (
+            "collectives without a gradient",
+            f"the loss is right, its gradient is not, and the forward pass speaks to other ranks{seen}",
+        )
     ]
 
 
-def _by_rank(mistakes: Mapping[str, Any], batch_norms: list[str]) -> list[tuple[str, str]]:
+def _by_rank(mistakes: Mapping[str, Any], batch_norms: list[str], update: int) -> list[tuple[str, str]]:
     """Micro-batches whose rank had another loss for them than one process has, at the same parameters."""
     for rank, loss, recorded in mistakes["weighted"]["losses"] if not batch_norms else ():
         if recorded is not None and abs(loss - recorded) > 1e-5 * abs(loss):
-            return [("a loss that depends on the rank", f"rank {rank}: {recorded:.6g}, one process on its samples: {loss:.6g}")]
+            seen = f"rank {rank}: {recorded:.6g}, one process on its samples: {loss:.6g}"
+            if update:  # and in those before it losses were right: what they left behind is a rank's own
+                return [("the forward pass keeps state", f"update {update}: {seen}; the updates before it were right")]
+            return [("a loss that depends on the rank", seen)]
     return []
 
 
-def _of_parts(mistakes: Mapping[str, Any], right: Mapping[str, Any], gap: float, batch_norms: list[str]) -> tuple[str, str]:
+def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str]) -> tuple[str, str]:
     """The row is the weighted mean of its parts, and that is not what the whole batch gives: why not?"""
     if batch_norms:
         return "batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch by itself"
@@ -374,10 +381,13 @@ def _of_parts(mistakes: Mapping[str, Any], right: Mapping[str, Any], gap: float,
     if len(norms) > 1 and max(norms) - min(norms) < 1e-4 * max(norms):
         return "clipping on each rank", f"every rank's own gradient has the norm {norms[0]:.4g}"
     best = mistakes.get("best weights")
-    if best is None or _distance(best["gradients"], right["gradients"]) * 10 > gap:
+    if best is None or best["misses"] * 10 > mistakes["weighted"]["misses"]:
         return "an operation over the whole batch", "no weights of the micro-batches give the gradient of the whole batch"
     if len(best["shares"]) > 1 and all(abs(share - 1) < 1e-3 for share in best["shares"]):
         return "loss weighted per rank", "the loss of the whole batch is the sum of those of its parts: return a mean"
+    if abs(sum(best["shares"]) - 1) > 1e-4:
+        seen = "weights that give the gradient of the whole batch do not add up to 1, as with a root or a logarithm of a mean"
+        return "an operation over the whole batch", seen
     return (
         "loss weighted per rank",
         "other weights of the micro-batches give the right gradient (an AutoUnit's: its method weight)",

@@ -42,7 +42,9 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
     if best is not None:
         ways["best weights"] = best
     limit = getattr(reference.unit, "clip_grad_norm", None)
-    mistakes = {way: {**_combined(parts, shares, limit), "shares": shares} for way, shares in ways.items()}
+    mistakes: dict[str, dict[str, Any]] = {}
+    for way, shares in ways.items():
+        mistakes[way] = {**_combined(parts, shares, limit), "shares": shares, "misses": _misses(parts, shares, right)}
     if isinstance(reference, AutoReference):
         mistakes.update(_micro_batch_of_all_ranks(reference, k, limit))
     mistakes["weighted"]["losses"] = [(p.rank, p.loss, p.recorded) for p in parts]
@@ -102,6 +104,12 @@ def best_shares(parts: list[Values], right: Values) -> list[float] | None:
         return None
     shares: list[float] = torch.linalg.lstsq(each @ each.T, each @ goal).solution.tolist()
     return shares
+
+
+def _misses(parts: list[_Part], shares: list[float], right: Values) -> float:
+    """How far the parts, put together so, are from the right gradient, before either is clipped."""
+    made = _combined(parts, shares, None)["gradients"]
+    return _norm({n: made[n].double() - right[n].double() for n in right if n in made})
 
 
 def _norm(gradients: Values) -> float:

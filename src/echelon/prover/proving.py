@@ -392,7 +392,7 @@ class Proving:
             try:
                 wide = self._on_ranks.row(seen.ran.row, in_float64(seen.ran.folder), torch.float64)
                 if not of_same_samples(seen.ran, wide):
-                    why = "it has other samples there"
+                    why = "the script draws random numbers as it trains, and so has its samples in another order there"
                 else:
                     reference = self._reference(wide)
                     final = Judged(wide, reference, compare(wide.folder, reference.folder, wide.records, wide.dtype))

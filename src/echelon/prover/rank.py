@@ -33,7 +33,7 @@ from echelon.prover.record import StepRecorder
 from echelon.prover.reference import How, Reference, Shake
 from echelon.prover.references import reference_of
 from echelon.prover.row_layout import RowLayout
-from echelon.prover.samples import Epoch, drawn_by_reading, reads_alike
+from echelon.prover.samples import Epoch, Seen, drawn_by_reading, reads_alike
 from echelon.prover.splits import split
 from echelon.prover.turns import Enough, Turns
 from echelon.prover.values import prepared_of
@@ -220,19 +220,21 @@ def run_split(replay: Replay, how: How) -> dict[str, Any]:
 
 
 def run_samples(replay: Replay, count: int) -> dict[str, Any]:
-    """`rows`: the first so many that one process sees, by checksum; none if samples are drawn anew whenever they are read, or
-    if the global batch is that of several ranks alone.
+    """`seen`: the first so many samples that one process has; none if they are drawn anew whenever they are read, or if the
+    global batch is that of several ranks alone.
     """
 
     def read(unit: Any, dataloader: Any) -> dict[str, Any]:
-        rows: list[int] = []
+        seen: list[Seen] = []
         if not isinstance(dataloader, Loader) or not reads_alike(dataloader):
-            return {"rows": rows}
+            return {"seen": seen}
         for step in Feed(dataloader):
-            rows += checksums(widened(on_host(step.batch), replay.dtype), step.samples)
-            if len(rows) >= count:
+            batch = widened(on_host(step.batch), replay.dtype)
+            seen.append(Seen())
+            seen[-1].add(checksums(batch, step.samples), batch)
+            if sum(len(each.rows) for each in seen) >= count:
                 break
-        return {"rows": rows}
+        return {"seen": seen}
 
     return replay.instead_of_training(read, replay.dtype)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import Result
 from echelon.prover.ran import Ran
 from echelon.prover.rank import Replay, run_epoch, run_samples, run_worker_draws
-from echelon.prover.samples import Epoch, note_on, of_updates, unlike_an_epoch, unlike_one_process
+from echelon.prover.samples import Epoch, Seen, note_on, of_updates, unlike_an_epoch, unlike_one_process
 
 __all__ = ["SampleChecks"]
 
@@ -23,7 +22,7 @@ class SampleChecks:
     def __init__(self, on_ranks: OnRanks, folder: Path) -> None:
         self._on_ranks, self.folder = on_ranks, folder
         self._epochs: list[Epoch | None] = []  # of one process, once it was read
-        self._rows_of_one: list[int] | None = None
+        self._samples_of_one: list[Seen] | None = None
 
     def causes(self, result: Result, ran: Ran, *, joined: bool) -> list[tuple[str, str]]:
         """Those that the samples of a row show; notes go to the result.
@@ -45,7 +44,7 @@ class SampleChecks:
                     return [("identical augmentation", f"{said}, from which reading a sample draws")]
         if ranks[0]["loader"] == "Loader" and not ranks[0]["left_out"] and joined:
             updates = of_updates(ranks)
-            others = unlike_one_process(updates, self._rows(replay, sum(rows.total() for rows in updates)))
+            others = unlike_one_process(updates, self._of_one_process(replay, sum(len(seen.rows) for seen in updates)))
             if others is not None:
                 return [("samples that depend on the rank", others)]
 
@@ -54,11 +53,7 @@ class SampleChecks:
             if others is not None:
                 return [("samples that depend on the rank", others)]
 
-        def of_one_process() -> Counter[int] | None:
-            epoch = self._epoch(replay)
-            return None if epoch is None else epoch.rows
-
-        note = note_on(ranks, of_one_process)
+        note = note_on(ranks, lambda: self._epoch(replay))
         if note is not None and note.startswith("samples overlap"):
             return [("samples that ranks share", note)]
         if note is not None:
@@ -74,10 +69,10 @@ class SampleChecks:
                 self._epochs.append(None)
         return self._epochs[0]
 
-    def _rows(self, replay: Replay, count: int) -> list[int]:
-        """The first rows of one process."""
-        if self._rows_of_one is None or 0 < len(self._rows_of_one) < count:
-            self._rows_of_one = []
+    def _of_one_process(self, replay: Replay, count: int) -> list[Seen]:
+        """The first samples of one process."""
+        if self._samples_of_one is None or 0 < sum(len(each.rows) for each in self._samples_of_one) < count:
+            self._samples_of_one = []
             with contextlib.suppress(RankFailedError):
-                self._rows_of_one = self._on_ranks.launch(run_samples, 1, replay, count)["rows"]
-        return self._rows_of_one
+                self._samples_of_one = self._on_ranks.launch(run_samples, 1, replay, count)["seen"]
+        return self._samples_of_one

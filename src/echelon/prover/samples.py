@@ -27,6 +27,7 @@ __all__ = [
     "Epoch",
     "Plan",
     "Reading",
+    "Seen",
     "note_on",
     "of_updates",
     "plan_of",
@@ -39,6 +40,8 @@ __all__ = [
 _MOST_INDICES = 2_000_000
 _MOST_ROWS = 100_000
 _MOST_VALUES = 2_000_000
+# Of rows padded to several widths: equal ones of the data, padded otherwise in one process, look like shared ones.
+_MOST_EQUAL = 0.1
 _FIRST_SAMPLES = 16  # reading draws in the first few or not at all
 
 
@@ -197,18 +200,21 @@ class Epoch:
 
     def add(self, batch: Any, given: int | None) -> None:
         self.rows.update(checksums(batch, given))
-        tensors = list(_floats(batch))
-        self.shapes.add(tuple(tensor.shape[1:] for tensor in tensors))
-        for tensor in tensors:
+        self.shapes.add(tuple(tensor.shape[1:] for tensor in _tensors(plain(batch))))
+        for tensor in _floats(batch):
             if len(self.values) < _MOST_VALUES:
                 self.values.update(tensor.flatten().tolist())
 
 
 def _floats(batch: Any) -> Iterator[torch.Tensor]:
-    waiting = [plain(batch)]
+    return (tensor for tensor in _tensors(plain(batch)) if tensor.is_floating_point())
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    waiting = [batch]
     while waiting:
         each = waiting.pop()
-        if isinstance(each, torch.Tensor) and each.is_floating_point():
+        if isinstance(each, torch.Tensor):
             yield each
         elif isinstance(each, (list, dict)):
             waiting.extend(each.values() if isinstance(each, dict) else each)
@@ -233,12 +239,12 @@ def unlike_an_epoch(records: list[dict[str, Any]], one: Epoch) -> str | None:
     return f"{lacking} of {rows.total()} samples of rank {records[0]['rank']} are none that one process reads in an epoch"
 
 
-def note_on(records: list[dict[str, Any]], of_one_process: Callable[[], Counter[int] | None]) -> str | None:
+def note_on(records: list[dict[str, Any]], of_one_process: Callable[[], Epoch | None]) -> str | None:
     """What is to be said about the samples of the first epoch over all ranks.
 
     Args:
         records: of the ranks that work on data of their own.
-        of_one_process: how often one process sees each row in an epoch; asked only if rows came twice.
+        of_one_process: what one process reads in an epoch; asked only if rows came twice.
     """
     plans: list[Plan | None] = [r["plan"] for r in records]
     known = [p for p in plans if p is not None]
@@ -248,11 +254,13 @@ def note_on(records: list[dict[str, Any]], of_one_process: Callable[[], Counter[
     twice = {row for row in set().union(*seen) if sum(row in rank for rank in seen) > 1}
     if not twice:
         return None
-    usual = of_one_process()
-    if usual is None:
+    epoch = of_one_process()
+    if epoch is None:
         return None
-    twice = {row for row in twice if usual[row] < 2}
-    return _overlap(len(twice), len(set().union(*seen)), "recorded rows") if twice else None
+    twice, total = {row for row in twice if epoch.rows[row] < 2}, len(set().union(*seen))
+    if len(epoch.shapes) > 1 and len(twice) <= _MOST_EQUAL * total:
+        return None
+    return _overlap(len(twice), total, "recorded rows") if twice else None
 
 
 def _on_plans(plans: list[Plan]) -> str | None:
@@ -269,31 +277,51 @@ def _on_plans(plans: list[Plan]) -> str | None:
     return "; ".join(said) or None
 
 
-def of_updates(records: list[dict[str, Any]]) -> list[Counter[int]]:
-    """The rows of each update of the first epoch, over all ranks that have samples of their own."""
-    found: list[Counter[int]] = []
+@dataclass
+class Seen:
+    """The samples of one update, or of one batch of a single process.
+
+    Attributes:
+        rows: their checksums, in their order.
+        shapes: of their tensors; several where batches are padded to widths of their own.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    shapes: set[Any] = field(default_factory=set)
+
+    def add(self, rows: list[int], batch: Any) -> None:
+        self.rows += rows
+        self.shapes.add(tuple(tensor.shape[1:] for tensor in _tensors(plain(batch))))
+
+
+def of_updates(records: list[dict[str, Any]]) -> list[Seen]:
+    """The samples of each update of the first epoch, over all ranks that have samples of their own."""
+    found: list[Seen] = []
     for of_ranks in zip(*(r["updates"] for r in records), strict=False):
         micros = [m for update in of_ranks for m in update]
         if any(m.epoch or m.weight <= 0 for m in micros):  # what weighs nothing may be padding, or samples without labels
             break
-        found.append(rows_of(micros))
+        found.append(Seen())
+        for micro in micros:
+            found[-1].add(micro.rows, micro.plain)
     return found
 
 
-def unlike_one_process(updates: list[Counter[int]], one: list[int]) -> str | None:
-    """Which samples of the ranks are not those of one process; None where all are.
+def unlike_one_process(updates: list[Seen], one: list[Seen]) -> str | None:
+    """Which samples of the ranks are not those of one process; None where all are, or where they are padded otherwise.
 
     Args:
-        updates: the rows of each, over all ranks.
-        one: the rows that one process has, in their order.
+        updates: over all ranks.
+        one: what one process has, batch by batch.
     """
+    rows = [row for batch in one for row in batch.rows]
+    shapes = set().union(*(batch.shapes for batch in one))
     begin = 0
-    for k, rows in enumerate(updates):
-        end = begin + rows.total()
-        own = Counter(one[begin:end])
-        lacking = (rows - own).total()
-        if end <= len(one) and lacking:
-            return f"update {k}: {lacking} of {rows.total()} samples are others than one process has for it"
+    for k, seen in enumerate(updates):
+        end = begin + len(seen.rows)
+        lacking = (Counter(seen.rows) - Counter(rows[begin:end])).total()
+        if end <= len(rows) and lacking and len(seen.shapes | shapes) == 1:
+            return f"update {k}: {lacking} of {len(seen.rows)} samples are others than one process has for it"
         begin = end
     return None
 
