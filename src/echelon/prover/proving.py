@@ -188,6 +188,9 @@ class Proving:
         if row.parts and result.is_equal:
             result.verdict = "bit-equal" if self._same_bits(ran, seen.verdict) else "DIFFERS"
         self._over_samples(result, seen)
+        if result.is_equal and (warned := records[0]["warned"]):
+            result.verdict = IN_PART  # one process makes the same mistake, as the script itself scales its loss
+            result.message = "; ".join(filter(None, (result.message, f"the run warns: {warned}")))
 
     def _judge(self, result: Result, ran: Ran) -> Judged:
         """A row against its reference, whose passes over micro-batches are as the ranks' were."""

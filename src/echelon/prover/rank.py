@@ -15,6 +15,7 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.data.loader import Loader
 from echelon.data.prefetch import Feed
+from echelon.loop import loss_scale
 from echelon.loop.callback import Callback
 from echelon.loop.observer import observing
 from echelon.loop.own.unit import LoopUnit
@@ -43,6 +44,7 @@ from echelon.prover.workarounds import (
     noting_collectives,
     noting_compilation,
     noting_seeds,
+    noting_warnings_of,
     scaling_losses,
     without_autocast,
 )
@@ -93,6 +95,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
             building.enter_context(without_narrow_casts())
         head.enter_context(noting_collectives(recorder.communicated))
         head.enter_context(over_ranks.heard(recorder.communicated))
+        head.enter_context(noting_warnings_of(loss_scale.logger, recorder.warned))
         head.enter_context(noting_autocast(recorder.computes_in))
         head.enter_context(noting_compilation(lambda: _compiles(recorder, row, head)))
         head.enter_context(scaling_losses(1.0, recorder.scales, recorder.scaled))

@@ -62,4 +62,5 @@ class RankRecord:
     scaler: bool = False  # it makes a gradient scaler that works
     left_out: int = 0  # updates, by a gradient scaler or because they weigh nothing
     scales: list[float] = field(default_factory=list)  # by update: by how much the unit's scaler multiplied the loss
+    warned: str = ""  # what the loop said of the loss's scale, as of one that is divided by the accumulation
     unknown_draw: str | None = None  # with constant draws: an operator that still gave every sample other numbers

@@ -297,6 +297,10 @@ class StepRecorder(Callback):
         """A gradient scaler has taken the optimizer's step, or left it out."""
         self._was_scaled = True
 
+    def warned(self, text: str) -> None:
+        """The loop has said something of the loss's scale."""
+        self.record.warned = text
+
     def communicated(self) -> None:
         """The script has called a collective itself."""
         self.record.communicates |= self._in_pass

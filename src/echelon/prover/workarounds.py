@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ __all__ = [
     "noting_collectives",
     "noting_compilation",
     "noting_seeds",
+    "noting_warnings_of",
     "scaling_losses",
     "seeding_backward",
     "without_autocast",
@@ -52,6 +54,22 @@ def noting_seeds(seeded: set[str]) -> Iterator[None]:
     finally:
         for stream, place in places.items():
             setattr(*place, originals[stream])
+
+
+@contextlib.contextmanager
+def noting_warnings_of(logger: logging.Logger, note: Callable[[str], None]) -> Iterator[None]:
+    """Call `note` with each line that the logger is given; it is logged all the same."""
+
+    class Noting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(record.getMessage())
+
+    handler = Noting()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 _COLLECTIVES = {
