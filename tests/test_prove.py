@@ -82,6 +82,9 @@ MISTAKES = {
     "same_masks_of_a_collator": ("identical augmentation", None),
     "files_of_a_rank": ("samples that depend on the rank", None),
     "gathered_without_gradient": ("collectives without a gradient", "gradient"),
+    "gathered_and_detached": ("collectives without a gradient", "gradient"),
+    "root_of_a_batch": ("an operation over the whole batch", "forward"),
+    "sum_under_clipping": ("loss weighted per rank", "forward"),
     "same_worker_init": ("identical augmentation", None),
     "hardest_of_a_shuffle": ("an operation over the whole batch", "forward"),
     "boxes_of_a_batch": ("loss weighted per rank", "forward"),
@@ -157,7 +160,7 @@ UNUSUAL = (
     *("right_objects", "right_lists", "right_two_optimizers", "right_sharded_ddp", "right_generators"),
     *("right_sync_batch_norm", "right_gathered_views", "right_class_weights", "right_augmentation"),
     *("right_augmented_batches", "right_teacher", "right_boxes", "right_width_of_a_batch", "right_packed"),
-    *("right_graphs", "right_worker_seeds", "right_calls_of_a_loop", "right_noise_of_a_loop", "right_copied_teacher"),
+    *("right_graphs", "right_padded_labels", "right_worker_seeds", "right_calls_of_a_loop", "right_noise_of_a_loop", "right_copied_teacher"),
 )
 
 
@@ -194,6 +197,16 @@ def test_float64_has_the_last_word_where_rounding_flips_gates() -> None:
     (wrong,) = _prove("behind_gates", ["ddp"], [2], updates=2).results
     assert wrong.verdict == "DIFFERS" and wrong.first is not None and wrong.first.tensor == "3.1.bias", wrong
     assert wrong.first.relative == pytest.approx(0.02, rel=1e-3)
+
+
+@pytest.mark.full
+def test_a_loss_that_the_script_divides_by_its_micro_batches_is_no_pass() -> None:
+    """One process divides it, too, so that nothing differs; what the run warns of is said."""
+    rows = matrix(["ddp"], [2], [3], sgd=False)
+    proof = prove_target(Target(script=str(PLANTED / "divided_by_hand.py")), rows, 2, False)
+    (row,) = proof.results
+    assert row.verdict == IN_PART and "divided by the 3 micro-batches" in row.message, row
+    assert not proof.holds and proof.exit_code == NOT_ALL_TESTED
 
 
 def test_of_ranks_that_shuffle_for_themselves_the_shared_samples_are_counted() -> None:
