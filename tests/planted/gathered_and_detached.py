@@ -16,4 +16,4 @@ class Gathered(Auto):
         return torch.stack(others).mean(), None
 
 
-ech.train(Gathered(module=model(), strategy="ddp"), ech.Loader(Rows(), 16), max_epochs=3)
+ech.train(Gathered(module=model(), layout="ddp"), ech.Loader(Rows(), 16), max_epochs=3)

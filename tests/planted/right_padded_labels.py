@@ -28,4 +28,4 @@ class Words(Auto):
 
 torch.manual_seed(0)
 network = nn.Sequential(nn.Embedding(WORDS, 8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, WORDS))
-ech.train(Words(module=network, strategy="ddp"), ech.Loader(rows, 16, collate_fn=collate), max_epochs=3)
+ech.train(Words(module=network, layout="ddp"), ech.Loader(rows, 16, collate_fn=collate), max_epochs=3)

@@ -10,4 +10,4 @@ class Root(Auto):
         return nn.functional.mse_loss(self.module(data[0]), data[1]).sqrt(), None
 
 
-ech.train(Root(module=model(), strategy="ddp"), ech.Loader(Rows(), 16), max_epochs=3)
+ech.train(Root(module=model(), layout="ddp"), ech.Loader(Rows(), 16), max_epochs=3)

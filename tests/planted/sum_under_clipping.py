@@ -11,4 +11,4 @@ class Sum(Auto):
         return nn.functional.mse_loss(out, data[1], reduction="sum") + 0.1 * torch.sum(out.exp() - out), None
 
 
-ech.train(Sum(module=model(nn.Dropout(0.1)), strategy="ddp", clip_grad_norm=0.1), ech.Loader(Rows(), 16), max_epochs=3)
+ech.train(Sum(module=model(nn.Dropout(0.1)), layout="ddp", clip_grad_norm=0.1), ech.Loader(Rows(), 16), max_epochs=3)
