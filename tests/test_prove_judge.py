@@ -11,13 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.judge import compare
 from echelon.prover.micro import Micro
+from echelon.prover.values import wholes
 from echelon.prover.verdict import Verdict
+from echelon.world.init import init_from_env
+from tests.conftest import Ranks
 
 SIZES = {"weight": 200, "scale": 1, "keys": 8, "bias": 16}
 EXACT = {n: torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) for n, size in SIZES.items()}
@@ -179,3 +185,20 @@ def test_a_norm_in_float64_of_a_model_that_computes_in_float32(
     records = [{"updates": [[micro]], "norms": [1.5 * (1 + off)], "flattened": False}]
     verdict = compare(tmp_path / "row", tmp_path / "right", records, torch.float64, narrowest=narrowest)
     assert (verdict.first is not None and verdict.first.tensor == "gradient norm") == differs
+
+
+def _gather_many() -> None:
+    init_from_env()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shapes = [((5, 3), Shard(0)), ((1,), Shard(0)), ((4, 6), Shard(1)), ((0, 3), Shard(0)), ((3,), Replicate())]
+    split = {str(shape): distribute_tensor(torch.randn(shape), mesh, [placement]) for shape, placement in shapes}
+    split["half"] = distribute_tensor(torch.randn(5, 2).bfloat16(), mesh, [Shard(0)])
+    together = wholes({**split, "plain": torch.ones(3)})
+    assert list(together) == [*split, "plain"] and torch.equal(together["plain"], torch.ones(3))
+    for name, tensor in split.items():
+        assert torch.equal(together[name], tensor.full_tensor()) and together[name].dtype is tensor.dtype, name
+
+
+def test_tensors_that_travel_together_are_what_each_is_by_itself(ranks: Ranks) -> None:
+    """Also where ranks have parts of unequal sizes, or nothing."""
+    ranks(2, _gather_many)

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from echelon.parallel.partition import Partition
-from echelon.prover.values import prepared_of, whole
+from echelon.prover.values import prepared_of, wholes
 
 __all__ = ["GradientWatch", "rates_of"]
 
@@ -55,12 +55,14 @@ class GradientWatch:
             for each in tracked:
                 owners = {} if (divided := Partition.of(each)) is None else divided.owners
                 self.owners.update({name: owners[p] for name, p, _ in named if p in owners})
+            seen: dict[str, torch.Tensor] = {}
             for name, parameter, prepared in named if self.looks else ():
                 if id(parameter) in others or not (id(parameter) in mine or not self._stepped):
                     continue
                 gradient = prepared.gradient_of(parameter)
                 if gradient is not None:
-                    self._values[name] = whole(gradient)
+                    seen[name] = gradient
+            self._values.update(wholes(seen))
             if not self._stepped:
                 self.rates.append(rates_of(optimizer))
             self._stepped = True

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from echelon.loop.auto import AutoUnit
@@ -33,6 +34,7 @@ __all__ = [
     "switch_off_dropout",
     "whole",
     "whole_parameters",
+    "wholes",
     "widen",
 ]
 
@@ -86,14 +88,15 @@ def whole_parameters(unit: Any) -> dict[str, torch.Tensor]:
     with contextlib.ExitStack() as gathered:
         for _, prepared in prepared_of(unit):
             gathered.enter_context(prepared.gathered())
-        return {n: whole(p) for n, p in parameters_of(unit)}
+        return wholes(dict(parameters_of(unit)))
 
 
 def owners_of(unit: Any) -> dict[str, torch.Tensor]:
     """Of parameters that are split over ranks, which rank has each element. Collective."""
     rank = float(rank_info().rank)
     split = {n: p.detach() for n, p in parameters_of(unit) if shards.is_split(p)}
-    return {n: whole(torch.full_like(p, rank, dtype=torch.float32)).to(torch.int32) for n, p in split.items()}
+    marked = wholes({n: torch.full_like(p, rank, dtype=torch.float32) for n, p in split.items()})
+    return {n: each.to(torch.int32) for n, each in marked.items()}
 
 
 def named_values(unit: Any) -> dict[str, torch.Tensor]:
@@ -115,6 +118,47 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host, gathered if it is sharded: collective then."""
     copy = shards.whole(tensor).detach().cpu().clone()
     return copy.to_dense() if copy.is_sparse else copy
+
+
+def wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As `whole`, of many: those that are split alike travel together."""
+    alike: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        if (axis := _split_once(tensor)) is not None:
+            alike.setdefault((tensor.device_mesh, axis, tensor.dtype), []).append(name)  # type: ignore[attr-defined]
+    gathered: dict[str, torch.Tensor] = {}
+    for (mesh, axis, _), names in alike.items():
+        gathered.update(zip(names, _gathered([tensors[n] for n in names], mesh, axis), strict=True))
+    return {n: gathered[n] if n in gathered else whole(each) for n, each in tensors.items()}
+
+
+def _split_once(tensor: Any) -> int | None:
+    """The axis of its mesh over which a tensor is split as `torch.chunk` does, whole on all others; None if it is not so."""
+    if not shards.is_split(tensor) or tensor.device.type != tensor.device_mesh.device_type:
+        return None
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(axes) != 1 or type(tensor.placements[axes[0]]).__name__ != "Shard":
+        return None
+    return axes[0] if type(shards.local(tensor.detach())) is torch.Tensor else None
+
+
+def _gathered(tensors: Sequence[Any], mesh: Any, axis: int) -> list[torch.Tensor]:
+    size, dims = mesh.size(axis), [tensor.placements[axis].dim for tensor in tensors]
+    pieces = []  # of each tensor, the shapes on all ranks
+    for tensor, dim in zip(tensors, dims, strict=True):
+        cut = [each.shape for each in torch.empty(tensor.shape, device="meta").chunk(size, dim)]
+        nothing = torch.Size(0 if d == dim % tensor.dim() else n for d, n in enumerate(tensor.shape))
+        pieces.append(cut + [nothing] * (size - len(cut)))
+    lengths = [sum(shape.numel() for shape in shapes) for shapes in zip(*pieces, strict=True)]
+    mine = torch.cat([shards.local(tensor.detach()).reshape(-1) for tensor in tensors])
+    sent = torch.cat([mine, mine.new_zeros(max(lengths) - len(mine))])
+    received = [torch.empty_like(sent) for _ in range(size)]
+    dist.all_gather(received, sent, group=mesh.get_group(axis))
+    parts = []
+    for flat, shapes in zip(received, zip(*pieces, strict=True), strict=True):
+        ends = flat.cpu()[: sum(shape.numel() for shape in shapes)].split([shape.numel() for shape in shapes])
+        parts.append([each.view(shape) for each, shape in zip(ends, shapes, strict=True)])
+    return [torch.cat(of_ranks, dim) for of_ranks, dim in zip(zip(*parts, strict=True), dims, strict=True)]
 
 
 def loss_in(result: Any) -> Any:
