@@ -417,7 +417,7 @@ def _other_models() -> str:
 
 
 def test_ranks_with_other_models_are_told(ranks: Ranks) -> None:
-    assert all("rank 0: 2, rank 1: 4" in text for text in ranks(2, _other_models))
+    assert all("has nothing more on rank 0, it has 1.weight (2, 2)" in text for text in ranks(2, _other_models))
 
 
 def test_a_module_with_values_is_left_alone() -> None:
