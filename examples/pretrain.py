@@ -23,8 +23,6 @@ from torch import nn
 
 import echelon as ech
 
-Row = dict[str, torch.Tensor]  # "input_ids", "labels" (-100 where nothing follows), "position_ids": (B, T)
-
 
 def documents(files: list[Path], docstrings: bool) -> Iterator[bytes]:
     for path in files:
@@ -54,9 +52,9 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, x.shape[-1] // self.heads)).permute(3, 0, 2, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    def forward(self, x: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (self.heads, 3, -1)).permute(3, 0, 2, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=sees).transpose(1, 2).flatten(2)
         x = x + self.out(mixed)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -68,22 +66,24 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, 4) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids) + self.place(positions)
+    def forward(self, ids: torch.Tensor, documents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        # A token sees those before it in its own document; one that a row cuts keeps counting its positions.
+        sees = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+        x = self.embed(ids) + self.place(positions % self.place.num_embeddings)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, sees)
         return self.head(self.norm(x))
 
 
-class Pretrain(ech.AutoUnit[Row]):
+class Pretrain(ech.AutoUnit[Any]):  # its batches have inputs, targets, documents and positions: (B, T) each
     weight_unit = "tokens"
 
-    def compute_loss(self, state: ech.State, data: Row) -> tuple[torch.Tensor, None]:
-        logits = self.module(data["input_ids"], data["position_ids"])
-        return F.cross_entropy(logits.flatten(0, 1), data["labels"].flatten()), None
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
+        logits = self.module(data.inputs, data.documents, data.positions)
+        return F.cross_entropy(logits.flatten(0, 1), data.targets.flatten()), None
 
-    def weight(self, data: Row) -> Any:
-        return ech.count_tokens(data)  # labels of -100 count nothing: padding, and a document's last token
+    def weight(self, data: Any) -> torch.Tensor:
+        return ech.count_tokens(data.targets, next_token=False)  # those of -100 count nothing: padding, a document's last token
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
