@@ -3,8 +3,8 @@
     echelon run --ranks 2 examples/distill.py
     echelon run --ranks 2 examples/distill.py --layout fsdp     teacher and student are both divided over the ranks
 
-The loss is the divergence of the two at a temperature, and the labels', as in Hinton et al. 2015 (arXiv 1503.02531). The teacher is
-trained first, in the same loop. Data: the digits of scikit-learn. Started again, the script goes on from its newest checkpoint.
+The loss is the divergence of the two at a temperature, and the labels', as in Hinton et al. 2015 (arXiv 1503.02531). The teacher
+is trained first, in the same loop. Data: the digits of scikit-learn. Started again, the script goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import echelon as ech
 
 def network(width: int, depth: int) -> nn.Sequential:
     """Images (B, 64) -> logits (B, 10)"""
-    sizes = [64, *[width] * depth]
-    layers = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Sequential(nn.Linear(width if i else 64, width), nn.GELU()) for i in range(depth)]
     return nn.Sequential(*layers, nn.Linear(width, 10))
 
 

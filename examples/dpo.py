@@ -4,8 +4,8 @@
     echelon run --ranks 2 examples/dpo.py --layout fsdp         policy and reference are both divided over the ranks
 
 The loss is -log sigmoid(beta (policy's log-ratio - reference's log-ratio)), as in Rafailov et al. 2023 (arXiv 2305.18290).
-Prompts are digits; the chosen answer counts up from them, the rejected one down. Started again, the script goes on from its newest
-checkpoint.
+Prompts are digits; the chosen answer counts up from them, the rejected one down. Started again, the script goes on from its
+newest checkpoint.
 """
 
 from __future__ import annotations

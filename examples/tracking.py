@@ -1,10 +1,10 @@
-"""Numbers of your own: tracked in Weights & Biases or MLflow, watched for an early end, and the best checkpoint kept by one of them.
+"""Numbers of your own: in Weights & Biases or MLflow, watched for an early end, and the best checkpoint kept by one of them.
 
     echelon run --ranks 2 examples/tracking.py                      in the run's metrics.jsonl, report and `echelon top`
     echelon run --ranks 2 --track wandb examples/tracking.py        also there; or mlflow, trackio, tensorboard, csv
 
-What `state.log` is given is a mean over all samples of all ranks. Data: the digits of scikit-learn. Started again, the script goes
-on from its newest checkpoint.
+What `state.log` is given is a mean over all samples of all ranks. Data: the digits of scikit-learn. Started again, the script
+goes on from its newest checkpoint.
 """
 
 from __future__ import annotations

@@ -43,7 +43,18 @@ RUNS: dict[str, tuple[list[str], str, float, bool]] = {
     "moe.py": (["--updates", "60"], r"held-out loss (\d\.\d+) nats per byte; the busiest expert had \d\.\d+ times", 3.2, True),
     # ln 256 = 5.55 knows nothing.
     "hf_finetune.py": (["--updates", "20"], r"held-out loss 5\.\d+ -> (\d\.\d+) nats per token", 5.0, True),
+    # ln 256 = 5.55 knows nothing.
+    "pretrain.py": (["--updates", "100"], r"held-out loss (\d\.\d+) nats per byte", 4.0, True),
+    # ln 2 = 0.693 prefers nothing.
+    "dpo.py": (["--epochs", "4"], r"preference loss (\d\.\d+) after", 0.2, True),
+    # By chance 0.1.
+    "distill.py": (["--epochs", "15"], r"teacher 0\.\d+, student (\d\.\d+)", 0.85, False),
+    "lightning_module.py": (["--epochs", "5"], r"validation accuracy (\d\.\d+), the best", 0.8, False),
+    # ln 10 = 2.3 knows nothing.
+    "tracking.py": (["--epochs", "6"], r"held-out loss (\d\.\d+) after", 0.8, True),
 }
+# Two trainings, one after the other, of which prove sees the first; a library's own names, whose programs are proved elsewhere.
+NOT_PROVED = ("distill.py", "lightning_module.py")
 # Those that have a test of their own, there or below.
 ELSEWHERE = {
     "bare_loop_before.py": __name__,
@@ -74,7 +85,7 @@ def test_it_learns_on_two_ranks_and_goes_on_when_it_is_started_again(echelon_com
     options = RUNS[name][0]
     text = _start(echelon_command, name, *options)
     _assert_learned(name, text)
-    assert list((tmp_path / "runs" / name.removesuffix(".py") / "checkpoints").glob("step-*"))
+    assert list((tmp_path / "runs" / name.removesuffix(".py") / "checkpoints").glob("*step*"))
     limit, most = options
     again = _start(echelon_command, name, limit, str(int(most) + 1))
     first = re.search(r"training from update (\d+) of (\d+)", again)
@@ -88,7 +99,7 @@ def test_fsdp_learns_the_same(echelon_command: Command) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in NOT_PROVED])
 def test_echelon_prove_agrees(echelon_command: Command, name: str) -> None:
     """Not with accumulation: batch norm and a contrastive loss are over the batch that is computed at once."""
     options = ("--float64", "--layouts", "ddp,fsdp", "--ranks", "2", "--accumulation", "1", "--updates", "2")
