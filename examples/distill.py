@@ -4,7 +4,7 @@
     echelon run --ranks 2 examples/distill.py --layout fsdp     teacher and student are both divided over the ranks
 
 The loss is the divergence of the two at a temperature, and the labels', as in Hinton et al. 2015 (arXiv 1503.02531). The teacher
-is trained first, in the same loop. Data: the digits of scikit-learn. Started again, the script goes on from its newest checkpoint.
+is trained first, in the same loop. Data: the digits of scikit-learn. Started again, the script goes on from where it was.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from echelon.checkpoint.manifest import BLOCK_BYTES
 from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.checkpoint.tensors import Tensors
-from echelon.contracts.errors import CheckpointCorruptError, UsageError
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointOptionError
 
 __all__ = ["convert", "differences", "export_safetensors", "export_torch"]
 
@@ -38,11 +38,11 @@ def _chosen(saved: Tensors, state: str | None, path: Location) -> dict[str, str]
     if state is None:
         modules = sorted({name.split(".", 1)[0] for name in saved.index if ".state." not in name})
         if len(modules) != 1:
-            raise UsageError(f"{path} holds several states: {', '.join(modules)}. Choose one with --state.")
+            raise CheckpointOptionError(f"{path} holds several states: {', '.join(modules)}. Choose one with --state.")
         state = modules[0]
     found = {name.removeprefix(f"{state}."): name for name in saved.index if name.startswith(f"{state}.")}
     if not found:
-        raise UsageError(f"{path} holds no tensors of the state {state!r}.")
+        raise CheckpointOptionError(f"{path} holds no tensors of the state {state!r}.")
     return found
 
 
@@ -96,14 +96,14 @@ def _published(to: Path, names: list[str]) -> Iterator[Path]:
         UsageError: one of them is there already. Nothing is ever overwritten.
     """
     if there := [str(to / name) for name in names if is_there(to / name)]:
-        raise UsageError(f"{there[0]} exists already. Choose another name.")
+        raise CheckpointOptionError(f"{there[0]} exists already. Choose another name.")
     to.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".export-", dir=to))
     try:
         yield aside
         for name in names:
             if is_there(to / name):
-                raise UsageError(f"{to / name} was created by another program meanwhile. Choose another name.")
+                raise CheckpointOptionError(f"{to / name} was created by another program meanwhile. Choose another name.")
             os.rename(aside / name, to / name)
         sync(to)
     finally:
@@ -142,7 +142,7 @@ def _in_shards(path: Location, saved: Tensors, chosen: dict[str, str], to: Path,
         groups[-1].append(name)
         room -= size
     if there := [str(p) for p in (to / ONE, to / INDEX) if is_there(p)]:
-        raise UsageError(f"{there[0]} exists already. Choose another folder.")
+        raise CheckpointOptionError(f"{there[0]} exists already. Choose another folder.")
     count = len(groups)
     files = [ONE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     names = [*files, *([INDEX] if count > 1 else [])]  # the index last: what it lists is there

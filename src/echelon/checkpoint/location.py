@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from echelon.contracts import files
 from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import CheckpointCorruptError, UsageError, require
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointOptionError, require
 from echelon.contracts.files import sync, write_whole
 
 __all__ = [
@@ -137,11 +137,11 @@ def location(where: str | os.PathLike[str] | Remote, name: str = "dirpath") -> L
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise UsageError(f"{where} is a URL, which needs fsspec. Run: pip install 'echelon[remote]'.") from None
+        raise CheckpointOptionError(f"{where} is a URL, which needs fsspec. Run: pip install 'echelon[remote]'.") from None
     try:
         fs, path = url_to_fs(where)
     except (ImportError, ValueError) as error:
-        raise UsageError(f"{where} cannot be opened: {error}") from error
+        raise CheckpointOptionError(f"{where} cannot be opened: {error}") from error
     if "file" in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):
         return Path(path)  # with renames, locks and links, which the library of URLs does not know
     return Remote(fs, path, where.split("://", 1)[0])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import CheckpointOptionError, require
 from echelon.contracts.numbers import whole
 
 __all__ = ["BestCheckpointConfig", "Every", "Keep"]
@@ -49,7 +49,7 @@ class BestCheckpointConfig:
         is_name = isinstance(self.monitored_metric, str) and self.monitored_metric != ""
         require(is_name, "monitored_metric", "the name of an attribute of the unit", self.monitored_metric)
         if self.mode not in ("min", "max"):
-            raise UsageError(f"mode must be 'min' or 'max', got {self.mode!r}.")
+            raise CheckpointOptionError(f"mode must be 'min' or 'max', got {self.mode!r}.")
 
     def best_first(self, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """The steps whose checkpoints have the metric, best first; the older of equals first: a newer one may

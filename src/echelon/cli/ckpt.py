@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UsageError
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CommandError, UsageError
 from echelon.contracts.run_dir import find_run
 from echelon.contracts.terminal import columns, one_line, printable
 
@@ -212,5 +212,5 @@ def _size(size: float) -> str:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|TB)?", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise UsageError(f"--shard-size must be a size such as 500MB or 5GB, got {text}.")
+        raise CommandError(f"--shard-size must be a size such as 500MB or 5GB, got {text}.")
     return int(float(match[1]) * 1000 ** ["b", "kb", "mb", "gb", "tb"].index((match[2] or "B").lower()))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from echelon.cli.parser import runs_folder
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import CommandError, EchelonError
 from echelon.contracts.files import parse_object, read_end
 from echelon.contracts.run_dir import RunDir, find_run
 from echelon.contracts.terminal import columns, one_line, printable
@@ -40,7 +40,7 @@ def execute(arguments: argparse.Namespace) -> int:
         return 0
     jobs = [_job(path) for path in paths]
     if arguments.run is not None and len(jobs) == 1 and isinstance(jobs[0], str):
-        raise UsageError(jobs[0])
+        raise CommandError(jobs[0])
     keys = list(dict.fromkeys(key for job in jobs if not isinstance(job, str) for key, _ in job.said.get("sweep", ())))
     shown = [["run", "job", "state", "ranks", "starts", *keys, "step", "loss", ""]]
     with ThreadPoolExecutor(_AT_ONCE) as pool:  # a controller may take its time, and all users ask it

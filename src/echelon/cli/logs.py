@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from echelon.cli.parser import runs_folder
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import CommandError
 from echelon.contracts.files import open_file
 from echelon.contracts.run_dir import RunDir, find_run
 from echelon.contracts.terminal import OutputFilter, printable
@@ -35,7 +35,7 @@ def execute(arguments: argparse.Namespace) -> int:
     path = find_run(arguments.run, arguments.runs)
     tasks = tasks_of(path)
     if tasks:
-        raise UsageError(f"run {path.name} is a sweep. Give one of its runs, such as {tasks[0]}.")
+        raise CommandError(f"run {path.name} is a sweep. Give one of its runs, such as {tasks[0]}.")
     if not os.path.lexists(path / "job"):
         return _of_this_machine(RunDir(path), arguments)
     job = job_of(RunDir(path))
@@ -47,7 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.follow:
         return _follow(job, file)
     if not os.path.lexists(file()):
-        raise UsageError(f"job {job.id} is {job.state().value} and has written no {file()} yet. --follow waits for it.")
+        raise CommandError(f"job {job.id} is {job.state().value} and has written no {file()} yet. --follow waits for it.")
     screen = _Screen()
     screen.copy(file(), 0)
     screen.end()
@@ -60,11 +60,11 @@ def _of_this_machine(run: RunDir, arguments: argparse.Namespace) -> int:
     path = (attempts[-1] if attempts else run.attempt_path) / f"rank{arguments.rank}.log"
     if arguments.job or arguments.follow:
         option = "--job" if arguments.job else "--follow"
-        raise UsageError(
+        raise CommandError(
             f"{option} is for submitted runs, and {run.path} is none. `tail -F {path}` follows its rank {arguments.rank}."
         )
     if not os.path.lexists(path):
-        raise UsageError(f"rank {arguments.rank} of {run.path} has written no {path}.")
+        raise CommandError(f"rank {arguments.rank} of {run.path} has written no {path}.")
     screen = _Screen()
     screen.copy(path, 0)
     screen.end()
@@ -116,7 +116,7 @@ class _Screen:
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise UsageError(
+            raise CommandError(
                 f"{path} cannot be shown: it is a link, not a file, or another user's ({error.strerror})."
             ) from error
         return offset

@@ -8,7 +8,7 @@ import os
 import sys
 
 from echelon.cli.script import check_script
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import PlanError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.terminal import printable
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     check_script(arguments.script)
     if arguments.ranks is not None and arguments.ranks < 1:
-        raise UsageError(f"--ranks must be at least 1, got {arguments.ranks}.")
+        raise PlanError(f"--ranks must be at least 1, got {arguments.ranks}.")
 
     from echelon.launcher.local.nodes import free_port
     from echelon.loop.target import Target

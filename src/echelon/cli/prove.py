@@ -9,7 +9,7 @@ from pathlib import Path
 
 from echelon.cli.parser import runs_folder
 from echelon.cli.script import check_script
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ProveError, UsageError
 from echelon.contracts.files import write_whole
 from echelon.contracts.run_dir import RunDir, write_json
 
@@ -133,5 +133,5 @@ def _numbers(option: str, text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise UsageError(f"{option} must be whole numbers of at least 1, separated by commas, such as 1,2,4, got {text}.")
+        raise ProveError(f"{option} must be whole numbers of at least 1, separated by commas, such as 1,2,4, got {text}.")
     return numbers

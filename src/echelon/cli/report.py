@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from echelon.cli.parser import runs_folder
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import CommandError, EchelonError
 from echelon.contracts.run_dir import RunDir, find_run
 from echelon.contracts.terminal import printable
 
@@ -35,7 +35,7 @@ def execute(arguments: argparse.Namespace) -> int:
         # A page takes the place of what has its name: of a device, or of the name of standard output, too.
         special = os.path.abspath(page).startswith(("/dev/", "/proc/")) or (os.path.lexists(page) and not page.is_file())
         if not page.parent.is_dir() or special:
-            raise UsageError(f"--output must be a file in a folder that exists, got {page}.")
+            raise CommandError(f"--output must be a file in a folder that exists, got {page}.")
     try:
         if len(runs) == 1 and arguments.output is None:
             report.write(runs[0])

@@ -18,7 +18,7 @@ from typing import Any
 from echelon.cli import traces
 from echelon.cli.parser import runs_folder
 from echelon.cli.script import check_module, check_script
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import CommandError, EchelonError
 from echelon.contracts.events import read_lines
 from echelon.contracts.files import working_folder
 from echelon.contracts.machine import DEVICE_VARIABLE, missing_interface, package_version
@@ -145,9 +145,9 @@ def execute(arguments: argparse.Namespace) -> int:
     least, ranks = parse_rank_range(arguments.ranks)
     os.environ.update(device_in_env(arguments.device) | track_in_env(arguments.track) | traces.in_env(arguments, ranks))
     if arguments.max_restarts < 0:
-        raise UsageError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
+        raise CommandError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
     if least is not None and arguments.max_restarts == 0:
-        raise UsageError(
+        raise CommandError(
             f"--ranks {arguments.ranks} allows fewer ranks after a restart, but --max-restarts is 0. Give --max-restarts N too, "
             f"or --ranks {ranks}."
         )
@@ -218,7 +218,7 @@ def _outcome(job: JobSpec, run: RunDir) -> Outcome:
 
 def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpec:
     if not 0 <= arguments.grace < math.inf:
-        raise UsageError(f"--grace must be a number of seconds of at least 0, got {arguments.grace:g}.")
+        raise CommandError(f"--grace must be a number of seconds of at least 0, got {arguments.grace:g}.")
     working_folder()  # before there is a run's folder
     if arguments.module:
         check_module(arguments.script)
@@ -270,7 +270,7 @@ def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> 
         UsageError: a number of parts that is no power of two.
     """
     if arguments.bitwise and (arguments.parts < 1 or arguments.parts & (arguments.parts - 1)):
-        raise UsageError(f"--parts must be a power of two, such as 4, got {arguments.parts}.")
+        raise CommandError(f"--parts must be a power of two, such as 4, got {arguments.parts}.")
     return Overrides(layout=arguments.layout, parts=arguments.parts if arguments.bitwise else None, planned_ranks=planned_ranks)
 
 

@@ -11,7 +11,7 @@ import warnings
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ScriptError
 from echelon.contracts.files import working_folder
 from echelon.contracts.terminal import say
 
@@ -35,11 +35,11 @@ def check_script(script: str) -> None:
             program = ast.parse(source)
     except SyntaxError as error:
         line = f"line {error.lineno}: " if error.lineno else ""
-        raise UsageError(f"script {script} is not Python: {line}{error.msg}.") from error
+        raise ScriptError(f"script {script} is not Python: {line}{error.msg}.") from error
     except ValueError as error:  # null bytes: some binary
-        raise UsageError(f"script {script} is not Python: {error}.") from error
+        raise ScriptError(f"script {script} is not Python: {error}.") from error
     except (RecursionError, MemoryError) as error:
-        raise UsageError(f"script {script} is nested too deeply for Python.") from error
+        raise ScriptError(f"script {script} is nested too deeply for Python.") from error
     if not program.body:
         say(f"{script} is empty, so nothing runs")
     _warn_of_guard(program, script)
@@ -51,9 +51,9 @@ def _source_of(script: str) -> bytes:
     try:
         kind = path.stat().st_mode
         if stat.S_ISDIR(kind):
-            raise UsageError(f"script {script} is a folder. Give the Python file to run, or a module with -m.")
+            raise ScriptError(f"script {script} is a folder. Give the Python file to run, or a module with -m.")
         if not stat.S_ISREG(kind) or _STREAM.match(os.path.abspath(path)):
-            raise UsageError(
+            raise ScriptError(
                 f"script {script} must be a file, got {'standard input' if stat.S_ISREG(kind) else _kind(kind)}: each rank reads "
                 "it, and so does each restart. Write the program to a file, and give that."
             )
@@ -61,11 +61,11 @@ def _source_of(script: str) -> bytes:
             source = file.read(_MOST_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         stdin = ". Standard input cannot be run: write the program to a file" if script == "-" else ""
-        raise UsageError(f"script {script} does not exist (looked in {working_folder()}){stdin}.") from None
+        raise ScriptError(f"script {script} does not exist (looked in {working_folder()}){stdin}.") from None
     except OSError as error:
-        raise UsageError(f"script {script} cannot be read: {error.strerror}.") from error
+        raise ScriptError(f"script {script} cannot be read: {error.strerror}.") from error
     if len(source) > _MOST_BYTES:
-        raise UsageError(f"script {script} is not Python: it has more than {_MOST_BYTES >> 20} MiB.")
+        raise ScriptError(f"script {script} is not Python: it has more than {_MOST_BYTES >> 20} MiB.")
     return source
 
 
@@ -88,7 +88,7 @@ def _warn_of_guard(program: ast.Module, script: str) -> None:
 
 def check_module(name: str) -> None:
     if name.endswith(".py") or "/" in name:
-        raise UsageError(f"-m must be followed by a dotted name, such as package.train, got {name}. Leave -m out to run a file.")
+        raise ScriptError(f"-m must be followed by a dotted name, such as package.train, got {name}. Leave -m out to run a file.")
     top = name.partition(".")[0]
     if PathFinder.find_spec(top, [os.getcwd()]) is None and (not top or importlib.util.find_spec(top) is None):
-        raise UsageError(f"module {name} was not found: there is no {top!r} in {os.getcwd()}, nor on Python's path.")
+        raise ScriptError(f"module {name} was not found: there is no {top!r} in {os.getcwd()}, nor on Python's path.")

@@ -26,7 +26,7 @@ from echelon.cli.run import (
     track_in_env,
 )
 from echelon.cli.script import check_module, check_script
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import CommandError, EchelonError
 from echelon.contracts.files import private_folder
 from echelon.contracts.overrides import Overrides
 from echelon.contracts.redact import redacted_words
@@ -99,7 +99,7 @@ def execute(arguments: argparse.Namespace) -> int:
         check_script(arguments.script)
     for name in arguments.env:
         if name not in os.environ:
-            raise UsageError(f"--env must name a variable of your environment, got {name}.")
+            raise CommandError(f"--env must name a variable of your environment, got {name}.")
     options = SlurmOptions(
         **{name: getattr(arguments, name) for name in _SLURM},
         time_s=parse_duration(arguments.time, "--time") if arguments.time is not None else None,
@@ -136,9 +136,9 @@ def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
     ranks = arguments.ranks_per_node if arguments.ranks_per_node is not None else arguments.gpus_per_node or 1
     for name, value in (("--nodes", arguments.nodes), ("--ranks-per-node", ranks)):
         if value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}.")
+            raise CommandError(f"{name} must be at least 1, got {value}.")
     if arguments.max_restarts < 0:
-        raise UsageError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
+        raise CommandError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
     return JobSpec(
         target,
         "module" if arguments.module else "script",
@@ -165,15 +165,15 @@ def _kubernetes(arguments: argparse.Namespace) -> int:
     from echelon.launcher.cluster.kubernetes import render
 
     if not arguments.dry_run:
-        raise UsageError(
+        raise CommandError(
             "echelon does not talk to Kubernetes itself. Add --dry-run, and pipe the output to `kubectl apply -f -`."
         )
     for name in ("image", "volume", "name"):
         if not getattr(arguments, name):
-            raise UsageError(f"--to kubernetes needs --{name}. See `echelon submit --help`.")
+            raise CommandError(f"--to kubernetes needs --{name}. See `echelon submit --help`.")
     other = [n for n in (*_SLURM, "time", "exclusive", "env", "sweep") if n != "mem" and getattr(arguments, n)]
     if other:
-        raise UsageError(f"--{other[0]} is for Slurm only. Add what Kubernetes has for it to the manifest that is printed.")
+        raise CommandError(f"--{other[0]} is for Slurm only. Add what Kubernetes has for it to the manifest that is printed.")
     spec, mem = job_spec(arguments, arguments.script), arguments.mem
     shape = {"cpus_per_rank": arguments.cpus_per_rank, "gpus": arguments.gpus_per_node, "mem": mem}
     if redacted_words(spec.args) != list(spec.args):
@@ -193,11 +193,11 @@ def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
         key, equals, values = text.partition("=")
         key = key.removeprefix("--")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key) or not all(values.split(",")):
-            raise UsageError(f"--sweep must be a key and its values, such as lr=1e-3,3e-4, got {text!r}.")
+            raise CommandError(f"--sweep must be a key and its values, such as lr=1e-3,3e-4, got {text!r}.")
         axes.append([(key, value) for value in values.split(",")])
     keys = [axis[0][0] for axis in axes]
     if len(set(keys)) < len(keys):
-        raise UsageError(f"--sweep must name each key once, got {' and '.join(keys)}. Give all values of a key at once.")
+        raise CommandError(f"--sweep must name each key once, got {' and '.join(keys)}. Give all values of a key at once.")
     return list(product(*axes)) if axes else []
 
 
@@ -213,7 +213,7 @@ def _folder(arguments: argparse.Namespace) -> Iterator[tuple[RunDir, bool]]:
     run = RunDir.create(arguments.runs, arguments.name, stem=stem_of(arguments), begin=False)
     check_parents(run.path)
     if why := doubt(run.path, run.path.stat()):
-        raise UsageError(why)
+        raise CommandError(why)
     with run.submitting():
         # Another submission may have made its job since we looked whether there is a folder.
         new = made and not (run.path / "job").exists() and not (run.path / "attempts").exists()
@@ -222,7 +222,7 @@ def _folder(arguments: argparse.Namespace) -> Iterator[tuple[RunDir, bool]]:
         try:
             private_folder(run.path / "job", 0o700)
         except OSError as error:
-            raise UsageError(f"{error.filename} {error.strerror}. Choose another --name.") from error
+            raise CommandError(f"{error.filename} {error.strerror}. Choose another --name.") from error
         yield run, new
 
 
@@ -230,12 +230,12 @@ def _refuse_unless_ended(run: RunDir, arguments: argparse.Namespace) -> None:
     from echelon.launcher.cluster.jobs import job_of, tasks_of
 
     if tasks_of(run.path) or arguments.sweep:
-        raise UsageError(f"run {run.name} exists, and a sweep cannot be continued. Choose another --name.")
+        raise CommandError(f"run {run.name} exists, and a sweep cannot be continued. Choose another --name.")
     if os.path.lexists(run.path / "job" / "job.json"):
         job = job_of(run)
         job.believed()
         if not job.state().has_ended:
-            raise UsageError(
+            raise CommandError(
                 f"run {run.name} has not ended: job {job.id} is {job.state().value}. To end it: `echelon cancel {run.name}`."
             )
         (run.path / "job" / "cancelled").unlink(missing_ok=True)
@@ -263,7 +263,9 @@ def _submit_here(spec: JobSpec, arguments: argparse.Namespace) -> int:
 
     if other := [n for n in (*_SLURM, "time", "exclusive", "no_requeue", "sweep", "dry_run") if getattr(arguments, n)]:
         option = other[0].replace("_", "-")
-        raise UsageError(f"--{option} is for Slurm only; --to {arguments.to} starts one run at once, with what this session has.")
+        raise CommandError(
+            f"--{option} is for Slurm only; --to {arguments.to} starts one run at once, with what this session has."
+        )
     launcher = DragonLauncher() if arguments.to == "dragon" else LocalLauncher()
     launcher.check(spec)
     with _folder(arguments) as (run, _):

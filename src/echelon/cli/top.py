@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from echelon.cli.parser import runs_folder
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import CommandError, EchelonError
 from echelon.contracts.run_dir import RunDir, find_run, read_json
 from echelon.contracts.terminal import one_line
 
@@ -38,9 +38,9 @@ def execute(arguments: argparse.Namespace) -> int:
     from echelon.observe.top import Watch, lines
 
     if not 0.1 <= arguments.every < math.inf:
-        raise UsageError(f"--every must be a number of seconds of at least 0.1, got {arguments.every:g}.")
+        raise CommandError(f"--every must be a number of seconds of at least 0.1, got {arguments.every:g}.")
     if arguments.rank is not None and arguments.rank < 0:
-        raise UsageError(f"--rank must be at least 0, got {arguments.rank}.")
+        raise CommandError(f"--rank must be at least 0, got {arguments.rank}.")
     path = find_run(arguments.run, arguments.runs)
     watch, job = Watch(RunDir(path), arguments.rank), _Job(path)
     if arguments.once or not sys.stdout.isatty():

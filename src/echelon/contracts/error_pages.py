@@ -34,12 +34,12 @@ PAGES = {
     "E-USAGE": Page(
         "An argument has a value that cannot work. The message names the argument, what it must be, and what it got; so do the "
         "error's fields `name`, `expected` and `got`.",
-        "global_batch must be a whole number, at least 1, got 0.",
+        "global_batch must be a whole number of at least 1, got 0.",
         "Change the value. Nothing was started or written before the check.",
     ),
     "E-ENVIRONMENT": Page(
         "RANK, WORLD_SIZE, MASTER_ADDR and their like are half set, contradict each other, or name an address that is taken.",
-        "RANK is set (0), but WORLD_SIZE is not. Set both, or neither.",
+        "RANK=0 is set but WORLD_SIZE is not (torchrun's variables). Set both, or unset RANK to run one process alone.",
         "Start the script with `echelon run`, torchrun or srun, which set all of them; or unset what an earlier shell has left.",
     ),
     "E-COMMAND": Page(
@@ -64,12 +64,12 @@ PAGES = {
     ),
     "E-LAUNCH": Page(
         "A function cannot run on ranks: it cannot be sent to other processes, or there are more ranks than this machine has.",
-        "fn must be a function that can be sent to other processes, got a lambda that holds a lock.",
+        "ranks must be at least 1, or 'auto' for one per device or core, got 0.",
         "Define the function at the top of a module and give it plain arguments; open files and connections inside of it.",
     ),
     "E-DEVICE": Page(
         "A device that does not exist here, or that this process may not use.",
-        "device_type is 'cuda', but this machine has no GPU.",
+        "device_type is 'cuda', but torch finds no CUDA device here. Use device_type='cpu'.",
         "Leave the device out: it is a GPU where there is one. `--device cpu` and ECHELON_DEVICE=cpu go before it.",
     ),
     "E-LOADER": Page(
@@ -89,7 +89,8 @@ PAGES = {
     ),
     "E-LAYOUT": Page(
         "The layout is no known word, does not fit the number of ranks, or the model cannot lie so.",
-        "layout must divide 4 ranks, got tp=3.",
+        "layout must be one of 'none', 'ddp', 'fsdp', 'hsdp', 'zero1', 'zero2', 'local_sgd', 'diloco', axes such as "
+        "'dp_shard=2,tp=4' or 'pp=4', or a value such as Layout(...) or FSDPStrategy(...), got 'fdsp'. Is it 'fsdp'?",
         "Choose another layout (docs/strategies.md); `echelon plan SCRIPT --layers` says what each would do with each layer.",
     ),
     "E-TENSOR-PARALLEL": Page(
@@ -114,7 +115,7 @@ PAGES = {
     ),
     "E-PRECISION": Page(
         "A number type that this device, this layout or a gradient scaler cannot compute with.",
-        "precision must be 'fp32', 'bf16', 'fp16', 'float8', a torch dtype or a Precision, got 'bf8'.",
+        "precision must be 'fp32', 'bf16', 'fp16', 'float8', a torch dtype or ech.layouts.Precision(...), got 'bf8'.",
         'Take "bf16", which needs no scaler.',
     ),
     "E-RECOMPUTE": Page(
@@ -134,22 +135,24 @@ PAGES = {
     ),
     "E-LOOP": Page(
         "A training, evaluation or prediction cannot begin or go on: its limits, its loaders, a unit's options.",
-        "train() must be given max_updates or max_epochs, got neither.",
+        "train() needs max_epochs or max_updates: without both it would never end. Give max_epochs=math.inf for a "
+        "run that ends when something calls state.stop().",
         "The message names the argument; docs/trainer.md has the options of units.",
     ),
     "E-OWN-LOOP": Page(
         "A loop of one's own does things in an order that cannot be right on several ranks.",
-        "optimizer.step() must be called within echelon.window(...), got a call outside of it.",
+        "echelon.window(...) must be given what echelon.prepare(...) returned, its model, optimizer or training "
+        "loader, got a Sequential that it did not.",
         "Compare with the loop in docs/guides/bare_loop.md.",
     ),
     "E-TRAINER": Page(
         "A Trainer has an argument that it does not know, or a unit that cannot be sent to other processes.",
-        "Trainer has no argument 'max_step'. Is it max_steps?",
+        "num_nodes=2, but this process was not launched on several nodes, and starts ranks on its own only.",
         "Pass a function that builds the unit, so that each rank builds its own.",
     ),
     "E-CALLBACK": Page(
         "A callback's options, or the number that it watches: nobody logged it, and the unit has no such attribute.",
-        "early stopping monitors 'acc', which is neither logged nor an attribute of the unit. There are: accuracy, eval_loss.",
+        "early stopping monitors 'acc', but there is no such number for Unit. There are: eval_loss, loss.",
         'Log it by `state.log("acc", value)`, or give one of the names that the message lists.',
     ),
     "E-LOGGER": Page(
@@ -159,12 +162,12 @@ PAGES = {
     ),
     "E-UNIT": Page(
         "A unit lacks a method or a base class that the entry point needs.",
-        "train() needs a TrainUnit, got Net, which is an nn.Module.",
+        "the unit of train() must inherit from TrainUnit, which has train_step, got Sequential.",
         "Derive from AutoUnit, or from TrainUnit for a step of your own.",
     ),
     "E-LOSS": Page(
         "`compute_loss` returned something that has no gradient, or is no scalar.",
-        "compute_loss must return a scalar loss with a gradient, got shape (8,).",
+        "Shape.compute_loss returned a loss of shape (2, 1); it must be a scalar: take its mean.",
         "Take its mean; look for `.detach()`, `.item()` or `torch.no_grad()` on its way.",
     ),
     "E-NOT-FINITE": Page(
@@ -199,7 +202,7 @@ PAGES = {
     ),
     "E-CHECKPOINT-NOT-FOUND": Page(
         "There is no checkpoint at the path that was named.",
-        "there is no checkpoint at checkpoints/step-00000500.",
+        "checkpoints/step-00000500 holds no checkpoint: there is no such folder.",
         "`echelon ckpt ls FOLDER` lists those that there are.",
     ),
     "E-CHECKPOINT-UNREADABLE": Page(

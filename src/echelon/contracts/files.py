@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import RunFolderError
 
 __all__ = [
     "MOST_BYTES",
@@ -46,7 +46,7 @@ def working_folder() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        raise UsageError("the current folder has been removed. Change to another, such as one made anew.") from None
+        raise RunFolderError("the current folder has been removed. Change to another, such as one made anew.") from None
 
 
 def open_file(path: Where, flags: int = os.O_RDONLY, mode: int = 0o600, *, folder: int | None = None) -> int:

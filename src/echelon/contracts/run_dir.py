@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import RunFolderError, require
 from echelon.contracts.files import parse_object, private_folder, read_bytes, write_whole
 from echelon.contracts.lock import HeldError, Lock, look
 from echelon.contracts.numbers import count_in
@@ -106,7 +106,7 @@ class RunDir:
             for folder in (run.checkpoints, run.dumps):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise UsageError(
+            raise RunFolderError(
                 f"cannot make the run folder {error.filename or root}: {error.strerror}. "
                 "Start from a folder you can write to, or choose another with --runs or --name."
             ) from error
@@ -119,7 +119,7 @@ class RunDir:
             UsageError: a name that is no plain file name.
         """
         if not _NAME.fullmatch(name):
-            raise UsageError(
+            raise RunFolderError(
                 f"a run's name must be 1 to 64 of the characters A-Z a-z 0-9 . _ - and not begin with . or -, got {name!r}."
             )
 
@@ -134,7 +134,7 @@ class RunDir:
                 return cls(path)
             except FileExistsError:  # another run of the same script began in the same second
                 continue
-        raise UsageError(f"1000 runs named {stem}-{stamp} exist in {root}. Give this one a --name.")
+        raise RunFolderError(f"1000 runs named {stem}-{stamp} exist in {root}. Give this one a --name.")
 
     @classmethod
     def current(cls) -> RunDir | None:
@@ -212,9 +212,9 @@ class RunDir:
             yield
         except HeldError as error:
             holder = error.holder or "another has its folder"
-            raise UsageError(f"run {self.name} {what}: {holder}. {remedy}, or give this one another --name.") from None
+            raise RunFolderError(f"run {self.name} {what}: {holder}. {remedy}, or give this one another --name.") from None
         except OSError as error:
-            raise UsageError(
+            raise RunFolderError(
                 f"run {self.name} cannot be locked: {self.path / name} {_reason(error)}. Remove it, or give another --name."
             ) from error
 
@@ -330,20 +330,22 @@ def find_run(name: str, root: str | os.PathLike[str] = "runs") -> Path:
             return path
     there = next((path for path in places if name and os.path.lexists(path)), None)
     if there is not None:
-        raise UsageError(f"{there} is not a run folder: it has no attempts. Give a run's name or its folder, such as runs/NAME.")
+        raise RunFolderError(
+            f"{there} is not a run folder: it has no attempts. Give a run's name or its folder, such as runs/NAME."
+        )
     for path in places:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             try:
                 os.lstat(path)
             except PermissionError:
-                raise UsageError(f"{path} may not be looked into by this user. Ask as the run's own.") from None
+                raise RunFolderError(f"{path} may not be looked into by this user. Ask as the run's own.") from None
             except OSError:  # a name that no file can have
                 continue
     runs = _runs_in(below)
     near = difflib.get_close_matches(name, runs, n=3)
     listed = ", ".join(runs[-5:]) + (f" and {len(runs) - 5} older ones" if len(runs) > 5 else "")
     hint = f" Did you mean {' or '.join(near)}?" if near else f" There: {listed}." if runs else ""
-    raise UsageError(f"run {name!r} was not found, neither here nor in {root}.{hint}")
+    raise RunFolderError(f"run {name!r} was not found, neither here nor in {root}.{hint}")
 
 
 def _is_run(path: Path) -> bool:

@@ -13,7 +13,7 @@ import pwd
 import stat
 from pathlib import Path
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import RunFolderError
 from echelon.contracts.files import open_file
 
 __all__ = ["check_parents", "doubt", "read_ours"]
@@ -60,9 +60,9 @@ def check_parents(path: Path) -> None:
         try:
             mode = os.stat(folder).st_mode
         except OSError as error:
-            raise UsageError(f"cannot see who may write to {folder}, a parent of {path}: {error.strerror}.") from error
+            raise RunFolderError(f"cannot see who may write to {folder}, a parent of {path}: {error.strerror}.") from error
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise UsageError(
+            raise RunFolderError(
                 f"everybody can write to {folder}, and so replace {path}. Use chmod o-w or +t on it, or choose another folder "
                 "with --runs."
             )

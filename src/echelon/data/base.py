@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from echelon.contracts.arguments import flags
 from echelon.contracts.between_attempts import note_loader
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LoaderError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.data.options import AnyLoaderOptions, LoaderOptions
@@ -46,12 +46,12 @@ class BaseLoader(ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         for name in kwargs.keys() & _TORCHS.keys():
-            raise UsageError(f"{cls.__name__} has no {name}: {_TORCHS[name]}.")
+            raise LoaderError(f"{cls.__name__} has no {name}: {_TORCHS[name]}.")
         for name in kwargs.keys() & _OF_OPTIONS.keys():
             text = f"{cls._options.__name__}({_OF_OPTIONS[name]})"
             if name in ("fingerprint", "accept_changes") and not hasattr(cls._options, name):
-                raise UsageError(f"{cls.__name__} has no {name}: the state of a stream is its dataset's own. Leave it out.")
-            raise UsageError(f"{cls.__name__} takes {name} among its options: write options=echelon.data.{text}.")
+                raise LoaderError(f"{cls.__name__} has no {name}: the state of a stream is its dataset's own. Leave it out.")
+            raise LoaderError(f"{cls.__name__} takes {name} among its options: write options=echelon.data.{text}.")
         return super().__new__(cls)
 
     def __init__(
@@ -91,7 +91,7 @@ class BaseLoader(ABC):
             world = World.current(torch.device("cpu"))
             self._dp = (world.rank, world.size)
         if self.global_batch % (self._dp[1] * self.accumulation):
-            raise UsageError(cannot_divide(self.global_batch, self._dp[1], self.accumulation))
+            raise LoaderError(cannot_divide(self.global_batch, self._dp[1], self.accumulation))
         return self._dp
 
     def set_data_rank(self, dp_rank: int, dp_size: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from echelon.contracts.arguments import flags
-from echelon.contracts.errors import DataError, UsageError, require
+from echelon.contracts.errors import DataError, LoaderError, require
 from echelon.contracts.numbers import whole
 from echelon.data import resume
 from echelon.data.base import BaseLoader
@@ -72,13 +72,13 @@ class Loader(BaseLoader):
         options: LoaderOptions | None = None,
     ) -> None:
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-            raise UsageError(
+            raise LoaderError(
                 f"dataset must be map-style, with __len__ and __getitem__, got {type(dataset).__name__}. "
                 "For one that can only be iterated over, use StreamLoader."
             )
         if isinstance(dataset, (str, bytes)) or (isinstance(dataset, Mapping) and 0 not in dataset):
             keys = f" of {', '.join(map(repr, list(dataset)[:5]))}. Choose one of them" if isinstance(dataset, Mapping) else ""
-            raise UsageError(f"dataset must be map-style, with samples 0, 1, 2, ..., got {type(dataset).__name__}{keys}.")
+            raise LoaderError(f"dataset must be map-style, with samples 0, 1, 2, ..., got {type(dataset).__name__}{keys}.")
         super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, options)
         flags(shuffle=shuffle)
         seed = whole("seed", seed)
@@ -92,11 +92,11 @@ class Loader(BaseLoader):
             self.order = dataset.order(seed, shuffle=shuffle)
         else:
             if not len(dataset):
-                raise UsageError(f"dataset must hold at least one sample, got an empty {type(dataset).__name__}.")
+                raise LoaderError(f"dataset must hold at least one sample, got an empty {type(dataset).__name__}.")
             self.order = Order(len(dataset), seed, shuffle=shuffle)
         samples, self.shuffle = self.order.length, shuffle
         if samples < global_batch and (shuffle or tail == "drop"):
-            raise UsageError(
+            raise LoaderError(
                 f"dataset must hold at least one global batch of {global_batch} samples, got {samples}. "
                 f"Set global_batch to {samples} or less, or use more data."
             )
@@ -234,7 +234,7 @@ class Loader(BaseLoader):
         saved, accumulation = int(state["position"]), int(state["accumulation"])
         batches, rest = divmod(saved, accumulation)
         if rest and accumulation != self.accumulation:
-            raise UsageError(
+            raise LoaderError(
                 f"saved in the middle of an update ({rest} of {accumulation} micro-batches): "
                 f"resume it with accumulation {accumulation}."
             )

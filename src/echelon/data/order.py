@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoaderError
 
 __all__ = ["FORMULA", "Indices", "Order", "Positions", "SampleOrder", "key_of", "mix64"]
 
@@ -58,7 +58,7 @@ class Order:
 
     def __init__(self, length: int, seed: int = 0, *, shuffle: bool = True) -> None:
         if not 1 <= length <= 2**62:
-            raise UsageError(f"length must be between 1 and 2**62 samples, got {length}.")
+            raise LoaderError(f"length must be between 1 and 2**62 samples, got {length}.")
         self.length, self.seed, self.shuffle = length, seed, shuffle
         self._rows = isqrt(length - 1) + 1  # both at most 2**31: sums of two fit into 32 bits
         self._columns = -(-length // self._rows)
@@ -66,7 +66,7 @@ class Order:
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """The samples at positions start .. stop - 1 of an epoch, as int64 of shape (stop - start,)."""
         if not 0 <= start <= stop <= self.length:
-            raise UsageError(f"positions must lie in an epoch of {self.length} samples, got {start} to {stop}.")
+            raise LoaderError(f"positions must lie in an epoch of {self.length} samples, got {start} to {stop}.")
         return self.at(epoch, np.arange(start, stop, dtype=np.int64))
 
     def at(self, epoch: int, positions: Positions) -> Indices:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, LoaderError, UsageError
 from echelon.contracts.numbers import whole
 from echelon.world import rng
 
@@ -134,7 +134,7 @@ class Replayed:
 
 
 def _too_short(skips: int, given: int) -> UsageError:
-    return UsageError(f"the DataLoader must go on after {skips} batches, but has only {given}.")
+    return LoaderError(f"the DataLoader must go on after {skips} batches, but has only {given}.")
 
 
 class _Numbers(Dataset[Any]):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.contracts.arguments import is_list
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoaderError
 from echelon.contracts.terminal import columns
 
 __all__ = ["Change", "cannot_divide", "changes", "check_accepted", "check_same", "facts"]
@@ -37,7 +37,7 @@ def check_accepted(names: Collection[str]) -> None:
     """
     unknown = sorted({*names} - {*_MATTERS}, key=str) if is_list(names) else [names]
     if unknown:
-        raise UsageError(
+        raise LoaderError(
             f"accept_changes must be a collection of names among {', '.join(map(repr, _MATTERS))}, got "
             f"{', '.join(map(repr, unknown))}."
         )
@@ -94,7 +94,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Colle
     rows += [(c.name, c.saved, c.now, c.meaning + (" (accepted)" if c.name in accepted else "")) for c in found]
     table = "\n".join(f"  {line}" for line in columns(rows))
     names = ", ".join(map(repr, refused))
-    raise UsageError(
+    raise LoaderError(
         f"the loader cannot resume from the saved position, since this has changed:\n{table}\n"
         f"Undo the change, or allow it with LoaderOptions(accept_changes={{{names}}})."
     )

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from echelon.contracts.errors import DataError, UsageError
+from echelon.contracts.errors import DataError, LoaderError
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.options import StreamOptions
@@ -80,19 +80,19 @@ class StreamLoader(BaseLoader):
         super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, options)
         for name in ("fingerprint", "accept_changes"):
             if value := getattr(self.options, name, None):  # of a LoaderOptions
-                raise UsageError(f"{name} must be left out for a StreamLoader, whose state is its dataset's own, got {value!r}.")
+                raise LoaderError(f"{name} must be left out for a StreamLoader, whose state is its dataset's own, got {value!r}.")
         if not hasattr(dataset, "__iter__") or isinstance(dataset, (type, str, bytes)):
-            raise UsageError(f"dataset must be iterable, got {type(dataset).__name__}.")
+            raise LoaderError(f"dataset must be iterable, got {type(dataset).__name__}.")
         if shards not in (None, "set_place", "stride", "itself"):
-            raise UsageError(f"shards must be 'set_place', 'stride' or 'itself', got {shards!r}.")
+            raise LoaderError(f"shards must be 'set_place', 'stride' or 'itself', got {shards!r}.")
         if shards == "set_place" and not hasattr(dataset, "set_place"):
-            raise UsageError(
+            raise LoaderError(
                 f"shards='set_place' needs a dataset with set_place(index, count), which {type(dataset).__name__} lacks. "
                 "Use shards='stride' or 'itself'."
             )
         divided = is_divided(dataset)
         if divided and shards == "stride":
-            raise UsageError(
+            raise LoaderError(
                 "shards must be 'itself' for a dataset that split_dataset_by_node has divided between the ranks, got 'stride': "
                 "each rank would leave out most of its share."
             )
@@ -128,7 +128,7 @@ class StreamLoader(BaseLoader):
         stands = [self._fresh, *self._latest]
         found = next((stand for stand in stands if stand.position == position), None)
         if found is None:
-            raise UsageError(
+            raise LoaderError(
                 f"training resumes after micro-batch {position} of epoch {self.epoch}, but the stream is at "
                 f"{self._latest[-1].position}. Restore the loader together with the unit: train_dataloader=."
             )
@@ -196,12 +196,12 @@ class StreamLoader(BaseLoader):
     def _check(self, begin: Stand) -> None:
         kind, count = type(self.dataset).__name__, self.dp[1] * len(begin.streams)
         if count > 1 and self.shards is None:
-            raise UsageError(
+            raise LoaderError(
                 f"{kind} has no set_place(index, count), so all {count} streams (data ranks x workers) would read the same. "
                 "Give it one, or choose shards='stride' or shards='itself'."
             )
         if _has_no_state(begin):
-            raise UsageError(
+            raise LoaderError(
                 f"{kind} cannot resume in the middle of an epoch: neither it nor its iterator has state_dict and "
                 f"load_state_dict. {_REMEDY}"
             )
@@ -259,7 +259,7 @@ class StreamLoader(BaseLoader):
         changed = [f"{name} was {state[name]}, is {value}" for name, value in now.items() if state[name] != value]
         mine = state["ranks"].get(str(dp_rank))
         if changed or mine is None:
-            raise UsageError(
+            raise LoaderError(
                 f"streams of {type(self.dataset).__name__} cannot resume: "
                 f"{'; '.join(changed) or f'the state holds nothing of data rank {dp_rank}'}. A stream's position cannot "
                 "be split differently. Use the same numbers, or do not restore the loader and start the epoch again. "

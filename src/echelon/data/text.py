@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from echelon.contracts.arguments import is_path, several
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import DatasetError
 from echelon.contracts.numbers import whole
 
 __all__ = ["ByteText", "split_files"]
@@ -36,7 +36,7 @@ class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         parts = [np.frombuffer(Path(path).read_bytes() + b"\0", dtype=np.uint8) for path in paths]
         self.bytes = np.concatenate(parts) if parts else np.empty(0, np.uint8)
         if len(self.bytes) < context + 1:
-            raise UsageError(
+            raise DatasetError(
                 f"the text must have at least context + 1 = {context + 1} bytes, got {len(self.bytes)} in {len(parts)} "
                 "files. Use more text."
             )
@@ -60,10 +60,10 @@ def split_files(folder: Path, pattern: str = "**/*.py", *, held_out: float = 0.0
         UsageError: the folder does not exist or holds too few files.
     """
     if not folder.is_dir():
-        raise UsageError(f"folder must be a folder of text files, got {folder}.")
+        raise DatasetError(f"folder must be a folder of text files, got {folder}.")
     files = sorted(p for p in folder.glob(pattern) if p.is_file() and p.stat().st_size)
     if len(files) < 2:
-        raise UsageError(f"{folder} must hold at least 2 files for {pattern!r}, one to be held out, got {len(files)}.")
+        raise DatasetError(f"{folder} must hold at least 2 files for {pattern!r}, one to be held out, got {len(files)}.")
     scored = sorted(files, key=lambda p: hashlib.sha256(str(p.relative_to(folder)).encode()).digest())
     count = min(len(files) - 1, max(1, round(len(files) * held_out)))
     return sorted(scored[count:]), sorted(scored[:count])

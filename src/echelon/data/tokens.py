@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.contracts.arguments import is_list, is_path, several
-from echelon.contracts.errors import DataError, UsageError, require
+from echelon.contracts.errors import DataError, DatasetError, require
 from echelon.contracts.files import open_file
 
 __all__ = ["TokenWriter", "Tokens", "write_tokens"]
@@ -57,7 +57,7 @@ class Tokens:
         require(is_path(path), "path", "a file", path)
         self.path = Path(path)
         if not self.path.is_file():
-            raise UsageError(f"path must be a file, got {self.path}.")
+            raise DatasetError(f"path must be a file, got {self.path}.")
         self._reopen = (Tokens, (self.path, dtype), {"documents": documents})
         index = self.path.with_suffix(".idx")
         with self.path.open("rb") as file:
@@ -69,7 +69,7 @@ class Tokens:
         elif index.is_file():
             self._open_megatron(index)
         else:
-            raise UsageError(
+            raise DatasetError(
                 f"the dtype of the tokens in {self.path} is unknown: it has no header, and there is no {index.name} beside it. "
                 'Give it, as in Tokens(path, "uint16").'
             )
@@ -146,7 +146,7 @@ class Tokens:
         self.data = _mapped(self.path, dtype, 0, size // dtype.itemsize)
         offsets = np.asarray([0, len(self.data)] if documents is None else documents, dtype=np.int64)
         if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] or offsets[-1] != len(self.data) or (np.diff(offsets) < 0).any():
-            raise UsageError(
+            raise DatasetError(
                 f"documents of {self.path} must be offsets that rise from 0 to {len(self.data)}, its number of tokens."
             )
         self.offsets = offsets
@@ -189,9 +189,9 @@ class TokenWriter:
         try:
             self.path, self.dtype = Path(path), np.dtype(dtype).newbyteorder("<")
         except TypeError:
-            raise UsageError(f"dtype must be uint16 or uint32, got {dtype!r}.") from None
+            raise DatasetError(f"dtype must be uint16 or uint32, got {dtype!r}.") from None
         if self.dtype.str not in ("<u2", "<u4"):
-            raise UsageError(f"dtype must be uint16 or uint32, got {np.dtype(dtype)}.")
+            raise DatasetError(f"dtype must be uint16 or uint32, got {np.dtype(dtype)}.")
         self._staged = self.path.with_name(self.path.name + ".partial")
         self._staged.unlink(missing_ok=True)  # of a writer that was killed, or a link to somewhere else
         self._file = open(open_file(self._staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
@@ -205,9 +205,11 @@ class TokenWriter:
         """
         tokens = np.asarray(document)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "ui"):
-            raise UsageError(f"document must be a flat list of whole numbers, got shape {tokens.shape} and dtype {tokens.dtype}.")
+            raise DatasetError(
+                f"document must be a flat list of whole numbers, got shape {tokens.shape} and dtype {tokens.dtype}."
+            )
         if tokens.size and (tokens.min() < 0 or tokens.max() > np.iinfo(self.dtype).max):
-            raise UsageError(
+            raise DatasetError(
                 f"the tokens of document {len(self._ends) - 1} must fit into {self.dtype}, got {tokens.min()} to {tokens.max()}."
             )
         self._file.write(tokens.astype(self.dtype).tobytes())

@@ -14,7 +14,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoaderError
 from echelon.data.loader import Loader
 
 __all__ = ["as_loader", "is_distributed"]
@@ -38,18 +38,18 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     if not (plain or is_distributed(loader)) or loader.batch_size is None or _has_own_batches(loader):
         what = type(sampler if sampler is not None else loader.dataset).__name__
         first = "Give it Subset(dataset, indices), of torch.utils.data, and shuffle=True. Or use" if _chooses(sampler) else "Use"
-        raise UsageError(
+        raise LoaderError(
             f"a DataLoader with {what} {why}. {first} echelon.Loader (echelon.data.Weighted gives its samples weights), for "
             "iterable datasets echelon.StreamLoader, or a DistributedSampler of your own."
         )
     divided = is_distributed(loader)
     if not divided and len(sampler) != (size := len(loader.dataset)):  # type: ignore[arg-type]
-        raise UsageError(
+        raise LoaderError(
             f"a DataLoader's {type(sampler).__name__} must draw every sample, got {len(sampler)} of {size}. Choose samples by "
             "torch.utils.data.Subset, or use echelon.data.Weighted."
         )
     if (size := len(loader.dataset)) < global_batch and (loader.drop_last or not isinstance(sampler, SequentialSampler)):  # type: ignore[arg-type]
-        raise UsageError(
+        raise LoaderError(
             f"the DataLoader's batch_size of {loader.batch_size} makes global batches of {global_batch} samples, over ranks and "
             f"accumulation, and its dataset holds {size}. Set batch_size to {loader.batch_size * size // global_batch} or less, "
             "or use fewer ranks."

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from echelon.contracts.arguments import flags
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import DatasetError, require
 from echelon.contracts.numbers import whole
 from echelon.data.order import Indices, Order, Positions, SampleOrder, key_of, mix64
 
@@ -56,12 +56,12 @@ class Weighted(Ordered):
         try:
             given = np.asarray(weights, dtype=np.float64)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"weights must be numbers, one for each sample, got {type(weights).__name__}: {error}.") from None
+            raise DatasetError(f"weights must be numbers, one for each sample, got {type(weights).__name__}: {error}.") from None
         if given.shape != (len(dataset),):
-            raise UsageError(f"weights must have shape ({len(dataset)},), one for each sample, got {given.shape}.")
+            raise DatasetError(f"weights must have shape ({len(dataset)},), one for each sample, got {given.shape}.")
         if not np.isfinite(given).all() or (given < 0).any() or not given.any():
             worst = int(np.argmin(np.where(np.isfinite(given), given, -np.inf)))
-            raise UsageError(f"weights must be finite, at least 0 and not all 0, got {given[worst]} for sample {worst}.")
+            raise DatasetError(f"weights must be finite, at least 0 and not all 0, got {given[worst]} for sample {worst}.")
         self.dataset = dataset
         self.samples_per_epoch = _per_epoch(samples_per_epoch, len(dataset))
         self._sums = np.cumsum(given / given.max())
@@ -78,7 +78,7 @@ class Weighted(Ordered):
 
     def order(self, seed: int, *, shuffle: bool = True) -> SampleOrder:
         if not shuffle:
-            raise UsageError(
+            raise DatasetError(
                 "shuffle must be True for weighted draws, which have no order, got False. Use the dataset without weights."
             )
         return _Draws(self._sums, self._last, self.samples_per_epoch, seed)
@@ -136,14 +136,14 @@ class Mixture(Ordered):
         for name, dataset in datasets.items():
             require(isinstance(dataset, Sized), f"datasets[{name!r}]", "map-style, with __len__ and __getitem__", dataset)
         if not datasets or set(datasets) != set(ratios):
-            raise UsageError(
+            raise DatasetError(
                 f"ratios must have the names of the datasets, {sorted(datasets)}, at least one, got {sorted(ratios)}."
             )
         self.names = list(datasets)
         self.datasets = [datasets[name] for name in self.names]
         lengths = [len(dataset) for dataset in self.datasets]
         if not all(lengths):
-            raise UsageError(f"every dataset must hold at least one sample, got none in {self.names[lengths.index(0)]!r}.")
+            raise DatasetError(f"every dataset must hold at least one sample, got none in {self.names[lengths.index(0)]!r}.")
         shares = _shares([ratios[name] for name in self.names], self.names)
         self.ratios = {name: Fraction(share, sum(shares)) for name, share in zip(self.names, shares, strict=True)}
         self.samples_per_epoch = _per_epoch(samples_per_epoch, sum(lengths))
@@ -222,9 +222,9 @@ def _shares(ratios: list[float | Fraction | str], names: list[str]) -> list[int]
         try:
             value = Fraction(ratio)
         except (ValueError, TypeError, OverflowError, ZeroDivisionError) as error:
-            raise UsageError(f"the ratio of {name!r} must be a number, got {ratio!r}: {error}.") from error
+            raise DatasetError(f"the ratio of {name!r} must be a number, got {ratio!r}: {error}.") from error
         if value <= 0:
-            raise UsageError(
+            raise DatasetError(
                 f"the ratio of {name!r} must be above 0, got {ratio}. Leave the dataset out to draw nothing from it."
             )
         # 0.3 means 3/10, not the binary fraction next to it.
@@ -238,7 +238,7 @@ def _shares(ratios: list[float | Fraction | str], names: list[str]) -> list[int]
     rounded = [round(value * _DENOMINATOR) for value in exact]
     for value, share, name in zip(exact, rounded, names, strict=True):
         if abs(share - value * _DENOMINATOR) > value * _DENOMINATOR / 100:
-            raise UsageError(
+            raise DatasetError(
                 f"the ratio of {name!r} is {float(value):.3g} of all, too small to be kept within 1% beside the others. "
                 f"Give ratios with a common denominator up to {_DENOMINATOR}."
             )

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from echelon.contracts.errors import DataError, UsageError
+from echelon.contracts.errors import DataError, LoaderError
 from echelon.contracts.machine import process_stat
 from echelon.contracts.stopping import SIGNALS, signal_name
 
@@ -75,7 +75,7 @@ def _shorten_temporary_folder() -> None:
             finally:
                 tempfile.tempdir = usual
             return
-    raise UsageError(f"TMPDIR must have at most {_MOST_BYTES} bytes where data workers are used, got {len(usual)}: {usual}.")
+    raise LoaderError(f"TMPDIR must have at most {_MOST_BYTES} bytes where data workers are used, got {len(usual)}: {usual}.")
 
 
 class Board:

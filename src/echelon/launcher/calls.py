@@ -22,7 +22,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import IO, Any
 
-from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.contracts.errors import EchelonError, LaunchError, RankFailedError
 from echelon.contracts.files import open_file
 from echelon.launcher.workarounds import ImportEndsError, bootstrap_may_end, in_bootstrap, prepare_main
 
@@ -78,7 +78,7 @@ def refuse_in_bootstrap(what: str) -> None:
         UsageError: this is such a rank, importing.
     """
     if in_bootstrap():
-        raise UsageError(
+        raise LaunchError(
             f'{what} was called while a rank imports this script. Put the call under `if __name__ == "__main__":`, '
             "which is false in a rank."
         )
@@ -131,7 +131,7 @@ def _pickled(call: Any, function: Callable[..., Any]) -> bytes:
         of_args = [(f"args[{i}]", each) for args, _ in call[1] for i, each in enumerate(args)]
         of_kwargs = [item for _, kwargs in call[1] for item in kwargs.items()]
         culprit = _unsendable([(name, function), *of_args, *of_kwargs]) or f"{name} or its arguments"
-        raise UsageError(
+        raise LaunchError(
             f"{culprit} cannot be sent to other processes: {error}. Open files, locks and connections where they are used, and "
             "pass what they are made from."
         ) from error

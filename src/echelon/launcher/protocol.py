@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.contracts.errors import RankFailedError, RunFolderError
 from echelon.contracts.files import open_file, parse_object, private_folder, write_whole
 from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.contracts.stopping import REQUEUE
@@ -62,12 +62,12 @@ def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, decides: bool = Tru
     try:
         private_folder(folder, 0o700)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be created: {error.strerror}. Choose another --name.") from error
+        raise RunFolderError(f"{folder} cannot be created: {error.strerror}. Choose another --name.") from error
     if decides:
         check_parents(run.path)
         for path in (run.path, folder):
             if why := doubt(path, os.stat(path)):
-                raise UsageError(why)
+                raise RunFolderError(why)
     (folder / _SUBMITTED).unlink(missing_ok=True)  # of a job before
     text = json.dumps({"spec": asdict(spec), "launcher": launcher, **more, "key": secrets.token_hex(32)}, indent=2)
     write_whole(folder / _JOB, text)
@@ -88,25 +88,25 @@ def read_spec(run: RunDir, sha256: str | None = None, *, believe: bool = True) -
         text, why = read_ours(run.path / "job", _JOB, _MOST_BYTES)
     except OSError as error:
         if isinstance(error, FileNotFoundError):
-            raise UsageError(f"{run.path} holds no submitted job (no job/job.json in it).") from None
+            raise RunFolderError(f"{run.path} holds no submitted job (no job/job.json in it).") from None
         why = f"job/job.json: {error.strerror}"
-        raise UsageError(
+        raise RunFolderError(
             f"{run.path} holds no submitted job that can be read ({why}). Remove it, or choose another --name."
         ) from None
     found = hashlib.sha256(text).hexdigest()
     if sha256 is not None and found != sha256:
-        raise UsageError(
+        raise RunFolderError(
             f"{run.path / 'job' / _JOB} is not what was submitted: its SHA-256 begins with {found[:12]}, not {sha256[:12]}. "
             "Nothing of it was run. Who can write there? Submit again."
         )
     if believe:
         check_parents(run.path)
         if why:
-            raise UsageError(why)
+            raise RunFolderError(why)
     said = parse_object(text)
     spec = spec_of(said.pop("spec", None)) if said is not None else None
     if said is None or spec is None or not _is_said(said):
-        raise UsageError(
+        raise RunFolderError(
             f"{run.path} holds no submitted job that can be read (job/job.json is damaged). Remove it, or choose another --name."
         )
     known = read_json(run.path / "job" / _SUBMITTED) or {}
@@ -156,7 +156,7 @@ class FolderJob(ABC):
             UsageError: somebody else can have written it.
         """
         if why := str(self.said["doubt"]):
-            raise UsageError(why)
+            raise RunFolderError(why)
         return self.said
 
     @abstractmethod
@@ -196,7 +196,7 @@ class FolderJob(ABC):
     def log(self, rank: int = 0) -> Path:
         """The file with the output of a rank, in the newest attempt; it need not exist yet."""
         if not 0 <= rank < self.ranks:
-            raise UsageError(f"rank must be between 0 and {self.ranks - 1}, got {rank}.")
+            raise RunFolderError(f"rank must be between 0 and {self.ranks - 1}, got {rank}.")
         newest = self.attempts[-1] if self.attempts else self.run.path / "attempts" / "000"
         return newest / f"rank{rank}.log"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import UnitError, UsageError
+from echelon.contracts.errors import LoopError, UnitError, UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit
@@ -60,17 +60,17 @@ def check_loader(dataloader: Any, entry: str) -> None:
     """
     gives = hasattr(dataloader, "__iter__") or hasattr(dataloader, "__getitem__")
     if not gives or isinstance(dataloader, (type, str, bytes)):
-        raise UsageError(f"the dataloader of {entry}() must be an iterable of batches, got {type(dataloader).__name__}.")
+        raise LoopError(f"the dataloader of {entry}() must be an iterable of batches, got {type(dataloader).__name__}.")
     if isinstance(dataloader, Mapping):  # its keys would be the batches
         names = ", ".join(map(repr, list(dataloader)[:5]))
-        raise UsageError(
+        raise LoopError(
             f"the dataloader of {entry}() must be an iterable of batches, got a {type(dataloader).__name__} of {names}. Give one "
             "of them, or a loader that gives the batches of all; echelon.Mixture mixes datasets."
         )
 
 
 def no_end(entry: str) -> UsageError:
-    return UsageError(
+    return LoopError(
         f"{entry}() needs max_epochs or max_updates: without both it would never end. Give max_epochs=math.inf for a run that "
         "ends when something calls state.stop()."
     )
@@ -112,15 +112,15 @@ def callbacks_of(given: Iterable[Any] | None) -> list[Any]:
         return []
     if isinstance(given, (Callback, type)) or not isinstance(given, Iterable):
         name = given.__name__ if isinstance(given, type) else type(given).__name__
-        raise UsageError(f"callbacks must be a list, got {name}. Write callbacks=[...].")
+        raise LoopError(f"callbacks must be a list, got {name}. Write callbacks=[...].")
     found = list(given)
     for i, callback in enumerate(found):
         if isinstance(callback, type):
-            raise UsageError(
+            raise LoopError(
                 f"callbacks[{i}] must be an object, got the class {callback.__name__}. Write {callback.__name__}(...)."
             )
         if not any(callable(getattr(callback, hook, None)) for hook in _HOOKS):
-            raise UsageError(
+            raise LoopError(
                 f"callbacks[{i}] must be a Callback, or have a hook of one such as on_train_step_end(state, unit), "
                 f"got {type(callback).__name__}."
             )

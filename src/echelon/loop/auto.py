@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoopError
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
 from echelon.loop import monitored
@@ -290,7 +290,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             check_holds(self, optimizer)
             others += not_the_modules(self, optimizer)
         if others and self._bitwise is not None:
-            raise UsageError(
+            raise LoopError(
                 f"bit-equal training needs an optimizer of the module's parameters only, got {len(others)} others. Move them."
             )
         self.prepared.trains_also(others)
@@ -329,7 +329,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             try:
                 value, _ = monitored.number(name, state, self, "eval")
             except monitored.Unknown as error:
-                raise UsageError(f"lr_monitor must be the name of a number that is logged, got {name!r}: {error}.") from None
+                raise LoopError(f"lr_monitor must be the name of a number that is logged, got {name!r}: {error}.") from None
             self.lr_scheduler.step(value)
 
     def phase_ended(self, state: State, phase: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from echelon.contracts.arguments import flags_of
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LoopError, require
 from echelon.contracts.numbers import number, plain, whole
 from echelon.contracts.older_words import translated, unknown
 from echelon.loop.averaged import SWAParams
@@ -169,7 +169,7 @@ def _with_averages(words: dict[str, Any]) -> dict[str, Any]:
     if ema is None:
         return words
     if words.get("averaging") is not None:
-        raise UsageError("ema and averaging both say which averages of the weights to keep. Give one of them.")
+        raise LoopError("ema and averaging both say which averages of the weights to keep. Give one of them.")
     if not isinstance(ema, SWAParams):
         number("ema", ema, "a decay from 0 to below 1, such as 0.999, or SWAParams(...)", lambda decay: 0 <= decay < 1)
         # From the first update on, with a smaller decay at first: an average of few is not to remember the beginning.

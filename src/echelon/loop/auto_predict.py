@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoopError
 from echelon.contracts.overrides import overrides
 from echelon.loop.auto_options import AutoOptions, UnitOptions, options_from
 from echelon.loop.standing_in import uncounted
@@ -110,7 +110,7 @@ class AutoPredictUnit(PredictUnit[T]):
 
     @precision.setter
     def precision(self, value: object) -> None:
-        raise UsageError(f"{type(self).__name__}.precision hides an attribute of AutoUnit. Give yours another name.")
+        raise LoopError(f"{type(self).__name__}.precision hides an attribute of AutoUnit. Give yours another name.")
 
     def autocast(self) -> Any:
         """The context in which losses and predictions are computed."""

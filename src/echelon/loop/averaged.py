@@ -18,7 +18,7 @@ import torch
 from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from echelon.contracts.arguments import flags_of
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LoopError, require
 from echelon.contracts.numbers import number, whole
 from echelon.parallel.filling import fill_rest
 from echelon.parallel.prepared import Prepared
@@ -206,7 +206,7 @@ class AveragedWeights:
             UsageError: the module has the averages for weights just now; a checkpoint would hold them for its own.
         """
         if self.applied_now:
-            raise UsageError(
+            raise LoopError(
                 "a checkpoint cannot be saved during an evaluation with averaged weights. Save after it, for example in "
                 "on_eval_end."
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoopError
 from echelon.parallel.fixed_order import GradientTree, is_power_of_two
 from echelon.parallel.strategy import Prepared
 from echelon.world import agree, rng
@@ -31,7 +31,7 @@ class BitEqual:
 
     def __init__(self, parts: int, prepared: Prepared[torch.nn.Module]) -> None:
         if not is_power_of_two(parts) or parts % prepared.dp_size:
-            raise UsageError(
+            raise LoopError(
                 f"--parts must be a power of two that the number of ranks, {prepared.dp_size}, divides, got {parts}. "
                 f"Use 1, 2, 4, ... ranks, up to {parts}, or more parts: --parts N."
             )

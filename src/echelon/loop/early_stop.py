@@ -7,7 +7,7 @@ import math
 from typing import Any, Literal
 
 from echelon.contracts.arguments import flags
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import CallbackError, require
 from echelon.contracts.numbers import number, whole
 
 __all__ = ["EarlyStopChecker"]
@@ -69,11 +69,11 @@ class EarlyStopChecker:
         """
         self.is_restored_stop = False
         if hasattr(val, "numel") and val.numel() != 1:
-            raise UsageError(f"the monitored value must be one number, got a tensor of {val.numel()}. Give its mean.")
+            raise CallbackError(f"the monitored value must be one number, got a tensor of {val.numel()}. Give its mean.")
         try:
             value = float(val)
         except (TypeError, ValueError):
-            raise UsageError(f"the monitored value must be one number, got {val!r}.") from None
+            raise CallbackError(f"the monitored value must be one number, got {val!r}.") from None
         why = self._reason(value)
         if why is not None:
             logger.info("time to stop: %s", why)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoopError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.base import BaseLoader, Combined
@@ -337,5 +337,5 @@ def _tell_of_nothing(stage: Stage) -> None:
         UsageError: only batches would ever end this training.
     """
     if stage.trains and stage.here.max_epochs is None:
-        raise UsageError("the loader gave no batch, and without max_epochs training would never end. Is it a used-up iterator?")
+        raise LoopError("the loader gave no batch, and without max_epochs training would never end. Is it a used-up iterator?")
     logger.warning("No steps completed during %s epoch! The loader gave no batch. Is it a used-up iterator?", stage.entry)

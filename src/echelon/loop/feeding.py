@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoopError
 from echelon.data.base import BaseLoader, Combined, loaders_of
 from echelon.data.loader import Loader
 from echelon.data.prefetch import NO_STEP, Feed, known_length
@@ -149,7 +149,7 @@ def check_evaluation(stage: Stage) -> None:
 
 def _check_tail(stage: Stage, loader: Loader) -> None:
     if not stage.inner.weighs_padding and (loader.pads or (stage.trains and loader.is_uneven)):
-        raise UsageError(
+        raise LoopError(
             f"the last global batch ({loader.order.length % loader.global_batch} samples) cannot be shared evenly by "
             f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."
         )

@@ -19,7 +19,7 @@ from torch import nn
 
 from echelon.checkpoint.location import explain
 from echelon.checkpoint.plain import dtype_of
-from echelon.contracts.errors import CheckpointWriteError, UsageError
+from echelon.contracts.errors import CheckpointOptionError, CheckpointWriteError
 from echelon.parallel.shards import is_split, whole
 from echelon.parallel.state import ModuleState
 from echelon.world import agree
@@ -79,11 +79,13 @@ class Weights:
         if len(told) > 1 and not all(is_cut for is_cut, _ in told):
             kept = [{name: rest for name, *rest in listed} for _, listed in told]
             odd = next((n for one in kept for n in one if any(other.get(n) != one[n] for other in kept)), "their order")
-            raise UsageError(f"save_pretrained: ranks hold different weights: {odd}. Build the same model on every rank.")
+            raise CheckpointOptionError(
+                f"save_pretrained: ranks hold different weights: {odd}. Build the same model on every rank."
+            )
         kinds = (type(v) for v in self._values.values() if not is_split(v) and type(v) not in (torch.Tensor, nn.Parameter))
         odd_kind = agree.first_told(next((kind.__name__ for kind in kinds), None))
         if odd_kind is not None:
-            raise UsageError(f"a weight of type {odd_kind} cannot be gathered; use fully_shard's layouts, or ddp.")
+            raise CheckpointOptionError(f"a weight of type {odd_kind} cannot be gathered; use fully_shard's layouts, or ddp.")
 
     def gather(self, names: Collection[str], folder: Path) -> dict[str, torch.Tensor]:
         """Whole tensors by name, on rank 0, mapped from files in the folder; elsewhere nothing. Collective.

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import RanksDisagreeError, UsageError, require
+from echelon.contracts.errors import LoggerError, RanksDisagreeError, require
 from echelon.parallel.shards import whole
 from echelon.world import agree
 
@@ -172,7 +172,7 @@ class Logged:
         value, weight = _one_number(name, value), self.weight if weight is None else self._within(_one_number(name, weight))
         total = self._totals.setdefault(phase, {}).setdefault(name, _new(reduce))
         if total.reduce != reduce:
-            raise UsageError(f"state.log({name!r}, reduce=...) must stay as it was, {total.reduce!r}, got {reduce!r}.")
+            raise LoggerError(f"state.log({name!r}, reduce=...) must stay as it was, {total.reduce!r}, got {reduce!r}.")
         if not isinstance(weight, torch.Tensor) and weight == 0:
             return  # the name counts as logged
         total.add(value, weight)
@@ -261,14 +261,16 @@ def _check_name(name: str) -> None:
     is_right = isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable()
     require(is_right, "name", f"1 to {_LONGEST} characters that can be printed, on one line", name)
     if name in _TAKEN or name.endswith(_TAKEN_ENDS):
-        raise UsageError(f"state.log: the records of a run have a number {name!r} of their own. Choose another name.")
+        raise LoggerError(f"state.log: the records of a run have a number {name!r} of their own. Choose another name.")
 
 
 def _one_number(name: str, value: Any) -> Any:
     """In float64; a tensor on a device stays there, and nothing waits for it."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise UsageError(f"state.log({name!r}) must be given one number, got {value.numel()} of them. Log their mean or sum.")
+            raise LoggerError(
+                f"state.log({name!r}) must be given one number, got {value.numel()} of them. Log their mean or sum."
+            )
         value = whole(value.detach()).reshape(())  # of a split parameter's norm each rank has a part
         if value.device.type == "cpu":
             return float(value)
@@ -277,9 +279,9 @@ def _one_number(name: str, value: Any) -> Any:
         # NumPy converts no array that has a dim, not even of one number.
         return float(value.item() if getattr(value, "size", None) == 1 and hasattr(value, "item") else value)
     except OverflowError:
-        raise UsageError(f"state.log({name!r}) must be given a number that a float can hold, got a larger one.") from None
+        raise LoggerError(f"state.log({name!r}) must be given a number that a float can hold, got a larger one.") from None
     except (TypeError, ValueError):
-        raise UsageError(f"state.log({name!r}) must be given a number or a metric, got a {type(value).__name__}.") from None
+        raise LoggerError(f"state.log({name!r}) must be given a number or a metric, got a {type(value).__name__}.") from None
 
 
 def _on(device: torch.device, value: Any) -> torch.Tensor:

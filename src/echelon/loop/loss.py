@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoopError
 from echelon.loop.samples import samples_of
 
 __all__ = ["count_tokens", "problem_with", "rows", "weighted"]
@@ -61,7 +61,7 @@ def count_tokens(data: Any, *, next_token: bool, ignore_index: int = -100, key: 
             return (shifted != ignore_index).sum()
         labels = data.get(key) if isinstance(data, Mapping) else getattr(data, key, None)
     if not isinstance(labels, torch.Tensor):
-        raise UsageError(
+        raise LoopError(
             f"the batch of count_tokens must have a tensor {key!r}, or be the labels themselves, got {type(data).__name__}."
         )
     if next_token:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoopError
 
 __all__ = ["accumulation_of", "refuse_steps"]
 
@@ -28,7 +28,7 @@ def refuse_steps(of: str, older: Mapping[str, Any], words: Mapping[str, str], si
     """
     for name, value in older.items():
         if size > 1 and isinstance(value, (int, float)) and math.isfinite(value):
-            raise UsageError(
+            raise LoopError(
                 f"{of}({name}={value:g}) counted micro-batches, of which an update has {size} here. It is now {words[name]}, "
                 f"which counts updates: write {words[name]}={math.ceil(value / size)}."
             )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import OptimizerError
 from echelon.contracts.overrides import overrides
 from echelon.parallel.around import Watches, watch
 from echelon.parallel.filling import fill_rest
@@ -48,7 +48,7 @@ def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
     what = f"{type(unit).__name__}: the {type(optimizer).__name__}"
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise UsageError(
+        raise OptimizerError(
             f"{what} needs a closure, which computes the loss again and again in one step, and an AutoUnit has none. Write a "
             "TrainUnit, whose train_step calls optimizer.step(closure)."
         )
@@ -61,7 +61,7 @@ def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
         if trains and held and not any(id(p) in mine or id(p) in reached for p in held):
             problem = f"{what} holds {_count(held)}, none of them the module's, which has {len(mine)} (first: {_shown(held[0])})."
     if problem is not None:
-        raise UsageError(f"{problem} {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters().")
+        raise OptimizerError(f"{problem} {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters().")
 
 
 def look_at_first_update(
@@ -83,7 +83,7 @@ def look_at_first_update(
         for held, whose in ((parameters_of(optimizer), ""), (copies, " that are not the module's, but shaped as some of its")):
             meets = not held or any(p.grad is not None for p in held)
             if not (agree.any_rank(meets) if together else meets):
-                raise UsageError(
+                raise OptimizerError(
                     f"{type(unit).__name__}: none of the {_count(held)} of the {type(optimizer).__name__}{whose} has a gradient "
                     f"in the first update. {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters()."
                 )

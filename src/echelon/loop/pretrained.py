@@ -19,7 +19,7 @@ from torch import nn
 
 from echelon.checkpoint import commit
 from echelon.contracts.arguments import flags
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import CheckpointOptionError, require
 from echelon.loop.checkpointing.converted import authors_classes
 from echelon.loop.gathered import Weights
 from echelon.loop.unit import Unit
@@ -100,15 +100,15 @@ def _check(module: nn.Module, merged: bool, options: Mapping[str, Any]) -> Any:
     """Its own function that saves it."""
     own = getattr(type(module), "save_pretrained", None)
     if not callable(own):
-        raise UsageError(
+        raise CheckpointOptionError(
             f"{type(module).__name__} has no save_pretrained. `echelon ckpt export CHECKPOINT FOLDER` writes the weights of any "
             "module as safetensors."
         )
     if "state_dict" in options:
-        raise UsageError("save_pretrained gathers the state_dict itself. Leave it out.")
+        raise CheckpointOptionError("save_pretrained gathers the state_dict itself. Leave it out.")
     flags(merged=merged)
     if merged and not callable(getattr(module, "merge_and_unload", None)):
-        raise UsageError(f"merged must be False for a {type(module).__name__}: PEFT put no adapters around it.")
+        raise CheckpointOptionError(f"merged must be False for a {type(module).__name__}: PEFT put no adapters around it.")
     return own
 
 
@@ -118,7 +118,7 @@ def _module(model: Unit | nn.Module) -> nn.Module:
     require(isinstance(model, Unit), "model", "a unit or a torch.nn.Module", model)
     modules = model.tracked_modules()
     if len(modules) != 1:
-        raise UsageError(f"the unit has {len(modules)} modules: {', '.join(modules)}. Pass the one to be written.")
+        raise CheckpointOptionError(f"the unit has {len(modules)} modules: {', '.join(modules)}. Pass the one to be written.")
     return next(iter(modules.values()))
 
 
@@ -173,7 +173,7 @@ def _plain(module: Any, weights: Weights, whole: Mapping[str, torch.Tensor]) -> 
     if given.missing_keys or given.unexpected_keys:
         adapters = " with these adapters" if adapted else ""
         remedy = " Write the adapter (merged=False); PEFT merges it." if adapted and not weights.is_cut else ""
-        raise UsageError(
+        raise CheckpointOptionError(
             f"a plain {kind.__name__}{adapters} has other weights than the trained one: "
             f"{', '.join([*given.missing_keys, *given.unexpected_keys][:3])}.{remedy}"
         )

@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import TrainerError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.auto_options import AutoOptions
 from echelon.parallel.shards import is_split
@@ -65,7 +65,7 @@ def rebuild(unit: AutoUnit[Any], **changes: Any) -> None:
         UsageError: its optimizer is built already, over a module in another form; or the module is sharded.
     """
     if vars(unit).get("optimizer") is not None:
-        raise UsageError(
+        raise TrainerError(
             f"{type(unit).__name__} has its optimizer already, so {', '.join(sorted(changes))} can no longer change. "
             "Give a new unit, or give these to the unit's own constructor."
         )
@@ -140,7 +140,7 @@ def _plain(unit: AutoUnit[Any]) -> torch.nn.Module:
     module = unit.prepared.unwrapped
     sharded = [name for name, p in module.named_parameters() if is_split(p)]
     if sharded:
-        raise UsageError(
+        raise TrainerError(
             f"the module of {type(unit).__name__} is sharded already ({sharded[0]}), which cannot be undone. Build the unit "
             "without a layout and give it to the Trainer, or give fit() a function that builds the unit: every rank calls it."
         )

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import RanksDisagreeError, UsageError
+from echelon.contracts.errors import LoopError, RanksDisagreeError, UsageError
 from echelon.loop.optimizer_checks import check_holds
 from echelon.parallel import gradients
 from echelon.parallel.fused import fuse
@@ -101,7 +101,7 @@ class Several:
         for turn in self.turns:
             for parameter in turn.parameters:
                 if parameter in whose:
-                    raise UsageError(
+                    raise LoopError(
                         f"each parameter must be in one optimizer, got {names.get(parameter, 'one')} in {whose[parameter]} "
                         f"and in {turn}. Leave it to one of them: what several losses share, such as a trunk, to the first."
                     )
@@ -117,7 +117,7 @@ class Several:
         """
         found = [turn for turn in self.turns if turn.optimizer is optimizer or (optimizer is None and len(self.turns) == 1)]
         if not found:
-            raise UsageError(
+            raise LoopError(
                 f"of must be one of the optimizers, whose gradients are clipped each by itself, got a "
                 f"{type(optimizer).__name__}. Write window.clip_grad_norm_(1.0, of=optimizer)."
             )
@@ -143,7 +143,7 @@ class Several:
 
     def backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any], *, retain_graph: bool | None = None) -> None:
         if (late := next((turn for turn in self.turns if turn.settled), None)) is not None:
-            raise UsageError(
+            raise LoopError(
                 f"the gradients of {late} were clipped for its step, got a further backward pass before that. Call its "
                 "step() first, or clip after the last pass."
             )
@@ -175,7 +175,7 @@ class Several:
         if window.count > 1 and turn.stepped:
             raise _twice(turn)
         if turn.times_kept != window.count - 1:
-            raise UsageError(
+            raise LoopError(
                 f"step() of {turn} must be called in each batch of an update, got it in {turn.times_kept + 1} of "
                 f"{window.count}: it steps in the last one, and tells before which gradients are to be kept. Do not ask for "
                 "window.is_last before it; what happens in some updates only, choose by window.update."
@@ -228,12 +228,12 @@ class Several:
         number = 0 if missed is None and stepped else len(self.turns) + 1
         self.total = self._meet(number, "the end of the window" if stepped else "the end of the window, without a step")
         if not stepped:
-            raise UsageError(
+            raise LoopError(
                 "the update must end with the step() of an optimizer, got the end of its window before one. Call it after "
                 "window.backward(loss) and inside the window, on an optimizer that prepare() returned."
             )
         if missed is not None:
-            raise UsageError(
+            raise LoopError(
                 f"step() of {missed} must be called in the last batch of an update, too, got it in earlier ones only. Choose "
                 "by window.update, which counts updates, and not by a count of batches."
             )
@@ -276,7 +276,7 @@ def configured(unit: Any) -> Several:
         ("deterministic='bitwise'", unit.window.fixed or None),
     ):
         if given is not None:
-            raise UsageError(f"{name} must be left out with several optimizers, got it. Use one optimizer with parameter groups.")
+            raise LoopError(f"{name} must be left out with several optimizers, got it. Use one optimizer with parameter groups.")
     prepared = unit.prepared
     assert isinstance(prepared, Networks)
     made = prepared.optimizer(unit.configure_optimizers_and_lr_schedulers)
@@ -297,21 +297,19 @@ def check_several(unit: str, made: Any) -> None:
     """What `configure_optimizers_and_lr_schedulers` returned, if it is not what AutoUnit asks for."""
     where = f"{unit}.configure_optimizers_and_lr_schedulers must return"
     if not isinstance(made, dict) or not made or not all(isinstance(name, str) and f"_{name}".isidentifier() for name in made):
-        raise UsageError(
-            f"{where} a dict of pairs by name, {{'critic': (optimizer, scheduler or None), ...}}, got {made!r:.100}."
-        )
+        raise LoopError(f"{where} a dict of pairs by name, {{'critic': (optimizer, scheduler or None), ...}}, got {made!r:.100}.")
     for name, pair in made.items():
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], torch.optim.Optimizer):
-            raise UsageError(f"{where} the pair (optimizer, scheduler or None) for {name!r}, got {type(pair).__name__}.")
+            raise LoopError(f"{where} the pair (optimizer, scheduler or None) for {name!r}, got {type(pair).__name__}.")
         if isinstance(pair[1], torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(pair[1] or pair[0], "step"):
-            raise UsageError(
+            raise LoopError(
                 f"{where} a scheduler that steps by itself, or None, for {name!r}, got a {type(pair[1]).__name__}. Step one that "
                 "follows a metric in on_eval_end."
             )
 
 
 def _twice(turn: Turn) -> UsageError:
-    return UsageError(
+    return LoopError(
         f"step() of {turn} must be called once in a batch where updates have several batches, got a second call. Train it "
         "several times on global batches without accumulation."
     )

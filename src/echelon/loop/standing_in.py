@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoopError
 from echelon.loop.metrics import load_share, share_of
 from echelon.parallel.over_ranks import without_samples
 from echelon.parallel.sync_batchnorm import without_rows
@@ -53,7 +53,7 @@ def explain_one_sample(error: BaseException) -> None:
         UsageError: in the place of torch's error, which is its cause: batch norm over one value.
     """
     if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
-        raise UsageError(
+        raise LoopError(
             "batch norm must have more than one value per channel in training, got a batch of one sample on this rank, as at the "
             'short end of an epoch. Leave that out by echelon.Loader(..., tail="drop") or a DataLoader\'s drop_last=True, choose '
             "another global batch, or take statistics over all ranks: echelon.DDPStrategy(sync_batchnorm=True). torch says: "

@@ -13,7 +13,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LoopError, UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.data.generators import state_between_epochs
 from echelon.data.prefetch import NO_STEP, Feed, Step, restored_state
@@ -263,7 +263,7 @@ def _limit(name: str, value: Any, *, at_least: int = 0) -> int | None:
     try:
         return whole(name, value, at_least=at_least, or_none="for no limit" if at_least == 0 else "for never")
     except UsageError as error:  # in TorchTNT's words first
-        raise UsageError(f"Invalid value provided for {name}: {value!r}. {error}") from None
+        raise LoopError(f"Invalid value provided for {name}: {value!r}. {error}") from None
 
 
 class State:

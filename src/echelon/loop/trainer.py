@@ -21,7 +21,7 @@ import torch
 
 from echelon.checkpoint.location import absolute, location
 from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import TrainerError, require
 from echelon.contracts.machine import visible_devices
 from echelon.contracts.numbers import whole
 from echelon.contracts.older_words import renames, translated, unknown
@@ -210,19 +210,19 @@ class Trainer:
         # A module can be called, too; it would be taken for a function that builds a unit.
         if not isinstance(unit, Unit) and (not callable(unit) or isinstance(unit, torch.nn.Module)):
             first = " The unit comes first, then the loader." if any(isinstance(each, Unit) for each in loaders) else ""
-            raise UsageError(f"unit must be an AutoUnit, or a function that builds a unit, got {type(unit).__name__}.{first}")
+            raise TrainerError(f"unit must be an AutoUnit, or a function that builds a unit, got {type(unit).__name__}.{first}")
         for loader in loaders if loaders[1] is not None else loaders[:1]:
             check_loader(loader, phase)
         if phase == "fit" and self.max_epochs is None and self.max_updates is None:
             raise no_end("fit")
         require(ckpt_path is None or is_path(ckpt_path), "ckpt_path", "a checkpoint, 'last' or None", ckpt_path)
         if ckpt_path == "last" and self.checkpoints is None:
-            raise UsageError('ckpt_path="last" means the newest below run_dir or in checkpoints, which are not given.')
+            raise TrainerError('ckpt_path="last" means the newest below run_dir or in checkpoints, which are not given.')
         work = Work(phase, unit, loaders, str(ckpt_path) if ckpt_path is not None else None)
         if is_launched():
             self._check_launched()
         elif self.num_nodes > 1:
-            raise UsageError(
+            raise TrainerError(
                 f"num_nodes={self.num_nodes}, but this process was not launched on several nodes, and starts ranks on its own "
                 "only. Start the script on each: with `echelon submit`, `srun python ...`, or `torchrun --nnodes ...`."
             )
@@ -235,7 +235,7 @@ class Trainer:
     def _local_ranks(self) -> int:
         gpus = len(visible_devices()) if self.accelerator != "cpu" else 0
         if self.accelerator in ("gpu", "cuda") and not gpus:
-            raise UsageError(f"accelerator is {self.accelerator!r}, but this machine has no GPU. Leave it out, or give 'cpu'.")
+            raise TrainerError(f"accelerator is {self.accelerator!r}, but this machine has no GPU. Leave it out, or give 'cpu'.")
         if isinstance(self.layout, Strategy) and self.layout.name == "dp":
             return 1  # one process drives all devices
         return self.ranks or (auto_ranks() if gpus else 1)
@@ -268,7 +268,7 @@ class Trainer:
             before, sent = None, unit
             if isinstance(unit, Unit):
                 if not isinstance(unit, AutoUnit):
-                    raise UsageError(
+                    raise TrainerError(
                         f"the unit must be an AutoUnit, or a function that every rank calls to build one, got an object of "
                         f"{type(unit).__name__}. If it needs no arguments: `trainer.{work.phase}({type(unit).__name__}, ...)`."
                     )
@@ -313,12 +313,12 @@ def _without_old_words(accelerator: str, layout: Any, devices: Any, gpus: Any) -
     """(accelerator, layout, devices) of `Trainer(gpus=2, accelerator="ddp")`, which many scripts have."""
     if accelerator not in ACCELERATORS and is_word(accelerator):
         if layout != "auto":
-            raise UsageError(f"accelerator {accelerator!r} is a layout, and layout {layout!r} is given too. Give one.")
+            raise TrainerError(f"accelerator {accelerator!r} is a layout, and layout {layout!r} is given too. Give one.")
         logger.warning("Trainer(accelerator=%r) is an old spelling: write layout=%r", accelerator, accelerator)
         accelerator, layout = "auto", accelerator
     if gpus is not None:
         if devices != "auto":
-            raise UsageError(f"gpus={gpus!r} and devices={devices!r} are both given. Give devices alone.")
+            raise TrainerError(f"gpus={gpus!r} and devices={devices!r} are both given. Give devices alone.")
         logger.warning("Trainer(gpus=%r) is an old spelling: write devices=%r", gpus, gpus)
         accelerator, devices = ("cpu", 1) if gpus in (0, "0", []) else (accelerator, gpus)
     return accelerator, layout, devices
@@ -339,12 +339,12 @@ def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
         return 0, None
     if isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
         if accelerator == "cpu":
-            raise UsageError(f"devices must be a number of ranks on the CPU, got {devices!r}. Give {len(devices)}.")
+            raise TrainerError(f"devices must be a number of ranks on the CPU, got {devices!r}. Give {len(devices)}.")
         if len(set(devices)) < len(devices) or not all(isinstance(d, int) and d >= 0 for d in devices):
-            raise UsageError(f"devices must be different device numbers, such as [0, 2], got {devices!r}.")
+            raise TrainerError(f"devices must be different device numbers, such as [0, 2], got {devices!r}.")
         return len(devices), list(devices)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise UsageError(f"devices must be a number of ranks, a list of GPUs such as [0, 2], or 'auto', got {devices!r}.")
+        raise TrainerError(f"devices must be a number of ranks, a list of GPUs such as [0, 2], or 'auto', got {devices!r}.")
     return devices, None
 
 
@@ -357,7 +357,7 @@ def visible(numbers: Sequence[int]) -> str:
     """CUDA_VISIBLE_DEVICES for these of the devices that are visible now."""
     now = visible_devices()
     if max(numbers) >= len(now):
-        raise UsageError(
+        raise TrainerError(
             f"devices must be among the {len(now)} GPUs that are visible here, got {list(numbers)}. Give a number of ranks."
         )
     return ",".join(now[n] for n in numbers)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from echelon.checkpoint import commit
 from echelon.checkpoint.location import location
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import TrainerError
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
 from echelon.data.replayed import Replayed
@@ -169,14 +169,14 @@ def work_here(plan: Plan, work: Work) -> tuple[dict[str, float], list[Any]]:
     given: Any = work.unit
     unit = given if isinstance(given, Unit) else given()
     if not isinstance(unit, Unit):
-        raise UsageError(f"unit must be a function that returns a unit, got one that returned {type(unit).__name__}.")
+        raise TrainerError(f"unit must be a function that returns a unit, got one that returned {type(unit).__name__}.")
     if isinstance(unit, AutoUnit):
         options = unit.auto_options
         changes = changes_for(plan, options)
         if any(getattr(options, name) != value for name, value in changes.items()):
             rebuild(unit, **changes)
     elif plan.unit_options:
-        raise UsageError(
+        raise TrainerError(
             f"{', '.join(sorted(plan.unit_options))} must be given to {type(unit).__name__} itself, which is not an AutoUnit."
         )
     return _run(plan, work, unit)
@@ -251,7 +251,7 @@ def _restore(plan: Plan, work: Work, unit: Any, loader: Any) -> None:
             )
             and work.phase != "fit"
         ):
-            raise UsageError(f'ckpt_path is "last", but there is no checkpoint in {folder}.')
+            raise TrainerError(f'ckpt_path is "last", but there is no checkpoint in {folder}.')
     elif work.ckpt_path is not None:
         DistributedCheckpointSaver.restore(work.ckpt_path, unit, train_dataloader=loader)
 
@@ -339,7 +339,7 @@ def kept(path: Any, saved: Mapping[str, Any], own: int, ranks: int, accumulation
     if each != own or not isinstance(whole, int) or whole <= own * ranks or whole % own:
         return None
     if whole % (ranks * accumulation):
-        raise UsageError(
+        raise TrainerError(
             f"{path} was trained with global batches of {whole} samples, {own} on each of {whole // own} ranks, which {ranks} "
             f"ranks cannot share. Use a number of ranks that divides {whole // accumulation}; or another {argument}, which "
             "then counts."

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoopError, UsageError
 from echelon.loop.logged import NOBODY
 from echelon.loop.loss import weighted
 from echelon.loop.progress import Progress
@@ -186,7 +186,7 @@ class Window:
     def weightless(self, weight: float = 0) -> UsageError:
         """What is wrong with a global batch that weighs nothing, or less."""
         every = f", as in all {self.updates} so far" if self.updates == self.empty > 1 else ""
-        return UsageError(
+        return LoopError(
             f"the weight of the global batch must be above 0, got {weight:g} in update {self.updates - 1}{every}. It counts "
             "samples or tokens; at least one rank must have some. Look at what `weight` counts: labels that are all -100, or a "
             "collate_fn that leaves all samples out."

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import RunFolderError
 from echelon.contracts.files import write_whole
 from echelon.contracts.redact import redacted
 from echelon.contracts.run_dir import RunDir
@@ -52,14 +52,14 @@ def compare(runs: Sequence[RunDir], to: Path) -> Path:
     for run in runs:
         _check(run)
     if len(runs) > MOST_RUNS:
-        raise UsageError(f"a report must compare at most {MOST_RUNS} runs, got {len(runs)}. Give fewer of them.")
+        raise RunFolderError(f"a report must compare at most {MOST_RUNS} runs, got {len(runs)}. Give fewer of them.")
     write_whole(to, render(*runs))
     return to
 
 
 def _check(run: RunDir) -> None:
     if not run.path.is_dir():
-        raise UsageError(f"there is no run folder at {run.path}. Give the path of a folder that a run has written.")
+        raise RunFolderError(f"there is no run folder at {run.path}. Give the path of a folder that a run has written.")
 
 
 def render(*runs: RunDir) -> str:

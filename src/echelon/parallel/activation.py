@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from echelon.contracts.arguments import flags, flags_of, several
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import RecomputeError, require
 from echelon.contracts.numbers import number, whole
 from echelon.parallel.blocks import blocks_by_policy, blocks_to_shard
 from echelon.parallel.prepared import NO_CONTEXT
@@ -63,20 +63,20 @@ class ActivationCheckpointParams:
         if self.memory_budget is not None:
             number("memory_budget", self.memory_budget, "from 0 to 1", lambda part: 0 <= part <= 1)
             if replace(self, memory_budget=None) != ActivationCheckpointParams():
-                raise UsageError("memory_budget leaves torch.compile to choose what is kept. Give it alone.")
+                raise RecomputeError("memory_budget leaves torch.compile to choose what is kept. Give it alone.")
         object.__setattr__(self, "every", whole("every", self.every, at_least=1))
         for name, function in (("check_fn", self.check_fn), ("context_fn", self.context_fn)):
             require(function is None or callable(function), name, "a function or None", function)
         operators = "operators such as torch.ops.aten.mm.default"
         object.__setattr__(self, "save_ops", several("save_ops", self.save_ops, f"a list of {operators}"))
         if self.check_fn is not None and self.auto_wrap_policy is not None:
-            raise UsageError("check_fn and auto_wrap_policy both choose the submodules to checkpoint. Give one of them.")
+            raise RecomputeError("check_fn and auto_wrap_policy both choose the submodules to checkpoint. Give one of them.")
         if self.context_fn is not None and self.save_ops:
-            raise UsageError("context_fn and save_ops both choose what is kept. Give one of them.")
+            raise RecomputeError("context_fn and save_ops both choose what is kept. Give one of them.")
         try:
             create_selective_checkpoint_contexts(list(self.save_ops))
         except ValueError as error:
-            raise UsageError(f"save_ops must be {operators}; torch says: {error}") from error
+            raise RecomputeError(f"save_ops must be {operators}; torch says: {error}") from error
 
     @classmethod
     def of(cls, value: Any, option: str) -> ActivationCheckpointParams | None:
@@ -139,7 +139,7 @@ def checkpoint_activations(module: nn.Module, params: ActivationCheckpointParams
         return module
     chosen = params.chosen(module)
     if not chosen:
-        raise UsageError(
+        raise RecomputeError(
             f"recompute chose no submodule of {type(module).__name__}. Give a check_fn that returns True for its blocks."
         )
     for block in chosen:
@@ -191,7 +191,7 @@ class Recompute:
         """
         own = next((i for m in self._module.modules() if isinstance(i := getattr(m, "layer_idx", None), int)), 0)
         if any(_is_cache(value) and _holds(value, own) for value in (*args, *kwargs.values())):
-            raise UsageError(
+            raise RecomputeError(
                 f"{type(self._module).__name__} recomputes its activations and was given keys and values of earlier tokens "
                 "(past_key_values, as prefix tuning gives them). Leave out recompute for this model."
             )

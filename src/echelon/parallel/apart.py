@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.shards import is_fully_sharded
 
 __all__ = ["ranks_apart", "refuse_copies", "refuse_own_saving", "set_apart"]
@@ -38,7 +38,7 @@ def refuse_copies(module: nn.Module) -> None:
     """Make operations that need whole modules, such as `copy.deepcopy`, raise with the remedy."""
 
     def deepcopy(memo: Any) -> NoReturn:
-        raise UsageError(
+        raise LayoutError(
             "a module that is split over the ranks cannot be copied, as timm's ModelEmaV3 and others do to average weights. Pass "
             "ema=0.999 to the unit: its averages are split like the module. In a loop of your own copy it before prepare(), and "
             "give prepare() the copy. get_model_state_dict(module) of torch.distributed.checkpoint.state_dict has the values."
@@ -58,7 +58,7 @@ def refuse_own_saving(module: nn.Module) -> None:
 
     def save_pretrained(*args: Any, **options: Any) -> Any:
         if options.get("state_dict") is None:
-            raise UsageError(
+            raise LayoutError(
                 f"{type(module).__name__}.save_pretrained: this rank holds a part of the weights only. Let what trains it gather "
                 "them, on every rank, and rank 0 write: echelon.save_pretrained(unit, folder) with a unit, "
                 "trainer.save_model(folder) with transformers' Trainer, trainer.save_checkpoint(path) with Lightning's, of which "

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.after_backward import after_backward
 from echelon.parallel.partition import parameters_of
 from echelon.world import agree
@@ -105,7 +105,7 @@ def send_through(module: DistributedDataParallel, loss: torch.Tensor) -> torch.T
         UsageError: the wrapper computes in another type than its module, which then did not.
     """
     if module.mixed_precision is not None:
-        raise UsageError(
+        raise LayoutError(
             "the module inside a DistributedDataParallel(mixed_precision=...) was called, which then computes in its own type. "
             "Call the wrapper: self.module(x)."
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LayoutError, require
 from echelon.parallel.shards import is_split
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def data_axes(module: nn.Module, mesh: DeviceMesh) -> None:
     require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module)
     require(hasattr(mesh, "get_coordinate"), "mesh", "a DeviceMesh", mesh)
     if mesh.get_coordinate() is None:
-        raise UsageError(f"data_axes: mesh must contain every rank, got {mesh} without rank {dist.get_rank()}.")
+        raise LayoutError(f"data_axes: mesh must contain every rank, got {mesh} without rank {dist.get_rank()}.")
     _declared[module] = mesh
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from echelon.contracts.arguments import several
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.names import names_of_each
 
 __all__ = ["blocks_by_policy", "blocks_to_shard", "chosen_blocks", "without_shared"]
@@ -55,11 +55,13 @@ def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], op
         hits = [(n, m) for n, m in module.named_modules() if n and (n == one if isinstance(one, str) else isinstance(m, one))]
         if not hits:
             what = f"named {one!r}" if isinstance(one, str) else f"of class {one.__name__}"
-            raise UsageError(f"{option}: no submodule {what} in {type(module).__name__}.")
+            raise LayoutError(f"{option}: no submodule {what} in {type(module).__name__}.")
         found += [hit for hit in hits if hit not in found]
     for name, block in found:
         if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
-            raise UsageError(f"{option}: {name} is a {type(block).__name__}, which has no forward of its own. Name its children.")
+            raise LayoutError(
+                f"{option}: {name} is a {type(block).__name__}, which has no forward of its own. Name its children."
+            )
     return innermost_first(found)
 
 
@@ -96,12 +98,12 @@ def _by_custom_policy(module: nn.Module, policy: Any) -> Blocks:
     """torch's CustomPolicy can be asked by its `_run_policy` only (torch 2.13; tests/test_strategies.py notices a change)."""
     run = getattr(policy, "_run_policy", None)
     if run is None:
-        raise UsageError(f"auto_wrap_policy must be a set of module classes or a policy function, got {type(policy).__name__}.")
+        raise LayoutError(f"auto_wrap_policy must be a set of module classes or a policy function, got {type(policy).__name__}.")
     options: dict[nn.Module, dict[str, Any]] = run(module, set(), {})
     found = [(n, m) for n, m in module.named_modules() if n and m in options]
     for name, block in found:
         if options[block]:
-            raise UsageError(
+            raise LayoutError(
                 f"auto_wrap_policy gives {name} options of its own ({', '.join(options[block])}); all blocks have the "
                 "layout's. For one that differs, call fully_shard yourself and pass the module without a layout."
             )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import CompileError
 
 __all__ = ["Compiled", "check_backend", "compile_forward"]
 
@@ -37,20 +37,20 @@ def check_backend(backend: str | Callable[..., Any], device: torch.device) -> No
         return
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
-        raise UsageError(
+        raise CompileError(
             f"the backend of torch.compile must be one of {', '.join(map(repr, sorted(known)))}, or a function, got {backend!r}. "
             "Is the package that has it installed?"
         )
     if backend != "inductor":
         return
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise UsageError(
+        raise CompileError(
             "torch.compile's backend 'inductor' needs triton on a GPU, and it is not installed. Install the one of this torch "
             f"({torch.__version__}), or use backend='aot_eager', or compile=False."
         )
     compilers = [os.environ.get("CXX"), "g++", "clang++"]
     if device.type == "cpu" and not any(shutil.which(name) for name in compilers if name):
-        raise UsageError(
+        raise CompileError(
             "torch.compile's backend 'inductor' needs a C++ compiler on a CPU, and there is no g++ or clang++. Install one, name "
             "yours in CXX, or use backend='aot_eager', or compile=False."
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from echelon.contracts.arguments import flags
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LayoutError, require
 from echelon.contracts.numbers import whole
 from echelon.parallel.axes import data_axes
 from echelon.parallel.composed_prepared import ComposedPrepared, ComposedStages
@@ -125,7 +125,7 @@ class Layout(Strategy):
             name, _, size = (part.strip() for part in word.partition("="))
             known = name in (*AXES, "ep") and name not in sizes
             if not known or not (size.isascii() and size.removeprefix("-").isdecimal()):
-                raise UsageError(
+                raise LayoutError(
                     f"layout must give each axis once, with its size, such as 'dp_shard=2,tp=4', of {', '.join(AXES)}, ep, got "
                     f"{word.strip()!r} in {text!r}."
                 )
@@ -199,7 +199,7 @@ class Layout(Strategy):
         """
         given = ("device_mesh", "process_group")
         if any(getattr(self.fsdp, name, None) is not None for name in given):
-            raise UsageError("fsdp must have no mesh and no group of its own in Layout: the axes choose the ranks.")
+            raise LayoutError("fsdp must have no mesh and no group of its own in Layout: the axes choose the ranks.")
         check_experts(module, dims.ep, dims.pp)
         if dims.cp > 1:
             check_context(module, recipe)
@@ -228,7 +228,7 @@ class Layout(Strategy):
             return None
         plan = plan_stages(module, self.stages, self.schedule, dims.pp)
         if plan.kind.splits_backward and not self._is_alone(dims):
-            raise UsageError(
+            raise LayoutError(
                 f"schedule={self.schedule!r} computes gradients of weights apart from those of inputs, which fully_shard cannot "
                 f"follow: it needs pp alone, got {dims.used}. Use '1f1b' or 'interleaved'."
             )

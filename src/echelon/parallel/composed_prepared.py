@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.context import ContextParallel
 from echelon.parallel.pipeline import ShardedStages, StagesPrepared
 from echelon.parallel.pipeline.prepared import Pipelined
@@ -112,7 +112,7 @@ class ComposedPrepared(_LaidOut, ShardedStages):
 
     def fix_order(self) -> None:
         if self.context is not None:
-            raise UsageError("bit-equal training needs whole sequences, got cp > 1. Use dp_shard in its place.")
+            raise LayoutError("bit-equal training needs whole sequences, got cp > 1. Use dp_shard in its place.")
         super().fix_order()
 
     def forward_backward_window(self, *window: Any) -> list[tuple[torch.Tensor, Any]]:

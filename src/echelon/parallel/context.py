@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import ContextParallelError, EchelonError
 from echelon.parallel.context_active import current, over
 from echelon.parallel.context_attention import SplitAttention, attend
 from echelon.parallel.context_batch import SequenceDim, check_sequence_dim, counted, cut_batch, named, sequence_dims, size_of
@@ -55,7 +55,7 @@ def check_context(module: nn.Module, recipe: Recipe) -> None:
     recomputes = own or (recomputed is not None and recomputed.memory_budget is None)
     if compiled is not None and not compiled.disable and recomputes:
         what = f"{own[0]}.gradient_checkpointing" if own else "recompute"
-        raise UsageError(
+        raise ContextParallelError(
             f"context parallelism takes compile or {what}, got both: what is compiled and computed again would attend to this "
             "rank's tokens only (torch 2.13). Leave out one, or say what to keep of each graph: "
             "ActivationCheckpointParams(memory_budget=0.5)."
@@ -220,8 +220,10 @@ class ContextParallel:
         told = agree.gather(part, self.parts.group)
         if any(agree.gather(wrong := abs(sum(told) - whole) > 1e-6 * abs(whole))):
             if not wrong:
-                raise UsageError("weight() does not count parts of sequences as wholes on another rank; its log says how.")
-            raise UsageError(
+                raise ContextParallelError(
+                    "weight() does not count parts of sequences as wholes on another rank; its log says how."
+                )
+            raise ContextParallelError(
                 f"weight() must give for the {len(told)} parts of a sequence what it gives for the whole, {whole:g} together, "
                 f"got {' + '.join(f'{weight:g}' for weight in told)}. Count a part's tokens, for a causal language model by "
                 "echelon.count_tokens(data, next_token=True), as labels are shifted before a sequence is cut; where rows count, "
@@ -254,7 +256,7 @@ class ContextParallel:
             fits = not any(each in str(error) for each in SHAPES)
             if fits or not self._cut or isinstance(error, EchelonError):
                 raise
-            said = UsageError(
+            said = ContextParallelError(
                 f"context parallelism: code met shapes that do not fit, after {self._cut} of the batch was cut into "
                 f"{self.parts.size} parts. If that dimension is no sequence, Layout(sequence_dim=...) says which one is; a "
                 f"batch without sequences is for 'fsdp' or 'ddp'. Layers that mix tokens must be attention. torch says: {error}"
@@ -322,7 +324,7 @@ class ContextParallel:
             UsageError: a backward pass will call this attention again, and not through a module, so that nothing splits it then.
         """
         if self._learns and (again := _computed_again()) is not None:
-            raise UsageError(
+            raise ContextParallelError(
                 f"context parallelism: torch.utils.checkpoint will call {again} again in the backward pass, outside of a module, "
                 "and its attention would see only this rank's tokens. Give checkpoint a module that computes attention, as in "
                 "checkpoint(block, x), or leave it to recompute='blocks'."
@@ -336,7 +338,7 @@ class ContextParallel:
             UsageError: it is.
         """
         if self._unchecked and self._length > 2 and targets == self._rows * (self._length - 1):
-            raise UsageError(
+            raise ContextParallelError(
                 f"context parallelism over {self.parts.size} ranks: {self._rows} x {self._length - 1} targets were taken of "
                 f"this rank's {self._rows} x {self._length} tokens. Were they shifted in compute_loss, as logits[:, :-1] and "
                 "tokens[:, 1:]? The tokens of a part are no neighbours where its two chunks meet. Let the dataset give inputs "

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.overrides import TorchFunctionMode
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ContextParallelError, UsageError
 from echelon.parallel.context_active import current
 from echelon.parallel.context_split import SequenceParts
 
@@ -74,7 +74,7 @@ class SplitAttention(TorchFunctionMode):
         if func in _SPECIAL and parts is not None:
             return self._run(func, args, kwargs or {})
         if (other := _OTHERS.get(getattr(func, "__name__", ""))) is not None and parts is not None:
-            raise UsageError(
+            raise ContextParallelError(
                 f"context parallelism over {parts.size} ranks cannot split {other}: each rank would attend to its own part of "
                 "the sequence only. Compute attention with torch.nn.functional.scaled_dot_product_attention, or train without cp."
             )
@@ -119,7 +119,7 @@ def attend(
             raise _wrong_mask((attn_mask.seq_len_q, attn_mask.seq_len_kv), length, parts.size)
         attn_mask, is_causal = None, True
     if is_causal and key.shape[-2] != length:
-        raise UsageError(
+        raise ContextParallelError(
             f"context parallelism: causal attention must have as many keys as queries, got {key.shape[-2]} and {length} in this "
             "rank's part."
         )
@@ -128,7 +128,7 @@ def attend(
     if not is_causal:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, **options)
     if mask is not None:
-        raise UsageError("scaled_dot_product_attention must have attn_mask or is_causal=True, got both.")
+        raise ContextParallelError("scaled_dot_product_attention must have attn_mask or is_causal=True, got both.")
     made = []
     for part, (_, last) in zip(query.split(chunk, -2), parts.bounds(chunk), strict=True):
         made.append(_causal(part, keys.narrow(-2, 0, last), values.narrow(-2, 0, last), options))
@@ -169,7 +169,7 @@ def _rows(parts: SequenceParts, mask: torch.Tensor, queries: int, keys: int) -> 
 
 
 def _wrong_mask(shape: tuple[int, int], length: int, size: int) -> UsageError:
-    return UsageError(
+    return ContextParallelError(
         f"context parallelism: an attention mask must be over all {length * size} keys of the sequence, or one row for all "
         f"queries, got {shape[0]} x {shape[1]} where this rank has {length} of the tokens. For a causal mask say is_causal=True. "
         "For another, take the keys' side from echelon.nn.whole_sequence: documents[:, :, None] == "

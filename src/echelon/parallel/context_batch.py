@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ContextParallelError
 from echelon.contracts.numbers import whole
 from echelon.parallel.context_split import SequenceParts
 
@@ -59,15 +59,17 @@ def sequence_dims(batch: Any, said: SequenceDim = None) -> dict[str, int]:
         found = {name: said for name, t in tensors.items() if t.dim() > said}
     elif said is not None:
         if unknown := set(said) - set(tensors):
-            raise UsageError(f"sequence_dim must name tensors of the batch, {_names(tensors)}, got {sorted(unknown)[0]!r}.")
+            raise ContextParallelError(
+                f"sequence_dim must name tensors of the batch, {_names(tensors)}, got {sorted(unknown)[0]!r}."
+            )
         found = {name: dim for name, dim in said.items() if dim is not None}
         for name, dim in found.items():
             if dim >= tensors[name].dim():
-                raise UsageError(f"sequence_dim[{name!r}] must be a dimension of {_shape(name, tensors)}, got {dim}.")
+                raise ContextParallelError(f"sequence_dim[{name!r}] must be a dimension of {_shape(name, tensors)}, got {dim}.")
     else:
         found = _guessed(tensors)
     if not found:
-        raise UsageError(
+        raise ContextParallelError(
             "context parallelism splits sequences, but no tensor of the batch has one: a tensor of shape (rows, length, ...). "
             f"Got {_names(tensors) or type(batch).__name__}. Say Layout(sequence_dim={{name: dimension}}), or train without cp."
         )
@@ -89,7 +91,7 @@ def _guessed(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         elif t.dim() == 1 and t.shape[0] == length != rows:
             found[name] = 0  # positions for all rows
         elif length in t.shape and (t.dim() == 1 or length in t.shape[1:]):
-            raise UsageError(
+            raise ContextParallelError(
                 f"context parallelism: the sequence has {length} tokens, and {_shape(name, tensors)} has that many in another "
                 "dimension than 1. Say which tensors have the sequence and where, None for those without: "
                 f"Layout(sequence_dim={_example(tensors, name)})."

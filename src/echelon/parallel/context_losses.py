@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ContextParallelError, UsageError
 from echelon.parallel.context_batch import IGNORED, beginning_at, labels_of
 from echelon.parallel.context_noise import AS_IS, LEVELS, perturbed
 from echelon.parallel.context_probe import tensors_of, undisturbed
@@ -169,7 +169,7 @@ def _can_compare(parts: SequenceParts, losses: Losses, piece: Any, level: int) -
     if isinstance(error, UsageError):
         raise error
     if refusing := [rank for rank, each in enumerate(told) if each.refused]:
-        raise UsageError(f"context parallelism: rank {refusing[0]} refused the first batch; its log says why.")
+        raise ContextParallelError(f"context parallelism: rank {refusing[0]} refused the first batch; its log says why.")
     if any(each.failed for each in told):
         return level != AS_IS  # code may ask for numbers that noise does not give
     if any(each.draws for each in told):
@@ -232,7 +232,7 @@ def _check_group(told: list[_Told]) -> None:
     if abs(mean - loss) <= max(each.may for each in told) * size:
         return
     shares = " + ".join(f"{of / weight:.3g} x {one:.6g}" for one, of in counted)
-    raise UsageError(
+    raise ContextParallelError(
         f"context parallelism over {len(told)} ranks would change the loss: compute_loss gives {loss:.6g} for whole sequences "
         f"of the first batch, and {mean:.6g} for their parts, {shares}, each by its share of the weight. It must be a mean over "
         "tokens, of each by itself, and weight() must count what it is over: by default rows, by the share of their labels that "
@@ -258,7 +258,7 @@ def check_separate(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     elif told[0][1] is not None and all(only == told[0][1] for _, only in told):
         what = f"only token {told[0][1]} of each part has a gradient"
     if what is not None:
-        raise UsageError(
+        raise ContextParallelError(
             f"context parallelism would change the loss: it must be a mean over tokens, of each by itself, and {what}. {_REMEDY}"
         )
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ContextParallelError, UsageError
 from echelon.parallel.context_active import over
 from echelon.parallel.context_noise import AS_IS, LEVELS, perturbed
 from echelon.parallel.context_split import SequenceParts
@@ -83,15 +83,15 @@ def probe(
 
 def _could_not(module: nn.Module, kind: str, short: int, error: Exception | None, ranks: list[int]) -> Exception:
     if error is None:
-        return UsageError(
+        return ContextParallelError(
             f"context parallelism: {kind} could not be compared with itself on whole sequences, for an error on rank {ranks[0]}, "
             "whose log has it."
         )
     if any(each in str(error) for each in SHAPES):
         return error  # perhaps what was cut is no sequence: whoever cut it says so
     if (said := meaning(module, str(error))) is not None:
-        return UsageError(f"{said} torch says: {error}")
-    return UsageError(
+        return ContextParallelError(f"{said} torch says: {error}")
+    return ContextParallelError(
         f"context parallelism: {kind} could not be called on whole sequences of {short} tokens, to "
         f"compare with their parts: {type(error).__name__}: {error}. Switch the comparison off if it cannot work: "
         "Layout(check_context=False)."
@@ -128,7 +128,7 @@ def _check_alike(parts: SequenceParts, kind: str, given: dict[str, Any], length:
     # All ranks stop, of other sequences, too.
     if (found := agree.first_told(None if apart is None else [apart, list(given[apart].shape)])) is not None:
         name, shape = found
-        raise UsageError(
+        raise ContextParallelError(
             f"context parallelism: {kind} must get the same {f'argument {name}' if name.isdigit() else name} on the {parts.size} "
             f"ranks of a sequence, got values that differ. It has no sequence, of shape {tuple(shape)}. If compute_loss draws "
             "it, or computes it from its part, let the dataset or its collate_fn do so: each rank gets what these give."
@@ -162,7 +162,7 @@ def _differs(module: nn.Module, root: str, name: str, side: str, difference: flo
     kind = type(module.get_submodule(name)).__name__.removeprefix("FSDP")
     where = f"{root}.{name} ({kind})" if name else root
     what = "gets other inputs" if side == "in" else "gives other outputs"
-    return UsageError(
+    return ContextParallelError(
         f"context parallelism over {size} ranks would change the model: {where} {what} for the parts of a sequence than "
         f"for the whole; they differ by {difference:.1%} of their norm. It must compute attention by "
         "torch.nn.functional.scaled_dot_product_attention, positions by echelon.nn.positions(x) instead of torch.arange, and "

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ContextParallelError
 from echelon.parallel.older_torch import all_gather_single, reduce_scatter_single
 
 __all__ = ["SequenceParts"]
@@ -49,7 +49,7 @@ class SequenceParts:
         if rest or not chunk:
             pieces = 2 * self.size
             near = sorted({max(1, length // pieces) * pieces, -(-length // pieces) * pieces})
-            raise UsageError(
+            raise ContextParallelError(
                 f"{name} must have a length that 2 x cp = {pieces} divides, so that each of {self.size} context-parallel ranks "
                 f"gets an early and a late chunk, got {length}. Take {' or '.join(map(str, near))}, by cutting or padding "
                 f"(pad_to_multiple_of={pieces} in a collator of transformers). If these are tokens that compute_loss shifts "
@@ -60,7 +60,7 @@ class SequenceParts:
     def chunk_of_part(self, length: int, name: str) -> int:
         """The length of a chunk, of one rank's part."""
         if length % 2 or not length:
-            raise UsageError(
+            raise ContextParallelError(
                 f"{name} has {length} tokens of this rank's part of the sequence, which is an early and a late chunk of one "
                 "length, and so an even number. Was the part shifted or cut after it came from the loader, as data[:, :-1]? "
                 "Let the dataset give inputs and targets, so that they are shifted before they are split."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ContextParallelError
 from echelon.parallel.context_active import current
 from echelon.parallel.context_split import SequenceParts
 from echelon.parallel.layer_drop import layer_drop
@@ -49,7 +49,7 @@ def _adapt_one(model: Any) -> bool:
     kind, config = type(model).__name__, model.config
     names = inspect.signature(model.forward).parameters
     if "position_ids" not in names:
-        raise UsageError(
+        raise ContextParallelError(
             f"context parallelism: {kind}.forward takes no position_ids, so nobody can tell it where a rank's tokens stand in "
             "their sequence. Train it without cp."
         )
@@ -57,7 +57,7 @@ def _adapt_one(model: Any) -> bool:
     if used not in ("sdpa", _NAME):
         can = getattr(model, "_supports_sdpa", False)
         what = "Make the model with attn_implementation='sdpa'" if can else "transformers has none for it: train it without cp"
-        raise UsageError(
+        raise ContextParallelError(
             f"context parallelism: {kind} must compute attention by scaled_dot_product_attention, got "
             f"attn_implementation={used!r}. {what}."
         )
@@ -65,7 +65,7 @@ def _adapt_one(model: Any) -> bool:
     _refuse_other_losses(kind, names, config, {})
     if (left_out := layer_drop(model)) is not None:
         name, often = left_out
-        raise UsageError(
+        raise ContextParallelError(
             f"context parallelism: {kind} leaves out layers at random ({name}={often}), and ranks that share a sequence would "
             f"leave out different ones. Set {name}=0."
         )
@@ -82,14 +82,14 @@ def _refuse_looks_at_length(model: Any) -> None:
     """What depends on how many tokens are in sight, and so differs between the parts: too late in a sequence for the probe."""
     for name, part in model.named_modules():
         if getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True):
-            raise UsageError(
+            raise ContextParallelError(
                 f"context parallelism: {type(model).__name__}.{name} scales attention by positions that it counts from a rank's "
                 "first token (attn_temperature_tuning). Set attn_temperature_tuning=False, or train it without cp."
             )
         types = getattr(part, "rope_type", None)
         for each in types.values() if isinstance(types, Mapping) else (types,):
             if isinstance(each, str) and ("dynamic" in each or each == "longrope"):
-                raise UsageError(
+                raise ContextParallelError(
                     f"context parallelism: the rotary frequencies of {type(model).__name__} must not depend on the length of the "
                     f"sequence, of which a rank sees a part, got rope_type={each!r} in {name}. Give its configuration "
                     "another rope_type in rope_parameters, such as 'default', 'linear' or 'yarn', or train it without cp."
@@ -99,14 +99,14 @@ def _refuse_looks_at_length(model: Any) -> None:
 def _refuse_other_losses(kind: str, names: Iterable[str], config: Any, given: Mapping[str, Any]) -> None:
     """Losses that are no means over tokens, of which the parts' mean would be another."""
     if "start_positions" in names:
-        raise UsageError(
+        raise ContextParallelError(
             f"context parallelism: the loss of {kind} compares all tokens of a sequence with one another, and a rank has a part "
             "of them. Train it without cp."
         )
     routers = given.get("output_router_logits")
     routers = getattr(config, "output_router_logits", False) if routers is None else routers
     if routers and getattr(config, "router_aux_loss_coef", 0):
-        raise UsageError(
+        raise ContextParallelError(
             f"context parallelism: the loss of {kind} has a part for the load of its experts (output_router_logits=True), which "
             "is no mean over tokens: the parts of a sequence would give another. Set output_router_logits=False, or train it "
             "without cp."
@@ -170,7 +170,9 @@ class _Filled:
     def _documents(self, parts: SequenceParts, where: torch.Tensor) -> torch.Tensor | None:
         """The number of each token's document, (B, T), where positions begin again within a row; None where they do not."""
         if where.dim() != 2:
-            raise UsageError(f"context parallelism: position_ids must have shape (rows, length), got {tuple(where.shape)}.")
+            raise ContextParallelError(
+                f"context parallelism: position_ids must have shape (rows, length), got {tuple(where.shape)}."
+            )
         whole = parts.whole(where, 1)
         begins = whole[:, 1:] != whole[:, :-1] + 1
         return nn.functional.pad(begins.cumsum(1), (1, 0)) if begins.any() else None
@@ -178,7 +180,7 @@ class _Filled:
     def _mask_of_documents(self, parts: SequenceParts, documents: torch.Tensor, rows: int) -> torch.Tensor:
         """(B, 1, local T, T): causal, within documents."""
         if (window := getattr(self._config, "sliding_window", None)) is not None:
-            raise UsageError(
+            raise ContextParallelError(
                 f"context parallelism: {self._kind} has a sliding window of {window} and was given packed documents "
                 "(position_ids that begin again). Give one document a row."
             )
@@ -232,7 +234,7 @@ class _Mask:
                 **more,
             )
         if q_length != kv_length or more.get("use_vmap"):
-            raise UsageError(
+            raise ContextParallelError(
                 f"context parallelism: a mask of {q_length} queries and {kv_length} keys"
                 f"{', of a function of its own,' if more.get('use_vmap') else ''} cannot be made of parts of a sequence. Train "
                 "this model without cp."

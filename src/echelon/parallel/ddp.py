@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.arguments import several
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LayoutError, require
 from echelon.contracts.numbers import number, whole
 from echelon.parallel import reduction_order
 from echelon.parallel.around import Passes, send_through
@@ -101,7 +101,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         if not last and self.module.static_graph:
-            raise UsageError(
+            raise LayoutError(
                 "static_graph must be False where gradients are accumulated, got True: torch counts the first backward pass for "
                 "all that follow, and reduces none that comes later. Leave static_graph out, or take every batch for an update."
             )
@@ -174,7 +174,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
             # A lambda: torch compares annotations, which are strings here, with its own types.
             self.module.register_comm_hook(self.module.process_group, lambda group, bucket: reduce_bucket(group, bucket))
         except RuntimeError as error:  # torch takes one hook
-            raise UsageError(
+            raise LayoutError(
                 "comm_hook must be None in bit-equal training, which reduces gradients by its own hook. Leave it out."
             ) from error
 
@@ -271,7 +271,7 @@ class DDPStrategy(Strategy):
     @staticmethod
     def _refuse_split(module: nn.Module) -> None:
         for axis in split_axes(module):
-            raise UsageError(
+            raise LayoutError(
                 f"layers of {type(module).__name__} are split over the axis {axis.name!r}: DistributedDataParallel would lose "
                 'them from the state and from norms. Use FSDPStrategy(device_mesh=mesh["dp"]), by the name of your data axis.'
             )
@@ -313,15 +313,15 @@ class DDPStrategy(Strategy):
 
     def _check(self, world: World) -> None:
         if self.mixed_precision is not None:
-            raise UsageError(
+            raise LayoutError(
                 "mixed_precision must be None in DDPStrategy. Give the precision to the unit: AutoUnit(precision='bf16')."
             )
         if self.process_group is not None and self.device_mesh is not None:
-            raise UsageError("process_group and device_mesh both choose the ranks. Give one of them.")
+            raise LayoutError("process_group and device_mesh both choose the ranks. Give one of them.")
         # [device.index], as TorchTNT's page writes it, is [None] where there are no devices to choose from.
         mine = [world.device, world.device.index] if world.device.type == "cuda" else [None, world.device]
         if self.device_ids is not None and (len(self.device_ids) > 1 or any(d not in mine for d in self.device_ids)):
-            raise UsageError(
+            raise LayoutError(
                 f"device_ids must be this rank's device, {world.device}, got {list(self.device_ids)}. Leave it out; for one "
                 "process that drives several devices there is layout 'dp'."
             )

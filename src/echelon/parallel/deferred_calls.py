@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 
 __all__ = [
     "DEFAULT",
@@ -96,7 +96,7 @@ def refuse_loading() -> None:
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "from_pretrained":
-            raise UsageError(
+            raise LayoutError(
                 "from_pretrained inside on_meta() would load the whole model on every rank. Call it outside, without on_meta; "
                 "or, for a model too large for that, build it from its configuration inside (AutoModel.from_config(config)), and "
                 "read the weights with DistributedCheckpointSaver.restore(FOLDER_OF_SAFETENSORS, unit): each rank reads its part."

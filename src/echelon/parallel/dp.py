@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from echelon.contracts.arguments import several
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.contracts.numbers import whole
 from echelon.parallel.materialize import materialize
 from echelon.parallel.prepared import NO_CONTEXT, Prepared, WrapperPrepared
@@ -72,7 +72,7 @@ class DPStrategy(Strategy):
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         if world.size > 1:
-            raise UsageError(
+            raise LayoutError(
                 f"layout 'dp' is one process that drives several devices, but {world.size} ranks run: each would train a "
                 "model of its own. Take layout 'ddp', or start one rank."
             )
@@ -83,7 +83,7 @@ class DPStrategy(Strategy):
             logger.warning("layout 'dp': %s, so this is the plain module on %s", there, world.device)
             return Prepared(recipe.compile(recipe.checkpoint_activations(module.to(world.device))))
         if recipe.activation_checkpoint is not None:
-            raise UsageError(
+            raise LayoutError(
                 "layout 'dp' copies the module to each device for every step, and the copies would recompute with the first "
                 "one's weights. Take layout 'ddp', or no recompute."
             )

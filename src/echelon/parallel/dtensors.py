@@ -9,7 +9,7 @@ import math
 
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.axes import Share, axes_of, declared, split_axes
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.registry import Kind, register, wrapper_of
@@ -39,14 +39,14 @@ class DTensorPrepared(Prepared[nn.Module]):
     def trains_also(self, others: list[nn.Parameter]) -> None:
         if self.dp_size > 1:
             axes = " and ".join(repr(axis.name) for axis in axes_of(declared(self.module)))  # type: ignore[arg-type]
-            raise UsageError(
+            raise LayoutError(
                 f"nothing averages gradients of {type(self.module).__name__} over {axes}. "
                 "Call fully_shard(module, mesh=mesh[...]) with that axis."
             )
         super().trains_also(others)
 
     def fix_order(self) -> None:
-        raise UsageError("bit-equal training needs a mesh with one axis. Use fsdp, not tensor parallelism.")
+        raise LayoutError("bit-equal training needs a mesh with one axis. Use fsdp, not tensor parallelism.")
 
 
 def _is_split_by_hand(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.blocks import Blocks, without_shared
 from echelon.parallel.shards import is_split
 
@@ -91,7 +91,7 @@ def _whole_copy(parameter: Any) -> torch.Tensor:
 
     mesh = parameter.device_mesh
     if parameter.requires_grad and "tp" in (mesh.mesh_dim_names or ()):
-        raise UsageError(
+        raise LayoutError(
             "the weight of the model's last layer, which is split over tensor-parallel ranks, is read before the layer itself "
             "runs. Choose what is sharded one by one without it: Layout(fsdp=FSDPStrategy(blocks=[...]))."
         )

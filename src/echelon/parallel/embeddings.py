@@ -6,7 +6,7 @@ import logging
 
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 
 __all__ = ["check_embeddings"]
 
@@ -23,7 +23,7 @@ def check_embeddings(module: nn.Module) -> None:
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or not part.weight.requires_grad:
             continue
         if part.max_norm is not None:
-            raise UsageError(
+            raise LayoutError(
                 f"{name or type(part).__name__}: max_norm must be None on several ranks, got {part.max_norm:g}. torch writes it "
                 "into the rows that are looked up, which are others on each rank, so that the ranks would train different "
                 "models. Bound what was looked up, in forward: "

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError, UsageError
 from echelon.parallel.deferred_tape import Tape, Value
 from echelon.parallel.shards import local
 from echelon.world import agree
@@ -49,7 +49,7 @@ class Origin:
         """
         value = self.value.compute(device)
         if self.value.may_be_unset and value.is_floating_point() and bool(value.isnan().any()):
-            raise UsageError(
+            raise LayoutError(
                 f"{self.names[0]} {tuple(value.shape)} was made by torch.empty, or before on_meta began, and a part of it is "
                 "given no value, or nan. In a plain build it would be whatever lies in memory. Initialise all of it."
             )
@@ -154,7 +154,7 @@ def check_left(module: nn.Module, left: Collection[str]) -> None:
             value = origin.value
             source = next((given[each] for each in value.needs() - {(value.tape, value.storage)} if each in given), None)
             if source is not None:
-                raise UsageError(
+                raise LayoutError(
                     f"{origin.names[0]} is computed from the values of {source} when the model is built, and the file gives that "
                     "one others afterwards. Build the model with its weights (from_pretrained), without on_meta."
                 )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from echelon.contracts.arguments import flags_of, several
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import PrecisionError, require
 from echelon.parallel.blocks import blocks_to_shard
 from echelon.parallel.names import names_of_each
 
@@ -54,7 +54,7 @@ class Float8:
         names = several("filter_fqns", self.filter_fqns, "a list of parts of names", lambda name: isinstance(name, str))
         object.__setattr__(self, "filter_fqns", names)
         if self.enable_fsdp_float8_all_gather and self.recipe != "tensorwise":
-            raise UsageError("enable_fsdp_float8_all_gather needs one scale for each tensor: recipe='tensorwise'.")
+            raise PrecisionError("enable_fsdp_float8_all_gather needs one scale for each tensor: recipe='tensorwise'.")
 
     def check(self, device: torch.device) -> None:
         """
@@ -66,14 +66,14 @@ class Float8:
             return
         remedy = "Take precision='bf16'."
         if device.type != "cuda":
-            raise UsageError(f"precision 'float8' needs a GPU that multiplies in 8 bits, got {device.type}. {remedy}")
+            raise PrecisionError(f"precision 'float8' needs a GPU that multiplies in 8 bits, got {device.type}. {remedy}")
         if torch.version.hip is not None:
             return  # torchao knows those of AMD
         found, needed = torch.cuda.get_device_capability(device), _NEEDED[self.recipe]
         if found < needed:
             if found >= _NEEDED["tensorwise"]:
                 remedy = "Take precision=echelon.layouts.Float8(recipe='tensorwise')."
-            raise UsageError(
+            raise PrecisionError(
                 f"precision 'float8' with recipe {self.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or "
                 f"more, got {torch.cuda.get_device_name(device)} with {found[0]}.{found[1]}. {remedy}"
             )
@@ -83,7 +83,7 @@ def _torchao() -> Any:
     try:
         return importlib.import_module("torchao.float8")
     except ImportError as error:
-        raise UsageError(
+        raise PrecisionError(
             f"precision 'float8' needs torchao, which cannot be imported ({error}). pip install 'echelon[float8]', or take "
             "precision='bf16'."
         ) from error
@@ -102,10 +102,10 @@ def convert(module: nn.Module, float8: Float8 | None, layout: str) -> None:
         return
     torchao = _torchao()
     if layout == "tp" or "tp=" in layout:
-        raise UsageError("precision 'float8' is not there under layout 'tp' yet. Take 'fsdp', or precision='bf16'.")
+        raise PrecisionError("precision 'float8' is not there under layout 'tp' yet. Take 'fsdp', or precision='bf16'.")
     chosen = _chosen(module, float8)
     if not chosen:
-        raise UsageError(
+        raise PrecisionError(
             f"precision 'float8' finds no linear layer in {type(module).__name__} for it: in its repeated blocks, of sizes that "
             f"are multiples of {_MULTIPLE}, and not in filter_fqns. Take precision='bf16'."
         )
@@ -124,7 +124,7 @@ def refuse_wrapped(module: nn.Module, float8: Float8 | None) -> None:
     """
     if float8 is None:
         return
-    raise UsageError(
+    raise PrecisionError(
         f"precision 'float8' replaces layers, and {type(module).__name__} is made parallel already. Pass the plain module with a "
         "layout, or call torchao's convert_to_float8_training before you wrap it, and take precision='bf16'."
     )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.arguments import several
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LayoutError, require
 from echelon.parallel.blocks import Blocks, blocks_by_policy, chosen_blocks
 from echelon.parallel.data_mesh import flat_mesh, replica_mesh
 from echelon.parallel.fsdp1 import precision_policies, sharding_named
@@ -136,12 +136,12 @@ class FSDPStrategy(Strategy):
 
     def _check(self, world: World) -> None:
         if self.blocks is not None and self.auto_wrap_policy is not None:
-            raise UsageError("blocks and auto_wrap_policy both choose what is sharded. Give one of them.")
+            raise LayoutError("blocks and auto_wrap_policy both choose what is sharded. Give one of them.")
         if self.process_group is not None and self.device_mesh is not None:
-            raise UsageError("process_group and device_mesh both choose the ranks. Give one of them.")
+            raise LayoutError("process_group and device_mesh both choose the ranks. Give one of them.")
         mine = (world.device, world.device.index, torch.device(world.device.type))
         if self.device_id is not None and self.device_id not in mine:
-            raise UsageError(f"device_id must be this rank's device, {world.device}, got {self.device_id}. Leave it out.")
+            raise LayoutError(f"device_id must be this rank's device, {world.device}, got {self.device_id}. Leave it out.")
 
     def _mesh(self, world: World, replicas: bool) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.axes import Axis
 from echelon.parallel.buffers import Buffers
 from echelon.parallel.fsdp1_state import FSDP1OptimizerState
@@ -38,7 +38,7 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
         Buffers.keep_equal(self.module, self.data_groups, begin=True)
 
     def parameters_written(self) -> None:
-        raise UsageError(
+        raise LayoutError(
             "the older FullyShardedDataParallel keeps copies of its parameters that cannot be told of a change, so its weights "
             "cannot be averaged. Pass the plain module with layout='fsdp'."
         )
@@ -76,9 +76,9 @@ def sharding_named(value: Any) -> tuple[bool, bool]:
     """
     name = getattr(value, "name", value) or "FULL_SHARD"
     if name == "NO_SHARD":
-        raise UsageError("sharding_strategy must shard something, got NO_SHARD. Use layout 'ddp' instead.")
+        raise LayoutError("sharding_strategy must shard something, got NO_SHARD. Use layout 'ddp' instead.")
     if name not in _SHARDINGS:
-        raise UsageError(f"sharding_strategy must be one of {', '.join(_SHARDINGS)}, got {value!r}.")
+        raise LayoutError(f"sharding_strategy must be one of {', '.join(_SHARDINGS)}, got {value!r}.")
     return _SHARDINGS[name]
 
 
@@ -94,9 +94,9 @@ def precision_policies(value: Any, module: nn.Module) -> tuple[MixedPrecisionPol
         policy = value or MixedPrecisionPolicy()
         return policy, policy
     if not isinstance(value, MixedPrecision):
-        raise UsageError(f"mixed_precision must be torch's MixedPrecision or MixedPrecisionPolicy, got {type(value).__name__}.")
+        raise LayoutError(f"mixed_precision must be torch's MixedPrecision or MixedPrecisionPolicy, got {type(value).__name__}.")
     if value.keep_low_precision_grads:
-        raise UsageError(
+        raise LayoutError(
             "MixedPrecision(keep_low_precision_grads=True): gradients have the parameters' type. For gradients in half "
             "precision, build the module in that type."
         )

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.shards import local
 
 __all__ = ["clear", "clip_by_norm_", "clip_by_value_", "graph", "pass_zeros", "scale_", "times_changed"]
@@ -98,7 +98,7 @@ def clip_by_norm_(
     if not beside and all(type(p) is nn.Parameter or not hasattr(p, "device_mesh") for p in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     if not norm_type > 0:
-        raise UsageError(f"norm_type must be above 0, or inf, for sharded gradients, got {norm_type:g}.")
+        raise LayoutError(f"norm_type must be above 0, or inf, for sharded gradients, got {norm_type:g}.")
     # Phase 1: this rank's parts, by the axes that they are split over. A kind without a gradient here still takes part.
     kinds: dict[Axes, list[torch.Tensor]] = {}
     uncounted: list[torch.Tensor] = []

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 
 __all__ = ["refuse_lost", "refuse_unheard"]
 
@@ -28,7 +28,7 @@ def refuse_lost(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, 
         if after.get(name, parameter) is not parameter and _is_hooked(
             parameter, "_backward_hooks", "_post_accumulate_grad_hooks"
         ):
-            raise UsageError(
+            raise LayoutError(
                 f"layout {layout!r} puts another parameter in the place of {name}, whose hook (register_hook, or "
                 f"register_post_accumulate_grad_hook) would never be called. Take it away before. {_REMEDY}"
             )
@@ -43,7 +43,7 @@ def refuse_unheard(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """
     for name, parameter in named:
         if _is_hooked(parameter, "_backward_hooks"):
-            raise UsageError(
+            raise LayoutError(
                 f"{name} is split over the ranks, and torch does not call its hook (register_hook). Its gradient is set after "
                 f"the backward pass: register_post_accumulate_grad_hook is called then, with this rank's part. {_REMEDY}"
             )

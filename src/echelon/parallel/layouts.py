@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.composed import Layout
 from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.dp import DPStrategy
@@ -61,13 +61,13 @@ def resolve(layout: Strategy | str | None) -> Strategy | None:
     if layout is None or isinstance(layout, Strategy):
         return layout
     if not isinstance(layout, str):
-        raise UsageError(f"layout must be {_known()}, got {layout!r}.")
+        raise LayoutError(f"layout must be {_known()}, got {layout!r}.")
     if "=" in layout or "," in layout:
         return Layout.parse(layout)
     found = _entry(layout)
     if found is None:
         near = difflib.get_close_matches(layout.lower(), [*LAYOUTS, *ALIASES], 1)
-        raise UsageError(f"layout must be {_known()}, got {layout!r}." + (f" Is it {near[0]!r}?" if near else ""))
+        raise LayoutError(f"layout must be {_known()}, got {layout!r}." + (f" Is it {near[0]!r}?" if near else ""))
     return resolve(found) if isinstance(found, str) else found()
 
 

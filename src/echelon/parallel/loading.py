@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.shards import is_split, reshard
 
 __all__ = ["part_like", "take_whole_states"]
@@ -49,7 +49,7 @@ def part_like(given: torch.Tensor, parameter: Any, name: str) -> torch.Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     if any(type(each).__name__ not in ("Shard", "Replicate") for each in parameter.placements):
-        raise UsageError(
+        raise LayoutError(
             f"{name} is split along several axes, as {parameter.placements}, and takes no whole tensor. Load weights before the "
             "module is made parallel."
         )

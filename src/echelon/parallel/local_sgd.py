@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import OptimizerError, require
 from echelon.contracts.numbers import whole
 from echelon.parallel.axes import Share
 from echelon.parallel.materialize import materialize
@@ -67,7 +67,7 @@ class WorkerPrepared(Prepared[Worker]):
 
     def trains_also(self, others: list[nn.Parameter]) -> None:
         if others:
-            raise UsageError(
+            raise OptimizerError(
                 f"the optimizer must hold the module's parameters only under {self.module.layout!r}, got {len(others)} others, "
                 "which would not be averaged. Make them part of the module."
             )
@@ -103,10 +103,12 @@ class WorkerPrepared(Prepared[Worker]):
         self.module.show_common()
 
     def fix_order(self) -> None:
-        raise UsageError(f"bit-equal training is the same on any number of ranks, which {self.module.layout!r} is not. Use ddp.")
+        raise OptimizerError(
+            f"bit-equal training is the same on any number of ranks, which {self.module.layout!r} is not. Use ddp."
+        )
 
     def parameters_written(self) -> None:
-        raise UsageError(
+        raise OptimizerError(
             f"ema must be None under {self.module.layout!r}: each worker would average weights of its own. The workers' "
             "average is what is evaluated and saved."
         )
@@ -139,7 +141,7 @@ def _prepare(
     module: nn.Module, world: World, recipe: Recipe, layout: str, every: int, outer: OuterOptimizer | None
 ) -> Prepared[Any]:
     if recipe.precision is not None and recipe.precision.dtype is torch.float16:
-        raise UsageError(
+        raise OptimizerError(
             f"precision must not be 'fp16' under {layout!r}, whose workers would leave out other updates each. Use 'bf16'."
         )
     if world.size > 1:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.after_backward import after_backward
 from echelon.parallel.fixed_order import tree_sum
 from echelon.parallel.shards import is_split
@@ -108,7 +108,7 @@ def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -
     mine = [[list(p.shape), str(p.dtype), str(complex(p.detach().to(torch.complex128).sum()))] for p in parameters]
     for group in groups:
         if len(agree.kinds(mine, group)) > 1:
-            raise UsageError(
+            raise LayoutError(
                 f"{what} that differ between ranks, and averaging their gradients would not make them equal. "
                 "Make them part of the module before it is made parallel, or seed all ranks alike before creating them. If each "
                 "rank is to train its own, use a TrainUnit."

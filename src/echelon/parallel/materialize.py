@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.deferred import recording
 from echelon.parallel.deferred_calls import is_meta, leaves, mapped
 from echelon.parallel.deferred_tape import Value
@@ -61,7 +61,7 @@ def remember(module: nn.Module) -> None:
     for key, tensor in tensors.items():
         value = Value.of(tensor)
         if value is None or not value.is_set:
-            raise UsageError(
+            raise LayoutError(
                 f"{type(module).__name__}.{names[key][0]} {tuple(tensor.shape)} is on the meta device and nothing gives it a "
                 "value. Build the module under `with echelon.on_meta():`, which repeats what its constructor does, or give the "
                 "submodule that holds it a method reset_parameters()."

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import CheckpointCorruptError, UsageError
+from echelon.contracts.errors import CheckpointCorruptError, LayoutError
 from echelon.parallel.names import plain_buffers, plain_names
 from echelon.parallel.optimizer_state import OptimizerState
 from echelon.parallel.state import ModuleState
@@ -53,7 +53,7 @@ class Worker(nn.Module):
             self._anchor = {n: nn.Parameter(p.detach().clone()) for n, p in trained.items()}
             self._outer = outer(list(self._anchor.values()))
             if not isinstance(self._outer, torch.optim.Optimizer):
-                raise UsageError(f"outer_optimizer must return a torch optimizer, got {type(self._outer).__name__}.")
+                raise LayoutError(f"outer_optimizer must return a torch optimizer, got {type(self._outer).__name__}.")
 
     def forward(self, *args: Any, **options: Any) -> Any:
         return self.module(*args, **options)

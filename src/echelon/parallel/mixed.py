@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import PrecisionError
 from echelon.parallel.loading import part_like
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.saved_parts import tell_when_optimizer_is_pickled
@@ -36,7 +36,7 @@ def step_by_kind(optimizer: torch.optim.Optimizer) -> None:
     """
     mixed = any(len(_kinds(group["params"])) > 1 for group in optimizer.param_groups)
     if isinstance(optimizer, torch.optim.LBFGS) and mixed:
-        raise UsageError(
+        raise PrecisionError(
             "LBFGS makes one vector of all parameters, of which some are split over other ranks than the rest, or whole. "
             "Train under 'ddp', whose parameters are whole."
         )
@@ -98,7 +98,7 @@ class _Split:
         if not any(each.is_read for each in noted):  # it keeps a list of its own, say
             return
         if not all(each.is_read for each in noted):
-            raise UsageError(
+            raise PrecisionError(
                 f"{type(optimizer).__name__}.step must go through all of self.param_groups, got one that read "
                 f"{sum(each.is_read for each in noted)} of {len(noted)}: where parameters are split, those of another kind "
                 "are in groups of their own during a step, and were not trained. Write `for group in self.param_groups`."

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.ddp import DDPPrepared
 from echelon.parallel.loose import average_in_turns_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
@@ -136,7 +136,7 @@ class Networks(Prepared[nn.Module]):
             part.before_evaluation()
 
     def fix_order(self) -> None:
-        raise UsageError("bit-equal training on any number of ranks must have one optimizer, got several. Leave it out.")
+        raise LayoutError("bit-equal training on any number of ranks must have one optimizer, got several. Leave it out.")
 
 
 def _all(contexts: Any) -> AbstractContextManager[Any]:
@@ -180,7 +180,7 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
         part = parallelize(network, strategy, device, *given, **options)
         _check(part)
         if shared is not None and part.replaces_parameters:
-            raise UsageError(
+            raise LayoutError(
                 f"{type(module).__name__}.{shared} and .{name} share parameters, and each is split by itself. Put them into one "
                 "module whose forward calls them, or train under 'ddp'."
             )
@@ -188,7 +188,7 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
         parts.append(part)
         module.set_submodule(name, part.module)
     if not parts:
-        raise UsageError(f"the module must have networks with parameters, got a {type(module).__name__} without.")
+        raise LayoutError(f"the module must have networks with parameters, got a {type(module).__name__} without.")
     inside = {p for part in parts for p in part.module.parameters()}
     loose = [p for p in module.parameters() if p not in inside]
     with torch.no_grad():
@@ -202,7 +202,7 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
 
 def _check(part: Prepared[Any]) -> None:
     if part.works_alone or part.takes_windows or part.part[1] > 1 or (len(part.data_groups) > 1 and part.divides_optimizer):
-        raise UsageError(
+        raise LayoutError(
             "several optimizers must have a strategy whose ranks train on each batch together, such as 'ddp', 'fsdp', 'zero1' or "
             "'tp=2', got one with pp or cp, or of workers that meet now and then. Take one of these, or one optimizer with "
             "parameter groups."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.contracts.older_words import is_now
 from echelon.parallel.composed import Layout
 from echelon.parallel.ddp import DDPStrategy
@@ -46,22 +46,22 @@ def ZeROStrategy(stage: int = 1, cpu_offload: bool = False, options: Any = None)
         UsageError: another stage; options of another layout; offload in stage 1.
     """
     if stage not in (1, 2, 3) or isinstance(stage, bool):
-        raise UsageError(
+        raise LayoutError(
             f"stage must be 1 (optimizer state), 2 (also gradients) or 3 (also parameters), got {stage!r}. "
             "Stage 0 is layout 'ddp'."
         )
     kind = DDPStrategy if stage == 1 else FSDPStrategy
     if options is not None and not isinstance(options, kind):
-        raise UsageError(f"options must be {kind.__name__}(...) for stage {stage}, got {type(options).__name__}.")
+        raise LayoutError(f"options must be {kind.__name__}(...) for stage {stage}, got {type(options).__name__}.")
     if stage == 1 and cpu_offload:
-        raise UsageError(
+        raise LayoutError(
             "cpu_offload must be False for stage 1, whose parameters stay on the device, got True. Use stage 2 or 3."
         )
     made = options or kind()
     if isinstance(made, DDPStrategy):
         return _told("ZeROStrategy", made.but(shard_optimizer=True))
     if made.reshard_after_forward is not None or made.sharding_strategy is not None:
-        raise UsageError(f"reshard_after_forward must be left out of options, since stage {stage} decides it.")
+        raise LayoutError(f"reshard_after_forward must be left out of options, since stage {stage} decides it.")
     reshard = None if stage == 3 else False
     return _told(
         "ZeROStrategy", FSDPStrategy.but(made, reshard_after_forward=reshard, cpu_offload=cpu_offload or made.cpu_offload)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 
 __all__ = ["all_gather_single", "ddp_options", "reduce_scatter_single", "shards_integers"]
 
@@ -38,7 +38,7 @@ def ddp_options(constructor: Callable[..., Any], options: Mapping[str, Any]) -> 
         taken["broadcast_buffers"] = taken.pop("forward_sync_buffers")  # a new name of the same
     for name in [name for name in taken if name not in known]:
         if value := taken.pop(name):
-            raise UsageError(
+            raise LayoutError(
                 f"DDPStrategy({name}={value!r}) needs a newer torch: DistributedDataParallel of torch {torch.__version__} has no "
                 f"{name}. Update torch, or leave it out."
             )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.contracts.errors import RanksDisagreeError, UsageError, require
+from echelon.contracts.errors import LayoutError, RanksDisagreeError, require
 from echelon.contracts.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.parallel.activation import Preset
@@ -98,7 +98,7 @@ def parallelize(
         scales_after_step(prepared, float8)
         return prepared
     if chosen is not None and not is_plain:
-        raise UsageError(
+        raise LayoutError(
             f"layout {chosen.name!r} for a {type(module).__name__} that is made parallel already. "
             "Pass the plain module, or no layout."
         )
@@ -141,7 +141,7 @@ def _refuse_lazy(module: nn.Module, chosen: Strategy) -> None:
         return
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise UsageError(
+            raise LayoutError(
                 f"{type(module).__name__}.{name} has no shape before a first batch (a lazy module), so layout {chosen.name!r} "
                 "cannot make it parallel. Call the module on one batch first, on all ranks, or give its layers their sizes."
             )
@@ -166,7 +166,7 @@ def _check_embeddings(prepared: Prepared[Any], world: World) -> None:
 def _refuse_wrapped_parts(module: nn.Module) -> None:
     for name, inner in module.named_modules():
         if wrapper_of(inner) is not None:
-            raise UsageError(
+            raise LayoutError(
                 f"{type(module).__name__}.{name} is a {type(inner).__name__}, but the whole module is not: gradients of the "
                 "rest would not be reduced. Wrap the whole module, or pass it plain with a layout."
             )
@@ -196,12 +196,12 @@ def prepare_module(
     recipe = Recipe(recomputed, compiled, Precision.of(chosen) if chosen is not None else None)
     prepared = parallelize(module, layout, device, recipe, overridden=decided.layout)
     if prepared.works_alone:
-        raise UsageError(
+        raise LayoutError(
             f"prepare_module knows of no updates, after some of which workers of layout {decided.layout or layout!r} meet. "
             "Use echelon.prepare, or a unit such as AutoUnit."
         )
     if prepared.part[1] > 1 or prepared.takes_windows:
-        raise UsageError(
+        raise LayoutError(
             "prepare_module must have a layout without cp and pp: nothing splits the sequences, or passes micro-batches "
             "through stages, in a step of your own. Write an AutoUnit; for cp also echelon.prepare with a loop of your own."
         )
@@ -229,7 +229,7 @@ def prepare_ddp(module: nn.Module, device: torch.device, layout: DDPStrategy | N
     """
     prepared = parallelize(module, layout or DDPStrategy(), device).module
     if not isinstance(prepared, DistributedDataParallel):
-        raise UsageError(
+        raise LayoutError(
             f"prepare_ddp: no parameter of {type(module).__name__} requires a gradient, so there is nothing to reduce. "
             "Use the module as it is, or unfreeze something first."
         )

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import OptimizerError
 from echelon.parallel.registry import imported
 from echelon.parallel.saved_parts import tell_when_optimizer_is_pickled
 from echelon.world import agree
@@ -101,9 +101,9 @@ class Partition:
         self._shows_all, self._mine = shows_all, list[list[nn.Parameter]]()
         self._what, self._unfreezing = what, unfreezing
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(f"{what} cannot shard LBFGS, which needs all parameters at once. Use layout 'ddp'.")
+            raise OptimizerError(f"{what} cannot shard LBFGS, which needs all parameters at once. Use layout 'ddp'.")
         if Partition.of(optimizer) is not None or is_zero_redundancy(optimizer):
-            raise UsageError(
+            raise OptimizerError(
                 f"this {type(optimizer).__name__} is sharded already, and {what} would shard it again. Build it unsharded."
             )
         self._group, self._names = group, names or {}
@@ -192,7 +192,7 @@ class Partition:
         parameters = [p for group in new for p in group["params"] if p.requires_grad]
         twice = set(parameters) & set(self.parameters)
         if twice:
-            raise UsageError(f"{self._what}: {self._names.get(twice.pop(), 'a parameter')} is already in the optimizer.")
+            raise OptimizerError(f"{self._what}: {self._names.get(twice.pop(), 'a parameter')} is already in the optimizer.")
         for group in new:
             self.groups.append(list(group["params"]))
             self._frozen += [p for p in group["params"] if not p.requires_grad]
@@ -220,7 +220,7 @@ class Partition:
             self._take(optimizer)
         for parameter in self._frozen:
             if parameter.grad is not None:
-                raise UsageError(
+                raise OptimizerError(
                     f"{self._what}: {self._names.get(parameter, 'a parameter')} was frozen when the optimizer was built, and "
                     f"has a gradient now that no rank has reduced. {self._unfreezing}"
                 )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.shards import is_split, local
 from echelon.world.init import World
 
@@ -74,7 +74,7 @@ def _fill(root: nn.Module, parts: list[nn.Module], init: Callable[[nn.Module], N
         first = f"{root_name}{name}.{before[0]}"
         init(part)
         if _on_meta(part):
-            raise UsageError(
+            raise LayoutError(
                 f"{first} must have a value after param_init_fn({type(part).__name__}), but it is still on the meta device."
             )
     for (holder, name), *others in places.values():

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import PrecisionError, require
 from echelon.contracts.numbers import number, whole
 from echelon.parallel.float8 import Float8
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
@@ -56,10 +56,10 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, torch.float16, torch.bfloat16):
-            raise UsageError(f"dtype must be torch.float16, torch.bfloat16, or None for float32, got {self.dtype}.")
+            raise PrecisionError(f"dtype must be torch.float16, torch.bfloat16, or None for float32, got {self.dtype}.")
         require(isinstance(self.float8, Float8 | None), "float8", "Float8(...) or None", self.float8)
         if self.float8 is not None and self.dtype is not torch.bfloat16:
-            raise UsageError(f"float8 must go with dtype=torch.bfloat16, in which the rest computes, got {self.dtype}.")
+            raise PrecisionError(f"float8 must go with dtype=torch.bfloat16, in which the rest computes, got {self.dtype}.")
         number("init_scale", self.init_scale, "above 0", lambda scale: 0 < scale < math.inf)
         number("growth_factor", self.growth_factor, "above 1", lambda factor: 1 < factor < math.inf)
         number("backoff_factor", self.backoff_factor, "between 0 and 1", lambda factor: 0 < factor < 1)
@@ -82,7 +82,7 @@ class Precision:
             return cls(_NAMES[value])
         if value in (torch.float16, torch.bfloat16) and isinstance(value, torch.dtype):
             return cls(value)
-        raise UsageError(
+        raise PrecisionError(
             f"precision must be 'fp32', 'bf16', 'fp16', 'float8', a torch dtype or ech.layouts.Precision(...), got {value!r}."
         )
 
@@ -143,7 +143,7 @@ def check_scaler(scaler: torch.amp.GradScaler | None, precision: Precision, prep
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         if not isinstance(scaler, ShardedGradScaler):
-            raise UsageError(
+            raise PrecisionError(
                 f"grad_scaler is a {type(scaler).__name__}, which checks this rank's shards only, so that on an inf some "
                 "ranks would skip the update and others not. Choose its options with "
                 "precision=ech.layouts.Precision(torch.float16, init_scale=...)."

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel import gradients
 from echelon.parallel.axes import Axis, Share, mesh_of, share, speaks_for
 from echelon.parallel.filling import fill_rest
@@ -135,7 +135,7 @@ class Prepared(Generic[M]):
 
     def _known_share(self) -> Share:
         if self._share.unknown is not None:
-            raise UsageError(self._share.unknown)
+            raise LayoutError(self._share.unknown)
         return self._share
 
     def find_replicas(self) -> None:

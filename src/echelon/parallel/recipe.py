@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from echelon.contracts.arguments import flags_of, several
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import CompileError, require
 from echelon.parallel.activation import ActivationCheckpointParams, Preset, checkpoint_activations
 from echelon.parallel.blocks import blocks_to_shard
 from echelon.parallel.compilation import check_backend, compile_forward
@@ -52,7 +52,7 @@ class TorchCompileParams:
         kinds = several("recursive_module_types", kinds, what, lambda kind: isinstance(kind, str | type))
         object.__setattr__(self, "recursive_module_types", kinds)
         if self.blocks and kinds:
-            raise UsageError("blocks and recursive_module_types both choose what is compiled. Give one of them.")
+            raise CompileError("blocks and recursive_module_types both choose what is compiled. Give one of them.")
 
     @classmethod
     def of(cls, value: Any, option: str) -> TorchCompileParams | None:
@@ -79,7 +79,7 @@ def recipe_of(
         UsageError: a value that is none; both names at once.
     """
     if compile is not None and torch_compile_params is not None:
-        raise UsageError("compile and torch_compile_params are the same option. Give one of them.")
+        raise CompileError("compile and torch_compile_params are the same option. Give one of them.")
     compiled = torch_compile_params if torch_compile_params is not None else TorchCompileParams.of(compile, "compile")
     return compiled, ActivationCheckpointParams.of(activation_checkpoint_params, "activation_checkpoint_params")
 
@@ -100,7 +100,7 @@ class Recipe:
     def checkpoint_activations(self, module: nn.Module) -> nn.Module:
         compiled = self.torch_compile
         if self.activation_checkpoint is not None and compiled is not None and compiled.backend == "eager":
-            raise UsageError(
+            raise CompileError(
                 "torch.compile's backend 'eager' draws other dropout masks when it recomputes activations (torch 2.13), and the "
                 "gradients are wrong. Use backend='aot_eager' or 'inductor', or no recompute."
             )

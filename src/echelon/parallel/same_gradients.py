@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.shards import is_fully_sharded, is_split, reshard
 from echelon.world import agree
 
@@ -82,7 +82,7 @@ class SameGradients:
             if not is_first:  # in which nothing can be found
                 self._told(self._problem is not None)
         elif problem is not None:
-            raise UsageError(problem)
+            raise LayoutError(problem)
 
     def settle(self) -> None:
         """Before a backward pass, in which copies may wait for one another, and before an update. Collective: the latest `check`
@@ -93,4 +93,4 @@ class SameGradients:
         """
         if self._told is not None and self._told.last():
             problem, self._problem = self._problem, None
-            raise UsageError(str(agree.first_told(problem)))
+            raise LayoutError(str(agree.first_told(problem)))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.names import class_name
 
 __all__ = ["tell_when_module_is_pickled", "tell_when_optimizer_is_pickled"]
@@ -57,7 +57,7 @@ def tell_when_optimizer_is_pickled(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.register_state_dict_post_hook(lambda optimizer, state: _Part(state, tell))
     except AttributeError:
-        raise UsageError(
+        raise LayoutError(
             f"{name} must call torch.optim.Optimizer.__init__ where parameters or their state are split over the ranks, got one "
             "that does not, as a wrapper of another optimizer (Lookahead). Give it `super().__init__(base.param_groups, "
             "base.defaults)` and then `self.param_groups = base.param_groups`; or train under 'ddp'."

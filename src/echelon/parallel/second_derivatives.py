@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.names import class_name
 
 __all__ = ["refuse_second_derivatives"]
@@ -24,7 +24,7 @@ def refuse_second_derivatives(module: nn.Module) -> None:
 
     def refuse(gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():  # in a backward pass: only where a graph of it is made
-            raise UsageError(
+            raise LayoutError(
                 f"create_graph=True must be left out in a backward pass through {name}, whose parameters are sharded: they are "
                 "freed after it, and the backward pass through its gradients would read them. Train it under 'ddp' or 'zero1'."
             )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import TensorParallelError
 from echelon.parallel import tensor_traffic as traffic
 from echelon.parallel.axes import Axis
 
@@ -51,7 +51,7 @@ class PartOfSequence:
     def spread(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum of what the ranks have."""
         if hidden.dim() != 3 or hidden.shape[_DIM] != self._length:
-            raise UsageError(
+            raise TensorParallelError(
                 f"sequence_parallel: a 'rowwise' layer must get (batch, {self._length}, features), the whole sequence, and gives "
                 f"{tuple(hidden.shape)}. Split the layers before it in the same submodule, or leave sequence_parallel out."
             )

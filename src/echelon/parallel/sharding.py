@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.apart import refuse_copies
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
 from echelon.parallel.blocks import Blocks
@@ -170,7 +170,7 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     def fix_order(self) -> None:
         if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if is_split(p)):  # type: ignore[attr-defined]
-            raise UsageError("bit-equal training needs a mesh with one axis. Use fsdp, not hsdp or tensor parallelism.")
+            raise LayoutError("bit-equal training needs a mesh with one axis. Use fsdp, not hsdp or tensor parallelism.")
         super().fix_order()
         for module in self.module.modules():
             if is_fully_sharded(module):
@@ -248,7 +248,7 @@ def shard(
         remember(module)
     if how.mesh.ndim > 2 or (how.mesh.ndim == 2 and how.mesh.mesh_dim_names is None):
         names = "" if how.mesh.mesh_dim_names else " without names"
-        raise UsageError(
+        raise LayoutError(
             f"the mesh must have one axis, or two with names, got {how.mesh.ndim}{names}. "
             "Make it by init_device_mesh(device, (copies, shards), mesh_dim_names=('dp_replicate', 'dp_shard'))."
         )
@@ -323,7 +323,7 @@ def _split(
 def _refuse_layer_drop(module: nn.Module) -> None:
     if (found := layer_drop(module)) is not None:
         name, often = found
-        raise UsageError(
+        raise LayoutError(
             f"{class_name(module)} leaves out layers at random ({name}={often}): each rank would leave out others, and blocks "
             f"are gathered by the order of calls. Set {name}=0; or train under DDPStrategy(find_unused_parameters=True)."
         )
@@ -331,7 +331,7 @@ def _refuse_layer_drop(module: nn.Module) -> None:
 
 def _refuse_container(module: nn.Module) -> None:
     if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
-        raise UsageError(
+        raise LayoutError(
             f"the module must have a forward, got a {type(module).__name__} without one: parameters are put together as it is "
             "called. Write an nn.Module that holds these networks and whose forward calls them; or train under 'ddp' or 'zero1'."
         )
@@ -340,7 +340,7 @@ def _refuse_container(module: nn.Module) -> None:
 def _refuse_split(module: nn.Module, ranks: list[int], experts: set[nn.Parameter]) -> None:
     for axis in split_axes(module, without=experts):
         if len(set(axis.ranks) & set(ranks)) > 1:
-            raise UsageError(
+            raise LayoutError(
                 f"layers of {type(module).__name__} are split over the axis {axis.name!r} already, and would be sharded over "
                 'the same ranks. Use FSDPStrategy(device_mesh=mesh["dp"]), by the name of your data axis.'
             )
@@ -349,7 +349,7 @@ def _refuse_split(module: nn.Module, ranks: list[int], experts: set[nn.Parameter
 def _refuse_loose(module: nn.Module, ignored: set[nn.Parameter], ranks: int) -> None:
     loose = [n for n, p in module.named_parameters() if p in ignored and p.requires_grad]
     if loose and ranks > 1:
-        raise UsageError(f"ignored_modules, ignored_states: {loose[0]} would not be reduced over the ranks. Freeze it first.")
+        raise LayoutError(f"ignored_modules, ignored_states: {loose[0]} would not be reduced over the ranks. Freeze it first.")
 
 
 def offloads(value: Any, option: str) -> tuple[bool, bool]:
@@ -364,4 +364,4 @@ def offloads(value: Any, option: str) -> tuple[bool, bool]:
         return True, value.pin_memory
     if isinstance(value, OffloadPolicy):
         return False, True
-    raise UsageError(f"{option} must be True, False, or torch's CPUOffload or CPUOffloadPolicy, got {type(value).__name__}.")
+    raise LayoutError(f"{option} must be True, False, or torch's CPUOffload or CPUOffloadPolicy, got {type(value).__name__}.")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.names import class_name
 from echelon.parallel.tensor_layers import shared_axis, split_outputs
 
@@ -45,7 +45,7 @@ def explained(module: nn.Module) -> Iterator[None]:
     except (RuntimeError, AssertionError) as error:
         if (said := meaning(module, str(error))) is None:
             raise
-        raise UsageError(f"{said} torch says: {error}").with_traceback(error.__traceback__) from error  # whose line it is
+        raise LayoutError(f"{said} torch says: {error}").with_traceback(error.__traceback__) from error  # whose line it is
 
 
 # What torch says of an operation that an optimizer does with all elements of a parameter, or with parameters of several meshes.
@@ -65,7 +65,7 @@ def explain_step(optimizer: torch.optim.Optimizer, error: RuntimeError) -> None:
         UsageError: in the place of torch's error, which is its cause: the optimizer cannot work with parts of parameters.
     """
     if any(each in str(error) for each in _OF_STEPS):
-        raise UsageError(
+        raise LayoutError(
             f"{type(optimizer).__name__} cannot step parameters that are split over the ranks (torch {torch.__version__}). Train "
             "under 'ddp' or 'zero1', whose parameters are whole, or take another optimizer; one of your own makes its state like "
             f"the parameter, by torch.zeros_like(p). torch says: {error}"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import TensorParallelError
 from echelon.parallel.axes import axes_of
 from echelon.parallel.names import matching, plain_name, tied_names
 from echelon.parallel.sequence_part import PartOfSequence
@@ -125,11 +125,13 @@ def _by_name(module: nn.Module, plan: Plan) -> dict[str, Any]:
     for pattern, style in plan.styles.items():
         found = list(dict.fromkeys(names[name] for name in matching(plain_name(pattern), names)))
         if not found:
-            raise UsageError(f"the tensor-parallel plan has {pattern!r}, which matches no submodule of {type(module).__name__}.")
+            raise TensorParallelError(
+                f"the tensor-parallel plan has {pattern!r}, which matches no submodule of {type(module).__name__}."
+            )
         if isinstance(style, str):
             style = ALIASES.get(style, style)
             if style not in STYLES:
-                raise UsageError(
+                raise TensorParallelError(
                     f"a style of the tensor-parallel plan must be {', '.join(map(repr, STYLES))} or one of torch's "
                     f"ParallelStyle objects, got {style!r} for {pattern!r}."
                 )
@@ -147,7 +149,7 @@ def _check(module: nn.Module, styles: Mapping[str, Any], size: int) -> None:
             continue
         can = isinstance(layer, (nn.Linear, nn.Embedding)) or (is_transposed(layer) and not torchs)
         if isinstance(style, str) and not can:
-            raise UsageError(
+            raise TensorParallelError(
                 f"tensor-parallel plan: {kind}.{name} is a {type(layer).__name__}; {style!r} splits nn.Linear and nn.Embedding. "
                 "Name the layers inside it, or give a ParallelStyle of torch."
             )
@@ -156,14 +158,14 @@ def _check(module: nn.Module, styles: Mapping[str, Any], size: int) -> None:
         if simple is None:
             continue
         if not has_own_weights(layer):
-            raise UsageError(
+            raise TensorParallelError(
                 f"tensor-parallel plan: the weight or bias of {kind}.{name} is no parameter but computed from others, as by "
                 "weight_norm, another parametrization or pruning: it cannot be split. Leave this layer out of the plan."
             )
         dim = split_dims(layer, simple)["weight"]
         weight = layer.weight
         if isinstance(weight, torch.Tensor) and weight.shape[dim] % size:
-            raise UsageError(
+            raise TensorParallelError(
                 f"tensor parallelism over {size} ranks does not divide dimension {dim} of {kind}.{name}.weight "
                 f"{tuple(weight.shape)}. Use a size that divides {weight.shape[dim]}, or leave this layer out of the plan."
             )
@@ -183,7 +185,7 @@ def _refuse_kind(module: nn.Module, name: str, style: Any) -> None:
     layer, kind = module.get_submodule(name), type(module).__name__
     parent = module.get_submodule(name.rpartition(".")[0])
     if isinstance(parent, nn.MultiheadAttention):
-        raise UsageError(
+        raise TensorParallelError(
             f"tensor-parallel plan: {kind}.{name} is a part of torch's MultiheadAttention, which takes the layer's weight itself "
             "and has the others in one parameter. Write attention with three Linear layers and scaled_dot_product_attention."
         )
@@ -191,7 +193,9 @@ def _refuse_kind(module: nn.Module, name: str, style: Any) -> None:
         odd = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, n)]
         if odd or style in ("rowwise_split", "colwise_logits"):
             said = f"has {odd[0]}" if odd else f"cannot be {style!r}"
-            raise UsageError(f"tensor-parallel plan: {kind}.{name} is an Embedding that {said}. Leave it out of the plan.")
+            raise TensorParallelError(
+                f"tensor-parallel plan: {kind}.{name} is an Embedding that {said}. Leave it out of the plan."
+            )
 
 
 def _check_tied(module: nn.Module, styles: Mapping[str, Any]) -> None:
@@ -206,13 +210,13 @@ def _check_tied(module: nn.Module, styles: Mapping[str, Any]) -> None:
             own = [n for n in styles if module.get_submodule(n) is layer]
             how[name] = split_dims(layer, styles[own[0]]).get(attribute) if own else None
         if len(set(how.values())) > 1:
-            raise UsageError(_TIED.format(*group))
+            raise TensorParallelError(_TIED.format(*group))
 
 
 def _refuse_scalars(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0 and parameter.requires_grad:
-            raise UsageError(
+            raise TensorParallelError(
                 f"{type(module).__name__}.{name} is a scalar. Whether the ranks that share a layer have all of its gradient or a "
                 "part of it depends on where it is used, which tensor parallelism cannot know. Make it a tensor of one element "
                 "for each feature, freeze it, or take layout 'fsdp'."
@@ -231,7 +235,7 @@ def _check_heads(module: nn.Module, name: str, size: int) -> None:
             heads = getattr(holder, attribute, None)
             if isinstance(heads, int) and not isinstance(heads, bool) and heads % size:
                 where = ".".join(filter(None, (type(module).__name__, name.rpartition(".")[0], of, attribute)))
-                raise UsageError(
+                raise TensorParallelError(
                     f"tensor parallelism over {size} ranks does not divide {where} = {heads}. Use a size that divides the number "
                     f"of heads, or leave {name} out of the plan."
                 )
@@ -269,6 +273,6 @@ def _tie(module: nn.Module, tied: list[list[str]]) -> None:
         for name in others:
             other = module.get_parameter(name)
             if getattr(parameter, "placements", None) != getattr(other, "placements", None):
-                raise UsageError(_TIED.format(first, name))
+                raise TensorParallelError(_TIED.format(first, name))
             holder, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(holder), attribute, parameter)

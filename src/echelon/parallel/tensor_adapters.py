@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import TensorParallelError
 
 __all__ = ["with_adapters", "without_adapter"]
 
@@ -29,7 +29,7 @@ def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any
         layer = module.get_submodule(name)
         if hasattr(layer, "base_layer") and hasattr(layer, "adapter_layer_names") and not hasattr(layer, "lora_A"):
             adapter = type(layer).__module__.rpartition(".")[0].rpartition(".")[2]
-            raise UsageError(
+            raise TensorParallelError(
                 f"tensor-parallel plan: {name} has an adapter of PEFT ({adapter}) that is not split; of these only LoRA's is. "
                 "Leave it out of the plan: Layout(plan=...) takes one; or train under 'fsdp'."
             )
@@ -43,7 +43,7 @@ def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any
         magnitudes = list(getattr(layer, "lora_magnitude_vector", ()))
         if magnitudes or isinstance(without_adapter(layer), nn.Embedding):
             kind = "DoRA, which needs the whole weight" if magnitudes else "an Embedding"
-            raise UsageError(
+            raise TensorParallelError(
                 f"tensor-parallel plan: {name} is an adapter of {kind}. Leave it out of the plan: Layout(plan=...) takes "
                 "one; or train under 'fsdp'."
             )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import TensorParallelError
 from echelon.parallel.axes import Axis, axes_of
 from echelon.parallel.names import class_name, plain_names
 from echelon.parallel.shards import is_split, local
@@ -39,7 +39,7 @@ def check_same_loss(module: nn.Module, loss: torch.Tensor) -> None:
     largest, least = float(bounds[0]), -float(bounds[1])
     if not largest - least > _SAME_LOSS.get(loss.dtype, 0.02) * max(abs(largest), abs(least)):  # nor if one is not a number
         return
-    raise UsageError(
+    raise TensorParallelError(
         f"tensor parallelism: the loss of the first update differs between the {axis.size} ranks that share layers: it is "
         f"{least:.6g} to {largest:.6g}. Each computes it from its part of the outputs of a layer that is 'colwise' in the plan, "
         f"such as {class_name(module)}.{parts[-1]}. What takes these must be 'rowwise'; or give the layer the style "
@@ -68,7 +68,7 @@ def check_whole_layers(module: nn.Module) -> None:
     if not bool(differs.any()):  # nor if one is not a number
         return
     number = int(differs.nonzero()[0])
-    raise UsageError(
+    raise TensorParallelError(
         f"tensor parallelism: the gradient of {class_name(module)}.{whole[number][0]} differs between the {axis.size} ranks "
         f"that share layers: its norm is {float(least[number]):.3g} to {float(largest[number]):.3g}. It works on a part of the "
         'features or of the sequence. Give its layer the style "summed" in the plan, or split the layers around it otherwise.'

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import TensorParallelError, require
 from echelon.parallel.names import matching, tied_names
 from echelon.parallel.tensor_adapters import without_adapter
 from echelon.parallel.tensor_layers import has_own_weights, is_transposed, split_dims
@@ -125,7 +125,7 @@ def plan_of(module: nn.Module, given: Mapping[str, Any] | None, size: int) -> Pl
         return Plan(f"as {type(module).__name__}.tp_plan says", own)
     plan = _with_inferred(module, own, size)
     if not plan.styles:
-        raise UsageError(_refusal(module, plan))
+        raise TensorParallelError(_refusal(module, plan))
     return plan
 
 

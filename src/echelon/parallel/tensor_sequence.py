@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import TensorParallelError
 from echelon.parallel.sequence_part import PartOfSequence
 from echelon.parallel.tensor_layers import exchanged
 
@@ -31,7 +31,7 @@ def check_sequence(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
     """
     kind = type(module).__name__
     if any(not isinstance(style, str) for style in styles.values()):
-        raise UsageError(
+        raise TensorParallelError(
             "sequence_parallel needs a plan of words such as 'colwise'; with torch's ParallelStyles, use torch's own."
         )
     lists = list(dict.fromkeys(found for name in styles if (found := _list_of(module, name)) is not None))
@@ -41,7 +41,7 @@ def check_sequence(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
             if lists
             else "got none: the sequence is split before the first and put together after the last. Put them into one, or leave"
         )
-        raise UsageError(
+        raise TensorParallelError(
             f"sequence_parallel: {kind} must have one ModuleList or Sequential of blocks with split layers, {why} "
             "sequence_parallel out."
         )
@@ -50,15 +50,17 @@ def check_sequence(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
     for block in blocks:
         inside = {name: style for name, style in styles.items() if name.startswith(f"{block}.")}
         if not inside:
-            raise UsageError(f"sequence_parallel: {kind}.{block} has no split layer, unlike others of {lists[0]}. Name one.")
+            raise TensorParallelError(
+                f"sequence_parallel: {kind}.{block} has no split layer, unlike others of {lists[0]}. Name one."
+            )
         for name, style in inside.items():
             if style.startswith("colwise") and name.endswith(".base_layer"):
-                raise UsageError(
+                raise TensorParallelError(
                     f"sequence_parallel: {kind}.{name.removesuffix('.base_layer')} has an adapter of PEFT, whose first layer "
                     "would take a part of the sequence for all. Leave sequence_parallel out."
                 )
             if style.startswith("colwise") and name.count(".") != block.count(".") + 2:
-                raise UsageError(
+                raise TensorParallelError(
                     f"sequence_parallel: {kind}.{name} must lie in a child of the block {block}, whose entrance puts the "
                     "sequence together: other code would take a part of it for all. Put attention and the MLP into such children."
                 )
@@ -76,13 +78,13 @@ def _check_parts(module: nn.Module, block: str, inside: Mapping[str, str]) -> No
             continue
         each = isinstance(part, (nn.Linear, nn.LayerNorm, nn.RMSNorm)) or all(p.dim() == 1 for p in own)
         if not each or isinstance(part, (nn.modules.batchnorm._NormBase, nn.GroupNorm)):
-            raise UsageError(
+            raise TensorParallelError(
                 f"sequence_parallel: {type(module).__name__}.{name} is a {type(part).__name__}, which may need more of the "
                 "sequence than a rank has. Split it by the plan, or leave sequence_parallel out."
             )
         reader = next((r for r in readers if name.startswith(f"{r}.")), None)
         if reader is not None and not _comes_after(inside, reader, name, module):
-            raise UsageError(
+            raise TensorParallelError(
                 f"sequence_parallel: {type(module).__name__}.{name} lies in {reader} beside split layers, and whether it reads a "
                 'part of the sequence is not known. Name it "summed" if it works on split features, or move it out.'
             )
@@ -175,7 +177,7 @@ class _Order:
             self._refuse(f"none of {self._last} at the end")
 
     def _refuse(self, got: str) -> None:
-        raise UsageError(
+        raise TensorParallelError(
             f"sequence_parallel: calls of blocks must begin with {self._first} and end with {self._last}, since the sequence is "
             f"split before the first and put together after the last, got {got}. Leave sequence_parallel out."
         )
@@ -197,10 +199,12 @@ class _Begins(_Hook):
         hidden = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or not hidden.is_floating_point():
             got = f"shape {tuple(hidden.shape)}" if isinstance(hidden, torch.Tensor) else type(hidden).__name__
-            raise UsageError(f"sequence_parallel: {self._name} must be called with (batch, sequence, features) first, got {got}.")
+            raise TensorParallelError(
+                f"sequence_parallel: {self._name} must be called with (batch, sequence, features) first, got {got}."
+            )
         others = [v for v in (*args, *kwargs.values()) if v is not hidden and _is_alike(v, hidden)]
         if others:
-            raise UsageError(
+            raise TensorParallelError(
                 f"sequence_parallel: {self._name} is called with two tensors of shape {tuple(hidden.shape)}, and the second "
                 "would not be split. Leave sequence_parallel out."
             )

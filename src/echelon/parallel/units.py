@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from echelon.contracts.arguments import mapping
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LayoutError, require
 from echelon.contracts.numbers import whole
 from echelon.parallel.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.compute_type import decides, in_full, policy_for
@@ -142,7 +142,7 @@ def resharded(units: list[Unit], module: nn.Module, by_name: Mapping[str, bool |
     found = {pattern: set(matching(pattern, every)) for pattern in by_name}
     for pattern, matched in found.items():
         if not matched:
-            raise UsageError(
+            raise LayoutError(
                 f"reshard_after_forward has {pattern!r}, which matches nothing that is sharded one by one: "
                 f"{', '.join(sorted(every)) or 'the module is sharded as a whole'}."
             )

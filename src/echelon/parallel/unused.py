@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.names import plain_names
 
 __all__ = ["Awaited"]
@@ -45,7 +45,7 @@ class Awaited:
             return
         lacking = [named for named in self._named if named[1].grad is None and (frozen_too or named[1].requires_grad)]
         if lacking:
-            raise UsageError(_said(lacking))
+            raise LayoutError(_said(lacking))
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ class Awaited:
                 raise
             found = _NUMBERS.search(str(error))
             numbers = [int(n) for n in found[1].split()] if found is not None else []
-            raise UsageError(_said([self._named[n] for n in numbers if n < len(self._named)])) from error
+            raise LayoutError(_said([self._named[n] for n in numbers if n < len(self._named)])) from error
 
 
 def _said(unused: list[tuple[str, nn.Parameter]]) -> str:

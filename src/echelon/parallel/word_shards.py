@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import TensorParallelError
 from echelon.parallel.shards import is_fully_sharded, is_split
 
 __all__ = ["WordShard", "liger", "split_words", "unit_of"]
@@ -48,11 +48,11 @@ def liger(rows: torch.Tensor, shard: WordShard) -> Callable[..., torch.Tensor]:
     """
     if shard.size > 1 or rows.device.type != "cuda":
         where = f"a {rows.device.type}" if shard.size == 1 else f"words that are split over {shard.size} ranks"
-        raise UsageError(f"kernel must be 'torch' for {where}, got 'liger'. Leave it out.")
+        raise TensorParallelError(f"kernel must be 'torch' for {where}, got 'liger'. Leave it out.")
     try:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     except ImportError as error:
-        raise UsageError(
+        raise TensorParallelError(
             f"kernel='liger' needs liger-kernel, which cannot be imported ({error}). Install it, or leave out kernel."
         ) from error
     function: Callable[..., torch.Tensor] = liger_fused_linear_cross_entropy
@@ -89,7 +89,7 @@ def _words_of(weight: torch.Tensor, bias: Any) -> tuple[WordShard, torch.Tensor,
     mesh, placements = weight.device_mesh, list(weight.placements)  # type: ignore[attr-defined]
     axes = [i for i, placement in enumerate(placements) if placement == Shard(0) and mesh.size(i) > 1]
     if len(axes) > 1:
-        raise UsageError(f"weight must be split over one axis of ranks at most, got {placements} over {mesh}.")
+        raise TensorParallelError(f"weight must be split over one axis of ranks at most, got {placements} over {mesh}.")
     kept = [Shard(0) if i in axes else Replicate() for i in range(mesh.ndim)]
     # Every rank computes the whole gradient of its words: nothing is left to be summed.
     weight = weight.redistribute(placements=kept).to_local(grad_placements=kept)  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def _averaged(parameter: Any) -> Any:
 
     mesh, placements = parameter.device_mesh, parameter.placements
     if any(placement not in (Shard(0), Replicate()) for placement in placements):
-        raise UsageError(
+        raise TensorParallelError(
             f"hidden has no gradient, and the weight is split over {mesh.mesh_dim_names} in a way that only fully_shard reduces, "
             f"{placements}. Train a layer before it, too."
         )

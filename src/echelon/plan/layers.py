@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import PlanError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.contracts.terminal import columns
 from echelon.loop.auto import AutoUnit
@@ -91,7 +91,7 @@ def plan_layers(target: Target, layout: str | None = None, ranks: int | None = N
     finally:
         impose(None)
     if not looks.found:
-        raise UsageError(
+        raise PlanError(
             f"{target.script} gave echelon no module that is not parallel already, so there is nothing to show. It must reach "
             "echelon's train, fit, prepare or prepare_module."
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ProveError
 from echelon.parallel.composed import Layout
 from echelon.parallel.layouts import resolve
 from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
@@ -130,7 +130,7 @@ def matrix(
     named = dict(chosen) if isinstance(chosen, Mapping) else {name: name for name in chosen}
     for layout in named.values():
         if isinstance(resolve(layout), DiLoCoStrategy):
-            raise UsageError(
+            raise ProveError(
                 "prove has nothing to compare DiLoCo with: its outer optimizer trains other numbers than one process, even when "
                 "it steps after every update. 'local_sgd' is compared, with an average after each update."
             )
@@ -149,7 +149,7 @@ def matrix(
     if parts:
         rows += _bitwise(named, ranks, parts)
     if not rows:
-        raise UsageError("prove needs at least one layout and one number of ranks, got none.")
+        raise ProveError("prove needs at least one layout and one number of ranks, got none.")
     return [Row(YOURS, (several or [1])[0], yours=True, eager=eager), *rows] if yours else rows
 
 

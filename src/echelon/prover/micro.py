@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ProveError
 from echelon.loop.samples import are_images, samples_of
 
 __all__ = [
@@ -79,7 +79,7 @@ class Micro:
         try:
             packer.dump(data)
         except Exception as error:  # any type can raise anything when it is pickled
-            raise UsageError(
+            raise ProveError(
                 f"a batch of type {type(data).__name__} cannot be taken to the process that repeats it ({error}): define its "
                 "classes at the top level of a module."
             ) from error

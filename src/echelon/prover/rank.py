@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ProveError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.data.loader import Loader
 from echelon.data.prefetch import Feed
@@ -79,7 +79,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         building.close()
         _adapt(unit, row)
         if row.yours and any(prepared.works_alone for _, prepared in prepared_of(unit)):
-            raise UsageError("workers that meet now and then train other numbers than one process: there is nothing to compare.")
+            raise ProveError("workers that meet now and then train other numbers than one process: there is nothing to compare.")
         recorder.record.constant_draws = row.constant_draws
         recorder.cannot_draw_constantly = row.is_compiled
         recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
@@ -185,11 +185,11 @@ class Replay:
                 return found
         what = self.target.script or "the functions"
         if turns is not None:
-            raise UsageError(
+            raise ProveError(
                 f"the loop of {what} ended in one process after {turns.given} batches, before it had trained on all that the "
                 "ranks recorded. A loop that counts its batches by itself must count updates."
             )
-        raise UsageError(f"{what} never called echelon's train, fit or prepare, so there is nothing to compare.")
+        raise ProveError(f"{what} never called echelon's train, fit or prepare, so there is nothing to compare.")
 
 
 def run_reference(replay: Replay, how: How = "right", shake: Shake | None = None) -> dict[str, Any]:
@@ -329,7 +329,7 @@ def _with_sgd(unit: Any, momentum: float) -> None:
     """Give an AutoUnit SGD over the groups of its own optimizer; learning rates and schedule stay."""
     configure = getattr(unit, "configure_optimizers_and_lr_scheduler", None)
     if configure is None:
-        raise UsageError(f"{type(unit).__name__} makes its own optimizer, so it has no row with SGD.")
+        raise ProveError(f"{type(unit).__name__} makes its own optimizer, so it has no row with SGD.")
 
     def with_sgd(module: Any) -> tuple[torch.optim.Optimizer, None]:
         own, _ = configure(module)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ProveError
 from echelon.loop import unit as units
 from echelon.loop.auto import AutoUnit
 from echelon.loop.callback import Callback
@@ -111,7 +111,7 @@ class StepRecorder(Callback):
         if self._unit is not None:
             raise Enough  # the script trains once more, after fewer updates than were asked for
         if not isinstance(unit, units.TrainUnit):
-            raise UsageError(f"the unit must be a TrainUnit, got {type(unit).__name__}.")
+            raise ProveError(f"the unit must be a TrainUnit, got {type(unit).__name__}.")
         self._unit, self._sources, self._loader = unit, Sources(unit), dataloader
         self._describe(unit, dataloader)
         self._unlike_others(unit, unseeded)
@@ -272,7 +272,7 @@ class StepRecorder(Callback):
     def _watch_own(self, unit: Any) -> None:
         step: Callable[..., Any] = unit.train_step
         if units.wants_iterator(step):
-            raise UsageError(f"{type(unit).__name__}.train_step fetches its own batches from an iterator: prove cannot see them.")
+            raise ProveError(f"{type(unit).__name__}.train_step fetches its own batches from an iterator: prove cannot see them.")
 
         @functools.wraps(step)
         def watched_step(state: State, data: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ProveError
 from echelon.loop.auto import AutoUnit, TrainStepResults
 from echelon.loop.modes import begin_training
 from echelon.loop.state import EntryPoint, PhaseState, State
@@ -436,7 +436,7 @@ class OwnReference(Reference):
         try:
             return joined(micros)
         except NotJoinable as why:
-            raise UsageError(
+            raise ProveError(
                 f"{type(self.unit).__name__} steps by itself, and the micro-batches of the ranks cannot be joined into the one "
                 f"batch that a single process would get ({why})."
             ) from why

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ProveError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.own.unit import LoopUnit, Plain
 from echelon.prover.gradients import GradientWatch
@@ -58,7 +58,7 @@ class LoopReference(AutoReference):
         assert self.unit.plain is not None
         gradients, self.rates = self.watch.take(), self.watch.rates
         if gradients is None:
-            raise UsageError(
+            raise ProveError(
                 f"the loop took no optimizer step on the batch of update {k} in one process, but it did on the ranks."
             )
         balance(self.unit)
@@ -79,7 +79,7 @@ class LoopReference(AutoReference):
                 self.turns.again(batch)
             self._has_begun = True
             if plain.loss is None:
-                raise UsageError("the loop took no window of a batch in one process, but it did on the ranks.")
+                raise ProveError("the loop took no window of a batch in one process, but it did on the ranks.")
             self.note_draws(each)
             mean += float(plain.loss) * each.share
         if not self._trains:

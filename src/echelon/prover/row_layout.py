@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ProveError
 from echelon.parallel.fsdp import FSDPStrategy
 from echelon.parallel.layouts import in_words, resolve, with_options_of
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
@@ -36,7 +36,7 @@ class RowLayout(Strategy):
         """In place of the script's own layout."""
         own = own or NOOPStrategy()
         if self._given is None and isinstance(own, NOOPStrategy) and rank_info().world_size > 1:
-            raise UsageError("the script names no layout: it is for one process.")
+            raise ProveError("the script names no layout: it is for one process.")
         # Mixed precision is left out: of layouts that are compared, only the script's own has it.
         mine = own.but(mixed_precision=None) if isinstance(own, FSDPStrategy) else own
         self._layout = self._given or (mine if self._dtype is torch.float64 else own)

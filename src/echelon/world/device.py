@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import DeviceError
 from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores
 from echelon.contracts.numbers import digits
 from echelon.contracts.rank import RankInfo
@@ -49,16 +49,16 @@ def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = 
     if imposed := os.environ.get(DEVICE_VARIABLE):
         said, chosen = DEVICE_VARIABLE, imposed
     if chosen not in (None, "cpu", "cuda"):
-        raise UsageError(f"{said} must be 'cpu' or 'cuda', got {chosen!r}.")
+        raise DeviceError(f"{said} must be 'cpu' or 'cuda', got {chosen!r}.")
     if chosen == "cpu" or (chosen is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise UsageError(f"{said} is 'cuda', but torch finds no CUDA device here. Use {said}='cpu'.")
+        raise DeviceError(f"{said} is 'cuda', but torch finds no CUDA device here. Use {said}='cpu'.")
     # A launcher that shows every rank one device only (CUDA_VISIBLE_DEVICES per rank) leaves index 0.
     index = 0 if count == 1 and info.local_world_size > 1 and "CUDA_VISIBLE_DEVICES" in os.environ else info.local_rank
     if index >= count and not shared:
-        raise UsageError(
+        raise DeviceError(
             f"rank {info.rank} has local rank {info.local_rank}, but its node has {count} CUDA devices. "
             f"Start at most {count} ranks a node, compute on the CPU (`--device cpu`, or {DEVICE_VARIABLE}=cpu), or let ranks "
             "share a device by init_from_env(pg_backend='gloo')."

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.world.init import ensure_group
 from echelon.world.timeout import inherit_timeout
 
@@ -70,20 +70,22 @@ class ParallelDims:
         for name, size in {**axes, "ep": ep}.items():
             if size is not None and size < 1 and (size != -1 or name == "ep"):
                 rest = "" if name == "ep" else ", or -1 for what the other axes leave"
-                raise UsageError(f"{name} must be at least 1{rest}, got {size}.")
+                raise LayoutError(f"{name} must be at least 1{rest}, got {size}.")
         rest_of = [name for name, size in axes.items() if size == -1]
         if len(rest_of) > 1:
-            raise UsageError(f"one axis can be -1, what the others leave, got {' and '.join(rest_of)}.")
+            raise LayoutError(f"one axis can be -1, what the others leave, got {' and '.join(rest_of)}.")
         free = rest_of[0] if rest_of else "dp_shard" if dp_shard is None else None
         known = {name: 1 if size is None else size for name, size in axes.items() if name != free}
         sizes = dict(known)
         if free is not None and world_size % math.prod(known.values()) == 0:
             sizes[free] = world_size // math.prod(known.values())
         if math.prod(sizes.values()) != world_size or len(sizes) < len(axes):
-            raise UsageError(_misfit(world_size, {n: s for n, s in sizes.items() if s > 1 or (axes[n] == s and n == "dp_shard")}))
+            raise LayoutError(
+                _misfit(world_size, {n: s for n, s in sizes.items() if s > 1 or (axes[n] == s and n == "dp_shard")})
+            )
         shards = sizes["dp_shard"] * sizes["cp"]
         if shards % ep:
-            raise UsageError(
+            raise LayoutError(
                 f"ep must divide dp_shard x cp, the ranks that share parameters, got ep={ep} for dp_shard {sizes['dp_shard']} x "
                 f"cp {sizes['cp']} = {shards}. Set ep to {' or '.join(str(d) for d in _divisors(shards))}."
             )
@@ -185,7 +187,7 @@ class ParallelDims:
 
         ensure_group(device)
         if self.size != dist.get_world_size():
-            raise UsageError(_misfit(dist.get_world_size(), {name: getattr(self, name) for name in AXES}))
+            raise LayoutError(_misfit(dist.get_world_size(), {name: getattr(self, name) for name in AXES}))
         global _made_under
         if _made_under is not dist.group.WORLD:
             _meshes.clear()  # of default groups that are gone

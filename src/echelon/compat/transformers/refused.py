@@ -6,6 +6,7 @@ from typing import Any
 
 import transformers
 
+from echelon.contracts import errors
 from echelon.contracts.errors import UsageError
 
 __all__ = ["NotHereError", "check_overrides", "not_here"]
@@ -25,7 +26,7 @@ _INSTEAD = {
 }
 
 
-class NotHereError(UsageError, AttributeError):
+class NotHereError(errors.NotHereError, AttributeError):
     """An attribute of transformers' Trainer that this one does not have."""
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ClusterError
 from echelon.contracts.files import open_to_append
 from echelon.contracts.machine import boot_id, started_at
 from echelon.contracts.run_dir import RunDir
@@ -49,7 +49,7 @@ class LocalJob(FolderJob):
     def _stop(self) -> None:
         host = str(self.believed().get("host", ""))
         if host not in ("", socket.gethostname()):
-            raise UsageError(f"job {self.id} runs on {host}. Cancel it there.")
+            raise ClusterError(f"job {self.id} runs on {host}. Cancel it there.")
         if not _PID.fullmatch(self.id):
             return
         # Held before it is looked at: no other process is given its number meanwhile.
@@ -87,7 +87,7 @@ class LocalLauncher:
             UsageError: a job that cannot run here.
         """
         if spec.nodes != 1:
-            raise UsageError(f"--nodes must be 1 on this machine, got {spec.nodes}. For a cluster, submit with --to slurm.")
+            raise ClusterError(f"--nodes must be 1 on this machine, got {spec.nodes}. For a cluster, submit with --to slurm.")
 
     def submit(self, spec: JobSpec, run: RunDir) -> LocalJob:
         self.check(spec)

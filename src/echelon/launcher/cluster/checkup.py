@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from echelon.contracts.errors import EchelonError, RankFailedError, RankTimeoutError, UsageError
+from echelon.contracts.errors import ClusterError, EchelonError, RankFailedError, RankTimeoutError
 from echelon.contracts.files import read_bytes
 from echelon.contracts.hostlist import expand_hostlist
 from echelon.contracts.numbers import digits
@@ -55,7 +55,7 @@ def allocation(env: Mapping[str, str]) -> list[str]:
         return []
     tasks = digits(env.get("SLURM_STEP_NUM_TASKS", "")) or 1
     if "SLURM_PROCID" in env and tasks > 1:
-        raise UsageError(f"srun started {tasks} of `echelon doctor`. Start it once, without srun: it starts its ranks itself.")
+        raise ClusterError(f"srun started {tasks} of `echelon doctor`. Start it once, without srun: it starts its ranks itself.")
     return expand_hostlist(env.get("SLURM_JOB_NODELIST", ""), "SLURM_JOB_NODELIST")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.contracts.errors import ClusterError, RankFailedError
 from echelon.contracts.files import read_end
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.terminal import printable
@@ -100,7 +100,7 @@ class FunctionJob:
     def _key(self) -> str:
         key = str(self._job.believed().get("key", ""))
         if not key:
-            raise UsageError(f"{self.run.path} was submitted by an earlier version, whose values have no seal. Submit again.")
+            raise ClusterError(f"{self.run.path} was submitted by an earlier version, whose values have no seal. Submit again.")
         return key
 
     def _values(self) -> list[Any]:
@@ -141,7 +141,7 @@ class FinishedJob:
         return True
 
     def log(self, rank: int = 0) -> Path:
-        raise UsageError("the function was called in this process: its output is here.")
+        raise ClusterError("the function was called in this process: its output is here.")
 
     def cancel(self) -> None:
         """It has ended."""

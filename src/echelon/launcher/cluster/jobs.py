@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ClusterError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.cluster.background import LocalJob
 from echelon.launcher.cluster.kubernetes import KubernetesJob
@@ -35,7 +35,7 @@ def job_of(run: RunDir) -> FolderJob:
     _, said = read_spec(run, believe=False)
     kind = _LAUNCHERS.get(str(said.get("launcher")))
     if kind is None:
-        raise UsageError(f"{run.path} holds no submitted job (job/job.json names an unknown launcher).")
+        raise ClusterError(f"{run.path} holds no submitted job (job/job.json names an unknown launcher).")
     return kind(run)
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import ClusterError, EchelonError
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.terminal import say
 from echelon.launcher.cluster.conclude import conclude, refuse
@@ -61,11 +61,11 @@ def render(
     """
     claim, _, path = volume.partition(":")
     if not _NAME.fullmatch(name):
-        raise UsageError(
+        raise ClusterError(
             f"--name must be at most 52 of a-z 0-9 -, begin with a letter and not end with -, for Kubernetes, got {name!r}."
         )
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) or not PurePosixPath(path).is_absolute():
-        raise UsageError(
+        raise ClusterError(
             f"--volume must be CLAIM:PATH, a claim that all pods can write and its absolute path there, got {volume!r}."
         )
     run, label = str(PurePosixPath(path) / "runs" / name), "batch.kubernetes.io/"
@@ -94,7 +94,7 @@ def _resources(cpus: int, gpus: int | None, mem: str | None) -> dict[str, object
     """Of a pod, in Kubernetes' words."""
     amount = re.fullmatch(r"(\d+)([KMGT]?)", mem) if mem is not None else None
     if mem is not None and amount is None:
-        raise UsageError(f"--mem must be a number followed by K, M, G or T, got {mem!r}.")
+        raise ClusterError(f"--mem must be a number followed by K, M, G or T, got {mem!r}.")
     resources: dict[str, object] = {"cpu": str(cpus)}
     if amount:
         resources["memory"] = f"{amount[1]}{amount[2] or 'M'}i"
@@ -124,7 +124,7 @@ class KubernetesJob(FolderJob):
         return (None, "") if ended else (JobState.RUNNING, f"or gone: kubectl get job {self.run.name}")
 
     def _stop(self) -> None:
-        raise UsageError(f"echelon does not talk to Kubernetes itself. Run: kubectl delete job {self.run.name}")
+        raise ClusterError(f"echelon does not talk to Kubernetes itself. Run: kubectl delete job {self.run.name}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from echelon.contracts.errors import EchelonError, LauncherEnvironmentError, UsageError
+from echelon.contracts.errors import ClusterError, EchelonError, LauncherEnvironmentError
 from echelon.contracts.hostlist import expand_hostlist
 from echelon.contracts.numbers import count_in
 from echelon.contracts.run_dir import RunDir
@@ -130,7 +130,7 @@ def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None,
     if spec.kind != "call":
         return run_local(spec, here, meeting=meeting)
     if call_sha256 is None:
-        raise UsageError("a call is run only with --call-sha256, the checksum of what was submitted.")
+        raise ClusterError("a call is run only with --call-sha256, the checksum of what was submitted.")
     from echelon.launcher.functions.run import call_fields
 
     return run_local(spec, here, meeting=meeting, start_fields=call_fields(call_sha256, key, task))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.arguments import flags_of, mapping
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import ClusterError, require
 from echelon.launcher.cluster.slurm.render import SlurmOptions
 from echelon.launcher.functions.command import parse
 from echelon.launcher.functions.run import check_environment
@@ -87,7 +87,7 @@ class SlurmConfig:
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
-            raise UsageError(f"mode must be one of {', '.join(_MODES)}, got {self.mode!r}.")
+            raise ClusterError(f"mode must be one of {', '.join(_MODES)}, got {self.mode!r}.")
         flags_of(self)
         for name in ("partition", "node_list", "node_list_exclude", "mem", "distributed_launch_command"):
             require(isinstance(getattr(self, name), str), name, "a string", getattr(self, name))
@@ -103,13 +103,13 @@ class SlurmConfig:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), least)
         if not isinstance(self.job_name, str) or not self.job_name.strip() or not self.job_name.isprintable():
-            raise UsageError(f"job_name must be one line without control characters, got {self.job_name!r}.")
+            raise ClusterError(f"job_name must be one line without control characters, got {self.job_name!r}.")
         for name in ("setup", "exclude_code_folders", "code_file_suffixes"):
             lines = getattr(self, name)
             if isinstance(lines, str) or not all(isinstance(line, str) for line in lines or ()):
-                raise UsageError(f"{name} must be a list of strings, got {lines!r}.")
+                raise ClusterError(f"{name} must be a list of strings, got {lines!r}.")
         if self.use_distributed_env and not self.distributed_launch_command:
-            raise UsageError(
+            raise ClusterError(
                 "use_distributed_env=True needs a distributed_launch_command, such as 'torchrun --nnodes {num_machines} "
                 "--nproc-per-node 4 --node-rank {machine_rank} --master-addr {main_process_ip} --master-port {main_process_port} "
                 "main.py'. Without either, the function itself is called on each rank."
@@ -129,7 +129,7 @@ class SlurmConfig:
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
-            raise UsageError(f"config must be a SlurmConfig or a dict of its fields, got {type(given).__name__}.")
+            raise ClusterError(f"config must be a SlurmConfig or a dict of its fields, got {type(given).__name__}.")
         cls._check_names(given)
         return cls(**given)
 
@@ -148,7 +148,7 @@ class SlurmConfig:
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, 1)
-                raise UsageError(f"SlurmConfig has no field {name!r}." + (f" Is it {near[0]}?" if near else ""))
+                raise ClusterError(f"SlurmConfig has no field {name!r}." + (f" Is it {near[0]}?" if near else ""))
 
     @property
     def output_path(self) -> Path:
@@ -192,4 +192,4 @@ class SlurmConfig:
 
 def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        raise ClusterError(f"{name} must be a whole number of at least {least}, got {value!r}.")

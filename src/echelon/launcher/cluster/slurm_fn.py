@@ -19,7 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import ClusterError, EchelonError
 from echelon.contracts.files import private_folder, write_whole
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher.calls import Call, checksum, main_module, owner_only, pack, refuse_in_bootstrap, write_call
@@ -121,7 +121,7 @@ class ConfiguredFunction(Generic[P, T]):
         lists = [list(column) for column in columns]
         if not lists or not lists[0] or len({len(column) for column in lists}) > 1:
             lengths = ", ".join(str(len(column)) for column in lists)
-            raise UsageError(f"the columns of map_array must have one length of at least 1, got {lengths or 'none'}.")
+            raise ClusterError(f"the columns of map_array must have one length of at least 1, got {lengths or 'none'}.")
         return self._start([(row, {}) for row in zip(*lists, strict=True)], array=True)
 
     map = map_array
@@ -145,10 +145,10 @@ class ConfiguredFunction(Generic[P, T]):
             UsageError: no job, or an unknown condition.
         """
         if condition not in _CONDITIONS:
-            raise UsageError(f"condition must be one of {', '.join(_CONDITIONS)}, got {condition!r}.")
+            raise ClusterError(f"condition must be one of {', '.join(_CONDITIONS)}, got {condition!r}.")
         known = tuple(_flat(jobs))
         if not known:
-            raise UsageError(f"{condition} needs at least one job, got none.")
+            raise ClusterError(f"{condition} needs at least one job, got none.")
         return replace(self, conditions=(*self.conditions, (condition, known)))
 
     def script(self, *args: P.args, **kwargs: P.kwargs) -> str:
@@ -285,7 +285,7 @@ class ConfiguredFunction(Generic[P, T]):
                 well = job.wait().exit_code == 0
                 if (condition == "afterok" and not well) or (condition == "afternotok" and well):
                     ended = "well" if well else "badly"
-                    raise UsageError(
+                    raise ClusterError(
                         f"{self._name} waits for {condition} of job {job.id}, which ended {ended}, so it will never begin."
                     )
         return ",".join(f"{condition}:{':'.join(ids)}" for condition, ids in waits.items()) or None
@@ -307,7 +307,7 @@ def _flat(jobs: Any) -> Iterable[AnyJob]:
         for job in jobs:
             yield from _flat(job)
     else:
-        raise UsageError(f"a job must be one that slurm_fn returned, got {jobs!r}.")
+        raise ClusterError(f"a job must be one that slurm_fn returned, got {jobs!r}.")
 
 
 def _word(word: str, copied: Callable[[str], str]) -> str:

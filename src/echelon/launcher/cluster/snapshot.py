@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ClusterError
 
 __all__ = ["Copy", "copy_code", "snapshot"]
 
@@ -86,7 +86,7 @@ def copy_code(
             continue
         count += 1
         if count > _MOST_FILES:
-            raise UsageError(
+            raise ClusterError(
                 f"{base} has more than {_MOST_FILES} files to copy for the job. Put the code into a git repository, "
                 "with data in .gitignore, or run without a copy: --no-snapshot, or pack_code=False."
             )
@@ -100,7 +100,7 @@ def _below(root: str, base: Path, files: list[str] | None) -> tuple[Path, list[s
     """The chosen folder, and those of the files in `base` that lie in it, where git knows them."""
     chosen = Path(root).resolve()
     if not chosen.is_dir():
-        raise UsageError(f"code_root must be a folder, got {root!r}.")
+        raise ClusterError(f"code_root must be a folder, got {root!r}.")
     if files is None or not chosen.is_relative_to(base):
         return chosen, None
     return chosen, [str((base / f).relative_to(chosen)) for f in files if (base / f).is_relative_to(chosen)]

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ClusterError
 from echelon.launcher.dragon.guard import Guard, end_runtime
 
 __all__ = ["FOLDER_VARIABLE", "run_on_dragon"]
@@ -44,12 +44,12 @@ def run_on_dragon(script: str, args: Sequence[str] = (), *, nodes: bool = False,
         UsageError: dragonhpc is not installed.
     """
     if importlib.util.find_spec("dragon") is None:
-        raise UsageError("Dragon is not installed. Run: pip install 'echelon[dragon]' (Linux on x86_64, Python 3.11 or later).")
+        raise ClusterError("Dragon is not installed. Run: pip install 'echelon[dragon]' (Linux on x86_64, Python 3.11 or later).")
     # Its own helpers are looked for on the path, which a virtual environment that is not activated is not on.
     env = {**os.environ, "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])}
     program = shutil.which("dragon", path=env["PATH"])
     if program is None:
-        raise UsageError("Dragon is installed, but its command `dragon` is not on PATH. Add its folder to PATH.")
+        raise ClusterError("Dragon is installed, but its command `dragon` is not on PATH. Add its folder to PATH.")
     # Several nodes meet in the folder where the program was started, as Dragon's own files do.
     folder = Path(tempfile.mkdtemp(prefix="echelon-dragon-", dir=os.getcwd() if nodes else None))
     env[FOLDER_VARIABLE] = str(folder)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from echelon.contracts.arguments import flags, mapping, several
-from echelon.contracts.errors import RankTimeoutError, UsageError
+from echelon.contracts.errors import ClusterError, RankTimeoutError
 from echelon.contracts.numbers import number, whole
 from echelon.launcher.dragon.system import System, on_dragon
 from echelon.launcher.functions.run import Cancel, call, check_function
@@ -67,7 +67,7 @@ class CollectiveGroup:
         if nprocs is not None:
             nprocs = whole("nprocs", nprocs, at_least=1)
         if nprocs is not None and policies and nprocs != len(policies):
-            raise UsageError(f"nprocs must be the number of policies, {len(policies)}, got {nprocs}. Leave nprocs out.")
+            raise ClusterError(f"nprocs must be the number of policies, {len(policies)}, got {nprocs}. Leave nprocs out.")
         if policies is not None and not policies:
             logger.warning("policies is empty, as gpu_policies() is without a GPU; starting one rank per core")
         self.policies = list(policies or _by_default(nprocs))
@@ -121,7 +121,7 @@ class CollectiveGroup:
 
     def _must_be(self, what: str, state: str) -> None:
         if self._state != state:
-            raise UsageError(
+            raise ClusterError(
                 f"CollectiveGroup.{what}() was called on a group that is {self._state}. The order is init, start, join, close."
             )
 
@@ -216,9 +216,9 @@ def _check_here(policies: Sequence[Any]) -> None:
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     for rank, policy in enumerate(policies):
         if policy.host_name not in here:
-            raise UsageError(
+            raise ClusterError(
                 f"policies[{rank}].host_name must be this machine, got {policy.host_name!r}. Other nodes are reached on Dragon's "
                 "runtime, `echelon dragon`, or with `echelon submit`."
             )
         if absent := set(policy.cpu_affinity) - mine:
-            raise UsageError(f"policy {rank}: this process may not use core {', '.join(map(str, sorted(absent)))}.")
+            raise ClusterError(f"policy {rank}: this process may not use core {', '.join(map(str, sorted(absent)))}.")

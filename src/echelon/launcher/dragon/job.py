@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.contracts.errors import ClusterError, EchelonError, RankFailedError
 from echelon.contracts.files import open_to_append
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
@@ -35,9 +35,9 @@ class DragonLauncher(LocalLauncher):
 
     def check(self, spec: JobSpec) -> None:
         if spec.kind == "call":
-            raise UsageError("functions run on Dragon in a CollectiveGroup: `echelon dragon SCRIPT`.")
+            raise ClusterError("functions run on Dragon in a CollectiveGroup: `echelon dragon SCRIPT`.")
         if importlib.util.find_spec("dragon") is None:
-            raise UsageError(
+            raise ClusterError(
                 "Dragon is not installed. Run: pip install 'echelon[dragon]' (Linux on x86_64, Python 3.11 or later)."
             )
 
@@ -89,7 +89,7 @@ def head(here: RunDir, sha256: str) -> int:
     ranks = spec.ranks * spec.nodes
     policies = System().gpu_policies() or System().cpu_policies(ranks)
     if len(policies) < ranks:
-        raise UsageError(f"{ranks} ranks were asked for, but Dragon's nodes have {len(policies)} GPUs, one for each rank.")
+        raise ClusterError(f"{ranks} ranks were asked for, but Dragon's nodes have {len(policies)} GPUs, one for each rank.")
     group = CollectiveGroup(run_rank, (str(here.path), here.attempt, sha256), policies=policies[:ranks])
     try:
         group.start()

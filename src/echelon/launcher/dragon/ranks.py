@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import RankFailedError, RankTimeoutError, UsageError
+from echelon.contracts.errors import ClusterError, RankFailedError, RankTimeoutError
 from echelon.contracts.machine import usable_cores
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import write_json
@@ -65,7 +65,7 @@ class DragonRanks:
         self._ranks = len(policies)
         for rank, policy in enumerate(policies):
             if policy.host_name and policy.host_name not in hosts:
-                raise UsageError(
+                raise ClusterError(
                     f"policies[{rank}].host_name must be one of Dragon's nodes, {', '.join(hosts)}, got {policy.host_name!r}."
                 )
         # `echelon dragon` removes its folder in any case. Under a plain `dragon` all nodes see where it was started.

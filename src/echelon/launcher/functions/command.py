@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from echelon.contracts.asked import Asked
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LaunchError
 from echelon.contracts.files import open_to_append, parse_object, read_bytes, read_end
 from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir
@@ -64,21 +64,21 @@ def parse(command: str) -> list[str]:
         UsageError: an unknown placeholder, an unbalanced quote, or words that only a shell would understand.
     """
     if not command.isprintable():
-        raise UsageError(f"distributed_launch_command must be one line without control characters, got {command!r}.")
+        raise LaunchError(f"distributed_launch_command must be one line without control characters, got {command!r}.")
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise UsageError(f"distributed_launch_command cannot be split into words ({error}), got {command!r}.") from None
+        raise LaunchError(f"distributed_launch_command cannot be split into words ({error}), got {command!r}.") from None
     if not words:
-        raise UsageError(
+        raise LaunchError(
             "distributed_launch_command must be a command such as torchrun --nproc-per-node {num_processes} main.py, got nothing."
         )
     for name in _FIELD.findall(command):
         if name not in PLACEHOLDERS:
             known = ", ".join(f"{{{p}}}" for p in PLACEHOLDERS)
-            raise UsageError(f"the placeholders of distributed_launch_command must be among {known}, got {{{name}}}.")
+            raise LaunchError(f"the placeholders of distributed_launch_command must be among {known}, got {{{name}}}.")
     if shell := next((word for word in words if word in _SHELL), None):
-        raise UsageError(
+        raise LaunchError(
             f"distributed_launch_command must do without a shell, got {shell!r}. Put what comes before it into `setup`."
         )
     return words
@@ -134,10 +134,10 @@ def _about(spec: JobSpec) -> dict[str, Any]:
     try:
         text = read_bytes(spec.code)
     except OSError as error:
-        raise UsageError(f"{spec.code} cannot be read: {error.strerror}. Submit again.") from error
+        raise LaunchError(f"{spec.code} cannot be read: {error.strerror}. Submit again.") from error
     about = parse_object(text) if checksum(text) == spec.sha256 else None
     if about is None:
-        raise UsageError(f"{spec.code} is not what was submitted. Who can write there? Submit again.")
+        raise LaunchError(f"{spec.code} is not what was submitted. Who can write there? Submit again.")
     return about
 
 
@@ -145,7 +145,7 @@ def _program(name: str, env: Mapping[str, str]) -> str:
     """Where the program is on the PATH of `env`."""
     found = shutil.which(name, path=env["PATH"])
     if found is None:
-        raise UsageError(
+        raise LaunchError(
             f"distributed_launch_command begins with {name!r}, and {socket.gethostname()} has no such program, neither beside "
             f"{sys.executable} nor on its PATH. Install it, name it with its whole path, or load its environment in `setup`."
         )

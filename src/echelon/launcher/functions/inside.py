@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from echelon.contracts.asked import Asked
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LaunchError
 from echelon.contracts.files import open_to_append
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import write_json
@@ -68,7 +68,7 @@ def call_site() -> CallSite | None:
     try:
         return CallSite(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{VARIABLE}={text!r} cannot be read: {error}. The launcher sets it; unset it.") from error
+        raise LaunchError(f"{VARIABLE}={text!r} cannot be read: {error}. The launcher sets it; unset it.") from error
 
 
 def run_call(at: CallSite, name: str, function: Callable[[], Any]) -> NoReturn:
@@ -79,7 +79,7 @@ def run_call(at: CallSite, name: str, function: Callable[[], Any]) -> NoReturn:
     """
     global _begun
     if name != at.function:
-        raise UsageError(
+        raise LaunchError(
             f"job {at.number + 1} of this script called {at.function} when it was submitted, and calls {name} here. "
             "A launch command runs the script again on the nodes, where it must make the same calls."
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from echelon.contracts.arguments import flags, is_path, mapping, several
-from echelon.contracts.errors import EchelonError, RankFailedError, UsageError, require
+from echelon.contracts.errors import EchelonError, LaunchError, RankFailedError, require
 from echelon.contracts.files import working_folder
 from echelon.contracts.numbers import number, whole
 from echelon.contracts.overrides import overrides
@@ -130,7 +130,7 @@ def launch(
 
 def _refuse_under_prove() -> None:
     if overrides().observes:
-        raise UsageError(
+        raise LaunchError(
             "the script starts ranks itself, with launch or spawn, but `echelon prove` and `echelon plan` run it in ranks of "
             "their own. Let it call train or fit in every process, as under `echelon run`; or call echelon.prove with the "
             "functions that make its unit and its data."
@@ -274,7 +274,7 @@ def check_environment(env: Mapping[str, str], what: str) -> None:
     for name, value in env.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             kind = type(value).__name__  # not the value, which may be a secret
-            raise UsageError(f"{what}[{name!r}] must be a string, as all environment variables, got {kind}.")
+            raise LaunchError(f"{what}[{name!r}] must be a string, as all environment variables, got {kind}.")
 
 
 def spawn(fn: Callable[..., T], args: Sequence[Any] = (), nprocs: int | str = 1, **options: Any) -> list[T]:
@@ -285,7 +285,7 @@ def spawn(fn: Callable[..., T], args: Sequence[Any] = (), nprocs: int | str = 1,
     """
     for name, harmless in (("join", (True,)), ("daemon", (True, False)), ("start_method", ("spawn", "forkserver"))):
         if options.pop(name, harmless[0]) not in harmless:
-            raise UsageError(f"{name} of spawn must be {' or '.join(map(repr, harmless))} here.")
+            raise LaunchError(f"{name} of spawn must be {' or '.join(map(repr, harmless))} here.")
     check_function("fn", fn)
     for name in options.keys() - _OPTIONS:
         instead = " It takes nprocs." if name == "ranks" else ""

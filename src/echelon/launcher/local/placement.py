@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LaunchError
 from echelon.contracts.machine import DEVICE_VARIABLE, visible_devices
 
 __all__ = ["bound", "cores_near", "cores_of_gpus", "cores_of_rank", "interfaces", "numa_nodes", "parse_cpu_list"]
@@ -31,7 +31,7 @@ def cores_of_rank(cores: Sequence[int], local_rank: int, local_ranks: int, numa:
         numa: the cores of each NUMA node; cores in none of them form one of their own. Empty is one node.
     """
     if not 0 <= local_rank < local_ranks:
-        raise UsageError(f"local_rank must be between 0 and {local_ranks - 1}, got {local_rank}.")
+        raise LaunchError(f"local_rank must be between 0 and {local_ranks - 1}, got {local_rank}.")
     allowed = sorted(set(cores))
     nodes = [kept for node in numa if (kept := [c for c in sorted(set(node)) if c in set(allowed)])]
     known = {c for node in nodes for c in node}
@@ -106,7 +106,7 @@ def bound(
         visible = visible_devices(env)
         if local_ranks > len(visible):
             said = f" (CUDA_VISIBLE_DEVICES={env[_VISIBLE]})" if _VISIBLE in env else ""
-            raise UsageError(f"{local_ranks} ranks need a GPU each, but {len(visible)} are visible here{said}.")
+            raise LaunchError(f"{local_ranks} ranks need a GPU each, but {len(visible)} are visible here{said}.")
         variables[_VISIBLE] = visible[local_rank]
     return own, variables
 

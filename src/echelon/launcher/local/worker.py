@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from echelon.contracts import pulse
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LaunchError
 from echelon.contracts.files import open_to_append
 from echelon.contracts.redact import redacted, secret_values
 from echelon.contracts.run_dir import write_json
@@ -323,7 +323,7 @@ def leave_value(function: Callable[[], Any], result: str, name: str, key: str) -
     try:
         write_value(value, result, key)
     except Exception as error:
-        raise UsageError(
+        raise LaunchError(
             f"the value that {name} returned, of type {type(value).__name__}, "
             f"cannot be sent to the caller ({error}). Return plain values, arrays or tensors."
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import CallbackError, UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.loop.callback import Callback
 from echelon.loop.early_stop import EarlyStopChecker
@@ -37,7 +37,7 @@ class EarlyStopping(Callback):
         UsageError: on all ranks, when there is no number of that name, with the names that there are.
     """
 
-    refusal = UsageError
+    refusal: type[UsageError] = CallbackError
 
     meets = True
 
@@ -61,7 +61,7 @@ class EarlyStopping(Callback):
         if early_stop_checker is None:
             mode = mode_of(monitored_attr, mode)
             if mode is None:
-                raise UsageError(
+                raise CallbackError(
                     f"mode must be 'min' or 'max' for {monitored_attr!r}, got neither, and the name does not say it."
                 )
             early_stop_checker = EarlyStopChecker(mode, 3 if patience is None else patience, min_delta or 0.0)

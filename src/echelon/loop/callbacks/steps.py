@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from echelon.contracts.arguments import several
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import CallbackError
 from echelon.contracts.numbers import whole
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
@@ -64,7 +64,7 @@ class LogsAtInterval(Callback):
         self, loggers: MetricLogger | Sequence[MetricLogger], *, logging_interval: Literal["epoch", "step"] = "epoch"
     ) -> None:
         if logging_interval not in ("epoch", "step"):
-            raise UsageError(
+            raise CallbackError(
                 f"Invalid value '{logging_interval}' for argument logging_interval. Accepted values are ('epoch', 'step')."
             )
         given = [loggers] if _can_log(loggers) else loggers

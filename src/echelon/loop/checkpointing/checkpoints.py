@@ -11,7 +11,7 @@ from typing import Any, Literal
 from echelon.checkpoint.location import location
 from echelon.checkpoint.policy import BestCheckpointConfig, Keep
 from echelon.contracts.arguments import flags_of, options_of
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import CheckpointOptionError, UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.launcher.job import parse_duration
@@ -78,7 +78,7 @@ class Checkpoints:
         try:
             return parse_duration(self.every, "every")
         except UsageError:
-            raise UsageError(
+            raise CheckpointOptionError(
                 f"every must be a number of updates, 'epoch', or a duration such as '10min' or '1h', got {self.every!r}."
             ) from None
 
@@ -89,7 +89,7 @@ class Checkpoints:
         wanted = "the name of a number, or a pair of it and 'min' or 'max'"
         require(isinstance(name, str) and name != "", "best", wanted, self.best)
         if (found := mode_of(name, mode)) is None:
-            raise UsageError(
+            raise CheckpointOptionError(
                 f"best must be a pair such as ({name!r}, 'max'), got {self.best!r}, which does not say what is better."
             )
         return BestCheckpointConfig(name, found)

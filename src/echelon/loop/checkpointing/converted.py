@@ -19,7 +19,7 @@ from torch import nn
 
 from echelon.checkpoint.placed import Block, Computed, Held, Layout, Lays, chunks, joined, stacked
 from echelon.checkpoint.plain import dtype_of
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import CheckpointOptionError
 from echelon.parallel.names import plain_name
 from echelon.parallel.shards import authors_class, is_fully_sharded
 
@@ -166,7 +166,7 @@ class _Conversion:
             targets = converted(on_meta)
         except Exception as error:
             names = [name for each in sources.values() for name in each]
-            raise UsageError(
+            raise CheckpointOptionError(
                 f"transformers cannot make {first} of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: {error}"
             ) from error
         blocks = self._blocks(converter, sources)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from echelon.contracts.arguments import flags_of, several
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import CheckpointOptionError, require
 from echelon.contracts.numbers import whole
 from echelon.contracts.older_words import translated
 
@@ -50,7 +50,7 @@ class SaveOptions:
                 object.__setattr__(self, name, value)
         flags_of(self)
         if self.on_busy not in ("wait", "skip"):
-            raise UsageError(f"on_busy must be 'wait' or 'skip', got {self.on_busy!r}.")
+            raise CheckpointOptionError(f"on_busy must be 'wait' or 'skip', got {self.on_busy!r}.")
         whole("tolerated_failures", self.tolerated_failures, at_least=0)
         if self.keep_every_n_updates is not None:
             whole("keep_every_n_updates", self.keep_every_n_updates, at_least=1, or_none="for none")
@@ -109,4 +109,4 @@ def check_group(process_group: dist.ProcessGroup | None) -> None:
     require(is_group, "process_group", "None or a group of all ranks", process_group)
     size, all_ranks = dist.get_world_size(process_group), dist.get_world_size()
     if size != all_ranks:
-        raise UsageError(f"process_group must be None or a group of all {all_ranks} ranks, got one of {max(size, 0)}.")
+        raise CheckpointOptionError(f"process_group must be None or a group of all {all_ranks} ranks, got one of {max(size, 0)}.")

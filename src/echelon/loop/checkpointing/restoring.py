@@ -12,7 +12,14 @@ from typing import Any
 from echelon.checkpoint import commit, foreign, store
 from echelon.checkpoint.location import Location, absolute
 from echelon.checkpoint.store import Report
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UsageError, require
+from echelon.contracts.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointOptionError,
+    UsageError,
+    require,
+)
 from echelon.contracts.terminal import printable
 from echelon.data.base import BaseLoader
 from echelon.data.fingerprint import checksum
@@ -92,7 +99,9 @@ def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: R
     if isinstance(path, Path) and foreign.is_weights(path):
         modules = unit.prepared_modules()
         if len(modules) != 1:
-            raise UsageError(f"{path} holds the weights of one module, and the unit has {len(modules)}: {', '.join(modules)}.")
+            raise CheckpointOptionError(
+                f"{path} holds the weights of one module, and the unit has {len(modules)}: {', '.join(modules)}."
+            )
         (module,) = modules.values()
         expected = set[str]()
 
@@ -340,7 +349,7 @@ class _IfSaved:
             self._loader.load_state_dict(state_dict)
             return
         if state_dict.keys() == Replayed.STATE:
-            raise UsageError(
+            raise CheckpointOptionError(
                 "the checkpoint was written on one rank, in the middle of an epoch of a DataLoader in torch's own order. "
                 "Go on on one rank, or from a checkpoint of an epoch's end."
             )

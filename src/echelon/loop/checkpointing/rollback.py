@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echelon.checkpoint import commit
-from echelon.contracts.errors import DivergedError, UsageError, require
+from echelon.contracts.errors import CheckpointOptionError, DivergedError, require
 from echelon.contracts.numbers import number, whole
 from echelon.data.loader import Loader
 from echelon.loop.callback import Callback
@@ -80,13 +80,13 @@ class RollBack(Callback):
 
     def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
         if self.watch is None and not hasattr(unit, "latest_update"):
-            raise UsageError(
+            raise CheckpointOptionError(
                 f"RollBack must be told what to watch, since {type(unit).__name__} is not an AutoUnit: watch=lambda state, "
                 "unit: ..."
             )
         if state.train_state is not None and not hasattr(state.train_state.dataloader, "load_state_dict"):
             name = type(state.train_state.dataloader).__name__
-            raise UsageError(f"the loader must have load_state_dict for RollBack, got {name}. echelon.Loader has it.")
+            raise CheckpointOptionError(f"the loader must have load_state_dict for RollBack, got {name}. echelon.Loader has it.")
         self.saver.folder.take_over(unit, state)  # what is set aside then is not to be rolled back to
         step = unit.train_progress.num_updates_completed
         if not any(commit.step_of(path) <= step for path in commit.candidates(self.saver.dirpath)):

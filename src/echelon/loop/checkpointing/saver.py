@@ -16,7 +16,7 @@ from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned, Snapshot
 from echelon.checkpoint.store import Report
 from echelon.contracts.arguments import flags, options_of
-from echelon.contracts.errors import CheckpointWriteError, UsageError, require
+from echelon.contracts.errors import CheckpointOptionError, CheckpointWriteError, require
 from echelon.contracts.older_words import translated
 from echelon.loop import monitored
 from echelon.loop.callback import Callback
@@ -176,7 +176,7 @@ class DistributedCheckpointSaver(Callback):
         try:
             monitored.number(name, state, unit, "eval")
         except monitored.Unknown as error:
-            raise UsageError(
+            raise CheckpointOptionError(
                 f"best must be the name of a number that is logged, or of an attribute of the unit, got {name!r}: {error}."
             ) from None
 

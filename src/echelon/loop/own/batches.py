@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import OwnLoopError
 from echelon.contracts.numbers import whole
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.parts import Padding
@@ -79,7 +79,7 @@ class EvaluationBatches(_Batches):
         if isinstance(self.loader, BaseLoader):
             _ = self.loader.dp  # which says so if the ranks cannot divide its batches
         if self._unit.forward_is_collective and getattr(self.loader, "pads", False):
-            raise UsageError(_TOO_FEW)
+            raise OwnLoopError(_TOO_FEW)
 
     @staticmethod
     def _divided(loader: Any, unit: LoopUnit) -> Any:
@@ -103,7 +103,7 @@ class EvaluationBatches(_Batches):
                     self._unit.has_evaluated = True
                     yield batch
                 elif together:  # of a loader that cannot tell before
-                    raise UsageError(_TOO_FEW)
+                    raise OwnLoopError(_TOO_FEW)
         finally:
             self._unit.evaluated = None
 
@@ -130,7 +130,7 @@ def refuse_prepared(objects: Sequence[Any], layout: Any) -> None:
                 if isinstance(each, nn.Module)
                 else type(each).__name__
             )
-            raise UsageError(
+            raise OwnLoopError(
                 f"objects must be new to prepare(), got a {what} that an earlier call was given or returned. Make the "
                 "model, the optimizer, the scheduler and the loaders anew for each run, as for each fold; to train the same "
                 "model with another optimizer, give the model that prepare() returned, with layout=None."
@@ -144,7 +144,7 @@ def check_shares(loader: DataLoader[Any], unit: LoopUnit) -> None:
     """
     size = unit.data_rank_and_size
     if size is not None and not is_distributed(loader) and (loader.batch_size or 1) % size[1]:
-        raise UsageError(
+        raise OwnLoopError(
             f"the DataLoader's batch_size must be a multiple of the {size[1]} ranks that share each batch, got "
             f"{loader.batch_size}. Choose another, or give a DistributedSampler: its batch_size is each rank's."
         )

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from echelon.checkpoint.layout import Stateful
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import OwnLoopError
 from echelon.contracts.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
@@ -250,22 +250,22 @@ class _Parts:
         models = trained or found["model"][:1]
         copies = [model for model in found["model"] if all(model is not each for each in models)]
         if not models or not found["optimizer"]:
-            raise UsageError(f"objects must have a model and an optimizer over its parameters, got {', '.join(given)}.")
+            raise OwnLoopError(f"objects must have a model and an optimizer over its parameters, got {', '.join(given)}.")
         schedulers: dict[int, Any] = {}
         for scheduler in found["scheduler"]:
             if all(scheduler.optimizer is not optimizer for optimizer in found["optimizer"]):
-                raise UsageError(
+                raise OwnLoopError(
                     f"a scheduler must be that of an optimizer among the objects, got a {type(scheduler).__name__} of another "
                     f"{type(scheduler.optimizer).__name__}. Give prepare() both."
                 )
             if id(scheduler.optimizer) in schedulers:
-                raise UsageError(
+                raise OwnLoopError(
                     f"objects must have at most one scheduler for each optimizer, got {', '.join(given)}. Combine schedulers by "
                     "torch.optim.lr_scheduler.SequentialLR or ChainedScheduler."
                 )
             schedulers[id(scheduler.optimizer)] = scheduler
         if not found["loader"]:
-            raise UsageError(
+            raise OwnLoopError(
                 f"objects must have the training loader, a torch DataLoader or an echelon.Loader, got {', '.join(given)}."
             )
         first, *others = found["loader"]
@@ -286,7 +286,7 @@ def _kind(thing: Any) -> str:
         return "stateful"
     if isinstance(thing, Iterable) and not isinstance(thing, (str, bytes, type)):
         return "loader"
-    raise UsageError(
+    raise OwnLoopError(
         "objects must be models, optimizers, schedulers, loaders or what has state_dict and load_state_dict, got "
         f"{type(thing).__name__}."
     )

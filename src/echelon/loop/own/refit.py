@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import OwnLoopError
 from echelon.contracts.overrides import overrides
 from echelon.parallel.loading import part_like
 from echelon.parallel.parallelize import parallelize
@@ -45,7 +45,7 @@ def refit(prepared: Any, optimizer: torch.optim.Optimizer, names: Names) -> None
         return
     begun = {p: optimizer.state[p] for p in replaced if optimizer.state.get(p)}
     if any(_is_of_parts(value, p, replaced[p]) for p, state in begun.items() for value in state.values()):
-        raise UsageError(
+        raise OwnLoopError(
             f"the {type(optimizer).__name__} must be new when its model is sharded, got one that has stepped, and whose state "
             "does not have its parameters' shapes. Call prepare() before the first step; to go on from an earlier run, restore "
             "its checkpoint."

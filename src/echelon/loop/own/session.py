@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from echelon.checkpoint.policy import BestCheckpointConfig
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import OwnLoopError
 from echelon.contracts.numbers import whole
 from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
@@ -78,7 +78,7 @@ class Session:
         """
         found: Session | None = kept_for(thing)
         if found is None:
-            raise UsageError(
+            raise OwnLoopError(
                 f"{asked_by} must be given what echelon.prepare(...) returned, its model, optimizer or training loader, got a "
                 f"{type(thing).__name__} that it did not."
             )
@@ -107,7 +107,7 @@ class Session:
             self.saver.note_evaluated(state, self.unit, updates)
             return
         if not self.unit.at_boundary or (self._in_batch and not run.took_step):
-            raise UsageError(
+            raise OwnLoopError(
                 "an evaluation that decides which checkpoint is the best must come behind the loop over the batches, or in it "
                 "after optimizer.step() of an update's last batch (`if window.is_last`), got one "
                 + ("before its batch was trained on." if self.unit.at_boundary else "between the batches of an update.")
@@ -168,7 +168,7 @@ class Session:
             for batch in run.batches(closes=not self._in_epochs) if unit.instead is None else unit.instead():
                 yield self._begin_batch(batch if unit.given is None else unit.given(batch))
                 if self._iteration is not this:
-                    raise UsageError(
+                    raise OwnLoopError(
                         "the training loader must be iterated over by one loop at a time, got a batch of one after "
                         "another had begun. Make a second loader for pairs of batches."
                     )
@@ -215,7 +215,7 @@ class Session:
         if again and self._forgets(run):
             return
         if again and self._in_epochs and self._has_iterated and self.unit.instead is None:
-            raise UsageError(
+            raise OwnLoopError(
                 "the training loader must be iterated over once in each epoch of echelon.epochs(...), got a second time. Count "
                 "each iteration as an epoch; for other passes over the data give prepare() a second loader."
             )
@@ -264,12 +264,12 @@ class Session:
         if window is None:
             return
         if window.error is not None:
-            raise UsageError(
+            raise OwnLoopError(
                 f"a loop must end with an error in its window, got the next batch after {type(window.error).__name__}: "
                 f"{window.error}. Ranks may have failed alone. Leave a batch out by `continue` before its window, on all ranks."
             ) from window.error
         if window.is_last and not window.stepped and self.unit.several is None:
-            raise UsageError(
+            raise OwnLoopError(
                 "the update must end with optimizer.step(), got the next batch before it. Call it after window.backward(loss), "
                 "on the optimizer that prepare() returned. A GradScaler that leaves out steps is left out itself: "
                 "prepare(precision='fp16') has one."
@@ -289,18 +289,18 @@ class Session:
             UsageError: no batch of the prepared loader is under way, or it has had its window.
         """
         if not self._in_batch:
-            raise UsageError(
+            raise OwnLoopError(
                 "echelon.window(...) must be entered for a batch of the training loader that prepare() returned, got none under "
                 "way. Iterate over that loader, `for batch in loader:`, and open one window in it for each batch."
             )
         if self.window is not None:
-            raise UsageError(
+            raise OwnLoopError(
                 "echelon.window(...) must be entered once for each batch, got a second time. Put all of a batch into one."
             )
         if self.unit.plain is None and self.unit.at_boundary:
             self._accumulated, self._witness = False, None
         elif self.unit.several is None and self.unit.plain is None and self._witness is not None and self._witness.grad is None:
-            raise UsageError(
+            raise OwnLoopError(
                 "the gradients of an update must be kept until its last batch, but something has dropped them in the middle. "
                 "Clear them by zero_grad() of the optimizer that prepare() returned, which knows when."
             )
@@ -339,17 +339,17 @@ class Session:
         if self._applying:
             return original() if closure is None else original(closure)
         if closure is not None:
-            raise UsageError(
+            raise OwnLoopError(
                 "optimizer.step() must be called without a closure in a prepared loop, got one. Write a TrainUnit for it."
             )
         window = self.window
         if window is None or not window.went_back:
-            raise UsageError(
+            raise OwnLoopError(
                 "optimizer.step() must follow window.backward(loss) in `with echelon.window(model) as window:`, got a call "
                 + ("without a window." if window is None else "in a window without it. loss.backward() would not weigh the loss.")
             )
         if turn is not None and not window.is_open and self.unit.plain is None:
-            raise UsageError(
+            raise OwnLoopError(
                 f"step() of {turn} must be called inside its window, `with echelon.window(...) as window:`, where there are "
                 "several optimizers, got it behind."
             )

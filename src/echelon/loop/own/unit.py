@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import OwnLoopError
 from echelon.loop.auto import AutoUnit
 from echelon.loop.state import State, step_under_way
 from echelon.parallel.micro_batch import MicroBatch
@@ -73,7 +73,7 @@ class LoopUnit(AutoUnit[Any]):
         super().__init__(module=module, **options)
         self._ended: tuple[Any, Any] = (None, None)  # weight and loss of the latest window
         if self.prepared.takes_windows:
-            raise UsageError(
+            raise OwnLoopError(
                 "the layout must compute micro-batches one by one in a loop of your own, got one that takes the micro-batches "
                 "of an update at once. Write an AutoUnit."
             )
@@ -102,10 +102,10 @@ class LoopUnit(AutoUnit[Any]):
         return False
 
     def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
-        raise UsageError("the loss is computed in your own loop. `train` and `fit` need an AutoUnit with compute_loss.")
+        raise OwnLoopError("the loss is computed in your own loop. `train` and `fit` need an AutoUnit with compute_loss.")
 
     def train_step(self, state: State, data: Any) -> Any:
-        raise UsageError("steps are taken in your own loop. `train` and `fit` need a unit.")
+        raise OwnLoopError("steps are taken in your own loop. `train` and `fit` need a unit.")
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         return self.configured[0]

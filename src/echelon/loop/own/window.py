@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from echelon.contracts.errors import LossError, UsageError
+from echelon.contracts.errors import LossError, OwnLoopError
 from echelon.contracts.numbers import number
 from echelon.loop.loss import problem_with
 from echelon.loop.own.unit import LoopUnit
@@ -100,7 +100,7 @@ class OwnWindow:
             if error is not None:
                 self._session.failed(error)
         if error is None and not self.went_back:
-            raise UsageError(
+            raise OwnLoopError(
                 "the window ended without window.backward(loss). Call it once in each window, in place of loss.backward(); leave "
                 "a batch out by leaving out its window, on all ranks."
             )
@@ -122,7 +122,7 @@ class OwnWindow:
         self._check_open("backward")
         unit = self._session.unit
         if self.went_back and unit.several is None:
-            raise UsageError(
+            raise OwnLoopError(
                 "window.backward must be called once in a window, got a second call. Add the losses and call it with their sum."
             )
         usual = isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad
@@ -196,7 +196,7 @@ class OwnWindow:
     def step(self) -> None:
         """For the optimizer's `step`, in the window's last batch."""
         if self.stepped:
-            raise UsageError("optimizer.step() must be called once in an update, got a second call.")
+            raise OwnLoopError("optimizer.step() must be called once in an update, got a second call.")
         self.stepped = True
         self.updated = self._session.unit.apply(self._session.state, self._norm)
 
@@ -204,13 +204,13 @@ class OwnWindow:
         """Whether there are gradients of a whole update."""
         self._check_open(name)
         if not self.went_back:
-            raise UsageError(f"window.{name} must come after window.backward(loss), got it before.")
+            raise OwnLoopError(f"window.{name} must come after window.backward(loss), got it before.")
         if self.stepped:
-            raise UsageError(f"window.{name} must come before optimizer.step(), got it after.")
+            raise OwnLoopError(f"window.{name} must come before optimizer.step(), got it after.")
         return self.is_last
 
     def _check_open(self, name: str) -> None:
         if not self.is_open:
-            raise UsageError(
+            raise OwnLoopError(
                 f"window.{name} must be called inside its window, `with echelon.window(model) as window:`, got it outside."
             )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.arguments import flags, is_path
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LoggerError, require
 from echelon.contracts.files import write_whole
 from echelon.contracts.numbers import whole
 from echelon.contracts.rank import RankInfo
@@ -119,7 +119,7 @@ class CSVLogger(FileLogger):
             with open(self._path, newline="", encoding="utf-8") as file:
                 self._names = next(csv.reader(file))
             if "step" not in self._names:
-                raise UsageError(
+                raise LoggerError(
                     f"{self._path} exists, and has no column 'step', so this logger did not write it. Choose another path."
                 )
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from echelon.contracts.errors import LauncherEnvironmentError, UsageError
+from echelon.contracts.errors import LauncherEnvironmentError, LoggerError
 from echelon.contracts.rank import RankInfo
 
 __all__ = ["MetricLogger", "Scalar", "hold", "rank", "scalar_to_float"]
@@ -37,7 +37,7 @@ def scalar_to_float(scalar: Scalar) -> float:
         return float(scalar)
     count = scalar.numel() if hasattr(scalar, "numel") else getattr(scalar, "size", 1)
     if count != 1:
-        raise UsageError(
+        raise LoggerError(
             f"a logged value must be a single number, got a {type(scalar).__name__} of {count}. Log its mean or sum."
         )
     return float(scalar.item() if hasattr(scalar, "item") else scalar)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import EchelonError, UsageError, require
+from echelon.contracts.errors import EchelonError, LoggerError, require
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 
 __all__ = ["MLflowLogger", "OnlineLogger", "TrackioLogger", "WandbLogger"]
@@ -75,7 +75,7 @@ class OnlineLogger(ABC):
         try:
             return importlib.import_module(self.package)
         except ImportError as error:
-            raise UsageError(
+            raise LoggerError(
                 f"{type(self).__name__} needs {self.package}: pip install 'echelon[{self.package}]' ({error})."
             ) from None
 

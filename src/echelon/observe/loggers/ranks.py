@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, MutableMapping
 from typing import Any, Literal
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoggerError
 from echelon.observe.loggers.logger import rank
 
 __all__ = ["RankLogger", "get_logger"]
@@ -39,7 +39,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 def _says(ranks: Ranks, here: int) -> bool:
     if isinstance(ranks, str):
         if ranks != "all":
-            raise UsageError(f"ranks must be a rank, several, or 'all', got {ranks!r}.")
+            raise LoggerError(f"ranks must be a rank, several, or 'all', got {ranks!r}.")
         return True
     return here == ranks if isinstance(ranks, int) else here in ranks
 

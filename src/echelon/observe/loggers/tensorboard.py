@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import LoggerError, require
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class TensorBoardLogger:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                raise UsageError("TensorBoardLogger needs tensorboard: pip install 'echelon[tensorboard]'.") from None
+                raise LoggerError("TensorBoardLogger needs tensorboard: pip install 'echelon[tensorboard]'.") from None
             self.writer = SummaryWriter(self._path, *args, **kwargs)
             atexit.register(self.close)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ExpertsError
 from echelon.parallel.experts.dispatch import Dispatch
 from echelon.parallel.experts.foreign import DividedForward, check_foreign, foreign_experts, num_experts
 from echelon.parallel.experts.moe import MoE
@@ -44,7 +44,7 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
     layers = moe_layers(module)
     added = [name for name, layer in layers.items() if layer.router.balance == "auxiliary"]
     if added and pp > 1:
-        raise UsageError(
+        raise ExpertsError(
             f"pp must be 1 for {type(module).__name__}, whose {added[0]} is an echelon.nn.MoE with balance='auxiliary', got "
             f"{pp}: only the last stage computes the loss, to which the losses of all stages' routers would be added. Use "
             "balance='loss_free', or give the ranks to ep, dp_shard or tp."
@@ -57,11 +57,11 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
     for name, part in experts.items():
         if (number := count(part)) % ep:
             where = f"{type(module).__name__}{name and '.'}{name}"
-            raise UsageError(f"ep {ep} does not divide the {number} experts of {where}. Use an ep that divides {number}.")
+            raise ExpertsError(f"ep {ep} does not divide the {number} experts of {where}. Use an ep that divides {number}.")
     tried: dict[Any, str | None] = {}
     for name, part in foreign_experts(module).items():
         if hasattr(holder := module.get_submodule(name.rpartition(".")[0]), "parameter_name") and hasattr(holder, "lora_A"):
-            raise UsageError(
+            raise ExpertsError(
                 f"ep must be 1 for {type(module).__name__}, whose {name} has adapters of PEFT on its parameters "
                 "(target_parameters), which are of all experts and cannot be divided with them. Give the ranks to dp_shard, or "
                 "leave experts without."
@@ -70,7 +70,7 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
         if kind not in tried:
             tried[kind] = check_foreign(part)
         if (problem := tried[kind]) is not None:
-            raise UsageError(
+            raise ExpertsError(
                 f"ep must be 1 for {type(module).__name__}, whose {name}, a {type(part).__name__}, cannot be divided: {problem}. "
                 "Use echelon.nn.MoE(...) for its experts, or give the ranks to dp_shard."
             )
@@ -84,7 +84,7 @@ def _refuse_without(module: nn.Module, ep: int) -> None:
         if named
         else ""
     )
-    raise UsageError(
+    raise ExpertsError(
         f"ep must be 1 for {type(module).__name__}, which has no layer of experts that ep can divide, got {ep}.{hint} Use "
         "echelon.nn.MoE(...) for its experts, or give the ranks to dp_shard."
     )

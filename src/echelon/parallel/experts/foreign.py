@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ExpertsError
 from echelon.parallel.experts.dispatch import Dispatch, Order
 from echelon.parallel.experts.stacks import Experts, part_of_stack
 
@@ -168,7 +168,7 @@ class DividedForward:
         tokens, experts, weights = self._arguments.bind(*args, **named).arguments.values()
         counts = torch.bincount(experts.reshape(-1), minlength=self._num_experts)
         if len(counts) > self._num_experts or tokens.dim() != 2:
-            raise UsageError(
+            raise ExpertsError(
                 f"{self._name} must be called with (tokens, features) and numbers of experts below {self._num_experts} under ep, "
                 f"got {tuple(tokens.shape)} and numbers up to {len(counts) - 1}."
             )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ExpertsError, UsageError
 from echelon.parallel.experts.moe import Router
 from echelon.parallel.experts.seen import Added
 from echelon.world.agree import is_joined
@@ -35,7 +35,7 @@ def auxiliary_loss(module: nn.Module) -> torch.Tensor:
     """
     seen = [router.seen for router in routers_of(module).values() if router.balance == "auxiliary"]
     if not seen:
-        raise UsageError(
+        raise ExpertsError(
             f"auxiliary_loss: {type(module).__name__} must have an echelon.nn.MoE with balance='auxiliary', got none. Leave it "
             "out."
         )
@@ -145,7 +145,7 @@ def _lacks_loss(router: Router) -> bool:
 
 
 def _not_added(name: str) -> UsageError:
-    return UsageError(
+    return ExpertsError(
         f"{name or 'MoE'}: balance='auxiliary' must be in the loss of every rank, and no backward pass of one has reached it. "
         "Return loss + echelon.nn.auxiliary_loss(self.module) from compute_loss, or take balance='loss_free'."
     )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from echelon.contracts.arguments import flags
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import ExpertsError, require
 from echelon.contracts.numbers import number, whole
 from echelon.parallel.experts.dispatch import Order
 from echelon.parallel.experts.seen import Counted, Seen
@@ -171,7 +171,7 @@ class MoE(nn.Module):
         dim, top_k = whole("dim", dim, at_least=1), whole("top_k", top_k, at_least=1)
         made = experts_of(experts, num_experts)
         if top_k > made.num_experts:
-            raise UsageError(f"top_k must be at most the number of experts, {made.num_experts}, got {top_k}.")
+            raise ExpertsError(f"top_k must be at most the number of experts, {made.num_experts}, got {top_k}.")
         self.router = Router(
             dim,
             made.num_experts,

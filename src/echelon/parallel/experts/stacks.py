@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError, require
+from echelon.contracts.errors import ExpertsError, require
 from echelon.contracts.numbers import whole
 from echelon.parallel.experts.dispatch import Dispatch
 from echelon.parallel.shards import local
@@ -198,21 +198,21 @@ def _check_alike(modules: Sequence[nn.Module]) -> None:
         if number and (type(module) is not type(modules[0]) or mine != shapes):
             other = type(modules[0]).__name__
             differs = next((n for n in {**shapes, **mine} if shapes.get(n) != mine.get(n)), "")
-            raise UsageError(
+            raise ExpertsError(
                 f"experts must be alike, got a {other} as number 0 and a {kind} as number {number}"
                 + (f", which differ in {differs}: {shapes.get(differs)} and {mine.get(differs)}." if differs else ".")
             )
         shapes = mine
         if not mine:
-            raise UsageError(f"an expert must have parameters, got a {kind} without.")
+            raise ExpertsError(f"an expert must have parameters, got a {kind} without.")
         if any(True for _ in module.buffers()):
             name = next(n for n, _ in module.named_buffers())
-            raise UsageError(
+            raise ExpertsError(
                 f"an expert must have no buffers, got a {kind} with {name}: which tokens it sees changes with the ranks. Use a "
                 "norm without running statistics."
             )
         if len(list(module.named_parameters(remove_duplicate=False))) != len(mine):
-            raise UsageError(f"an expert must not use a parameter under two names, got a {kind} that does.")
+            raise ExpertsError(f"an expert must not use a parameter under two names, got a {kind} that does.")
 
 
 def experts_of(experts: Any, num_experts: int | None) -> Experts:
@@ -224,10 +224,10 @@ def experts_of(experts: Any, num_experts: int | None) -> Experts:
     if isinstance(experts, Experts):
         made = experts
     elif isinstance(experts, nn.Module) and not isinstance(experts, nn.ModuleList):
-        raise UsageError(f"experts must be a list of modules, a function that makes one, or GroupedExperts, got {experts}.")
+        raise ExpertsError(f"experts must be a list of modules, a function that makes one, or GroupedExperts, got {experts}.")
     elif callable(experts) and not isinstance(experts, nn.ModuleList):
         if num_experts is None:
-            raise UsageError("num_experts must be given with a function that makes an expert, got None.")
+            raise ExpertsError("num_experts must be given with a function that makes an expert, got None.")
         make: Callable[[], nn.Module] = experts
         made = StackedExperts([make() for _ in range(whole("num_experts", num_experts, at_least=1))])
     else:
@@ -236,5 +236,5 @@ def experts_of(experts: Any, num_experts: int | None) -> Experts:
         require(is_list, "experts", "a list of modules, a function that makes one, or GroupedExperts(...)", experts)
         made = StackedExperts(list(experts))
     if num_experts is not None and num_experts != made.num_experts:
-        raise UsageError(f"num_experts must be the number of experts, {made.num_experts}, got {num_experts}. Leave it out.")
+        raise ExpertsError(f"num_experts must be the number of experts, {made.num_experts}, got {num_experts}. Leave it out.")
     return made

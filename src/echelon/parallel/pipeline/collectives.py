@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import PipelineError
 
 __all__ = ["RefuseCollectives"]
 
@@ -35,7 +35,7 @@ class RefuseCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and (ranks := _ranks(args)) & self._others:
             name = func.__name__.partition(".")[0].strip("_")
-            raise UsageError(
+            raise PipelineError(
                 f"compute_loss, or the forward of {self._kind}, must leave out collectives with ranks of other stages, which do "
                 f"not come to them, got {name} over ranks {', '.join(map(str, sorted(ranks)[:8]))}. Exchange among ranks that "
                 "have other samples only, or train without pp; sums for a log belong in on_train_step_end."

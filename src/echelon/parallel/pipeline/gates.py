@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import PipelineError, UsageError
 from echelon.parallel.names import plain_name
 from echelon.parallel.pipeline.absent import Absent, Needed, Sources
 from echelon.parallel.pipeline.draws import Draws
@@ -113,21 +113,21 @@ class Cut:
         run = self.run
         if writes and isinstance(run, Run):
             run.fails(
-                UsageError(
+                PipelineError(
                     f"{self.kind} writes into a parameter of another stage than stage {run.stage}, where it is not: "
                     f"{sorted(sources.weights)[0]}. Let each module write into its own, within its forward."
                 )
             )
         elif run is None:
             what = ", ".join(sorted(sources.weights or {call.rpartition(":")[0] for call in sources.calls})[:4])
-            raise UsageError(
+            raise PipelineError(
                 f"something that is made of {what} of {self.kind}, which another stage has, is read outside of a pass through "
                 "the stages: this rank has no values of it. Read it on the rank that has it, or export the weights."
             )
         elif sources.weights and isinstance(run, Run):
             name = min(sources.weights)
             run.fails(
-                UsageError(
+                PipelineError(
                     f"stage {run.stage} of {self.kind} uses a parameter of another stage outside of its module, or what a module "
                     f"keeps there: {name}. Cut so that both are in one stage, tie it to a parameter of a module that is called "
                     "there, or return it with the module's outputs. A penalty on all parameters is the optimizer's: weight_decay."
@@ -148,19 +148,19 @@ class Cut:
             return run.hand_out(call)
         form = run.forms.get(call)
         if form is None and run.calls[""] > 1:
-            raise UsageError(
+            raise PipelineError(
                 f"compute_loss must call {self.kind} once, got another call: its stages pass one batch on after the other. Put "
                 "the inputs together, as by torch.cat, or let forward take them all."
             )
         if form is None and run.knows_all:
-            raise UsageError(
+            raise PipelineError(
                 f"{self.kind}.{gate.name} was not called in the first passes with a batch like this, but is in this one, and "
                 f"stage {run.stage} is not sent what it gives. A pipeline sends the same in every pass: let forward call the "
                 "same modules whatever it draws and counts, or change an attribute of the module that is a bool, for which a "
                 "pipeline looks."
             )
         if form is None:
-            raise UsageError(
+            raise PipelineError(
                 f"{self.kind}.{gate.name} is in stage {gate.stage}, but is called in stage {run.stage}, after {run.latest}: what "
                 "it gives then depends on a later stage than its own. Put it into that stage: stages= as a list of names for "
                 "each stage."
@@ -205,7 +205,7 @@ class _Gated(nn.Module):
         if isinstance(run, Shapes):
             return run.computes(gate.name, super().__call__, args, kwargs)
         if run is not None and run.learns and not torch.is_grad_enabled() and _is_reentrant():
-            raise UsageError(
+            raise PipelineError(
                 f"torch.utils.checkpoint must have use_reentrant=False around {gate.cut.kind}.{gate.name} in a pipeline: its "
                 "backward pass computes again what lies in other stages. Or take recompute='blocks'."
             )
@@ -267,7 +267,7 @@ def _is_reentrant() -> bool:
 
 def _outside(cut: Cut, name: str | None) -> UsageError:
     what = f"{cut.kind}.{name}" if name else cut.kind
-    return UsageError(
+    return PipelineError(
         f"{what} is split over {cut.count} stages of a pipeline, and must be called in compute_loss, or by AutoUnit's own steps: "
         "in a predict_step of yours write super().predict_step(state, inputs) in the place of self.module(inputs), and what "
         "follows from a loss in on_eval_step_end. To generate text or the like, export the weights and load them in one process."

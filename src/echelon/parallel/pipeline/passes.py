@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import EchelonError, PipelineError
 from echelon.parallel.pipeline.absent import Absent, Needed, Sources, absent_in, in_place_of_absent
 from echelon.parallel.pipeline.values import Form, form_of
 
@@ -264,7 +264,7 @@ def _put_into(containers: list[tuple[Any, Any]]) -> dict[str, Any]:
             new = now[len(before) :]
             is_kept = len(now) >= len(before) and all(a is b for a, b in zip(now, before, strict=False))
         if not is_kept:
-            raise UsageError(
+            raise PipelineError(
                 "a module that lies in one stage of a pipeline must leave the entries of a list or dict that it is given as they "
                 "are, and may add others: later stages, which pass it over, could not do so again. Return what it makes."
             )

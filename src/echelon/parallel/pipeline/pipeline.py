@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import EchelonError, PipelineError
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline.gates import Cut
 from echelon.parallel.pipeline.passes import Run, Shapes, writes_anew
@@ -176,7 +176,7 @@ class Pipeline:
             held = [call for call, at in stages.items() if at <= stage]
             sent.append(sorted(walked.needs.after(stage) & set(held)))
             if not sent[-1]:
-                raise UsageError(
+                raise PipelineError(
                     f"no stage after stage {stage} of {self.cut.kind} uses anything that it computes. Cut elsewhere."
                 )
         path = None if shapes is None else shapes.path

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import PipelineError
 from echelon.parallel import gradients
 from echelon.parallel.apart import set_apart
 from echelon.parallel.layer_drop import layer_drop
@@ -66,7 +66,7 @@ def plan_stages(module: nn.Module, stages: Splits | None, schedule: str, pp: int
     _refuse_hooks(module, units)
     if (left_out := layer_drop(module)) is not None:
         name, often = left_out
-        raise UsageError(
+        raise PipelineError(
             f"{type(module).__name__} leaves out layers at random ({name}={often}), and the stages of a pipeline, each of which "
             f"draws for itself, would leave out different ones. Set {name}=0."
         )
@@ -104,7 +104,7 @@ def _refuse_hooks(module: nn.Module, units: list[Unit]) -> None:
         kinds = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
         if split and (found := [kind for kind in kinds if getattr(part, kind, None)]):
             what = f"{type(module).__name__}.{name}" if name else type(module).__name__
-            raise UsageError(
+            raise PipelineError(
                 f"{what} has hooks ({', '.join(kind.strip('_').replace('_', ' ') for kind in found)}), and lies in several "
                 "stages: a pipeline would lose them. Register them with a module that lies in one."
             )
@@ -136,7 +136,7 @@ class Pipelined(Prepared[Any]):
         if self.pipeline is None:
             return
         if others:
-            raise UsageError(
+            raise PipelineError(
                 f"the optimizer must hold the module's parameters only in a pipeline, got {len(others)} others, which only the "
                 "last stage would train. Make them part of the module."
             )
@@ -151,7 +151,7 @@ class Pipelined(Prepared[Any]):
         except ValueError as error:  # torch's, of an optimizer without parameters; the other stages must not wait
             problem = f"{error}"
         if (told := next((each for each in agree.gather(problem) if each is not None), None)) is not None:
-            raise UsageError(
+            raise PipelineError(
                 f"the optimizer of a stage cannot be made: {told}. In a pipeline each rank has the parameters of its own stages, "
                 "of which none may be trained: give it module.parameters() with the frozen ones, which it leaves alone."
             )
@@ -193,7 +193,7 @@ class Pipelined(Prepared[Any]):
 
     def fix_order(self) -> None:
         if self.pipeline is not None:
-            raise UsageError("bit-equal training has no pipeline. Use pp=1.")
+            raise PipelineError("bit-equal training has no pipeline. Use pp=1.")
         super().fix_order()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

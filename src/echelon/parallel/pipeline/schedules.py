@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import PipelineError
 from echelon.parallel.pipeline.split_backward import can_be_split
 from echelon.parallel.pipeline.values import Leaf
 
@@ -56,7 +56,7 @@ def kind_named(name: Any) -> Kind:
         UsageError: an unknown name.
     """
     if not isinstance(name, str) or name not in SCHEDULES:
-        raise UsageError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {name!r}.")
+        raise PipelineError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {name!r}.")
     return SCHEDULES[name]
 
 

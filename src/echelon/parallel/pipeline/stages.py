@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import PipelineError
 from echelon.parallel.blocks import blocks_to_shard
 from echelon.parallel.names import plain_name
 
@@ -52,7 +52,7 @@ def check_splits(value: Any) -> Splits | None:
         isinstance(each, Sequence) and not isinstance(each, str) and all(isinstance(name, str) for name in each) for each in value
     )
     if not lists:
-        raise UsageError(
+        raise PipelineError(
             "stages must be the names of the modules at which further stages begin, such as ['blocks.4'], or a list of names for "
             f"each stage, got {value!r}."
         )
@@ -80,14 +80,14 @@ def units_of(module: nn.Module, stages: Splits | None, pp: int, per_rank: int | 
     wanted = pp * per_rank if per_rank is not None else pp * max(1, count // pp)
     if count != wanted:
         begun = f"names {len(stages or ())} points at which one begins" if stages and isinstance(stages[0], str) else "lists them"
-        raise UsageError(
+        raise PipelineError(
             f"{kind} must have {wanted} stages for pp={pp} and its schedule, got {count}: stages= {begun}. "
             f"Give {wanted - 1} points, or one list of names for each of {wanted} stages."
         )
     for stage in range(count):
         if not any(True for unit in found if unit.stage == stage for _ in unit.module.parameters()):
             names = ", ".join(unit.name for unit in found if unit.stage == stage) or "nothing"
-            raise UsageError(f"stage {stage} of {kind} must have parameters, but it holds {names}. Cut elsewhere.")
+            raise PipelineError(f"stage {stage} of {kind} must have parameters, but it holds {names}. Cut elsewhere.")
     return found
 
 
@@ -132,10 +132,10 @@ def _at_points(module: nn.Module, points: list[str]) -> list[Unit]:
     chain, stage, numbers = _chain(module, points), 0, []
     _refuse_unknown(module, points, chain)
     if repeated := [name for i, name in enumerate(points) if name in points[:i]]:
-        raise UsageError(f"stages must name each point once, got {repeated[0]!r} twice.")
+        raise PipelineError(f"stages must name each point once, got {repeated[0]!r} twice.")
     order = [name for name, _ in chain if name in points]
     if order != points:
-        raise UsageError(f"stages must name points in the order of the modules, {order}, got {points}.")
+        raise PipelineError(f"stages must name points in the order of the modules, {order}, got {points}.")
     for name, _ in chain:
         stage += name in points
         numbers.append(stage)
@@ -154,9 +154,9 @@ def _as_listed(module: nn.Module, stages: Splits) -> list[Unit]:
             inside = [unit for unit, _ in chain if unit == name or unit.startswith(f"{name}.")]
             for unit in inside:
                 if number.setdefault(unit, stage) != stage:
-                    raise UsageError(f"{unit} must be in one stage, but stages= has it in {number[unit]} and {stage}.")
+                    raise PipelineError(f"{unit} must be in one stage, but stages= has it in {number[unit]} and {stage}.")
     if left := [name for name, _ in chain if name not in number]:
-        raise UsageError(f"stages must list all of {type(module).__name__}, but {', '.join(left[:6])} are in none. Add them.")
+        raise PipelineError(f"stages must list all of {type(module).__name__}, but {', '.join(left[:6])} are in none. Add them.")
     ordered = sorted(chain, key=lambda pair: number[pair[0]])
     return _made(ordered, [number[name] for name, _ in ordered])
 
@@ -165,7 +165,7 @@ def _refuse_unknown(module: nn.Module, points: Sequence[str], chain: list[tuple[
     names = [name for name, _ in chain]
     for point in points:
         if point not in names:
-            raise UsageError(
+            raise PipelineError(
                 f"stages names {point!r}, which is no module with parameters in {type(module).__name__}. Those that can begin a "
                 f"stage: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}."
             )
@@ -178,12 +178,12 @@ def _balanced(module: nn.Module, count: int) -> list[Unit]:
     kind = type(module).__name__
     places = [i for i, (name, _) in enumerate(chain) if name in blocks]
     if not places:
-        raise UsageError(
+        raise PipelineError(
             f"{kind} has no repeated blocks at which a pipeline could be cut. Name the modules at which further stages begin: "
             f"stages=[...], of {', '.join(name for name, _ in chain[:12])}."
         )
     if len(places) < count:
-        raise UsageError(
+        raise PipelineError(
             f"{kind} has {len(places)} repeated blocks, too few for {count} stages. Use fewer stages, or name what else begins a "
             "stage: stages=[...]."
         )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import PipelineError
 from echelon.parallel.names import plain_buffers, plain_name
 from echelon.parallel.pipeline.absent import Needed
 from echelon.parallel.pipeline.gates import Cut
@@ -41,13 +41,13 @@ def compute(cut: Cut, run: Run, act: Callable[[], Any]) -> Any:
     if run.needed is not None:
         raise Needed(run.needed)
     if not run.is_whole:
-        raise UsageError(
+        raise PipelineError(
             f"compute_loss calls a submodule of {cut.kind} directly, and {cut.kind} is split over {cut.count} stages: it must "
             "call the module itself."
         )
     if not left and run.stage < cut.count - 1:
         after = next(unit.name for unit in cut.units if unit.stage > run.stage)
-        raise UsageError(
+        raise PipelineError(
             f"the forward pass of {cut.kind} ended in stage {run.stage} of {cut.count} without a call of {after}, where the next "
             "stage begins."
         )
@@ -135,7 +135,7 @@ class Trials:
         """
         for name, sums in changed.items():
             if len(sums) < self._cut.count or len(set(sums)) > 1:
-                raise UsageError(
+                raise PipelineError(
                     f"the buffer {self._cut.kind}.{name} is changed in {len(sums)} of {self._cut.count} stages, not in all "
                     "alike: a pipeline would lose that. Register it in a module that lies in one stage, or freeze it."
                 )

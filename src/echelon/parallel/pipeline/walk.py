@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import PipelineError
 from echelon.parallel.names import plain_buffers
 from echelon.parallel.pipeline.absent import Absent, Needed, Sources
 from echelon.parallel.pipeline.collectives import RefuseCollectives
@@ -155,7 +155,7 @@ class Walk:
                 counted[name] = counted.get(name, 0) + 1
         self._trials.refuse_lost(changed)
         if lost := [name for name, stages in counted.items() if stages < self.cut.count]:
-            raise UsageError(
+            raise PipelineError(
                 f"{self.cut.kind} counts its passes in {lost[0]}, in {counted[lost[0]]} of {self.cut.count} stages, so that the "
                 "others, on other ranks, would go on with another number. Count where forward begins, or in on_train_step_end."
             )
@@ -172,7 +172,7 @@ class Walk:
             written = [call for call in calls if call in needs.written]
             if len(written) > 1 and not needs.after(0).isdisjoint(calls):
                 names = " and ".join(dict.fromkeys(call.rpartition(":")[0] for call in written))
-                raise UsageError(
+                raise PipelineError(
                     f"{self.cut.kind} writes in place into what {names} have returned, which is the same memory: later stages of "
                     "a pipeline, which receive both, cannot do so again. Let it make a tensor of its own: x = x + y."
                 )
@@ -204,19 +204,19 @@ class Walk:
             return {"more": sorted(needed.sources.calls)}
         counted = [name for name, value in counts[2].items() if len({each.get(name) for each in counts} | {value}) > 2]
         if counted and len(self.cut.own) > 1:
-            raise UsageError(
+            raise PipelineError(
                 f"{self.cut.kind} counts its passes in {counted[0]}, outside of its units, and a rank with {len(self.cut.own)} "
                 "stages makes as many passes with each batch. Take a schedule with one stage for each rank, such as '1f1b', or "
                 "count in on_train_step_end."
             )
         report["counted"] = counted
         if unseen:
-            raise UsageError(
+            raise PipelineError(
                 f"{self.cut.kind} writes into what {unseen[0].rpartition(':')[0]} has returned, past torch, by .data or numpy. "
                 "In a pipeline nothing would notice: write into the tensor itself, under torch.no_grad() if need be."
             )
         if not same(seen, leaves(run, value)):
-            raise UsageError(
+            raise PipelineError(
                 f"stage {stage} of {self.cut.kind} must give the same for the same batch, but what it gives changes from call "
                 "to call: a pipeline learns by repeated calls what its stages need. Does a module keep a value between calls, or "
                 "draw from a generator of its own? Let it be a buffer, and torch's own RNG."
@@ -229,7 +229,7 @@ class Walk:
         go_through()
         rng.put_back(states)
         if names := [name for name, value in self._trials.changed().items() if changed.get(name) != value]:
-            raise UsageError(
+            raise PipelineError(
                 f"the buffer {self.cut.kind}.{names[0]}, which lies in no stage, is changed by each pass, and a rank with "
                 f"{len(self.cut.own)} stages makes as many with each batch. Take a schedule with one stage a rank, such as "
                 "'1f1b', or register it in a module that lies in one stage."
@@ -237,7 +237,7 @@ class Walk:
 
     def _refuse_kept(self, stage: int, escapes: Escapes) -> None:
         if names := escapes.found():
-            raise UsageError(
+            raise PipelineError(
                 f"stage {stage} of {self.cut.kind} keeps something that {', '.join(names[:4])} computed, beside the outputs: an "
                 "attribute, an entry of a list, what a hook has caught. It requires gradients, and later stages, on other ranks, "
                 "would not see it. Pass it on with what forward returns; or detach() it, if no loss uses it. Models of "
@@ -263,7 +263,7 @@ class Walk:
             except Unsendable as error:
                 if run.stage == self.cut.count - 1:
                     continue
-                raise UsageError(
+                raise PipelineError(
                     f"{self.cut.kind}.{call.rpartition(':')[0]} returns a {error} among its outputs, and only tensors and plain "
                     "values pass between the stages of a pipeline. Leave it out, as with use_cache=False."
                 ) from None

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.errors import ClusterError, EchelonError
 from echelon.launcher.protocol import JobState
 
 __all__ = ["ask", "available", "cancel", "refuse_if_never", "submit", "would_start"]
@@ -40,7 +40,7 @@ def submit(script: str, export: Sequence[str]) -> str:
     """
     said = _sbatch(["--parsable"], script, export)
     if said.returncode:
-        raise UsageError(f"Slurm refuses the job: {_reason(said.stderr)}")
+        raise ClusterError(f"Slurm refuses the job: {_reason(said.stderr)}")
     number = said.stdout.strip().split(";")[0]
     if not number.isdecimal():
         raise EchelonError(f"sbatch must answer with the number of a job, got {said.stdout.strip()[:200]!r}.")
@@ -55,7 +55,7 @@ def would_start(script: str, export: Sequence[str]) -> str:
     """
     said = _sbatch(["--test-only"], script, export)
     if said.returncode:
-        raise UsageError(f"Slurm, as it is now, would not start the job: {_reason(said.stderr)}")
+        raise ClusterError(f"Slurm, as it is now, would not start the job: {_reason(said.stderr)}")
     return said.stderr.strip().removeprefix("sbatch: ")
 
 
@@ -116,7 +116,7 @@ def refuse_if_never(job: str) -> None:
         time.sleep(0.05)
     if state is JobState.PENDING and reason in _NEVER:
         cancel(job)
-        raise UsageError(f"Slurm would never start the job: {reason}. Does that partition have so many nodes, cores and hours?")
+        raise ClusterError(f"Slurm would never start the job: {reason}. Does that partition have so many nodes, cores and hours?")
 
 
 def cancel(job: str) -> None:
@@ -133,7 +133,7 @@ def _run(command: list[str], text: str = "", env: dict[str, str] | None = None) 
     try:
         return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, env=env)
     except FileNotFoundError:
-        raise UsageError(f"{command[0]} was not found. Submit from a login node of a Slurm cluster.") from None
+        raise ClusterError(f"{command[0]} was not found. Submit from a login node of a Slurm cluster.") from None
     except subprocess.TimeoutExpired:
         raise EchelonError(
             f"{command[0]} gave no answer within {_TIMEOUT_S:g} s: the controller is down, or very busy."

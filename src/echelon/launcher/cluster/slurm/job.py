@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ClusterError
 from echelon.contracts.files import private_folder, write_whole
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.cluster.slurm import commands
@@ -35,7 +35,7 @@ class SlurmJob(FolderJob):
 
     def _stop(self) -> None:
         if not _NUMBER.fullmatch(self.id):
-            raise UsageError(
+            raise ClusterError(
                 f"run {self.run.name} does not know the number of its job. Find it with `squeue --me`, and `scancel` it."
             )
         commands.cancel(self.id)

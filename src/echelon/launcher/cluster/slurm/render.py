@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import ClusterError
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import JobSpec, cores_of_a_rank
 
@@ -103,29 +103,29 @@ class SlurmOptions:
         for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "mem", "dependency"):
             value = getattr(self, name)
             if value is not None and not _WORD.fullmatch(value):
-                raise UsageError(
+                raise ClusterError(
                     f"--{name} must be a word of letters, digits and . , : @ + = / & | ( ) [ ] * - _, got {value!r}."
                 )
         for name in ("cpus_per_rank", "gpus_per_node", "cpus_per_node", "parallel"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+                raise ClusterError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
         for line in self.setup:
             _refuse_control(line, "setup")
         for name, value in self.more.items():
             if not _OPTION.fullmatch(name):
-                raise UsageError(f"an option of sbatch must be named in lowercase letters, digits and hyphens, got {name!r}.")
+                raise ClusterError(f"an option of sbatch must be named in lowercase letters, digits and hyphens, got {name!r}.")
             if name in _OURS:
-                raise UsageError(f"option {name!r} of sbatch is set by echelon: {_OURS[name]}.")
+                raise ClusterError(f"option {name!r} of sbatch is set by echelon: {_OURS[name]}.")
             _refuse_control(str(value), f"--{name}")
         if self.time_s is not None and self.requeue and self.warn_s >= self.time_s:
-            raise UsageError(
+            raise ClusterError(
                 f"--time must be longer than --warn, {self.warn_s:g} s, with which the ranks are asked to save, got "
                 f"{self.time_s:g} s. Give more time, a shorter --warn, or --no-requeue."
             )
         for variable in self.export:
             if not _VARIABLE.fullmatch(variable):
-                raise UsageError(
+                raise ClusterError(
                     f"--env must be the name of a variable, got {variable!r}. Its value comes from your environment."
                 )
 
@@ -250,14 +250,14 @@ def _slurm_time(seconds: float) -> str:
 
 def _refuse_control(text: str, what: str) -> None:
     if not text.isprintable():
-        raise UsageError(f"{what} must be free of control characters, such as a line break, got {text!r}.")
+        raise ClusterError(f"{what} must be free of control characters, such as a line break, got {text!r}.")
 
 
 def _path(path: Path) -> str:
     """A path as one word of the shell."""
     text = str(path.absolute())
     if any(ord(c) < 32 or ord(c) == 127 for c in text):
-        raise UsageError(f"a path in a batch script must be free of control characters, got {text!r}.")
+        raise ClusterError(f"a path in a batch script must be free of control characters, got {text!r}.")
     return shlex.quote(text)
 
 
@@ -271,6 +271,6 @@ def _sbatch_path(path: Path, pattern: str = "", *, escaped: bool = True) -> str:
     """A path as sbatch reads it in a line of the script: quoted, and `escaped` where it knows patterns such as %j."""
     text = str(path.absolute())
     if any(c in text for c in "'\"\\") or any(ord(c) < 32 or ord(c) == 127 for c in text):
-        raise UsageError(f"a path for sbatch must be free of quotes, backslashes and control characters, got {text!r}.")
+        raise ClusterError(f"a path for sbatch must be free of quotes, backslashes and control characters, got {text!r}.")
     text = (text.replace("%", "%%") if escaped else text) + pattern
     return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else f'"{text}"'

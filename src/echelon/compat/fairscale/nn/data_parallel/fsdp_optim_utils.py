@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from echelon.compat.collect import collect
 from echelon.compat.fairscale.nn.data_parallel.readable import get_fsdp_instances
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import Piece, pieces
-from echelon.contracts.errors import CheckpointMismatchError, UsageError
+from echelon.contracts.errors import CheckpointMismatchError, LayoutError
 
 __all__ = ["gathered", "sharded"]
 
@@ -71,7 +71,7 @@ def _is_alone(wrapper: TorchFSDP, around: TorchFSDP) -> bool:
 def _one_group(module: TorchFSDP) -> dist.ProcessGroup | None:
     groups = {id(m.process_group): m.process_group for m in get_fsdp_instances(module) if not _is_alone(m, module)}
     if len(groups) > 1:
-        raise UsageError("an optimizer's state over several process groups: save it with echelon.DistributedCheckpointSaver.")
+        raise LayoutError("an optimizer's state over several process groups: save it with echelon.DistributedCheckpointSaver.")
     return next(iter(groups.values()))
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 
 __all__ = ["Options", "ProcessGroupName", "check", "own_parameters"]
 
@@ -92,7 +92,7 @@ def check(module: nn.Module, given: dict[str, Any], device: torch.device) -> Non
     if given["fp32_reduce_scatter"] and not given["mixed_precision"]:
         raise ValueError("fp32_reduce_scatter requires mixed_precision=True")
     if given["move_grads_to_cpu"] != given["move_params_to_cpu"] and device.type != "cpu":
-        raise UsageError(f"move_grads_to_cpu={given['move_grads_to_cpu']}: gradients lie where the shards do. Leave it out.")
+        raise LayoutError(f"move_grads_to_cpu={given['move_grads_to_cpu']}: gradients lie where the shards do. Leave it out.")
     own = dict(own_parameters(module))
     half = given["compute_dtype"] is torch.float16 and not given["mixed_precision"]
     if half and any(p.dtype is not torch.float16 for p in own.values()):

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.compat.fairscale.nn.data_parallel.shared import Owners
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import pieces
-from echelon.contracts.errors import CheckpointMismatchError, UsageError
+from echelon.contracts.errors import CheckpointMismatchError, LayoutError
 
 __all__ = ["form_of"]
 
@@ -19,7 +19,7 @@ __all__ = ["form_of"]
 def form_of(wrapper: TorchFSDP, options: dict[str, Any]) -> tuple[Any, ...]:
     """What `__reduce_ex__` gives: a process group cannot be pickled, so `_made` takes the default one."""
     if Owners.of_several(wrapper):
-        raise UsageError("FullyShardedDataParallel: wrappers that share parameters cannot be pickled. Save state_dict().")
+        raise LayoutError("FullyShardedDataParallel: wrappers that share parameters cannot be pickled. Save state_dict().")
     ranges = [(piece.name, piece.shape, piece.start) for piece in pieces(wrapper)]
     place = (wrapper.rank, wrapper.world_size)
     return _made, (type(wrapper), wrapper.module, options, ranges, place, wrapper.training)

@@ -20,7 +20,7 @@ from torch import nn
 from echelon.compat.fairscale.clip import clip_owned_
 from echelon.compat.fairscale.nn.data_parallel.to_owners import ToOwners
 from echelon.compat.fairscale.optim.oss import OSS
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError, UsageError
 from echelon.parallel.axes import Axis
 from echelon.parallel.partition import Partition
 from echelon.parallel.prepared import WrapperPrepared
@@ -236,7 +236,7 @@ class ShardedDDPPrepared(WrapperPrepared[ShardedDataParallel]):
         return self.module.enable_broadcast_buffers and any(True for _ in self.module.buffers())
 
     def fix_order(self) -> None:
-        raise UsageError(
+        raise LayoutError(
             "bit-equal training has no order for ShardedDataParallel's sums: pass the plain module, strategy 'zero1'."
         )
 
@@ -258,12 +258,12 @@ register(
 
 def _partitions(optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup | None) -> list[Partition]:
     if not optimizers:
-        raise UsageError("ShardedDataParallel: no optimizer.")
+        raise LayoutError("ShardedDataParallel: no optimizer.")
     found = []
     for optimizer in optimizers:
         partition = Partition.of(optimizer)
         if partition is None:
-            raise UsageError(
+            raise LayoutError(
                 f"ShardedDataParallel: {type(optimizer).__name__} is not divided over the ranks. Build it as "
                 f"OSS(params, {type(optimizer).__name__}, ...)."
             )
@@ -271,5 +271,5 @@ def _partitions(optimizers: Sequence[torch.optim.Optimizer], group: dist.Process
     groups = [group or dist.group.WORLD] if group is not None else []
     groups += [partition.group or dist.group.WORLD for partition in found]
     if any(each is not groups[0] for each in groups):
-        raise UsageError("ShardedDataParallel: the optimizers have another process group. Give all of them the same.")
+        raise LayoutError("ShardedDataParallel: the optimizers have another process group. Give all of them the same.")
     return found

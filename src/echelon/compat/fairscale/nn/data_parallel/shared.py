@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import name_plainly, pieces, unignore
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 
 __all__ = ["Owners"]
 
@@ -80,7 +80,7 @@ class Owners:
         """
         for parameter, names in Owners._given.get(wrapper, {}).items():
             if not hasattr(parameter, _MARK):
-                raise UsageError(
+                raise LayoutError(
                     f"{names} are one parameter, in two wrappers: neither can shard it. Wrap a module that has both."
                 )
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LayoutError
 from echelon.parallel.after_backward import after_backward
 
 __all__ = ["ToOwners"]
@@ -166,7 +166,7 @@ class ToOwners:
                 part.zero_()
                 continue
             if gradient.is_sparse:
-                raise UsageError("a gradient is sparse, and cannot be sent to its owner. Build the Embedding with sparse=False.")
+                raise LayoutError("a gradient is sparse, and cannot be sent to its owner. Build the Embedding with sparse=False.")
             torch.mul(gradient, 1.0 / self._size, out=part)  # before the sum, which half precision might not hold
             self._touched.discard(parameter)
             if bucket.owner != self._rank:

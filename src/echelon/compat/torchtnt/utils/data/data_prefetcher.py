@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoaderError
 from echelon.world.device import copy_data_to_device, record_stream
 
 __all__ = ["CudaDataPrefetcher"]
@@ -31,9 +31,9 @@ class CudaDataPrefetcher(Iterator[Batch], Generic[Batch]):
 
     def __init__(self, data_iterable: Iterable[Batch], device: torch.device, num_prefetch_batches: int = 1) -> None:
         if device.type != "cuda":
-            raise UsageError(f"`CudaDataPrefetcher` expects a CUDA device, but got device type {device.type}.")
+            raise LoaderError(f"`CudaDataPrefetcher` expects a CUDA device, but got device type {device.type}.")
         if num_prefetch_batches < 1:
-            raise UsageError(f"`num_prefetch_batches` must be greater than 0. Got {num_prefetch_batches}.")
+            raise LoaderError(f"`num_prefetch_batches` must be greater than 0. Got {num_prefetch_batches}.")
         self.data_iterable, self.device, self.num_prefetch_batches = data_iterable, device, num_prefetch_batches
         self._stream = torch.cuda.Stream(device)
         self._source: Iterator[Batch] | None = None

@@ -24,7 +24,7 @@ from echelon.compat.torchtnt.utils.data.strategies import (
     RoundRobin,
     StoppingMechanism,
 )
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoaderError, UsageError
 from echelon.data.order import key_of, mix64
 from echelon.world import agree
 
@@ -190,10 +190,10 @@ def _weights(given: Mapping[str, float] | None, names: list[str]) -> dict[str, f
         )
     for name in names:
         if not math.isfinite(weights[name]) or weights[name] < 0:
-            raise UsageError(f"the weight of {name!r} must be finite and at least 0, got {weights[name]}.")
+            raise LoaderError(f"the weight of {name!r} must be finite and at least 0, got {weights[name]}.")
     drawn = {name: float(weights[name]) for name in sorted(names) if weights[name]}
     if not drawn:
-        raise UsageError("at least one of the weights must be above 0, got only zeros.")
+        raise LoaderError("at least one of the weights must be above 0, got only zeros.")
     return drawn
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from echelon.compat.torchtnt.utils.data.iterators import DataIterationStrategyRegistry, MultiIterator, SourcesIterator
 from echelon.compat.torchtnt.utils.data.source import Source
 from echelon.compat.torchtnt.utils.data.strategies import DataIterationStrategy
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoaderError
 from echelon.data.base import BaseLoader, Combined
 
 __all__ = ["MultiDataLoader"]
@@ -49,7 +49,7 @@ class MultiDataLoader(Combined):
         ignore_empty_data: bool = False,
     ) -> None:
         if not individual_dataloaders or {_OWN, _ITERATOR} & set(individual_dataloaders):
-            raise UsageError(
+            raise LoaderError(
                 f"individual_dataloaders must hold at least one loader, none named {_OWN!r} or {_ITERATOR!r}, got "
                 f"{list(individual_dataloaders)}."
             )
@@ -62,7 +62,7 @@ class MultiDataLoader(Combined):
         self._sources: dict[str, Source] = {}  # of the latest iteration
         for name in [name for name, loader in individual_dataloaders.items() if _surely_empty(loader)]:
             if not ignore_empty_data:
-                raise UsageError(f"Dataloader '{name}' contains no data.")
+                raise LoaderError(f"Dataloader '{name}' contains no data.")
             logger.warning("Dataloader '%s' which contains no data. You might have empty dataloaders in the input dict.", name)
 
     @property
@@ -133,7 +133,7 @@ class MultiDataLoader(Combined):
         """
         loaders: dict[str, Any] = dict(self.individual_dataloaders)
         if state_dict and not {_OWN, _ITERATOR, *loaders} & set(state_dict):
-            raise UsageError(f"state_dict must be that of a MultiDataLoader, got one with {sorted(state_dict)}.")
+            raise LoaderError(f"state_dict must be that of a MultiDataLoader, got one with {sorted(state_dict)}.")
         saved = state_dict.get(_OWN, {"epoch": self._epoch, "count": self._next, "position": None, "left_off": []})
         sources = (saved["position"] or {}).get("sources", {})
         self._sources = {name: Source(name, loader) for name, loader in self.individual_dataloaders.items()}

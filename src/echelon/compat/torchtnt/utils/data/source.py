@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoaderError
 
 __all__ = ["END", "Source"]
 
@@ -69,7 +69,7 @@ class Source:
             )
         for count in range(self._skip):
             if next(iterator, END) is END:
-                raise UsageError(f"the loader {self.name!r} must resume after {self._skip} batches, but has only {count}.")
+                raise LoaderError(f"the loader {self.name!r} must resume after {self._skip} batches, but has only {count}.")
         self._skip = 0
         return iterator
 
@@ -86,7 +86,7 @@ class Source:
         """
         if self.passes or not self.allow_empty:
             again = " a second time" if self.passes else ""
-            raise UsageError(f"the loader {self.name!r} contains no data{again}. Is it a used-up iterator?")
+            raise LoaderError(f"the loader {self.name!r} contains no data{again}. Is it a used-up iterator?")
         logger.warning("the loader %r contains no data and is left out", self.name)
         self.is_empty = True
 

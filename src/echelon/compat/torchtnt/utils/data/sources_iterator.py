@@ -8,7 +8,7 @@ from typing import Any
 
 from echelon.compat.torchtnt.utils.data.source import END, Source
 from echelon.compat.torchtnt.utils.data.strategies import DataIterationStrategy, StoppingMechanism
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoaderError
 from echelon.data.parts import Padding
 from echelon.world import agree
 
@@ -66,11 +66,11 @@ class SourcesIterator(MultiIterator):
     ) -> None:
         super().__init__(individual_dataloaders, iteration_strategy)
         if not individual_dataloaders:
-            raise UsageError("individual_dataloaders must hold at least one loader, got none.")
+            raise LoaderError("individual_dataloaders must hold at least one loader, got none.")
         try:
             self.mechanism = StoppingMechanism(mechanism)
         except ValueError:
-            raise UsageError(f"stopping_mechanism must be a StoppingMechanism, got {mechanism!r}.") from None
+            raise LoaderError(f"stopping_mechanism must be a StoppingMechanism, got {mechanism!r}.") from None
         self.sources = {name: Source(name, loader) for name, loader in individual_dataloaders.items()}
         self.ended = False
 
@@ -87,7 +87,7 @@ class SourcesIterator(MultiIterator):
         if not any(padded):
             return found
         if not all(padded):
-            raise UsageError(
+            raise LoaderError(
                 "some loaders have a sample for this rank in this step and others do not; batches are used together, or "
                 "left out together. Give the loaders tail='drop'."
             )
@@ -97,7 +97,7 @@ class SourcesIterator(MultiIterator):
         order = list(self.sources) if names is None else list(names)
         unknown = sorted(set(order) - set(self.sources))
         if unknown or not order:
-            raise UsageError(f"iteration_order must name loaders among {', '.join(map(repr, self.sources))}, got {order}.")
+            raise LoaderError(f"iteration_order must name loaders among {', '.join(map(repr, self.sources))}, got {order}.")
         return order
 
     def prepare(self, epoch: int, *, told: bool, allow_empty: bool) -> None:
@@ -151,7 +151,7 @@ class SourcesIterator(MultiIterator):
         """Go on from `position()`; called before the first batch."""
         saved = position["sources"]
         if set(saved) != set(self.sources):
-            raise UsageError(f"the loaders must be those of the saved run, {sorted(saved)}, got {sorted(self.sources)}.")
+            raise LoaderError(f"the loaders must be those of the saved run, {sorted(saved)}, got {sorted(self.sources)}.")
         for name, source in self.sources.items():
             source.go_on(saved[name])
         self.ended = bool(position["ended"])

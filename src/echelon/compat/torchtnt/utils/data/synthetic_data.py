@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.utils.data import Dataset
 
-from echelon.contracts.errors import UsageError
+from echelon.contracts.errors import LoaderError
 
 __all__ = ["AbstractRandomDataset", "generate_random_square_image_tensor"]
 
@@ -30,7 +30,7 @@ class AbstractRandomDataset(Dataset[TItem], abc.ABC, Generic[TItem]):
 
     def __post_init__(self) -> None:
         if self.size <= 0:
-            raise UsageError(f"Size must be greater than zero. (Received {self.size})")
+            raise LoaderError(f"Size must be greater than zero. (Received {self.size})")
 
     def __len__(self) -> int:
         return self.size
@@ -53,5 +53,5 @@ def generate_random_square_image_tensor(num_channels: int, side_length: int) -> 
     """
     for name, value in (("num_channels", num_channels), ("side_length", side_length)):
         if value <= 0:
-            raise UsageError(f"{name} must be greater than zero. Received: {value}")
+            raise LoaderError(f"{name} must be greater than zero. Received: {value}")
     return torch.rand(num_channels, side_length, side_length)
