@@ -133,7 +133,7 @@ def test_records_take_a_loss_of_the_device_beside_a_norm_of_the_host(monkeypatch
             seen.extend(records)
 
     recorder = Recorder([Sink()], "samples")  # type: ignore[list-item]
-    recorder.update(1, 1, torch.empty((), device=META), torch.tensor(8.0), 0.1, torch.tensor(5.0))
+    recorder.update(1, torch.empty((), device=META), torch.tensor(8.0), 0.1, torch.tensor(5.0))
     recorder.flush()
     assert (seen[0]["loss"], seen[0]["grad_norm"], stacked) == (2.0, 5.0, [{"meta"}])
 

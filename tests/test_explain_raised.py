@@ -227,7 +227,7 @@ def test_where_the_other_threads_of_a_rank_stand_is_told_if_it_stands_too(left: 
     [
         (failed(1, "KeyboardInterrupt"), "interrupted", "It was sent SIGINT"),
         (failed(1, "BdbQuit"), "debugger", "a rank has no terminal to ask"),
-        (failed(1, "RuntimeError: aten.lerp_.Scalar got mixed torch.Tensor and DTensor"), "whole and split tensors", "SWAParams"),
+        (failed(1, "RuntimeError: aten.lerp_.Scalar got mixed torch.Tensor and DTensor"), "whole and split tensors", "ema=0.999"),
         (failed(1, "exit: exit code 3", exit_code=3, traceback="", user_frames=[]), "exit", "It called os._exit"),
     ],
 )
