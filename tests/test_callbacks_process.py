@@ -46,7 +46,7 @@ def run(entry: str, end: type[BaseException] | None, callback: ech.Callback, dur
         elif entry == "train":
             ech.train(unit, [1, 2, 3], max_epochs=1, callbacks=[callback, after])
         else:
-            getattr(ech, entry)(unit, [1, 2], callbacks=[callback, after])
+            getattr(ech.units if entry == "test" else ech, entry)(unit, [1, 2], callbacks=[callback, after])
     except (ValueError, KeyboardInterrupt):
         assert end is not None
     else:

@@ -63,7 +63,8 @@ class TwoRates(Regression):
 def test_learning_rates_are_logged_by_group(interval: Any, steps: list[int]) -> None:
     loggers = [InMemoryLogger(), InMemoryLogger()]
     monitor = LearningRateMonitor(loggers, logging_interval=interval)
-    ech.train(TwoRates(), [batch(2, i) for i in range(2)], max_epochs=2, callbacks=[monitor])
+    unit = TwoRates(options=ech.UnitOptions(lr_interval="epoch"))
+    ech.train(unit, [batch(2, i) for i in range(2)], max_epochs=2, callbacks=[monitor])
     for logger in loggers:
         rates = logged(logger, "optimizers/optimizer/bias:0")
         assert rates == {step: 0.5 if step < 2 else 0.25 for step in steps}

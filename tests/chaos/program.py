@@ -55,7 +55,7 @@ def unit_and_loader(seed: int = 0) -> tuple[Regression, ech.Loader]:
         optimizer="AdamW",
         lr=0.05,
         schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7),
-        step_lr_interval="step",
+        options=ech.UnitOptions(lr_interval="update"),
     )
     return unit, ech.Loader(DATA, 8, seed=1)
 

@@ -50,6 +50,6 @@ def test_a_stopped_rank_ends_the_attempt_within_the_timeout_and_the_next_goes_on
     process = runs.start(tmp_path, 2, runs.SCRIPT, str(tmp_path), *options, restarts=1, grace_s=0.5)
     code, output = runs.finish(process, 120)
     assert code == 0, output[-4000:]
-    for said in ("rank 1 stopped .*in step \\d+", "imeout|imed out", "in train\n"):
+    for said in ("rank 1 stopped .*in update \\d+", "imeout|imed out", "in train\n"):
         assert re.search(said, output), f"not {said!r} in:\n{output}"
     assert every_sample_once(history(tmp_path).steps) == 2

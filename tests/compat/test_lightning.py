@@ -88,10 +88,10 @@ def test_a_rank_that_a_program_gives_itself_counts() -> None:
     [
         ("lightning.pytorch.cli", "LightningCLI", "argparse"),
         ("lightning.pytorch.tuner", "Tuner", "no search"),
-        ("lightning.pytorch.profilers", "PyTorchProfiler", r"echelon\.loop\.callbacks\.PyTorchProfiler"),
+        ("lightning.pytorch.profilers", "PyTorchProfiler", r"echelon\.callbacks\.PyTorchProfiler"),
         ("lightning.pytorch.callbacks.progress", "TQDMProgressBar", "enable_progress_bar=False"),
         ("lightning.pytorch.strategies", "DeepSpeedStrategy", "zero3"),
-        ("lightning.fabric", "Fabric", r"echelon\.prepare_module"),
+        ("lightning.fabric", "Fabric", r"echelon\.layouts\.prepare_module"),
         ("lightning.fabric.plugins", "MixedPrecision", "precision="),
     ],
 )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import echelon as ech
 from echelon.compat.torchtnt.framework import EvalUnit, PredictUnit, TrainUnit, evaluate, fit, predict, train
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
@@ -198,7 +199,7 @@ def test_what_is_due_before_an_evaluation_has_the_number_of_these_weights(tmp_pa
 
 def test_a_save_waits_for_the_end_of_a_window(tmp_path: Path) -> None:
     data = [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(6)]
-    unit = Regression(gradient_accumulation_steps=3, module=nn.Linear(4, 2))
+    unit = Regression(accumulate=3, module=nn.Linear(4, 2))
     train(unit, data, max_epochs=1, callbacks=[DistributedCheckpointSaver(tmp_path, save_every_n_train_steps=2)])
     assert _names(tmp_path) == {T.format(0, 3), T.format(0, 6), T.format(1, 6)}
 
@@ -364,9 +365,9 @@ def test_a_run_from_the_beginning_does_not_mix_with_another(tmp_path: Path) -> N
 
 def test_a_run_whose_steps_are_larger_now_goes_on_elsewhere(tmp_path: Path) -> None:
     """Beside the checkpoint of step 6 it wrote that of step 4, which came after it, and the next restart took the older one."""
-    unit, data = Regression(gradient_accumulation_steps=2, module=nn.Linear(4, 2)), [(torch.ones(2, 4), torch.ones(2, 2))] * 8
+    unit, data = Regression(accumulate=2, module=nn.Linear(4, 2)), [(torch.ones(2, 4), torch.ones(2, 2))] * 8
     train(unit, data, max_steps=6, callbacks=[DistributedCheckpointSaver(tmp_path)])
-    unit = Regression(gradient_accumulation_steps=1, module=nn.Linear(4, 2))
+    unit = Regression(accumulate=1, module=nn.Linear(4, 2))
     assert DistributedCheckpointSaver.restore_from_latest(tmp_path, unit) and unit.train_progress.num_steps_completed == 3
     with pytest.raises(CheckpointError, match=r"epoch_0_train_step_6 is ahead of this run, which is at step 3"):
         train(unit, data, max_steps=4, callbacks=[DistributedCheckpointSaver(tmp_path)])
@@ -375,7 +376,7 @@ def test_a_run_whose_steps_are_larger_now_goes_on_elsewhere(tmp_path: Path) -> N
 def _on_two_ranks(folder: Path, strategy: str) -> tuple[Any, ...]:
     torch.manual_seed(0)
     data = [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(4)]
-    unit = Regression(module=nn.Linear(4, 2), strategy=strategy)
+    unit = Regression(module=nn.Linear(4, 2), layout=strategy)
     mine = folder if dist.get_rank() == 0 else folder / "elsewhere"
     saver = DistributedCheckpointSaver(
         folder, save_every_n_train_steps=3, save_every_n_predict_steps=2, keep_last_n_checkpoints=1
@@ -383,7 +384,7 @@ def _on_two_ranks(folder: Path, strategy: str) -> tuple[Any, ...]:
     train(unit, data, max_epochs=1, callbacks=[saver])
     predict(unit, [x for x, _ in data], callbacks=[DistributedCheckpointSaver(folder / "p", save_every_n_predict_steps=2)])
     found = [path.path for path in checkpoint.get_checkpoint_dirpaths(str(mine), ".metadata")]
-    again = Regression(module=nn.Linear(4, 2), strategy=strategy)
+    again = Regression(module=nn.Linear(4, 2), layout=strategy)
     assert DistributedCheckpointSaver.restore_from_latest(str(folder), again)
     return found, largest_difference(whole(again.module), whole(unit.module)), sorted(_names(folder / "p"))
 
@@ -416,7 +417,11 @@ def _theirs(folder: Path, unit: Regression, prefix: str = "") -> Path:
 def _adam(**options: Any) -> Regression:
     schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
     return Regression(
-        module=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), optimizer="Adam", schedule=schedule, **options
+        module=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)),
+        optimizer="Adam",
+        schedule=schedule,
+        options=ech.UnitOptions(lr_interval="epoch"),
+        **options,
     )
 
 
@@ -453,7 +458,7 @@ def test_parts_of_a_checkpoint_of_torchtnt(tmp_path: Path) -> None:
 
 def _sharded(path: Path) -> tuple[float, int, list[float]]:
     torch.manual_seed(dist.get_rank())
-    unit = _adam(strategy="fsdp")
+    unit = _adam(layout="fsdp")
     DistributedCheckpointSaver.restore(path, unit)
     weights = torch.load(path.parent / "truth.pt")
     return (

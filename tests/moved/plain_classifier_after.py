@@ -11,7 +11,7 @@ train = DataLoader(TensorDataset(x[:448], y[:448]), batch_size=32)
 held_out = DataLoader(TensorDataset(x[448:], y[448:]), batch_size=32)
 model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-model, optimizer, train, held_out = ech.prepare(model, optimizer, train, held_out, strategy="fsdp", checkpoints="checkpoints")
+model, optimizer, train, held_out = ech.prepare(model, optimizer, train, held_out, layout="fsdp", checkpoints="checkpoints")
 
 for epoch in ech.epochs(train, 3):
     for inputs, labels in train:

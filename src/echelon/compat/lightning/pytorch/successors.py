@@ -55,7 +55,7 @@ CALLBACKS = {
 }
 _UNION = "echelon.Mixture, or torch.utils.data.StackDataset"
 _SUMMARY = "echelon.compat.torchtnt.utils.module_summary"
-_PROFILER = "echelon.loop.callbacks.PyTorchProfiler among the Trainer's callbacks; `echelon report` shows where time goes"
+_PROFILER = "echelon.callbacks.PyTorchProfiler among the Trainer's callbacks; `echelon report` shows where time goes"
 _LOOPS = "hooks of a Callback, and trainer.current_epoch, trainer.global_step"
 UTILITIES = {
     "CombinedLoader": _UNION,

@@ -26,7 +26,6 @@ from echelon.parallel.ddp import DDPStrategy
 from echelon.parallel.gradients import clip_by_norm_
 from echelon.parallel.layouts import resolve
 from echelon.parallel.materialize import materialize
-from echelon.parallel.parallelize import prepare_ddp
 from echelon.parallel.recipe import Recipe, TorchCompileParams
 from echelon.parallel.state import states_by_name
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
@@ -34,6 +33,7 @@ from echelon.world.init import World
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.nn.parallel import DistributedDataParallel
 
     from echelon.compat.torchtnt.utils.device_mesh import GlobalMeshCoordinator
 
@@ -193,6 +193,11 @@ def prepare_module(
         recompute=activation_checkpoint_params,
     )
     return _with_older_methods(made) if isinstance(chosen, fsdp.FSDPStrategy) and not isinstance(chosen, FSDP2Strategy) else made
+
+
+def prepare_ddp(module: nn.Module, device: torch.device, strategy: DDPStrategy | None = None) -> DistributedDataParallel:
+    """As `echelon.layouts.prepare_ddp`."""
+    return parallelize.prepare_ddp(module, device, strategy)
 
 
 def prepare_fsdp(module: nn.Module, device: torch.device, strategy: FSDPStrategy | None = None) -> nn.Module:
