@@ -66,8 +66,6 @@ class FSDPStrategy(Strategy):
         shard_placement_fn: the `Shard` for a parameter, as in `fully_shard`; by default along the first dimension.
     """
 
-    name = "fsdp"
-
     process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     sharding_strategy: TorchShardingStrategy | str | None = None
     cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None
@@ -105,6 +103,12 @@ class FSDPStrategy(Strategy):
         ):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, several(name, given, what, partial(_is_a, kind)))
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        reshard, replicas = sharding_named(self.sharding_strategy)
+        keeps_whole = not reshard if self.reshard_after_forward is None else self.reshard_after_forward is False
+        return "hsdp" if replicas else "zero2" if keeps_whole else "fsdp"
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         return shard(module, world, recipe, self.sharding(module, world))
