@@ -247,12 +247,13 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self.configure()
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # by now also one set on the unit itself
         self.prepared.wants_outputs = self._reports_step
+        self._own_schedule = _overrides(self, AutoUnit, "step_lr_scheduler")
         self._check_optimizer()
         if self._finite.is_long:  # of an earlier call; the caller has caught it
             self._finite.forget()
         if self._plateau:
             check_plateau(state)
-        elif self.window.updates == 0 and agree.is_rank0() and not _overrides(self, AutoUnit, "step_lr_scheduler"):
+        elif self.window.updates == 0 and agree.is_rank0() and not self._own_schedule:
             tell_of_interval(self.lr_scheduler, self.lr_interval)
         check_scaler(self.grad_scaler, self.computes, self.prepared)
         if self.grad_scaler is not None:

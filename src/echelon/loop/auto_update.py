@@ -68,6 +68,7 @@ class AutoUpdates(TrainUnit[T]):
     _finite: FiniteWatch
     _first_look: RemovableHandle | None  # at what the optimizer holds
     _routers: Routers | None  # None where the module has no experts
+    _own_schedule = True  # it may have a step_lr_scheduler of its own; training finds out as it begins
     _plateau: bool  # whether the scheduler advances with evaluations
     _trains_with: list[torch.optim.Optimizer]  # the one that was looked at, while ranks train together; saves see no list
     _reduces: bool  # whether windows are summed over ranks
@@ -132,7 +133,8 @@ class AutoUpdates(TrainUnit[T]):
         updated = self._apply(state, weight, loss, norm)
         if not self.zero_grad_at_train_step_start:
             self.zero_grad(state)
-        if updated and self.lr_interval == "update":
+        scheduled = self.lr_scheduler is not None or self.swa_scheduler is not None or self._own_schedule
+        if updated and scheduled and self.lr_interval == "update":
             self._advance()
         return norm
 

@@ -128,7 +128,6 @@ class Run:
         state = self.state
         if state.recorder is not None:
             state.recorder.flush()
-        self._settle_doubts()
         state.stopped_by_script = state.should_stop and agree.any_rank(state.stopped_by_script)
         self._inner.phase_ended(state, "train")
         stage.call(stage.hooks.end)
@@ -203,6 +202,8 @@ class Run:
             if state.eval_state is not None and stage.progress.evaluation_due:  # a limit ended the training
                 self._agree_to_stop()
                 self._evaluate_if_due()
+            else:
+                self._settle_doubts()  # of its last step
             return False
         self._close_epoch(stage)
         self._agree_to_stop()

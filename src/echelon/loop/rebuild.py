@@ -29,7 +29,7 @@ __all__ = ["BUILT", "Parcel", "own_attributes", "pack", "rebuild", "recall", "re
 logger = logging.getLogger(__name__)
 
 # Made at first use, over the module as it is now.
-_MADE_LATER = frozenset({"optimizer", "lr_scheduler", "several", "swa_scheduler", "_reports_step"})
+_MADE_LATER = frozenset({"optimizer", "lr_scheduler", "several", "swa_scheduler", "_own_schedule", "_reports_step"})
 # Of this rank: on others, they would be the same streams for different samples.
 _OF_RANK = frozenset({"resumes_with"})
 # The attributes that `build_from` sets: each process makes its own.
