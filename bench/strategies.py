@@ -157,7 +157,7 @@ def context(arguments: Any) -> None:
         about["ranks"][ranks] = found = launch(compare, case, ranks=ranks)[0]
         rows.append(_beside_hand(ranks, found, CONTEXT_SLOWER))
     header = ["ranks", "by hand, ms", "AutoUnit, ms", "ratio", "+-", "CPU", "+-", "target", "", "parameters"]
-    title = "Parallel(cp=...) against attention over gathered keys by hand, and fully_shard: GPT, 2 sequences of 512"
+    title = "Layout(cp=...) against attention over gathered keys by hand, and fully_shard: GPT, 2 sequences of 512"
     notes = ["Medians of pairs of neighbouring turns; +- is half of the median's 95% interval."]
     emit(arguments, title, header, rows, notes=notes, facts=about)
 
@@ -172,7 +172,7 @@ def pipeline(arguments: Any) -> None:
         about["ranks"][f"{ranks}, 2 x {context}"] = found = launch(compare, case, ranks=ranks)[0]
         rows.append([f"2 x {context}", *_beside_hand(ranks, found, PIPELINE_SLOWER)])
     header = ["bytes", "ranks", "by hand, ms", "AutoUnit, ms", "ratio", "+-", "CPU", "+-", "target", "", "parameters"]
-    title = "Parallel(pp=...) against torch's 1F1B over stages written by hand: GPT, 8 micro-batches"
+    title = "Layout(pp=...) against torch's 1F1B over stages written by hand: GPT, 8 micro-batches"
     notes = ["Medians of pairs of neighbouring turns; +- is half of the median's 95% interval."]
     emit(arguments, title, header, rows, notes=notes, facts=about)
     _idle(arguments, about)
@@ -187,7 +187,7 @@ def experts(arguments: Any) -> None:
         about["ranks"][ranks] = found = launch(compare, case, ranks=ranks)[0]
         rows.append(_beside_hand(ranks, found, EXPERTS_SLOWER))
     header = ["ranks", "by hand, ms", "AutoUnit, ms", "ratio", "+-", "CPU", "+-", "target", "", "parameters"]
-    title = "Parallel(ep=...) against all-to-alls by hand, and fully_shard: 4 layers of 8 experts, 4 sequences of 128 a rank"
+    title = "Layout(ep=...) against all-to-alls by hand, and fully_shard: 4 layers of 8 experts, 4 sequences of 128 a rank"
     notes = ["Medians of pairs of neighbouring turns; +- is half of the median's 95% interval."]
     emit(arguments, title, header, rows, notes=notes, facts=about)
 

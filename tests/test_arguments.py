@@ -298,7 +298,7 @@ def test_spawn_takes_no_other_options_than_launch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [(ech.Loader, 10), (ech.StreamLoader, 10), (Saver, 10), (ech.Trainer, 12), (ech.AutoUnit, 10)]
+    ("kind", "most"), [(ech.Loader, 10), (ech.StreamLoader, 10), (Saver, 10), (ech.Trainer, 13), (ech.AutoUnit, 9)]
 )
 def test_constructors_are_as_narrow_as_their_users_need(kind: type, most: int) -> None:
     """Names of TorchTNT stay; what few ask for besides is a value, such as SaveOptions and LoaderOptions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
+from echelon.compat.torchtnt.framework import fit as fit_by_steps
 from tests.conftest import Ranks
 from tests.models import Batch, batch, largest_difference, whole
 from tests.units import Regression
@@ -96,9 +98,14 @@ def _fit(layouts: list[Any], options: dict[str, Any]) -> dict[str, Any]:
     done = {}
     for layout in layouts:
         unit, seen = _unit(layout, **options), Seen()
-        # In the middle of a window as well as at its end.
         same = [batch(3, 500 + i) for i in range(2)]  # the same rows on all ranks: so the losses are the function's
-        ech.fit(unit, _rows(7), same, max_epochs=1, evaluate_every_n_updates=3, evaluate_every_n_epochs=None, callbacks=[seen])
+        # TorchTNT's counts micro-batches: in the middle of a window as well as at its end.
+        fit = (
+            partial(fit_by_steps, evaluate_every_n_steps=3)
+            if "accumulate" in options
+            else partial(ech.fit, evaluate_every_n_updates=3)
+        )
+        fit(unit, _rows(7), same, max_epochs=1, evaluate_every_n_epochs=None, callbacks=[seen])
         assert len(seen.all) == 2
         after = _outputs(unit)  # the forward pass of which makes the buffers equal
         losses = {"losses": torch.tensor(unit.losses, dtype=torch.float64)}
@@ -124,7 +131,7 @@ def test_every_strategy_evaluates_with_the_buffers_that_ddp_has(ranks: Ranks) ->
 
 
 def test_in_the_middle_of_a_window_too(ranks: Ranks) -> None:
-    accumulating = {"gradient_accumulation_steps": 2}
+    accumulating = {"accumulate": 2}
     _alike(*ranks(2, _fit, ["ddp", "zero1"], accumulating), like="ddp")
     _alike(*ranks(2, _fit, ["fsdp", "hsdp"], accumulating), like="fsdp")
 

@@ -264,7 +264,7 @@ def test_which_checkpoints_go() -> None:
     steps = [1, 2, 3, 4, 5]
     assert Keep().doomed(steps, {}) == []
     assert Keep(2).doomed(steps, {}) == [1, 2, 3]
-    assert Keep(1, every_train_steps=2).doomed(steps, {}) == [1, 3]
+    assert Keep(1, every_updates=2).doomed(steps, {}) == [1, 3]
     assert Keep(2, best=config("loss")).doomed(steps, metrics) == [1, 4]  # 2 and 3 are best, 5 is the newest
     assert Keep(1, best=config("loss", "max")).doomed(steps, metrics) == [2, 3, 4]
     assert Keep(1).doomed([7], {}) == []

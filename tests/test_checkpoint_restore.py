@@ -184,7 +184,7 @@ def test_the_manifest_says_what_ran(ranks: Ranks, tmp_path: Path, monkeypatch: p
     found = ranks(2, _facts_of_each)[0]
     hsdp, data = found["hsdp"], found["hsdp"]["data"]
     assert hsdp["mesh"] == {"dp_replicate": 2, "dp_shard": 1} and hsdp["world_size"] == 2 and hsdp["layout"] == "hsdp"
-    assert found["ddp"]["mesh"] == {"data": 2} and found["tp"]["mesh"] == {"dp_shard": 1, "tp": 2}
+    assert found["ddp"]["mesh"] == {"data": 2} and found["tp"]["mesh"] == {"tp": 2}
     assert (data["global_batch"], data["seed"], data["samples"], data["fingerprint"]["length"]) == (8, 1, 48, 48)
     assert "position" not in data and "epoch" not in data
     assert hsdp["user"] == {"width": 8, "of": [1, 2]}

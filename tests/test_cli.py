@@ -794,7 +794,7 @@ main()
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize(("arguments", "says"), [(("3", "1"), "mat1 and mat2 shapes"), (("4", "-1"), "UsageError: ")])
+@pytest.mark.parametrize(("arguments", "says"), [(("3", "1"), "mat1 and mat2 shapes"), (("4", "-1"), "LoopError: ")])
 def test_a_plain_script_shows_the_users_frames_and_not_ours(
     tmp_path: Path, arguments: tuple[str, ...], says: str, full: bool
 ) -> None:

@@ -331,7 +331,7 @@ def test_prove_leaves_compile_and_its_budget_out(caplog: pytest.LogCaptureFixtur
     ("options", "message"),
     [
         ({"compile": "block"}, r"compile must be 'blocks', True, False or TorchCompileParams\(\.\.\.\), got 'block'"),
-        ({"compile": True, "torch_compile_params": ech.layouts.TorchCompileParams()}, "are the same option"),
+        ({"compile": True, "torch_compile_params": ech.layouts.TorchCompileParams()}, "which are the same"),
         ({"compile": ech.layouts.TorchCompileParams(backend="tvm2")}, "must be one of .*'inductor'.*or a function, got 'tvm2'"),
         (
             {"activation_checkpoint_params": "full"},

@@ -431,7 +431,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         r"call Recomputed\._attention again .*checkpoint\(bl",
     ),
-    "the same, reentrant": (partial(Recomputed, reentrant=True), {}, r"call Recomputed\._attention again .*activation_check"),
+    "the same, reentrant": (partial(Recomputed, reentrant=True), {}, r"call Recomputed\._attention again .*recompute='blocks'"),
     "length": (lm, {"length": 18}, r"dimension 1 of inputs, of shape \(2, 18\), must .* 2 x cp = 4 divides.* 16 or 20"),
     "shift in the loss": (lm, {"loss": _shifts_itself}, r"2 x 7 targets were taken of this rank's 2 x 8 tokens"),
     "shift in a loss by hand": (lm, {"loss": _loss_by_hand}, r"2 x 7 targets were taken of this rank"),
@@ -516,7 +516,7 @@ def _compiled() -> tuple[str, float]:
 @pytest.mark.full
 def test_compiled_models_train_alike_and_do_not_recompute(ranks: Ranks) -> None:
     for message, far in ranks(2, _compiled):
-        assert message.startswith("context parallelism takes compile or activation_checkpoint_params, got both")
+        assert message.startswith("context parallelism takes compile or recompute, got both")
         assert far < 1e-11
 
 
@@ -573,7 +573,7 @@ def _no_sequence(phase: str) -> tuple[str, bool]:
 @pytest.mark.parametrize("phase", ["train", "evaluate"])
 def test_features_taken_for_a_sequence_are_named_with_the_line_of_the_user(ranks: Ranks, phase: str) -> None:
     for said, shows_line in ranks(2, _no_sequence, phase):
-        assert "0 (dim 1)" in said and "Parallel(sequence_dim=...)" in said and "torch says: mat1 and mat2" in said
+        assert "0 (dim 1)" in said and "Layout(sequence_dim=...)" in said and "torch says: mat1 and mat2" in said
         assert shows_line
 
 

@@ -71,7 +71,7 @@ Compile = TorchCompileParams | bool | Literal["blocks"] | None
 
 
 def recipe_of(
-    compile: Compile, torch_compile_params: TorchCompileParams | None, activation_checkpoint_params: Preset
+    compile: Compile, torch_compile_params: TorchCompileParams | None, recompute: Preset
 ) -> tuple[TorchCompileParams | None, ActivationCheckpointParams | None]:
     """What these arguments of a unit ask for. `torch_compile_params` is TorchTNT's name for `compile`.
 
@@ -81,7 +81,7 @@ def recipe_of(
     if compile is not None and torch_compile_params is not None:
         raise CompileError("compile and torch_compile_params are the same option. Give one of them.")
     compiled = torch_compile_params if torch_compile_params is not None else TorchCompileParams.of(compile, "compile")
-    return compiled, ActivationCheckpointParams.of(activation_checkpoint_params, "activation_checkpoint_params")
+    return compiled, ActivationCheckpointParams.of(recompute, "recompute")
 
 
 @dataclass(frozen=True)
