@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon.compat.lightning.pytorch as pl  # was: import lightning.pytorch as pl
-from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 
 class Digits(pl.LightningModule):
@@ -63,13 +62,13 @@ def main() -> None:
 
     pl.seed_everything(0)
     train_data, held_out = digits()
-    best = ModelCheckpoint(dirpath=args.checkpoints, monitor="val_accuracy", mode="max", save_last=True)
+    best = pl.callbacks.ModelCheckpoint(dirpath=args.checkpoints, monitor="val_accuracy", mode="max", save_last=True)
     trainer = pl.Trainer(
         accelerator="auto",
         devices=int(args.devices) if args.devices != "auto" else "auto",
         strategy=args.layout,
         max_epochs=args.epochs,
-        callbacks=[best, EarlyStopping("val_accuracy", mode="max", patience=4)],
+        callbacks=[best, pl.callbacks.EarlyStopping("val_accuracy", mode="max", patience=4)],
         gradient_clip_val=1.0,
     )
     # A batch size is each rank's here, as in Lightning; its Trainer gives each rank other samples.

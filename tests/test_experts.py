@@ -479,7 +479,7 @@ def test_an_auxiliary_loss_that_nobody_added_is_named() -> None:
     unit = Forgets(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double())
     with pytest.raises(UsageError, match=r"blocks\.0\.1: balance='auxiliary' must be in the loss .*auxiliary_loss"):
         ech.train(unit, [batch(4, 0)], max_epochs=1)
-    with pytest.raises(UsageError, match=r"must have an echelon\.MoE with balance='auxiliary', got none"):
+    with pytest.raises(UsageError, match=r"must have an echelon\.nn\.MoE with balance='auxiliary', got none"):
         ech.nn.auxiliary_loss(nn.Linear(1, 1))
 
 

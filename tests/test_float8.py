@@ -134,7 +134,8 @@ def test_a_device_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     ech.layouts.Float8("tensorwise").check(torch.device("cuda", 0))
     with pytest.raises(
-        UsageError, match=r"9\.0 or more, got NVIDIA L4 with 8\.9\. Take precision=echelon\.Float8\(recipe='tensorwise'\)"
+        UsageError,
+        match=r"9\.0 or more, got NVIDIA L4 with 8\.9\. Take precision=echelon\.layouts\.Float8\(recipe='tensorwise'\)",
     ):
         ech.layouts.Float8("rowwise").check(torch.device("cuda", 0))
 
