@@ -304,9 +304,7 @@ def test_recomputing_after_earlier_tokens_is_refused(name: str, block: str) -> N
         earlier = module(input_ids=data["input_ids"]).past_key_values
     part = module.get_submodule(block)
     ech.nn.checkpoint_wrapper(part)
-    with pytest.raises(
-        UsageError, match=rf"{type(part).__name__} recomputes.*past_key_values.*Leave out recompute"
-    ):
+    with pytest.raises(UsageError, match=rf"{type(part).__name__} recomputes.*past_key_values.*Leave out recompute"):
         module(input_ids=data["input_ids"], past_key_values=earlier)
 
 

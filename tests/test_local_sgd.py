@@ -391,7 +391,7 @@ def _refused(what: str) -> str:
     ("what", "said"),
     [
         ("fp16", "precision must not be 'fp16' under 'diloco'"),
-        ("averages", "swa_params must be None under 'diloco'"),
+        ("averages", "ema must be None under 'diloco'"),
         ("bitwise", "bit-equal training is the same on any number of ranks, which 'diloco' is not"),
         ("prepare_module", "prepare_module knows of no updates"),
     ],
