@@ -389,7 +389,7 @@ def _hangs(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "headline", "calls"),
     [
-        ("stopped", "rank 1 stopped (no heartbeat for ", ["all_reduce #21", ""]),
+        ("stopped", "rank 1 stopped (no heartbeat for ", ["all_reduce #22", ""]),
         pytest.param(
             "asleep",
             "rank 1 did not come to ",
