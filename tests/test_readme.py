@@ -46,12 +46,12 @@ def test_the_lines_that_make_a_run_go_on_do(
     """The run is broken off after its first epoch; the second time it goes on from there."""
     definitions = SCRIPT[: SCRIPT.index("ech.train(")]
     stop = "unit.on_train_epoch_end = lambda state: state.stop() if unit.train_progress.num_epochs_completed == 1 else None\n"
-    began = RESUMED.replace("ech.train(", "print('begins at', unit.train_progress.num_steps_completed)\nech.train(")
-    (tmp_path / "train.py").write_text(definitions + stop + began)
-    for step in (0, 64):
+    began = "unit.on_train_start = lambda state: print('begins at', unit.train_progress.num_updates_completed)\n"
+    (tmp_path / "train.py").write_text(definitions + stop + began + RESUMED)
+    for update in (0, 64):
         done = echelon_command("run", "--ranks", "2", "train.py")
         assert done.returncode == 0, done.stderr
-        assert f"begins at {step}" in done.stdout
+        assert f"begins at {update}" in done.stdout
     assert [p.name for p in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000064", "step-00000128"]
 
 
