@@ -507,7 +507,7 @@ class BuiltInRanks(Regression):
     """Built in the ranks, by the class itself; it needs no arguments."""
 
     def __init__(self) -> None:
-        super().__init__(strategy="ddp")
+        super().__init__(layout="ddp")
 
 
 def test_a_class_may_build_the_unit_in_the_ranks() -> None:

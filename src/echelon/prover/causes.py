@@ -353,6 +353,8 @@ def from_mistakes(
         return scale or _by_rank(mistakes, batch_norms, verdict.first.update if verdict.first is not None else 0)
     if verdict.first is None or verdict.first.phase != "gradient":
         return scale  # a rank's loss is another with what others send than without
+    if scale and record["kind"] == "TrainUnit":
+        return scale  # what its step sends may be the gradients
     seen = f": {scale[0][1]}" if scale else ""
     return [
         (
@@ -364,13 +366,15 @@ def from_mistakes(
 
 def _by_rank(mistakes: Mapping[str, Any], batch_norms: list[str], update: int) -> list[tuple[str, str]]:
     """Micro-batches whose rank had another loss for them than one process has, at the same parameters."""
-    for rank, loss, recorded in mistakes["weighted"]["losses"] if not batch_norms else ():
-        if recorded is not None and abs(loss - recorded) > 1e-5 * abs(loss):
-            seen = f"rank {rank}: {recorded:.6g}, one process on its samples: {loss:.6g}"
-            if update:  # and in those before it losses were right: what they left behind is a rank's own
-                return [("the forward pass keeps state", f"update {update}: {seen}; the updates before it were right")]
-            return [("a loss that depends on the rank", seen)]
-    return []
+    known = [each for each in mistakes["weighted"]["losses"] if each[2] is not None and not batch_norms]
+    wrong = [(rank, loss, recorded) for rank, loss, recorded in known if abs(loss - recorded) > 1e-5 * abs(loss)]
+    if not wrong:
+        return []
+    rank, loss, recorded = wrong[0]
+    seen = f"rank {rank}: {recorded:.6g}, one process on its samples: {loss:.6g}"
+    if update and len(wrong) == len(known):  # the updates before it left each rank, and one process, something of their own
+        return [("the forward pass keeps state", f"update {update}: {seen}; the updates before it were right")]
+    return [("a loss that depends on the rank", seen)]
 
 
 def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str]) -> tuple[str, str]:
