@@ -358,7 +358,7 @@ class Theirs(AutoUnit):
     compute_loss = Auto.compute_loss
     configure_optimizers_and_lr_scheduler = Auto.configure_optimizers_and_lr_scheduler
 averages = SWAParams(0, 1, swalr_params=SWALRParams(2))
-ech.train(Theirs(module=model(), layout="ddp", swa_params=averages, step_lr_interval="step"), loader(), max_epochs=1)
+ech.train(Theirs(module=model(), strategy="ddp", swa_params=averages, step_lr_interval="step"), loader(), max_epochs=1)
 """
 
 
