@@ -267,7 +267,7 @@ def test_a_run_that_cannot_begin_for_a_full_disk_says_so_in_a_line(started: Star
 @pytest.mark.parametrize("verb", [("run", "--ranks", "1"), pytest.param(("dragon",), marks=pytest.mark.full)])
 def test_a_guard_that_is_never_true_is_said(started: Started, verb: tuple[str, ...]) -> None:
     """Dragon's own page has it: the script ended with 0 and did nothing."""
-    body = 'from echelon import CollectiveGroup\nif __name__ == "main":\n    CollectiveGroup(print).start()\n'
+    body = 'from echelon.launching import CollectiveGroup\nif __name__ == "main":\n    CollectiveGroup(print).start()\n'
     if verb == ("dragon",) and importlib.util.find_spec("dragon") is None:
         pytest.skip("needs Dragon: pip install 'echelon[dragon]'")
     process = started.python("-m", "echelon", *verb, started.script(body))

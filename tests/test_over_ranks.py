@@ -73,11 +73,13 @@ def test_a_loss_over_all_ranks_rows_trains_as_one_process(ranks: Ranks, kind: ty
 
 
 @pytest.mark.parametrize(
-    "layout", [ech.Layout(tp=-1, plan={"0": "colwise", "2": "rowwise"}), ech.Layout(dp_shard=2, tp=2)], ids=["tp", "fsdp x tp"]
+    ("count", "layout"),
+    [(2, ech.Layout(tp=-1, plan={"0": "colwise", "2": "rowwise"})), (4, ech.Layout(dp_shard=2, tp=2))],
+    ids=["tp", "fsdp x tp"],
 )
-def test_ranks_that_share_samples_count_once(ranks: Ranks, layout: Any) -> None:
+def test_ranks_that_share_samples_count_once(ranks: Ranks, count: int, layout: ech.Layout) -> None:
     alone = _train(_Contrast, None)
-    for trained in ranks(2 if isinstance(layout, ech.Layout) else 4, _train, _Contrast, layout):
+    for trained in ranks(count, _train, _Contrast, layout):
         _assert_close(trained, alone)
 
 
