@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,8 @@ class Regression(ech.AutoUnit[Batch]):
 
     def __init__(self, *, lr: float = 0.1, optimizer: str = "SGD", schedule: Any = None, **options: Any) -> None:
         options.setdefault("module", net())
-        options.setdefault("device", torch.device("cpu"))
+        device = options.pop("device", torch.device("cpu"))
+        options["options"] = dataclasses.replace(options.get("options", ech.UnitOptions()), device=device)
         super().__init__(**options)
         self.lr, self.kind, self.schedule = lr, optimizer, schedule
         self.norms: list[float] = []

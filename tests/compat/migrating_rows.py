@@ -339,7 +339,7 @@ def _stop_in_an_evaluation() -> None:
     predict(unit, [1, 2, 3], callbacks=[Ends()])
     assert ends == [] and unit.eval_progress.num_epochs_completed == unit.predict_progress.num_epochs_completed == 0
     for strategy in ("fsdp", "ddp") if dist.is_initialized() else ():  # on one rank alone: whether or not it is waited for
-        auto = Regression(module=net(), strategy=strategy)
+        auto = Regression(module=net(), layout=strategy)
         evaluate(auto, [batch(2, i) for i in range(6)], callbacks=[StopsOnRank1(), Ends()])
         assert ends == [] and auto.eval_progress.num_epochs_completed == 0
 
@@ -360,7 +360,7 @@ def bar_of_a_resumed_epoch(folder: Path) -> None:
     unit = Regression(module=net())
     data = [batch(4, i) for i in range(4)]
     loader = ech.Loader([tuple(part[0] for part in each) for each in data], 1, shuffle=False)
-    ech.train(unit, loader, max_steps=2)
+    ech.train(unit, loader, max_updates=2)
     ech.train(unit, loader, max_epochs=1, callbacks=[TQDMProgressBar(), Looks()])
     assert bars == [3, 4]
 

@@ -148,9 +148,9 @@ def test_a_wrapped_module_is_freed_with_its_last_reference_and_held_by_a_graph()
 
 def _unit(kind: str) -> Regression:
     """An AutoUnit over FairScale's pair, over its FullyShardedDataParallel, or over strategy "zero1"."""
-    options: dict[str, Any] = {"optimizer": "AdamW", "clip_grad_norm": 0.5, "gradient_accumulation_steps": 2}
+    options: dict[str, Any] = {"optimizer": "AdamW", "clip_grad_norm": 0.5, "accumulate": 2}
     if kind == "zero1":
-        return Regression(strategy="zero1", **options)
+        return Regression(layout="zero1", **options)
     if kind == "fsdp":
         return Regression(module=FullyShardedDataParallel(net()), **options)
     module = net()

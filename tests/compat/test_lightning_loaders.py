@@ -129,11 +129,11 @@ def test_so_does_a_unit_of_echelons_own(tmp_path: Path) -> None:
         saver = echelon.DistributedCheckpointSaver(tmp_path)
         data = loader()
         path = str(tmp_path / "step-00000006") if limit == 12 else None
-        echelon.Trainer(max_steps=limit, callbacks=[saver], run_dir=tmp_path / "run").fit(unit, data, ckpt_path=path)
+        echelon.Trainer(max_updates=limit, callbacks=[saver], run_dir=tmp_path / "run").fit(unit, data, ckpt_path=path)
         seen.append(unit.seen)
     echelon.seed(3)
     whole = Unit()
-    echelon.Trainer(max_steps=12).fit(whole, loader())
+    echelon.Trainer(max_updates=12).fit(whole, loader())
     assert seen[0] + seen[1] == whole.seen
 
 

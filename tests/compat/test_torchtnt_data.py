@@ -577,7 +577,7 @@ def _stopped_in_an_evaluation() -> int:
     rows = torch.utils.data.TensorDataset(*models.batch(64, 0))
     strategy = RandomizedBatchSampler(enforce_same_loader_across_ranks=True)
     loaders = MultiDataLoader({"a": ech.Loader(rows, 8), "b": ech.Loader(rows, 8)}, strategy)
-    unit = Several(strategy="ddp")
+    unit = Several(layout="ddp")
     ech.fit(unit, ech.Loader(rows, 8), loaders, max_epochs=2, callbacks=[_AsksToStop()])
     return unit.train_progress.num_epochs_completed
 

@@ -149,7 +149,7 @@ def numbered(count: int) -> list[Any]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_no_batch_is_lost_or_leaks(tmp_path: Path, prefetch: bool, accumulate: int) -> None:
     """Training ends in the middle of the second epoch, and goes on from there with another process's loader."""
-    options = {"enable_prefetch": prefetch, "gradient_accumulation_steps": accumulate}
+    options = {"accumulate": accumulate, "options": ech.UnitOptions(prefetch=prefetch)}
     first = watching(**options)
     saver = DistributedCheckpointSaver(str(tmp_path))
     ech.train(first, Resumable(numbered(6)), max_updates=8 // accumulate, callbacks=[saver])
@@ -163,7 +163,7 @@ def test_no_batch_is_lost_or_leaks(tmp_path: Path, prefetch: bool, accumulate: i
 
 
 def test_evaluations_of_limited_length_are_whole() -> None:
-    unit, plain = watching(gradient_accumulation_steps=2), watching(gradient_accumulation_steps=2)
+    unit, plain = watching(accumulate=2), watching(accumulate=2)
     data = numbered(4)
     ech.fit(unit, data, data[:2], max_epochs=4, max_eval_steps_per_epoch=2, evaluate_every_n_updates=1)
     assert unit.evaluated == [0, 1] * 8
@@ -228,7 +228,7 @@ def _own_group() -> list[float]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     options = [{"process_group": group}, {"comm_state": group, "comm_hook": allreduce_hook}]
-    units = [Regression(strategy=ech.DDPStrategy(**each)) for each in ({}, *options)]
+    units = [Regression(layout=ech.DDPStrategy(**each)) for each in ({}, *options)]
     rank, world = dist.get_rank(), dist.get_world_size()
     for unit in units:
         ech.train(unit, [tuple(each[rank::world] for each in batch(8, i)) for i in range(3)], max_epochs=1)
