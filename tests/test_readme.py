@@ -15,16 +15,17 @@ from tests.conftest import clean_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-SCRIPT, RESUMED, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+LOOP, UNIT, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+# How many updates each has made, in the end.
+MADE = {LOOP: "window.update + 1", UNIT: "unit.train_progress.num_updates_completed"}
 
 
+@pytest.mark.parametrize("script", [LOOP, UNIT], ids=["loop", "unit"])
 @pytest.mark.parametrize("command", [["python"], ["echelon", "run", "--ranks", "2"], ["torchrun", "--nproc-per-node", "2"]])
-def test_the_training_script_runs_under_each_launcher(tmp_path: Path, command: list[str]) -> None:
+def test_the_scripts_run_under_each_launcher(tmp_path: Path, command: list[str], script: str) -> None:
     # torchrun's ranks share one pipe, in which their lines may run together: each leaves its word in a file of its own.
-    report = (
-        "rank = ech.launching.World.current()\nopen(f'rank{rank.rank}', 'w').write(f'{unit.window.updates} of {rank.size}')\n"
-    )
-    (tmp_path / "train.py").write_text(f"{SCRIPT}\n{report}")
+    report = f"open(f'rank{{ech.rank()}}', 'w').write(f'{{{MADE[script]}}} of {{ech.world_size()}}')\n"
+    (tmp_path / "train.py").write_text(f"{script}\n{report}")
     start = {"python": [], "echelon": ["-m", "echelon"], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
     run = subprocess.run if command == ["python"] else forked.run
     done = run(
@@ -40,19 +41,18 @@ def test_the_training_script_runs_under_each_launcher(tmp_path: Path, command: l
     assert [path.read_text() for path in sorted(tmp_path.glob("rank*"))] == [f"128 of {size}"] * size
 
 
-def test_the_lines_that_make_a_run_go_on_do(
-    tmp_path: Path, echelon_command: Callable[..., subprocess.CompletedProcess[str]]
+@pytest.mark.parametrize("script", [LOOP, UNIT], ids=["loop", "unit"])
+def test_they_go_on_when_they_are_started_again(
+    tmp_path: Path, echelon_command: Callable[..., subprocess.CompletedProcess[str]], script: str
 ) -> None:
-    """The run is broken off after its first epoch; the second time it goes on from there."""
-    definitions = SCRIPT[: SCRIPT.index("ech.train(")]
-    stop = "unit.on_train_epoch_end = lambda state: state.stop() if unit.train_progress.num_epochs_completed == 1 else None\n"
-    began = "unit.on_train_start = lambda state: print('begins at', unit.train_progress.num_updates_completed)\n"
-    (tmp_path / "train.py").write_text(definitions + stop + began + RESUMED)
-    for update in (0, 64):
+    """One epoch, and then the run as it is shown."""
+    for first, epochs in (("0 of 64", "1"), ("64 of 128", "2")):
+        (tmp_path / "train.py").write_text(
+            script.replace("(loader, 2)", f"(loader, {epochs})").replace("_epochs=2", f"_epochs={epochs}")
+        )
         done = echelon_command("run", "--ranks", "2", "train.py")
-        assert done.returncode == 0, done.stderr
-        assert f"begins at {update}" in done.stdout
-    assert [p.name for p in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000064", "step-00000128"]
+        assert done.returncode == 0 and f"training from update {first}" in done.stderr + done.stdout, done.stderr + done.stdout
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*"))[-1] == "step-00000128"
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([\w./]+)\)", README))))
