@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[list[str], str, float, bool]] = {
     "contrastive.py": (["--epochs", "5"], r"found for (\d+\.\d)% of held-out", 60.0, False),
     # By chance 0.5; no straight line has more than 0.65.
     "bare_loop.py": (["--epochs", "12"], r"accuracy (\d\.\d+) on 500 new points", 0.8, False),
-    "gan.py": (["--epochs", "10"], r"from real points: (\d\.\d+); untrained 0\.[3-9]", 0.2, True),
+    "gan.py": (["--epochs", "10"], r"from real points: (\d\.\d+); of noise", 0.2, True),
     # By chance 0.25.
     "vision.py": (["--epochs", "4"], r"accuracy (\d\.\d+) of the averaged weights on 128 new images", 0.5, False),
     # Of an untrained module's points it is above 0.35.
@@ -106,7 +106,7 @@ def test_echelon_prove_agrees(echelon_command: Command, name: str) -> None:
     done = echelon_command("prove", *options, "--json", str(EXAMPLES / name), "--toy", timeout_s=300.0)
     rows = json.loads(done.stdout)["rows"]
     # And with SGD in place of its optimizer; not of a step of its own. The layout of the experts is a row more.
-    assert done.returncode == 0 and len(rows) == {"gan.py": 2, "moe.py": 5}.get(name, 4), done.stdout + done.stderr
+    assert done.returncode == 0 and len(rows) == {"moe.py": 5}.get(name, 4), done.stdout + done.stderr
     assert {row["verdict"] for row in rows} == {"agrees"}, rows
 
 
