@@ -72,14 +72,13 @@ def test_a_loss_over_all_ranks_rows_trains_as_one_process(ranks: Ranks, kind: ty
         _assert_close(trained, alone)
 
 
-@pytest.mark.parametrize(
-    ("count", "layout"),
-    [(2, ech.Layout(tp=-1, plan={"0": "colwise", "2": "rowwise"})), (4, ech.Layout(dp_shard=2, tp=2))],
-    ids=["tp", "fsdp x tp"],
-)
-def test_ranks_that_share_samples_count_once(ranks: Ranks, count: int, layout: ech.Layout) -> None:
+PLAN = {"0": "colwise", "2": "rowwise"}
+
+
+@pytest.mark.parametrize(("axes", "count"), [({"tp": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4)], ids=["tp", "fsdp x tp"])
+def test_ranks_that_share_samples_count_once(ranks: Ranks, axes: dict[str, int], count: int) -> None:
     alone = _train(_Contrast, None)
-    for trained in ranks(count, _train, _Contrast, layout):
+    for trained in ranks(count, _train, _Contrast, ech.Layout(**axes, plan=PLAN)):
         _assert_close(trained, alone)
 
 
