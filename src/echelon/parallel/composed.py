@@ -153,7 +153,7 @@ class Layout(Strategy):
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         dims = self.dims(world.size)
-        if not set(dims.used) - {"dp_replicate"} and self.fsdp is None:
+        if self.dp_replicate != 1 and not set(dims.used) - {"dp_replicate"} and self.fsdp is None:
             return DDPStrategy().prepare(module, world, recipe)
         # Phase 1: everything that can be wrong, before the first collective.
         plan, chosen = self.check(module, dims, recipe)

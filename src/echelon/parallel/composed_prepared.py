@@ -49,7 +49,7 @@ class _LaidOut(Pipelined):
     def describe(self) -> dict[str, Any]:
         return {
             "module": type(self.unwrapped).__name__,
-            "layout": ",".join(f"{axis}={size}" for axis, size in self.dims.used.items()),
+            "layout": ",".join(f"{axis}={size}" for axis, size in self.dims.used.items()) or None,
             "mesh": self.dims.used,
         }
 
