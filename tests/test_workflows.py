@@ -47,7 +47,7 @@ def test_ci_runs_every_check_there_is() -> None:
 
 
 def test_the_oldest_and_the_newest_are_those_of_the_package() -> None:
-    matrix = workflow("ci")["jobs"]["versions"]["layout"]["matrix"]["include"]
+    matrix = workflow("ci")["jobs"]["versions"]["strategy"]["matrix"]["include"]
     classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
     assert matrix == [{"versions": "oldest", "python": classifiers[0]}, {"versions": "newest", "python": classifiers[-1]}]
 
