@@ -91,7 +91,11 @@ def _used() -> frozenset[tuple[Path, int, type[ast.AST], str]]:
 def _names_in(folder: Path) -> Iterator[tuple[Path, ast.AST, str]]:
     """Every name, attribute and imported module in the source, and every keyword of a call as `name=value`."""
     for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        given = {node for function in ast.walk(tree) for node in _of_arguments(function)}  # `train(eval=...)` is no builtin
+        for node in ast.walk(tree):
+            if node in given:
+                continue
             if isinstance(node, ast.Attribute):
                 yield path, node, node.attr
                 yield path, node, ast.unparse(node)
@@ -104,6 +108,15 @@ def _names_in(folder: Path) -> Iterator[tuple[Path, ast.AST, str]]:
                 yield from ((path, node, f"{node.module}.{each.name}") for each in node.names)
             elif isinstance(node, ast.keyword) and node.arg:
                 yield path, node, f"{node.arg}={ast.unparse(node.value)}"
+
+
+def _of_arguments(function: ast.AST) -> Iterator[ast.Name]:
+    """The names in a function's body that mean its own arguments."""
+    if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        arguments = function.args
+        names = {each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        inner = (node for statement in function.body for node in ast.walk(statement))
+        yield from (node for node in inner if isinstance(node, ast.Name) and node.id in names)
 
 
 FORBIDDEN = {
