@@ -14,6 +14,9 @@ from echelon.contracts.errors import UsageError
 from echelon.parallel import LAYOUTS, resolve
 from echelon.parallel.layouts import in_words
 from echelon.world.mesh import ParallelDims
+from tests.conftest import Ranks
+from tests.models import batch
+from tests.units import Regression
 
 SIZES = st.integers(1, 4)
 
@@ -130,6 +133,35 @@ def test_older_keywords_are_understood_and_say_the_new_one() -> None:
         ech.layouts.HSDPStrategy(replicate_size=2)
     with pytest.raises(AttributeError, match=r"FSDP2Strategy is now echelon.compat.torchtnt.utils"):
         ech.FSDP2Strategy  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("word", [*LAYOUTS, "tp=2", "dp_shard=2,tp=4"])
+def test_a_layout_has_the_name_that_was_asked_for(word: str) -> None:
+    layout = resolve(word)
+    assert layout is not None and layout.name == word
+
+
+class Leaving(torch.nn.Module):
+    """Its second layer is used in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.step = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return self.first(x) if self.step % 2 else self.first(x) + self.second(x)  # type: ignore[no-any-return]
+
+
+def _left_unused(layout: str) -> int:
+    unit = Regression(module=Leaving().double(), layout=layout)
+    ech.train(unit, [batch(4, i) for i in range(4)], max_epochs=1)
+    return unit.train_progress.num_updates_completed
+
+
+@pytest.mark.parametrize("layout", ["tp", "cp", "pp", "dp_shard"])
+def test_axes_of_one_rank_take_models_that_leave_layers_unused(ranks: Ranks, layout: str) -> None:
+    assert ranks(1, _left_unused, layout) == [4]
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 0}, {"ep": -1}, {"cp": -2}, {"pp": 1.5}, {"dp_shard": "2"}])
