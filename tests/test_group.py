@@ -259,7 +259,7 @@ def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path:
     assert "unsendable: RankFailedError of rank " in said and "of type lock, cannot be sent to the caller" in said
     assert "late: RankTimeoutError: the ranks had not finished after 0.1 s" in said
 
-    assert "elsewhere: UsageError: policies[0].host_name must be one of Dragon's nodes" in said
+    assert "elsewhere: ClusterError: policies[0].host_name must be one of Dragon's nodes" in said
 
     places = ast.literal_eval(next(line for line in said.splitlines() if line.startswith("places: ")).removeprefix("places: "))
     mine = sorted(os.sched_getaffinity(0))

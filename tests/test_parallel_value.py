@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def test_a_value_is_the_text_that_gives_it_back(value: Any) -> None:
     ],
 )
 def test_a_value_is_shown_by_the_options_it_was_given(value: Any, text: str) -> None:
-    assert repr(value) == text
+    assert repr(value) == repr(pickle.loads(pickle.dumps(value))) == text
     if "=" in text.partition("(")[2] and not isinstance(value, ech.Layout):
         assert in_words(value) == text
 

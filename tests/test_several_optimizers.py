@@ -301,6 +301,8 @@ def _saved(layout: str, folder: str, epochs: int) -> Any:
 def test_a_resumed_run_ends_with_the_same_bits(ranks: Ranks, layout: str, tmp_path: Path) -> None:
     straight = ranks(2, _saved, layout, str(tmp_path / "a"), 2)
     ranks(2, _saved, layout, str(tmp_path / "b"), 1)
+    updates = [max(int(each.name[-8:]) for each in (tmp_path / folder).glob("step-*")) for folder in "ab"]
+    assert updates[0] == 2 * updates[1] > 2, "each update is counted, and the second start has one epoch to train"
     for got, want in zip(ranks(2, _saved, layout, str(tmp_path / "b"), 2), straight, strict=True):
         assert [largest_difference(*each) for each in zip(got[:2], want[:2], strict=True)] == [0, 0]
         assert got[2] == want[2]

@@ -34,7 +34,7 @@ class Strategy(ABC):
     def __repr__(self) -> str:
         """Of a dataclass: the options that are not the default's."""
         options: tuple[Any, ...] = fields(self) if is_dataclass(self) else ()
-        given = [f"{each.name}={value!r}" for each in options if (value := getattr(self, each.name)) is not each.default]
+        given = [f"{each.name}={value!r}" for each in options if (value := getattr(self, each.name)) != each.default]
         return f"{type(self).__name__}({', '.join(given)})"
 
     def but(self, **options: Any) -> Self:

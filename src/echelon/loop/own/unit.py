@@ -175,6 +175,7 @@ class LoopUnit(AutoUnit[Any]):
         assert self.several is not None
         self.several.end_micro_batch(replica=self.prepared.is_replica)
         if last:
+            self.has_updated = True
             self._exit_window()
             self._end_several(state)
 
