@@ -46,9 +46,10 @@ class DPO(ech.AutoUnit[Pair]):
     beta = 0.1
 
     def __init__(self, *, module: nn.Module, layout: str, **options: Any) -> None:
+        # Copied before the module is divided. It has no optimizer: its weights are never changed, and need no gradient.
+        reference = copy.deepcopy(module).requires_grad_(False)
         super().__init__(module=module, layout=layout, **options)
-        # Before training, so that both are alike. It has no optimizer: its weights are never changed, and need no gradient.
-        self.reference = ech.layouts.prepare_module(copy.deepcopy(module).requires_grad_(False), self.device, layout=layout)
+        self.reference = ech.layouts.prepare_module(reference, self.device, layout=layout)
 
     def compute_loss(self, state: ech.State, data: Pair) -> tuple[torch.Tensor, torch.Tensor]:
         both = torch.cat([data["chosen"], data["rejected"]])  # one pass for the two
