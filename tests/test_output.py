@@ -144,7 +144,9 @@ def test_a_folder_that_disappears_does_not_turn_a_good_run_into_a_bad_one(starte
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_an_error_after_the_runs_folder_has_disappeared_is_told(started: Started, ranks: str) -> None:
     script = started.script(
-        "import os, shutil\nif os.environ['RANK'] == '0':\n"
+        "import os, pathlib, shutil, time\nup = pathlib.Path('up')\nif os.environ['RANK'] == '1':\n    up.touch()\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    while os.environ['WORLD_SIZE'] == '2' and not up.exists():\n        time.sleep(0.01)\n"
         "    shutil.rmtree(os.environ['ECHELON_RUN_DIR'])\n    raise ValueError('after that')\n"
     )
     _, err = started.run("--ranks", ranks, "--name", "a", script).communicate(timeout=60)

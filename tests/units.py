@@ -37,7 +37,8 @@ class Regression(ech.AutoUnit[Batch]):
     def __init__(self, *, lr: float = 0.1, optimizer: str = "SGD", schedule: Any = None, **options: Any) -> None:
         options.setdefault("module", net())
         device = options.pop("device", torch.device("cpu"))
-        options["options"] = dataclasses.replace(options.get("options", ech.UnitOptions()), device=device)
+        given = options.get("options") or ech.UnitOptions()
+        options["options"] = dataclasses.replace(given, device=device) if isinstance(given, ech.UnitOptions) else given
         super().__init__(**options)
         self.lr, self.kind, self.schedule = lr, optimizer, schedule
         self.norms: list[float] = []
