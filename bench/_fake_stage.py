@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import echelon as ech
-from echelon.parallel.activation import ActivationCheckpointParams
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.pipeline.pipeline import Pipeline
@@ -25,7 +24,8 @@ from echelon.parallel.pipeline.schedules import StageModule
 from echelon.parallel.pipeline.sharded import ShardedStages
 from echelon.parallel.pipeline.values import Form, Leaf, form_of
 from echelon.parallel.pipeline.window import Learned
-from echelon.parallel.recipe import Recipe
+from echelon.parallel.recipe.activation import ActivationCheckpointParams
+from echelon.parallel.recipe.recipe import Recipe
 
 __all__ = ["trace_stage"]
 

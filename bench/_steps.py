@@ -31,7 +31,7 @@ from echelon.contracts.rank import RankInfo
 from echelon.launcher.explain import Evidence, RankEvidence, explain
 from echelon.launcher.job import Failure
 from echelon.parallel.axes import Axis, speaks_for
-from echelon.parallel.partition import assign
+from echelon.parallel.state.partition import assign
 from echelon.world import agree, rng
 from echelon.world.handshake import Said
 from echelon.world.meeting import Facts, meet

@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import echelon as ech
-from echelon.parallel.state import states_by_name
+from echelon.parallel.state.state import states_by_name
 from echelon.world import agree
 
 WIDTH, ROWS = 2048, 64

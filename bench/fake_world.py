@@ -35,10 +35,10 @@ from bench._timing import emit, machine, options, versions
 from bench.gpu.llama import Block, Llama, Size
 
 import echelon as ech
-from echelon.parallel.activation import ActivationCheckpointParams
 from echelon.parallel.experts import GroupedExperts
 from echelon.parallel.parallelize import parallelize
-from echelon.parallel.recipe import Recipe
+from echelon.parallel.recipe.activation import ActivationCheckpointParams
+from echelon.parallel.recipe.recipe import Recipe
 from echelon.world.mesh import ParallelDims
 
 # Of the Llama 3 family (arXiv 2407.21783, table 3).

@@ -40,7 +40,7 @@ STANDING: set[StandingRanksBySize] = set()  # of the module whose tests run
 # The server forks ranks with these loaded; each rank would import them itself, in up to a second of computing.
 LOADED = (
     *forked.TORCH,
-    "echelon.loop.auto",
+    "echelon.loop.auto.auto",
     "echelon.loop.callbacks",
     "echelon.loop.run",
     "echelon.prover.prove",

@@ -61,7 +61,7 @@ LOADED = (
     "echelon.cli.submit",
     "echelon.launcher.local.elastic",
     "echelon.launcher.local.run",
-    "echelon.loop.auto",
+    "echelon.loop.auto.auto",
     "echelon.loop.callbacks",
     "echelon.loop.run",
     "echelon.observe.report",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.parallel.recipe import Recipe
+from echelon.parallel.recipe.recipe import Recipe
 from tests.models import Net
 
 

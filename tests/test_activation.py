@@ -71,7 +71,7 @@ def _steps(module: nn.Module, updates: int = 3) -> dict[str, torch.Tensor]:
 
 
 def _apply(module: nn.Module, params: Params) -> nn.Module:
-    from echelon.parallel.activation import checkpoint_activations
+    from echelon.parallel.recipe.activation import checkpoint_activations
 
     return checkpoint_activations(module, params)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel.fixed_order import GradientTree, tree_sum
+from echelon.parallel.gradients.fixed_order import GradientTree, tree_sum
 from echelon.world.device import same_kernels
 from tests.conftest import Ranks
 from tests.models import net, plain_training, whole

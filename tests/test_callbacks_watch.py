@@ -36,7 +36,7 @@ from echelon.contracts.errors import UsageError
 from echelon.loop.callbacks import LearningRateMonitor
 from echelon.loop.callbacks.learning_rate import learning_rates
 from echelon.observe.loggers import TensorBoardLogger
-from echelon.parallel import partition
+from echelon.parallel.state import partition
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 from tests.units import SEVERAL, Numbers, Regression, under_each

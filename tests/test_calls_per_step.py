@@ -77,7 +77,7 @@ def test_watching_adds_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, value in RunDir.create(tmp_path, None).to_env().items():
         monkeypatch.setenv(name, value)
     calls = calls_of_a_step()
-    assert calls["loop/record.py: update"] == 1 and calls["contracts/pulse.py: at"] == 2, shown(calls)
+    assert calls["loop/records/record.py: update"] == 1 and calls["contracts/pulse.py: at"] == 2, shown(calls)
     # What is done a few times a second is in each step of a slow machine.
     usual = {name: count for name, count in calls.items() if count >= 0.9 and not name.endswith((": note", ": <genexpr>"))}
     assert sum(usual.values()) <= 46, shown(usual)

@@ -23,10 +23,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import echelon as ech
 from echelon.checkpoint import store
 from echelon.checkpoint.tensors import Tensors, local_files
-from echelon.loop.averaged import AveragedWeights
+from echelon.loop.auto.averaged import AveragedWeights
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.shards import local
-from echelon.parallel.state import states_by_name
+from echelon.parallel.state.state import states_by_name
 from echelon.parallel.strategy import Prepared
 from echelon.world.init import World
 from tests.conftest import Ranks

@@ -24,7 +24,7 @@ from echelon.checkpoint.location import Remote
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.loop.checkpointing import changes
-from echelon.parallel.optimizer_state import OptimizerState
+from echelon.parallel.state.optimizer_state import OptimizerState
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, whole
 from tests.saving import DATA, Marked, make_loader, make_unit, resume, train_and_save, uninterrupted

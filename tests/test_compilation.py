@@ -14,7 +14,7 @@ from torch import nn
 import echelon as ech
 from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import Overrides, impose
-from echelon.parallel.compilation import Compiled, check_backend
+from echelon.parallel.recipe.compilation import Compiled, check_backend
 from tests.conftest import Ranks
 from tests.models import Net, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression

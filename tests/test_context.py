@@ -161,9 +161,9 @@ def test_four_ranks_train_like_one_process(ranks: Ranks, case: str, cp: int, dp:
 
 def _attention(cp: int) -> dict[str, float]:
     """How far one attention of parts, and its gradients, are from that of the whole, by kind of mask."""
-    from echelon.parallel.context_active import over
-    from echelon.parallel.context_attention import SplitAttention
-    from echelon.parallel.context_split import SequenceParts
+    from echelon.parallel.context.active import over
+    from echelon.parallel.context.attention import SplitAttention
+    from echelon.parallel.context.sequence_layout import SequenceParts
 
     parts, length = SequenceParts.over(None), 8 * cp
     torch.manual_seed(0)
@@ -523,9 +523,9 @@ def test_compiled_models_train_alike_and_do_not_recompute(ranks: Ranks) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("which", ["flex_attention", "varlen_attn"])
 def test_other_kernels_are_refused(which: str) -> None:
-    from echelon.parallel.context_active import over
-    from echelon.parallel.context_attention import SplitAttention
-    from echelon.parallel.context_split import SequenceParts
+    from echelon.parallel.context.active import over
+    from echelon.parallel.context.attention import SplitAttention
+    from echelon.parallel.context.sequence_layout import SequenceParts
 
     def call() -> None:
         if which == "flex_attention":

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 import echelon as ech
 from echelon.checkpoint.background import Background
 from echelon.checkpoint.snapshot import Snapshot
-from echelon.loop.record import Recorder
-from echelon.parallel.gradients import clip_by_norm_, scale_
+from echelon.loop.records.record import Recorder
+from echelon.parallel.gradients.clip import clip_by_norm_, scale_
 from tests.models import batch, net
 from tests.units import Regression
 
@@ -125,7 +125,7 @@ def test_records_take_a_loss_of_the_device_beside_a_norm_of_the_host(monkeypatch
         stacked.append({values.device.type})
         return torch.full(values.shape, 2.0, dtype=values.dtype), Arrived()
 
-    monkeypatch.setattr("echelon.loop.record.to_host", to_host)
+    monkeypatch.setattr("echelon.loop.records.record.to_host", to_host)
     seen: list[dict[str, Any]] = []
 
     class Sink:

@@ -13,10 +13,10 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel import edges
-from echelon.parallel.blocks import blocks_to_shard
-from echelon.parallel.edges import edges_of
+from echelon.parallel.fsdp import embedding_and_head as edges
+from echelon.parallel.fsdp.embedding_and_head import edges_of
 from echelon.parallel.parallelize import prepare_module
+from echelon.parallel.recipe.blocks import blocks_to_shard
 from tests.conftest import Ranks
 from tests.models import largest_difference, whole
 
@@ -184,7 +184,7 @@ class _Counts(logging.Handler):
 
 
 def _left_to_the_root() -> dict[str, Any]:
-    log, lines = logging.getLogger("echelon.parallel.units"), _Counts()
+    log, lines = logging.getLogger("echelon.parallel.fsdp.units"), _Counts()
     log.addHandler(lines)
     log.setLevel(logging.INFO)
     with _whatever_their_bytes():

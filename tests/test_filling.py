@@ -13,7 +13,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import CheckpointNotFoundError, UsageError
-from echelon.parallel import deferred_tape, filling
+from echelon.parallel.meta import fill, tape
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, whole
 from tests.units import Regression
@@ -64,22 +64,22 @@ class _Computed:
     """Bytes of the values that this process computes while it is entered."""
 
     def __enter__(self) -> _Computed:
-        self.size, self._original = 0, deferred_tape.Value.compute
+        self.size, self._original = 0, tape.Value.compute
 
         def compute(value: Any, device: torch.device | None = None) -> torch.Tensor:
             made = self._original(value, device)
             self.size += made.nbytes
             return made
 
-        deferred_tape.Value.compute = compute  # type: ignore[method-assign]
+        tape.Value.compute = compute  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        deferred_tape.Value.compute = self._original  # type: ignore[method-assign]
+        tape.Value.compute = self._original  # type: ignore[method-assign]
 
 
 def _divided() -> dict[str, Any]:
-    filling.SENT_BYTES = 1
+    fill.SENT_BYTES = 1
     try:
         found = {}
         for layout in ("ddp", "fsdp", "zero1", "hsdp", ech.FSDPStrategy(cpu_offload=True)):
@@ -94,7 +94,7 @@ def _divided() -> dict[str, Any]:
             ech.layouts.prepare_module(broken, CPU, layout="ddp")
         return found | {"error": str(caught.value)[:6]}
     finally:
-        filling.SENT_BYTES = 1 << 20
+        fill.SENT_BYTES = 1 << 20
 
 
 def test_each_value_is_computed_by_one_rank(ranks: Ranks) -> None:

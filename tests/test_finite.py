@@ -12,8 +12,8 @@ import torch
 
 import echelon as ech
 from echelon.contracts.errors import NonFiniteError, UsageError
-from echelon.loop import finite
-from echelon.loop.finite import FiniteWatch
+from echelon.loop.auto import finite
+from echelon.loop.auto.finite import FiniteWatch
 from tests.conftest import Ranks
 from tests.models import Batch, batch, net
 from tests.units import Regression

@@ -12,7 +12,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel.precision import Precision
+from echelon.parallel.recipe.precision import Precision
 from tests.conftest import Ranks
 from tests.models import whole
 from tests.units import Regression

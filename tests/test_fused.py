@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import echelon as ech
-from echelon.parallel import fused
+from echelon.parallel.gradients import fused
 from tests.conftest import Ranks
 from tests.models import whole
 

@@ -23,7 +23,7 @@ from echelon.contracts.errors import EchelonError, RanksDisagreeError, UsageErro
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo, said_by
 from echelon.launcher.functions.run import launch
 from echelon.launcher.local.nodes import free_port
-from echelon.loop.auto import AutoUnit
+from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.run import train
 from echelon.world import agree
 from echelon.world.handshake import Said, differences, refusal_of, tellers_of

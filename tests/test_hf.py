@@ -11,7 +11,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel.materialize import materialize
+from echelon.parallel.meta.materialize import materialize
 from tests.conftest import Ranks
 
 pytest.importorskip("transformers", reason="pip install transformers peft")

@@ -570,7 +570,7 @@ def test_the_server_has_one_thread_so_that_forking_it_is_safe(tmp_path: Path) ->
         "import psutil\n"
         "from echelon.launcher.functions.run import launch, shared_server\n"
         "def loads():\n"
-        "    import echelon.loop.auto\n"
+        "    import echelon.loop.auto.auto\n"
         "if __name__ == '__main__':\n"
         "    for _ in range(3):\n"  # the third finds a server that has what ranks had to load
         "        launch(loads, ranks=1, quiet=True)\n"

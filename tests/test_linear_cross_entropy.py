@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel.word_shards import WordShard, liger, unit_of
+from echelon.parallel.tensor.vocab_shards import WordShard, liger, unit_of
 from tests.conftest import Ranks
 from tests.models import largest_difference, whole
 

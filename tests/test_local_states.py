@@ -20,7 +20,7 @@ import echelon as ech
 from echelon.contracts.errors import RankFailedError
 from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.early_stop import EarlyStopChecker
-from echelon.loop.trainer_rank import kept_global_batch
+from echelon.loop.trainer.rank import kept_global_batch
 from tests.conftest import Ranks
 from tests.models import whole
 from tests.units import Regression

@@ -13,7 +13,7 @@ import torch
 import echelon as ech
 from echelon.contracts.errors import RanksDisagreeError, UsageError
 from echelon.contracts.events import read_lines
-from echelon.loop.logged import Logged
+from echelon.loop.records.logged import Logged
 from tests.conftest import Ranks
 from tests.models import batch
 from tests.units import Regression

@@ -20,7 +20,7 @@ from torch import nn
 import echelon as ech
 from echelon.contracts.errors import UsageError
 from echelon.parallel import LAYOUTS
-from echelon.parallel.materialize import materialize
+from echelon.parallel.meta.materialize import materialize
 from tests.conftest import Ranks
 from tests.models import Net, batch
 from tests.units import Regression

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.fsdp.unshardable import unsplittable
 from echelon.parallel.older_torch import ddp_options
-from echelon.parallel.unsplit import unsplittable
 
 
 def of_2_11(module: Any, device_ids: Any = None, *, broadcast_buffers: bool = True, init_sync: bool = True) -> None: ...

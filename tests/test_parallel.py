@@ -11,7 +11,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel.blocks import blocks_to_shard
+from echelon.parallel.recipe.blocks import blocks_to_shard
 from tests.conftest import Ranks
 from tests.models import batch, largest_difference, net, plain_training, whole
 from tests.units import Regression

@@ -19,7 +19,7 @@ import echelon as ech
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.contracts.errors import UsageError
 from echelon.parallel.parallelize import parallelize, prepare_module
-from echelon.parallel.recipe import Recipe
+from echelon.parallel.recipe.recipe import Recipe
 from tests.conftest import Ranks
 from tests.models import Net, net, whole
 from tests.units import Regression

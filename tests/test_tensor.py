@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel.recipe import Recipe
+from echelon.parallel.recipe.recipe import Recipe
 from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks
 from tests.models import Net, batch, net, plain_training, whole
@@ -156,7 +156,7 @@ def test_the_numbers_are_those_of_one_process(ranks: Ranks, setup: str, cases: l
 
 def _state(layout: Any) -> tuple[list[str], list[str], bool]:
     unit, _ = _train(layout, "tied, with attention")
-    from echelon.parallel.state import states_by_name
+    from echelon.parallel.state.state import states_by_name
 
     states = states_by_name(unit.app_state())
     module = unit.module

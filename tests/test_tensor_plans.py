@@ -16,8 +16,8 @@ from torch import nn
 
 import echelon as ech
 from echelon.contracts.errors import UsageError
-from echelon.parallel import tensor_traffic
-from echelon.parallel.tensor import check_tensor
+from echelon.parallel.tensor import collectives as tensor_traffic
+from echelon.parallel.tensor.tensor import check_tensor
 from tests.conftest import Ranks
 
 pytest.importorskip("transformers", reason="pip install transformers peft")
@@ -346,7 +346,7 @@ def _saved(folder: Path) -> None:
 def _restored(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
     unit = Unit(module=made("small"), kind="AdamW", layout=layout, clip_grad_norm=CLIP, gradient_accumulation_steps=2, device=CPU)
     assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
-    from echelon.parallel.state import states_by_name
+    from echelon.parallel.state.state import states_by_name
 
     states = {**unit.prepared.state().state_dict(), **states_by_name(unit.app_state())["optimizer"].state_dict()}
     tensors = {k: v for k, v in states.items() if isinstance(v, torch.Tensor)}

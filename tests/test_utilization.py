@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import echelon as ech
 from echelon.contracts.run_dir import RunDir
-from echelon.loop.peaks import peak_flops
-from echelon.loop.record import Recorder
-from echelon.loop.utilization import LanguageModel, Utilization
+from echelon.loop.records.peaks import peak_flops
+from echelon.loop.records.record import Recorder
+from echelon.loop.records.utilization import LanguageModel, Utilization
 from echelon.observe.facts import read
 from echelon.observe.report import render
 from echelon.observe.sinks.model import ProgressModel
@@ -187,7 +187,7 @@ def _records(peak: float | None, layout: str, accumulation: int) -> list[dict[st
 
 def _records_of(unit: Any, batches: list[Any]) -> list[dict[str, Any]]:
     kept = _Kept()
-    import echelon.loop.reporting as reporting
+    import echelon.loop.reporting.reporting as reporting
 
     real, reporting.default_sinks = reporting.default_sinks, lambda: [kept]  # type: ignore[assignment]
     try:

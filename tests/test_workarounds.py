@@ -1,4 +1,4 @@
-"""What launcher/workarounds.py does, and parallel/ddp.py for a group, is still needed and works. A failure says what can go."""
+"""What launcher/workarounds.py does, and ddp/ddp.py for a group, is still needed and works. A failure says what can go."""
 
 from __future__ import annotations
 

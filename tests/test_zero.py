@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import echelon as ech
 from echelon.contracts.errors import RanksDisagreeError, UsageError
-from echelon.parallel.partition import Partition, assign
+from echelon.parallel.state.partition import Partition, assign
 from tests.conftest import Ranks
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.units import Regression
@@ -265,7 +265,7 @@ def test_what_cannot_be_divided_is_said_on_all_ranks(ranks: Ranks) -> None:
 
 def test_prepare_module_says_that_it_never_sees_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     ech.layouts.prepare_module(net(), CPU, layout="zero1")
-    assert "call echelon.parallel.partition.Partition(optimizer)" in caplog.text
+    assert "call echelon.parallel.state.partition.Partition(optimizer)" in caplog.text
     dist.destroy_process_group()
 
 

@@ -43,7 +43,7 @@ SLOW_TO_IMPORT = (
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
-    "echelon.loop.auto",
+    "echelon.loop.auto.auto",
 )
 
 

@@ -108,24 +108,24 @@ if TYPE_CHECKING:
     from echelon.launcher.cluster.slurm_config import SlurmConfig
     from echelon.launcher.cluster.slurm_fn import slurm_fn
     from echelon.launcher.functions.run import launch
-    from echelon.loop.auto import AutoUnit
-    from echelon.loop.auto_options import UnitOptions
+    from echelon.loop.auto.auto import AutoUnit
+    from echelon.loop.auto.unit_options import UnitOptions
     from echelon.loop.callback import Callback
     from echelon.loop.callbacks import EarlyStopping
     from echelon.loop.checkpointing.checkpoints import Checkpoints
     from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
     from echelon.loop.loss import count_tokens
-    from echelon.loop.metrics import Mean
     from echelon.loop.own.prepare import epochs, evaluating, prepare, window
-    from echelon.loop.pretrained import save_pretrained
+    from echelon.loop.pretrained.pretrained import save_pretrained
+    from echelon.loop.records.metrics import Mean
     from echelon.loop.run import evaluate, fit, predict, train
     from echelon.loop.state import State
-    from echelon.loop.trainer import Trainer
+    from echelon.loop.trainer.trainer import Trainer
     from echelon.loop.unit import EvalUnit, PredictUnit, TrainUnit
     from echelon.parallel.composed import Layout
-    from echelon.parallel.ddp import DDPStrategy
-    from echelon.parallel.deferred import on_meta
-    from echelon.parallel.fsdp import FSDPStrategy
+    from echelon.parallel.ddp.ddp import DDPStrategy
+    from echelon.parallel.fsdp.fsdp import FSDPStrategy
+    from echelon.parallel.meta.deferred import on_meta
     from echelon.parallel.over_ranks import all_mean, gather, gathered_rows
     from echelon.parallel.strategy import Strategy
     from echelon.prover.prove import Proof, prove
@@ -197,24 +197,24 @@ _NAMES = {
     "launcher.cluster.slurm_config": ["SlurmConfig"],
     "launcher.cluster.slurm_fn": ["slurm_fn"],
     "launcher.functions.run": ["launch"],
-    "loop.auto": ["AutoUnit"],
-    "loop.auto_options": ["UnitOptions"],
+    "loop.auto.auto": ["AutoUnit"],
+    "loop.auto.unit_options": ["UnitOptions"],
     "loop.callback": ["Callback"],
     "loop.callbacks": ["EarlyStopping"],
     "loop.checkpointing.checkpoints": ["Checkpoints"],
     "loop.checkpointing.saver": ["DistributedCheckpointSaver"],
     "loop.loss": ["count_tokens"],
-    "loop.metrics": ["Mean"],
+    "loop.records.metrics": ["Mean"],
     "loop.own.prepare": ["epochs", "evaluating", "prepare", "window"],
-    "loop.pretrained": ["save_pretrained"],
+    "loop.pretrained.pretrained": ["save_pretrained"],
     "loop.run": ["evaluate", "fit", "predict", "train"],
     "loop.state": ["State"],
-    "loop.trainer": ["Trainer"],
+    "loop.trainer.trainer": ["Trainer"],
     "loop.unit": ["EvalUnit", "PredictUnit", "TrainUnit"],
     "parallel.composed": ["Layout"],
-    "parallel.ddp": ["DDPStrategy"],
-    "parallel.deferred": ["on_meta"],
-    "parallel.fsdp": ["FSDPStrategy"],
+    "parallel.ddp.ddp": ["DDPStrategy"],
+    "parallel.meta.deferred": ["on_meta"],
+    "parallel.fsdp.fsdp": ["FSDPStrategy"],
     "parallel.over_ranks": ["all_mean", "gather", "gathered_rows"],
     "parallel.strategy": ["Strategy"],
     "prover.prove": ["Proof", "prove"],

@@ -11,16 +11,16 @@ from echelon.parallel import (
     Strategy,
     data_axes,
 )
-from echelon.parallel.activation import ActivationCheckpointParams
-from echelon.parallel.deferred import on_meta
-from echelon.parallel.float8 import Float8
+from echelon.parallel.meta.deferred import on_meta
 from echelon.parallel.older_layouts import HSDPStrategy as HSDPStrategy
 from echelon.parallel.older_layouts import TPStrategy as TPStrategy
 from echelon.parallel.older_layouts import ZeROStrategy as ZeROStrategy
 from echelon.parallel.parallelize import prepare_ddp, prepare_fsdp, prepare_module
-from echelon.parallel.precision import Precision
-from echelon.parallel.recipe import TorchCompileParams
-from echelon.parallel.tensor_plans import tp_plan
+from echelon.parallel.recipe.activation import ActivationCheckpointParams
+from echelon.parallel.recipe.float8 import Float8
+from echelon.parallel.recipe.precision import Precision
+from echelon.parallel.recipe.recipe import TorchCompileParams
+from echelon.parallel.tensor.plans import tp_plan
 
 __all__ = [
     "ActivationCheckpointParams",

@@ -1,8 +1,8 @@
 """What surrounds units: the states and counts of a loop, averaged weights, units and loops of other phases."""
 
-from echelon.loop.auto import TrainStepResults
-from echelon.loop.auto_predict import AutoPredictUnit
-from echelon.loop.averaged import AveragedWeights, SWALRParams, SWAParams
+from echelon.loop.auto.auto import TrainStepResults
+from echelon.loop.auto.averaged import AveragedWeights, SWALRParams, SWAParams
+from echelon.loop.auto.predicting import AutoPredictUnit
 from echelon.loop.own.window import OwnWindow
 from echelon.loop.progress import Progress
 from echelon.loop.run import test

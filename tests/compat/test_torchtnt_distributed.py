@@ -26,7 +26,7 @@ from echelon.compat.torchtnt.utils import device, distributed, env, rank_zero_lo
 from echelon.compat.torchtnt.utils.distributed import PGWrapper, rank_zero_read_and_broadcast, sync_bool
 from echelon.contracts.errors import LauncherEnvironmentError, RankFailedError, UsageError
 from echelon.launcher.functions.run import launch
-from echelon.parallel.sync_batchnorm import LocalBatchNorm, sync_batchnorm
+from echelon.parallel.ddp.sync_batchnorm import LocalBatchNorm, sync_batchnorm
 from tests.conftest import Ranks
 
 

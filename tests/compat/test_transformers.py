@@ -20,7 +20,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
 from echelon.data.prefetch import Feed
-from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.fsdp.fsdp import FSDPStrategy
 from echelon.world import rng
 from tests.compat.reference import in_order, plain, run_programs
 from tests.conftest import server_with

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel import activation, fsdp
+from echelon.parallel.fsdp import fsdp
+from echelon.parallel.recipe import activation
 from echelon.world import agree
 
 __all__ = ["ActivationCheckpointParams", "FSDPStrategy"]

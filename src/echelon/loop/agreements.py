@@ -15,9 +15,9 @@ from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.unit import Unit
-from echelon.parallel.apart import ranks_apart
+from echelon.parallel.guards.trained_params import SameTrained
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.same_trained import SameTrained
+from echelon.parallel.state.stage_group import ranks_apart
 from echelon.world import agree
 
 __all__ = ["CutShort", "cuts_evaluation", "on_calls", "on_end", "on_lengths", "on_limits", "on_optimizers", "same_trained"]

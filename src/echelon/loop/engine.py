@@ -17,22 +17,23 @@ from echelon.contracts.errors import LoopError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.base import BaseLoader, Combined
-from echelon.loop import agreements, evaluation_due, profiling
-from echelon.loop.accept import callbacks_of, check_unit, has_hook, inner_of, no_end
+from echelon.loop import agreements, evaluation_due
+from echelon.loop.auto.optimizer_checks import check_tracked
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.unfrozen import look_at_built
+from echelon.loop.duplicate_data import warn_of_same_samples
 from echelon.loop.feeding import check_evaluation
 from echelon.loop.hooks import Hooks
 from echelon.loop.modes import in_mode
-from echelon.loop.optimizer_checks import check_tracked
-from echelon.loop.reporting import Reporting
+from echelon.loop.reporting import profiling
+from echelon.loop.reporting.reporting import Reporting
 from echelon.loop.stage import Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps
-from echelon.loop.undivided import warn_of_same_samples
 from echelon.loop.unit import TrainUnit
-from echelon.parallel.around import Watches
-from echelon.parallel.same_trained import SameTrained
+from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, no_end
+from echelon.parallel.ddp.bypass import Watches
+from echelon.parallel.guards.trained_params import SameTrained
 from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
 from echelon.world.handshake import greet

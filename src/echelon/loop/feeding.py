@@ -11,12 +11,12 @@ from echelon.contracts.errors import LoopError
 from echelon.data.base import BaseLoader, Combined, loaders_of
 from echelon.data.loader import Loader
 from echelon.data.prefetch import NO_STEP, Feed, known_length
-from echelon.loop.accept import KINDS, is_real, keeps
 from echelon.loop.hooks import timed
 from echelon.loop.progress import Progress
 from echelon.loop.stage import Stage
 from echelon.loop.state import EvaluateEvery, PhaseState
 from echelon.loop.unit import Unit, wants_iterator
+from echelon.loop.validate import KINDS, is_real, keeps
 
 __all__ = ["Batches", "check_evaluation", "open_feed", "own_fetch"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from echelon.loop.accept import KINDS, has_hook, keeps
 from echelon.loop.state import State, TimerProtocol
+from echelon.loop.validate import KINDS, has_hook, keeps
 
 __all__ = ["Hook", "Hooks", "timed"]
 

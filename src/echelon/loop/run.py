@@ -21,15 +21,15 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from echelon.contracts.errors import require
 from echelon.contracts.older_words import translated
-from echelon.loop.accept import callbacks_of
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_up
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.engine import Run
-from echelon.loop.observer import observed
 from echelon.loop.older import accumulation_of, refuse_steps
+from echelon.loop.reporting.observer import observed
 from echelon.loop.state import EntryPoint, PhaseState, State, TimerProtocol
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
+from echelon.loop.validate import callbacks_of
 
 __all__ = ["evaluate", "fit", "predict", "run_training", "test", "train"]
 

@@ -17,11 +17,11 @@ from echelon.contracts.errors import LoopError, UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.data.generators import state_between_epochs
 from echelon.data.prefetch import NO_STEP, Feed, Step, restored_state
-from echelon.loop.logged import Logged
 from echelon.loop.progress import Progress
+from echelon.loop.records.logged import Logged
 
 if TYPE_CHECKING:
-    from echelon.loop.record import Recorder
+    from echelon.loop.records.record import Recorder
 
 __all__ = ["ActivePhase", "EntryPoint", "IterationTimer", "PhaseState", "State", "TimerProtocol", "step_under_way"]
 

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import LoopError, UsageError
-from echelon.loop.logged import NOBODY
 from echelon.loop.loss import weighted
 from echelon.loop.progress import Progress
-from echelon.parallel.same_calls import SAME, SameCalls
-from echelon.parallel.same_draws import SameDraws
-from echelon.parallel.same_trained import SameTrained
+from echelon.loop.records.logged import NOBODY
+from echelon.parallel.guards.call_order import SAME, SameCalls
+from echelon.parallel.guards.rng_sync import SameDraws
+from echelon.parallel.guards.trained_params import SameTrained
 from echelon.world.agree import gather
 
 __all__ = ["Window"]

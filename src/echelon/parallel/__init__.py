@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from echelon.parallel import dtensors as dtensors
+from echelon.parallel import manual_dtensors as manual_dtensors
 from echelon.parallel.axes import data_axes
 from echelon.parallel.composed import Layout
-from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.dp import DPStrategy
-from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.ddp.ddp import DDPStrategy
+from echelon.parallel.ddp.dp import DPStrategy
+from echelon.parallel.ddp.local_sgd import DiLoCoStrategy, LocalSGDStrategy
+from echelon.parallel.fsdp.fsdp import FSDPStrategy
 from echelon.parallel.layouts import LAYOUTS, resolve
-from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
 
 __all__ = [

@@ -19,21 +19,21 @@ from echelon.contracts.errors import LayoutError, require
 from echelon.contracts.numbers import whole
 from echelon.parallel.axes import data_axes
 from echelon.parallel.composed_prepared import ComposedPrepared, ComposedStages
-from echelon.parallel.context import ContextParallel, check_context
-from echelon.parallel.context_batch import SequenceDim, check_sequence_dim
-from echelon.parallel.ddp import DDPStrategy
+from echelon.parallel.context.batch import SequenceDim, check_sequence_dim
+from echelon.parallel.context.context import ContextParallel, check_context
+from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.experts import check_experts, distribute_experts
-from echelon.parallel.fsdp import FSDPStrategy
-from echelon.parallel.materialize import materialize, remember
+from echelon.parallel.fsdp.fsdp import FSDPStrategy
+from echelon.parallel.fsdp.sharding import shard
+from echelon.parallel.guards.rng_sync import SameDraws
+from echelon.parallel.meta.materialize import materialize, remember
 from echelon.parallel.pipeline import Stages, cut_into_stages, plan_stages
 from echelon.parallel.pipeline.schedules import kind_named
 from echelon.parallel.pipeline.stages import Splits, check_splits
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.recipe import Recipe
-from echelon.parallel.same_draws import SameDraws
-from echelon.parallel.sharding import shard
+from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
-from echelon.parallel.tensor import Chosen, check_tensor, equalize, split_layers
+from echelon.parallel.tensor.tensor import Chosen, check_tensor, equalize, split_layers
 from echelon.world.init import World, ensure_group, rank_info
 from echelon.world.mesh import AXES, ParallelDims
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from echelon.contracts.errors import LayoutError
-from echelon.parallel.context import ContextParallel
+from echelon.parallel.context.context import ContextParallel
 from echelon.parallel.pipeline import ShardedStages, StagesPrepared
 from echelon.parallel.pipeline.prepared import Pipelined
 from echelon.parallel.prepared import NO_CONTEXT

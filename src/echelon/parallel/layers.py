@@ -12,13 +12,13 @@ from torch import nn
 
 from echelon.parallel.composed import Layout
 from echelon.parallel.experts.distribute import count, stacked_experts
-from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.fsdp.fsdp import FSDPStrategy
+from echelon.parallel.fsdp.units import units_of
 from echelon.parallel.names import class_name, plain_name
 from echelon.parallel.pipeline import Stages
-from echelon.parallel.recipe import Recipe
+from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
-from echelon.parallel.tensor import Chosen
-from echelon.parallel.units import units_of
+from echelon.parallel.tensor.tensor import Chosen
 
 __all__ = ["Layers", "Row", "layers_of"]
 

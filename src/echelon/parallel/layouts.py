@@ -13,10 +13,10 @@ from typing import Any
 
 from echelon.contracts.errors import LayoutError
 from echelon.parallel.composed import Layout
-from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.dp import DPStrategy
-from echelon.parallel.fsdp import FSDPStrategy
-from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
+from echelon.parallel.ddp.ddp import DDPStrategy
+from echelon.parallel.ddp.dp import DPStrategy
+from echelon.parallel.ddp.local_sgd import DiLoCoStrategy, LocalSGDStrategy
+from echelon.parallel.fsdp.fsdp import FSDPStrategy
 from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.world.mesh import AXES
 

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import LayoutError
-from echelon.parallel.ddp import DDPPrepared
-from echelon.parallel.loose import average_in_turns_, check_equal
+from echelon.parallel.ddp.ddp import DDPPrepared
+from echelon.parallel.gradients.unreduced_params import average_in_turns_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.parallelize import check_module, parallelize
-from echelon.parallel.partition import Partition
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.shards import is_split, local
+from echelon.parallel.state.partition import Partition
 from echelon.world import agree
 
 __all__ = ["Networks", "has_forward", "networks_of", "prepare_networks"]

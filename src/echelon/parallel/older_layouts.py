@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from echelon.contracts.errors import LayoutError
 from echelon.contracts.older_words import is_now
 from echelon.parallel.composed import Layout
-from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.fsdp import FSDPStrategy
+from echelon.parallel.ddp.ddp import DDPStrategy
+from echelon.parallel.fsdp.fsdp import FSDPStrategy
 from echelon.parallel.strategy import Strategy
 
 __all__ = ["HSDPStrategy", "Parallel", "TPStrategy", "ZeROStrategy"]

@@ -18,23 +18,23 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.contracts.errors import LayoutError, RanksDisagreeError, require
 from echelon.contracts.older_words import renames
 from echelon.contracts.overrides import overrides
-from echelon.parallel.activation import Preset
-from echelon.parallel.apart import ranks_apart
-from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.embeddings import check_embeddings
-from echelon.parallel.float8 import convert, refuse_wrapped, scales_after_step
-from echelon.parallel.fsdp import FSDPStrategy
-from echelon.parallel.hooked import refuse_lost
+from echelon.parallel.ddp.ddp import DDPStrategy
+from echelon.parallel.ddp.sync_batchnorm import on_host
+from echelon.parallel.fsdp.fsdp import FSDPStrategy
+from echelon.parallel.guards.embeddings import check_embeddings
+from echelon.parallel.guards.lost_hooks import refuse_lost
+from echelon.parallel.guards.stale_params import note
 from echelon.parallel.layouts import resolve
 from echelon.parallel.names import class_name, without_compile
-from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.recipe import Compile, Recipe, TorchCompileParams, recipe_of
+from echelon.parallel.recipe.activation import Preset
+from echelon.parallel.recipe.float8 import convert, refuse_wrapped, scales_after_step
+from echelon.parallel.recipe.precision import Precision
+from echelon.parallel.recipe.recipe import Compile, Recipe, TorchCompileParams, recipe_of
 from echelon.parallel.registry import kind_of, wrapper_of
-from echelon.parallel.replaced import note
 from echelon.parallel.shards import is_fully_sharded, reshard_after_looking
+from echelon.parallel.state.stage_group import ranks_apart
 from echelon.parallel.strategy import NOOPStrategy, Strategy
-from echelon.parallel.sync_batchnorm import on_host
 from echelon.world import agree
 from echelon.world.init import World
 
@@ -207,8 +207,8 @@ def prepare_module(
         )
     if prepared.divides_optimizer:
         logger.warning(
-            "prepare_module never sees the optimizer that layout 'zero1' divides: call echelon.parallel.partition.Partition("
-            "optimizer) once you have built it, or this is layout 'ddp'"
+            "prepare_module never sees the optimizer that layout 'zero1' divides: give both to echelon.prepare, or this is "
+            "layout 'ddp'"
         )
     return _for_own_steps(prepared)
 

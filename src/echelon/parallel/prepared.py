@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import LayoutError
-from echelon.parallel import gradients
 from echelon.parallel.axes import Axis, Share, mesh_of, share, speaks_for
-from echelon.parallel.filling import fill_rest
-from echelon.parallel.fixed_order import clip_in_order_
-from echelon.parallel.loose import Joined, average_, check_equal
+from echelon.parallel.gradients import clip
+from echelon.parallel.gradients.fixed_order import clip_in_order_
+from echelon.parallel.gradients.unreduced_params import Joined, average_, check_equal
+from echelon.parallel.guards.call_order import SameCalls
+from echelon.parallel.guards.rng_sync import SameDraws
+from echelon.parallel.guards.trained_params import SameTrained
+from echelon.parallel.meta.fill import fill_rest
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
 from echelon.parallel.over_ranks import knows_its_data
 from echelon.parallel.registry import kind_of, wrapper_of
-from echelon.parallel.same_calls import SameCalls
-from echelon.parallel.same_draws import SameDraws
-from echelon.parallel.same_trained import SameTrained
 from echelon.parallel.shards import reshard
-from echelon.parallel.state import ModuleState, module_state
+from echelon.parallel.state.state import ModuleState, module_state
 from echelon.world import agree
 from echelon.world.init import World
 
@@ -335,7 +335,7 @@ class Prepared(Generic[M]):
 
     def scale_grads(self, factor: float | torch.Tensor) -> None:
         """Multiply every gradient in place. Per rank; `factor` is the same on all."""
-        gradients.scale_((*self.module.parameters(), *self.others), factor)
+        clip.scale_((*self.module.parameters(), *self.others), factor)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`. Collective over the ranks
@@ -350,11 +350,11 @@ class Prepared(Generic[M]):
         """
         if self.order_is_fixed:
             return clip_in_order_(self.module.parameters(), max_norm, norm_type)
-        return gradients.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.stages)
+        return clip.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.stages)
 
     def clip_grad_value_(self, max_value: float) -> None:
         """Clamp every gradient element to [-max_value, max_value]."""
-        gradients.clip_by_value_(self.module.parameters(), max_value)
+        clip.clip_by_value_(self.module.parameters(), max_value)
 
 
 class WrapperPrepared(Prepared[M]):

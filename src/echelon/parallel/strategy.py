@@ -10,9 +10,9 @@ from typing import Any, Self
 from torch import nn
 
 from echelon.contracts.arguments import flags_of
-from echelon.parallel.materialize import materialize
+from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.recipe import Recipe
+from echelon.parallel.recipe.recipe import Recipe
 from echelon.world.init import World
 
 __all__ = ["NOOPStrategy", "Prepared", "Strategy"]

@@ -12,15 +12,15 @@ from torch import nn
 from echelon.contracts.errors import PlanError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.contracts.terminal import columns
-from echelon.loop.auto import AutoUnit
+from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.callback import Callback
-from echelon.loop.observer import observing
+from echelon.loop.reporting.observer import observing
 from echelon.loop.target import Target
 from echelon.parallel.composed import Layout
 from echelon.parallel.layers import Layers, layers_of
 from echelon.parallel.layouts import resolve, with_options_of
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.recipe import Recipe
+from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.world.init import World
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from echelon.parallel.partition import Partition
+from echelon.parallel.state.partition import Partition
 from echelon.prover.values import prepared_of, wholes
 
 __all__ = ["GradientWatch", "rates_of"]

@@ -12,8 +12,8 @@ from typing import Any
 
 from echelon.contracts.errors import ProveError
 from echelon.parallel.composed import Layout
+from echelon.parallel.ddp.local_sgd import DiLoCoStrategy, LocalSGDStrategy
 from echelon.parallel.layouts import resolve
-from echelon.parallel.local_sgd import DiLoCoStrategy, LocalSGDStrategy
 from echelon.parallel.pipeline.schedules import SCHEDULES
 
 __all__ = ["AS_WRITTEN", "DIRECTIONS", "YOURS", "Row", "matrix"]

@@ -15,13 +15,13 @@ from echelon.contracts.errors import ProveError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.data.loader import Loader
 from echelon.data.prefetch import Feed
-from echelon.loop import loss_scale
+from echelon.loop.auto import loss_scale
 from echelon.loop.callback import Callback
-from echelon.loop.observer import observing
 from echelon.loop.own.unit import LoopUnit
+from echelon.loop.reporting.observer import observing
 from echelon.loop.target import Target
 from echelon.parallel import over_ranks
-from echelon.parallel.memory_budget import keeping_random
+from echelon.parallel.recipe.memory_budget import keeping_random
 from echelon.prover.backward import backward_draws
 from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import GLOBAL

@@ -21,16 +21,16 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from echelon.contracts.errors import ProveError
 from echelon.loop import unit as units
-from echelon.loop.auto import AutoUnit
+from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.older import accumulation_of
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import ActivePhase, State, step_under_way
+from echelon.parallel.ddp.sync_batchnorm import HostSyncBatchNorm
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_name
 from echelon.parallel.shards import local
-from echelon.parallel.sync_batchnorm import HostSyncBatchNorm
 from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.gradients import GradientWatch

@@ -24,10 +24,10 @@ from typing import Any, Literal
 import torch
 
 from echelon.contracts.errors import ProveError
-from echelon.loop.auto import AutoUnit, TrainStepResults
+from echelon.loop.auto.auto import AutoUnit, TrainStepResults
 from echelon.loop.modes import begin_training
 from echelon.loop.state import EntryPoint, PhaseState, State
-from echelon.parallel.precision import Precision
+from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.shards import local
 from echelon.prover.generators import Sources
 from echelon.prover.gradients import GradientWatch, rates_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from echelon.contracts.errors import ProveError
-from echelon.loop.auto import AutoUnit
+from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.own.unit import LoopUnit, Plain
 from echelon.prover.gradients import GradientWatch
 from echelon.prover.reference import AutoReference, How, OwnReference, Pass, Reference, Shake

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.loop.auto import AutoUnit
+from echelon.loop.auto.auto import AutoUnit
 from echelon.parallel import shards
 from echelon.parallel.experts.loads import Routers
 from echelon.parallel.prepared import Prepared

@@ -16,8 +16,8 @@ import transformers
 from echelon.compat.transformers.options import check
 from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
-from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.recipe import TorchCompileParams
+from echelon.parallel.ddp.ddp import DDPStrategy
+from echelon.parallel.recipe.recipe import TorchCompileParams
 from echelon.parallel.strategy import Strategy
 from echelon.world import agree
 from echelon.world.init import World, init_from_env

@@ -18,7 +18,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.run import evaluate
 from echelon.loop.state import State
-from echelon.loop.trainer_rank import shared
+from echelon.loop.trainer.rank import shared
 
 __all__ = ["Evaluating"]
 

@@ -17,7 +17,7 @@ from echelon.loop.checkpointing.folder import RunFolder, is_begun_anew, left_alo
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State
-from echelon.loop.trainer_rank import kept, planned
+from echelon.loop.trainer.rank import kept, planned
 
 __all__ = ["Saver", "newest", "ranks_that_share", "resume", "was_cut_short"]
 

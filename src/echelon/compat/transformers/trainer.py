@@ -32,10 +32,10 @@ from echelon.contracts.run_dir import RunDir
 from echelon.data.replayed import Replayed
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.options import RestoreOptions
-from echelon.loop.pretrained import save_pretrained
+from echelon.loop.pretrained.pretrained import save_pretrained
 from echelon.loop.progress import Progress
 from echelon.loop.run import train
-from echelon.loop.trainer_rank import planned, shared
+from echelon.loop.trainer.rank import planned, shared
 from echelon.loop.window import Window
 from echelon.world import agree
 from echelon.world.init import World, rank_info

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from echelon.loop.auto import AutoUnit
-from echelon.loop.auto_options import AutoOptions
+from echelon.loop.auto.auto import AutoUnit
+from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.state import State, step_under_way
 
 __all__ = ["TrainerUnit"]

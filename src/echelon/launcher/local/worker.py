@@ -56,7 +56,7 @@ SLOW_MODULES = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
-    "echelon.loop.auto",
+    "echelon.loop.auto.auto",
     "echelon.loop.checkpointing.saver",
 )
 

@@ -9,7 +9,7 @@ from echelon.contracts.errors import CallbackError, UsageError, require
 from echelon.contracts.numbers import whole
 from echelon.loop.callback import Callback
 from echelon.loop.early_stop import EarlyStopChecker
-from echelon.loop.monitored import Unknown, mode_of, number
+from echelon.loop.records.monitored import Unknown, mode_of, number
 from echelon.loop.state import State
 
 __all__ = ["EarlyStopping"]

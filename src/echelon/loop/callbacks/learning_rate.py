@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from echelon.loop.callbacks.steps import LogsAtInterval
 from echelon.loop.state import State
-from echelon.parallel.partition import parameter_groups
+from echelon.parallel.state.partition import parameter_groups
 
 __all__ = ["LearningRateMonitor", "learning_rates"]
 

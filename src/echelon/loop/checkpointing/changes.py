@@ -25,12 +25,12 @@ from echelon.data.loader import Loader
 from echelon.data.order import FORMULA
 from echelon.data.replayed import Replayed
 from echelon.data.stream import StreamLoader
-from echelon.loop.auto import AutoUnit
+from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.checkpointing import forgotten
 from echelon.loop.unit import LRScheduler, Unit
 from echelon.parallel.layouts import in_words, resolve
-from echelon.parallel.partition import Partition
-from echelon.parallel.state_keys import HOW
+from echelon.parallel.state.keys import HOW
+from echelon.parallel.state.partition import Partition
 from echelon.world import agree
 from echelon.world.init import World
 

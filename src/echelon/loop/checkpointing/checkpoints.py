@@ -18,7 +18,7 @@ from echelon.launcher.job import parse_duration
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.checkpointing.timetable import Timetable
-from echelon.loop.monitored import mode_of
+from echelon.loop.records.monitored import mode_of
 from echelon.loop.unit import TrainUnit
 
 __all__ = ["Checkpoints", "saver_of", "take_up"]

@@ -18,15 +18,15 @@ from echelon.contracts.errors import CheckpointError
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.stream import StreamLoader
-from echelon.loop import monitored as numbers
 from echelon.loop.checkpointing import changes, restoring, unfrozen
 from echelon.loop.checkpointing.replicas import check_ranks
 from echelon.loop.checkpointing.trained import Frozen
-from echelon.loop.metrics import share_of
-from echelon.loop.monitored import Unknown
+from echelon.loop.records import monitored as numbers
+from echelon.loop.records.metrics import share_of
+from echelon.loop.records.monitored import Unknown
 from echelon.loop.unit import TrainUnit
-from echelon.parallel.filling import fill_rest
-from echelon.parallel.state import states_by_name
+from echelon.parallel.meta.fill import fill_rest
+from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng
 
 if TYPE_CHECKING:

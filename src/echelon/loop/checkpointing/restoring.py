@@ -30,10 +30,10 @@ from echelon.loop.checkpointing import changes, forgotten, unfrozen
 from echelon.loop.checkpointing.converted import lays_for
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.trained import without_frozen
-from echelon.loop.metrics import load_share
+from echelon.loop.records.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel.filling import check_left, fill_rest
-from echelon.parallel.state import states_by_name
+from echelon.parallel.meta.fill import check_left, fill_rest
+from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng
 
 __all__ = ["BY_RANK", "chosen_of", "differs_by_rank", "restore", "restore_first"]

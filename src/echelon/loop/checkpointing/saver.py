@@ -18,7 +18,6 @@ from echelon.checkpoint.store import Report
 from echelon.contracts.arguments import flags, options_of
 from echelon.contracts.errors import CheckpointOptionError, CheckpointWriteError, require
 from echelon.contracts.older_words import translated
-from echelon.loop import monitored
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.folder import RunFolder, left_alone
@@ -26,6 +25,7 @@ from echelon.loop.checkpointing.options import OLDER, RestoreOptions, SaveOption
 from echelon.loop.checkpointing.timetable import Timetable
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.older import accumulation_of, refuse_steps
+from echelon.loop.records import monitored
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.world import agree
 from echelon.world.clock import in_checkpoint

@@ -20,11 +20,11 @@ from echelon.checkpoint.layout import this_rank
 from echelon.checkpoint.location import Location
 from echelon.checkpoint.store import table
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
-from echelon.loop.averaged import AveragedWeights
+from echelon.loop.auto.averaged import AveragedWeights
 from echelon.loop.unit import Unit
 from echelon.parallel.names import plain_names
 from echelon.parallel.shards import whole
-from echelon.parallel.state import ModuleState
+from echelon.parallel.state.state import ModuleState
 from echelon.world import agree
 
 __all__ = ["Frozen", "without_frozen"]

@@ -18,11 +18,11 @@ from echelon.checkpoint.location import Location
 from echelon.checkpoint.renamed import moved
 from echelon.contracts.errors import CheckpointCorruptError
 from echelon.contracts.terminal import printable
-from echelon.loop.optimizer_checks import add_again
+from echelon.loop.auto.optimizer_checks import add_again
 from echelon.loop.unit import Unit
-from echelon.parallel.apart import ranks_apart
 from echelon.parallel.names import plain_names
-from echelon.parallel.partition import Partition, parameter_groups
+from echelon.parallel.state.partition import Partition, parameter_groups
+from echelon.parallel.state.stage_group import ranks_apart
 from echelon.world import agree
 
 __all__ = ["facts", "look_at_built", "train_as_saved"]

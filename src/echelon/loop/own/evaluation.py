@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from echelon.loop.record import Recorder
+from echelon.loop.records.record import Recorder
 from echelon.observe.sinks.folder import default_sinks
 from echelon.world import agree
 

@@ -31,7 +31,7 @@ from echelon.contracts.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.torch_loader import is_distributed
-from echelon.loop.auto_options import UnitOptions
+from echelon.loop.auto.unit_options import UnitOptions
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_up
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
@@ -43,10 +43,10 @@ from echelon.loop.own.session import Session
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
 from echelon.loop.unit import LRScheduler
-from echelon.parallel.activation import Preset
-from echelon.parallel.float8 import Float8
-from echelon.parallel.precision import Precision
-from echelon.parallel.recipe import Compile
+from echelon.parallel.recipe.activation import Preset
+from echelon.parallel.recipe.float8 import Float8
+from echelon.parallel.recipe.precision import Precision
+from echelon.parallel.recipe.recipe import Compile
 from echelon.parallel.strategy import Strategy
 from echelon.world import agree, clock
 from echelon.world.clock import Part

@@ -10,9 +10,9 @@ from torch import nn
 
 from echelon.contracts.errors import OwnLoopError
 from echelon.contracts.overrides import overrides
-from echelon.parallel.loading import part_like
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.shards import is_split, reshard_after_looking
+from echelon.parallel.state.loading import part_like
 
 __all__ = ["Names", "check_optimizer", "refit"]
 

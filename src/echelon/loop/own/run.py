@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from echelon.contracts.stopping import REQUEUE
-from echelon.loop.accept import has_hook
 from echelon.loop.callback import Callback
 from echelon.loop.engine import Run
-from echelon.loop.logged import Logged
 from echelon.loop.own.unit import LoopUnit
+from echelon.loop.records.logged import Logged
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.steps import Steps
+from echelon.loop.validate import has_hook
 
 __all__ = ["OwnRun"]
 

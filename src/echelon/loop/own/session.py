@@ -14,19 +14,19 @@ from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.contracts.errors import OwnLoopError
 from echelon.contracts.numbers import whole
 from echelon.data.prefetch import known_length
+from echelon.loop.auto.several import Turn
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
-from echelon.loop.logged import Logged
 from echelon.loop.modes import LoopModes
-from echelon.loop.observer import observed
 from echelon.loop.own.kept import keep, kept_for
 from echelon.loop.own.methods import knowing, replace
 from echelon.loop.own.run import OwnRun
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
-from echelon.loop.several import Turn
+from echelon.loop.records.logged import Logged
+from echelon.loop.reporting.observer import observed
 from echelon.loop.state import EntryPoint, State
-from echelon.parallel.gradients import times_changed
+from echelon.parallel.gradients.clip import times_changed
 from echelon.world.clock import Part, enter
 
 __all__ = ["Session"]

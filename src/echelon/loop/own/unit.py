@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from echelon.contracts.errors import OwnLoopError
-from echelon.loop.auto import AutoUnit
+from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.state import State, step_under_way
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.partition import parameters_of
-from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.recipe.precision import Precision
+from echelon.parallel.state.partition import parameters_of
 
 __all__ = ["LoopUnit", "Plain"]
 

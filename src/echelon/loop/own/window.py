@@ -10,9 +10,9 @@ import torch
 
 from echelon.contracts.errors import LossError, OwnLoopError
 from echelon.contracts.numbers import number
+from echelon.loop.auto.standing_in import explain_one_sample, standing_in
 from echelon.loop.loss import problem_with
 from echelon.loop.own.unit import LoopUnit
-from echelon.loop.standing_in import explain_one_sample, standing_in
 from echelon.loop.state import State
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT

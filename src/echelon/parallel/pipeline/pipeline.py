@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from echelon.contracts.errors import EchelonError, PipelineError
+from echelon.parallel.guards.messages import explained
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline.gates import Cut
 from echelon.parallel.pipeline.passes import Run, Shapes, writes_anew
@@ -29,7 +30,6 @@ from echelon.parallel.pipeline.trial import compute
 from echelon.parallel.pipeline.values import Form, Leaf, form_of, shape_of_batch
 from echelon.parallel.pipeline.walk import Needs, Walk, Walked
 from echelon.parallel.pipeline.window import Learned, Made, Window
-from echelon.parallel.split_errors import explained
 from echelon.world import agree
 
 __all__ = ["Pipeline"]

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.contracts.errors import PipelineError
-from echelon.parallel import gradients
-from echelon.parallel.apart import set_apart
+from echelon.parallel.gradients import clip
 from echelon.parallel.layer_drop import layer_drop
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import names_of_each, plain_name
@@ -22,6 +21,7 @@ from echelon.parallel.pipeline.schedules import Kind, kind_named, stage_ranks
 from echelon.parallel.pipeline.shared import Shared
 from echelon.parallel.pipeline.stages import Splits, Unit, check_splits, units_of
 from echelon.parallel.prepared import Prepared
+from echelon.parallel.state.stage_group import set_apart
 from echelon.world import agree
 from echelon.world.timeout import inherit_timeout
 
@@ -200,7 +200,7 @@ class Pipelined(Prepared[Any]):
         if self.pipeline is None:
             return super().clip_grad_norm_(max_norm, norm_type)
         elsewhere = self.pipeline.shared.elsewhere
-        return gradients.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.stages, elsewhere=elsewhere)
+        return clip.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.stages, elsewhere=elsewhere)
 
 
 class StagesPrepared(Pipelined):

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from echelon.contracts.errors import UsageError
+from echelon.parallel.fsdp.sharding import FSDPPrepared
+from echelon.parallel.guards.grad_presence import SameGradients
+from echelon.parallel.guards.messages import explained
 from echelon.parallel.pipeline.prepared import Pipelined
-from echelon.parallel.same_gradients import SameGradients
-from echelon.parallel.sharding import FSDPPrepared
-from echelon.parallel.split_errors import explained
-from echelon.parallel.tensor_gradients import check_same_loss, check_whole_layers
+from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
 from echelon.world import agree
 
 __all__ = ["ShardedStages"]

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from echelon.contracts.errors import PipelineError
-from echelon.parallel.blocks import blocks_to_shard
 from echelon.parallel.names import plain_name
+from echelon.parallel.recipe.blocks import blocks_to_shard
 
 __all__ = ["Splits", "Unit", "check_splits", "units_of"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from echelon.parallel.gradients import pass_zeros
+from echelon.parallel.gradients.clip import pass_zeros
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline.values import Form, Leaf, Unsendable, form_of
 

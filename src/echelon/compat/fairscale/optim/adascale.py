@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.after_backward import after_backward
-from echelon.parallel.partition import Partition
+from echelon.parallel.gradients.after_backward import after_backward
+from echelon.parallel.state.partition import Partition
 
 __all__ = ["AdaScale", "AdaScaleWrapper"]
 

@@ -15,7 +15,7 @@ from echelon.compat.collect import collect
 from echelon.compat.fairscale.clip import clip_owned_
 from echelon.compat.fairscale.groups import outlive
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, UsageError
-from echelon.parallel.partition import Partition, assign
+from echelon.parallel.state.partition import Partition, assign
 from echelon.world.init import ensure_group
 
 __all__ = ["OSS"]

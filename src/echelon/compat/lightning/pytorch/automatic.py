@@ -14,8 +14,8 @@ from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, NoOptimizer, Schedules, configured
 from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller, StepPieces
 from echelon.contracts.errors import LossError
-from echelon.loop.auto import AutoUnit
-from echelon.loop.auto_options import AutoOptions
+from echelon.loop.auto.auto import AutoUnit
+from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import AppStateMixin
 from echelon.parallel.micro_batch import MicroBatch

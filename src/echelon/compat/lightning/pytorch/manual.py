@@ -22,12 +22,12 @@ from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
+from echelon.parallel.gradients.unreduced_params import average_in_turns_
 from echelon.parallel.layouts import resolve
-from echelon.parallel.loose import average_in_turns_
 from echelon.parallel.networks import networks_of
 from echelon.parallel.parallelize import prepare_module
-from echelon.parallel.precision import Precision
 from echelon.parallel.prepared import Prepared
+from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.shards import is_split
 from echelon.world import agree
 from echelon.world.init import World, init_from_env

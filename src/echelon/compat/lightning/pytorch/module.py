@@ -21,7 +21,7 @@ from echelon.compat.lightning.pytorch.hparams import HyperparametersMixin
 from echelon.compat.lightning.pytorch.logged import How
 from echelon.compat.lightning.pytorch.optimizers import advance
 from echelon.contracts.errors import UsageError
-from echelon.parallel import gradients
+from echelon.parallel.gradients import clip
 from echelon.parallel.shards import is_split
 from echelon.world import agree
 
@@ -241,9 +241,9 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if gradient_clip_algorithm == "value":
-            gradients.clip_by_value_(parameters, gradient_clip_val)
+            clip.clip_by_value_(parameters, gradient_clip_val)
         else:
-            gradients.clip_by_norm_(parameters, gradient_clip_val, 2.0)
+            clip.clip_by_norm_(parameters, gradient_clip_val, 2.0)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Only this optimizer's parameters get gradients, until `untoggle_optimizer`."""

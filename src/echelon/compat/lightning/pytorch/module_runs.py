@@ -26,11 +26,11 @@ from echelon.compat.lightning.pytorch.session import PHASES, Session, Work
 from echelon.contracts.errors import UsageError
 from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.run import launch
-from echelon.loop.rebuild import recall, remembered
 from echelon.loop.state import EntryPoint, State
-from echelon.loop.trainer import is_launched, visible
-from echelon.loop.trainer_rank import Done, in_order
-from echelon.parallel.ddp import DDPStrategy
+from echelon.loop.trainer.rank import Done, in_order
+from echelon.loop.trainer.rebuild import recall, remembered
+from echelon.loop.trainer.trainer import is_launched, visible
+from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.names import without_compile
 from echelon.parallel.shards import whole
 from echelon.world import agree, rng

@@ -4,7 +4,7 @@ from typing import Any
 
 from echelon.compat.lightning.pytorch.successors import STRATEGIES, missing
 from echelon.compat.older_options import FSDPStrategy
-from echelon.parallel.ddp import DDPStrategy
+from echelon.parallel.ddp.ddp import DDPStrategy
 
 __all__ = ["DDPStrategy", "FSDPStrategy"]
 

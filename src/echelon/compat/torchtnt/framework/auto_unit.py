@@ -29,13 +29,13 @@ from echelon.compat.torchtnt.utils.prepare_module import (
     on_mesh,
 )
 from echelon.contracts.errors import UsageError, require
-from echelon.loop import auto, auto_predict
-from echelon.loop.auto import TrainStepResults
-from echelon.loop.auto_options import AutoOptions
-from echelon.loop.averaged import SWALRParams, SWAParams
+from echelon.loop.auto import auto, predicting
+from echelon.loop.auto.auto import TrainStepResults
+from echelon.loop.auto.averaged import SWALRParams, SWAParams
+from echelon.loop.auto.unit_options import AutoOptions
 from echelon.parallel.composed import Layout
-from echelon.parallel.precision import Precision, Shards
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.recipe.precision import Precision, Shards
 from echelon.parallel.shards import is_split
 
 __all__ = [
@@ -286,7 +286,7 @@ def _in_loss_parallel(step: Callable[[Any, Any], Any]) -> Any:
     return wrapped
 
 
-class AutoPredictUnit(PredictStages, auto_predict.AutoPredictUnit[T], unit.PredictUnit[T]):
+class AutoPredictUnit(PredictStages, predicting.AutoPredictUnit[T], unit.PredictUnit[T]):
     """As `echelon.units.AutoPredictUnit`.
 
     Args:

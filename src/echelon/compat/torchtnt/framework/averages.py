@@ -10,10 +10,10 @@ from torch import nn
 
 from echelon.compat.torchtnt.utils.swa import AveragedModel
 from echelon.contracts.overrides import overrides
-from echelon.loop.averaged import SWAParams
+from echelon.loop.auto.averaged import SWAParams
 from echelon.loop.unit import TrainUnit
 from echelon.parallel.parallelize import parallelize
-from echelon.parallel.recipe import Recipe
+from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.shards import is_split
 
 __all__ = ["Averages", "source_of"]

@@ -13,7 +13,7 @@ from echelon.checkpoint import policy
 from echelon.compat.torchtnt.utils import checkpoint_folder as folder
 from echelon.compat.torchtnt.utils.checkpoint_manager import CheckpointManager
 from echelon.compat.torchtnt.utils.checkpoint_path import CheckpointPath, MetricData, Phase
-from echelon.parallel.materialize import materialize
+from echelon.parallel.meta.materialize import materialize
 
 __all__ = [
     "BestCheckpointConfig",

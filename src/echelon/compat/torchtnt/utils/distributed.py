@@ -29,7 +29,7 @@ from echelon.compat.torchtnt.utils.exchange import (
 from echelon.contracts.errors import LauncherEnvironmentError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
-from echelon.parallel import sync_batchnorm
+from echelon.parallel.ddp import sync_batchnorm
 from echelon.world import agree
 from echelon.world.init import init_from_env
 from echelon.world.timeout import timeout_of_default_group
@@ -213,7 +213,7 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def revert_sync_batchnorm(module: nn.Module, device: str | torch.device | None = None) -> nn.Module:
-    """As `echelon.parallel.sync_batchnorm.revert_sync_batchnorm`, which leaves the layers on their device.
+    """As `echelon.parallel.ddp.sync_batchnorm.revert_sync_batchnorm`, which leaves the layers on their device.
 
     Args:
         device: move the layers there.

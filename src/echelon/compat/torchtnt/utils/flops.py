@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.flop_counter import FlopCounterMode
 
-from echelon.parallel.gradients import graph
+from echelon.parallel.gradients.clip import graph
 from echelon.world.device import map_tensors
 
 __all__ = ["FlopTensorDispatchMode", "counter_of"]

@@ -11,9 +11,9 @@ from torch import nn
 
 from echelon.contracts.arguments import several
 from echelon.contracts.errors import UsageError, require
-from echelon.parallel.blocks import Blocks, chosen_blocks, innermost_first
-from echelon.parallel.fsdp import FSDPStrategy
-from echelon.parallel.precision import Precision
+from echelon.parallel.fsdp.fsdp import FSDPStrategy
+from echelon.parallel.recipe.blocks import Blocks, chosen_blocks, innermost_first
+from echelon.parallel.recipe.precision import Precision
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.gradients import graph
+from echelon.parallel.gradients.clip import graph
 
 __all__ = ["check_for_nan_or_inf", "register_nan_hooks_on_whole_graph"]
 

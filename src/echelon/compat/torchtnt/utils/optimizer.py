@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from echelon.contracts.errors import UsageError
 from echelon.loop.callbacks.learning_rate import learning_rates
-from echelon.parallel.partition import Partition
+from echelon.parallel.state.partition import Partition
 
 __all__ = ["extract_lr_from_optimizer", "init_optim_state", "make_state"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.precision import Precision
+from echelon.parallel.recipe.precision import Precision
 from echelon.world import agree
 
 __all__ = ["convert_precision_str_to_dtype", "get_grad_scaler_from_precision"]

@@ -19,15 +19,16 @@ from echelon.compat.torchtnt.utils.fsdp2 import FSDP2Strategy
 from echelon.compat.torchtnt.utils.fsdp_utils import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType
 from echelon.compat.torchtnt.utils.optimizer import make_state
 from echelon.contracts.errors import UsageError
-from echelon.parallel import fsdp, parallelize
-from echelon.parallel.activation import checkpoint_activations
+from echelon.parallel import parallelize
 from echelon.parallel.composed import Layout
-from echelon.parallel.ddp import DDPStrategy
-from echelon.parallel.gradients import clip_by_norm_
+from echelon.parallel.ddp.ddp import DDPStrategy
+from echelon.parallel.fsdp import fsdp
+from echelon.parallel.gradients.clip import clip_by_norm_
 from echelon.parallel.layouts import resolve
-from echelon.parallel.materialize import materialize
-from echelon.parallel.recipe import Recipe, TorchCompileParams
-from echelon.parallel.state import states_by_name
+from echelon.parallel.meta.materialize import materialize
+from echelon.parallel.recipe.activation import checkpoint_activations
+from echelon.parallel.recipe.recipe import Recipe, TorchCompileParams
+from echelon.parallel.state.state import states_by_name
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
 from echelon.world.init import World
 

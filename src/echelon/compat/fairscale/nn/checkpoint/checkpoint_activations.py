@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.parallel import activation
+from echelon.parallel.recipe import activation
 
 __all__ = ["checkpoint_wrapper", "disable_checkpointing", "is_checkpointing", "is_recomputing"]
 

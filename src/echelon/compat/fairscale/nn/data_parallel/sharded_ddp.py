@@ -22,9 +22,9 @@ from echelon.compat.fairscale.nn.data_parallel.to_owners import ToOwners
 from echelon.compat.fairscale.optim.oss import OSS
 from echelon.contracts.errors import LayoutError, UsageError
 from echelon.parallel.axes import Axis
-from echelon.parallel.partition import Partition
 from echelon.parallel.prepared import WrapperPrepared
 from echelon.parallel.registry import Kind, register
+from echelon.parallel.state.partition import Partition
 from echelon.world.init import World
 
 __all__ = ["ShardedDDPPrepared", "ShardedDataParallel"]

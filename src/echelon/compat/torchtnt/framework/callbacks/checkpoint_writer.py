@@ -17,9 +17,9 @@ from echelon.compat.torchtnt.utils.checkpoint_path import CheckpointPath, Phase
 from echelon.loop.checkpointing import changes, contents, saver
 from echelon.loop.checkpointing.folder import RunFolder
 from echelon.loop.checkpointing.options import SaveOptions
-from echelon.loop.metrics import share_of
+from echelon.loop.records.metrics import share_of
 from echelon.loop.state import EntryPoint, State
-from echelon.parallel.state import states_by_name
+from echelon.parallel.state.state import states_by_name
 from echelon.world import rng
 
 __all__ = ["Manager", "Writer"]

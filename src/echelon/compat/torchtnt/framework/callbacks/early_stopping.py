@@ -7,7 +7,7 @@ from typing import Any, Literal
 from echelon.contracts.errors import UsageError
 from echelon.loop.callbacks import early_stopping
 from echelon.loop.early_stop import EarlyStopChecker
-from echelon.loop.monitored import Unknown
+from echelon.loop.records.monitored import Unknown
 from echelon.loop.state import State
 from echelon.world import agree
 

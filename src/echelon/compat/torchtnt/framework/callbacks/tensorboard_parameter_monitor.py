@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 from echelon.contracts.errors import UsageError
-from echelon.loop.accept import inner_of
 from echelon.loop.callback import Callback
 from echelon.loop.state import State
+from echelon.loop.validate import inner_of
 from echelon.parallel.shards import whole
 from echelon.world import agree
 

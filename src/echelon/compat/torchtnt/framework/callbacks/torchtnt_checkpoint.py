@@ -17,9 +17,9 @@ from echelon.contracts.terminal import printable
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel.filling import fill_rest
-from echelon.parallel.optimizer_state import OptimizerState
-from echelon.parallel.state import states_by_name
+from echelon.parallel.meta.fill import fill_rest
+from echelon.parallel.state.optimizer_state import OptimizerState
+from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng
 
 __all__ = ["is_one", "restore"]

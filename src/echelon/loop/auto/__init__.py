@@ -1,0 +1,1 @@
+"""The unit that needs a loss and an optimizer."""

@@ -1,0 +1,276 @@
+"""Does the optimizer train the model? One that was made before the module was sharded, or from a copy, moves nothing, silently.
+
+Refused is only what can be no intention: parameters that the module had before it was sharded; in an AutoUnit, an optimizer
+without any of its module's. Besides some of the module's parameters, an optimizer may hold whatever it likes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from echelon.contracts.errors import OptimizerError
+from echelon.contracts.overrides import overrides
+from echelon.parallel.ddp.bypass import Watches, watch
+from echelon.parallel.fsdp.step_by_mesh import step_by_kind
+from echelon.parallel.guards.stale_params import name_before
+from echelon.parallel.meta.fill import fill_rest
+from echelon.parallel.shards import is_split
+from echelon.parallel.state.partition import parameters_of
+from echelon.world import agree
+
+if TYPE_CHECKING:
+    from echelon.loop.auto.predicting import AutoPredictUnit
+
+__all__ = ["add_again", "check_holds", "check_tracked", "look_at_first_update", "not_the_modules", "when_it_grows"]
+
+_REMEDY = "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then"
+
+
+def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
+    """An AutoUnit's optimizer, as `configure_optimizers_and_lr_scheduler` gave it or as it was assigned.
+
+    Raises:
+        UsageError: it holds parameters that the module had before it was sharded, or none of the module's.
+    """
+    unit.prepared.reshard()  # an evaluation leaves whole parameters in the place of those that the optimizer has
+    if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    what = f"{type(unit).__name__}: the {type(optimizer).__name__}"
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise OptimizerError(
+            f"{what} needs a closure, which computes the loss again and again in one step, and an AutoUnit has none. Write a "
+            "TrainUnit, whose train_step calls optimizer.step(closure)."
+        )
+    held = parameters_of(optimizer)
+    problem = _stale(what, held)
+    if problem is None:
+        mine = {id(p) for p in unit.prepared.module.parameters()}
+        trains = any(p.requires_grad for p in unit.prepared.module.parameters())
+        reached = {id(p) for p in _within(vars(unit).values())}
+        if trains and held and not any(id(p) in mine or id(p) in reached for p in held):
+            problem = f"{what} holds {_count(held)}, none of them the module's, which has {len(mine)} (first: {_shown(held[0])})."
+    if problem is not None:
+        raise OptimizerError(f"{problem} {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters().")
+
+
+def look_at_first_update(
+    unit: AutoPredictUnit[Any], optimizer: torch.optim.Optimizer, *, together: bool
+) -> RemovableHandle | None:
+    """Refuse an optimizer that meets no gradient, or in part none: it holds the parameters of a copy. Once; collective if
+    `together`. Remove the hook once that update is done."""
+    if overrides().observes:
+        return None
+    copies = _copies(unit, optimizer)
+
+    looked = False  # a hook cannot remove itself
+
+    def look(*_: Any) -> None:
+        nonlocal looked
+        if looked:
+            return
+        looked = True
+        for held, whose in ((parameters_of(optimizer), ""), (copies, " that are not the module's, but shaped as some of its")):
+            meets = not held or any(p.grad is not None for p in held)
+            if not (agree.any_rank(meets) if together else meets):
+                raise OptimizerError(
+                    f"{type(unit).__name__}: none of the {_count(held)} of the {type(optimizer).__name__}{whose} has a gradient "
+                    f"in the first update. {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters()."
+                )
+
+    return optimizer.register_step_pre_hook(look)
+
+
+def _copies(unit: AutoPredictUnit[Any], optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """What the optimizer holds and nothing of the unit has, if parameters of these shapes are left out of the module's."""
+    held, mine = parameters_of(optimizer), list(unit.prepared.module.parameters())
+    ids, reached = {id(p) for p in held}, {id(p) for p in _within(vars(unit).values())} | {id(p) for p in mine}
+    strangers = [p for p in held if id(p) not in reached]
+    left = Counter(tuple(p.shape) for p in mine if p.requires_grad and id(p) not in ids)
+    are_like = any(p.numel() > 1 for p in strangers) and not Counter(tuple(p.shape) for p in strangers) - left
+    return strangers if are_like else []
+
+
+def not_the_modules(unit: AutoPredictUnit[Any], optimizer: Any) -> list[nn.Parameter]:
+    """What the optimizer trains besides the module, and besides other modules of the unit that are parallel themselves."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    reduced = {id(p) for p in unit.prepared.module.parameters()}
+    for prepared in unit.prepared_modules().values():
+        if prepared.averaged or prepared.forward_is_collective:
+            reduced |= {id(p) for p in prepared.module.parameters()}
+    rest = (p for p in parameters_of(optimizer) if id(p) not in reduced and not is_split(p))
+    return [p for p in rest if p.requires_grad]
+
+
+def when_it_grows(optimizer: Any, unit: Any) -> None:
+    """Have `unit.optimizer_grew()`, and no other unit's, called after each `add_param_group`, for which torch has no hook."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    before: Any = optimizer.add_param_group
+    if isinstance(before, _Growing):
+        optimizer.add_param_group = _Growing(before.add, weakref.ref(unit), before.again)  # type: ignore[method-assign]
+        return
+    add = weakref.WeakMethod(before) if inspect.ismethod(before) else lambda: before  # an optimizer in no cycle is freed at once
+    optimizer.add_param_group = _Growing(add, weakref.ref(unit), [])  # type: ignore[method-assign]
+
+
+def add_again(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], unit: Any) -> None:
+    """A group that a resumed run's optimizer had been given while it trained. A script that adds it once more adds nothing."""
+    when_it_grows(optimizer, unit)
+    optimizer.add_param_group({"params": parameters})
+    growing: Any = optimizer.add_param_group
+    growing.again.append({id(p) for p in parameters})
+
+
+@dataclass(frozen=True)
+class _Growing:
+    """An optimizer's `add_param_group` that tells a unit.
+
+    Args:
+        again: what `add_again` gave it, which is not added a second time.
+    """
+
+    add: Callable[[], Callable[[dict[str, Any]], None] | None]
+    unit: weakref.ref[Any]
+    again: list[set[int]]
+
+    def __call__(self, param_group: dict[str, Any]) -> None:
+        if self.again and "params" in param_group:
+            params = param_group["params"]
+            params = [params] if isinstance(params, torch.Tensor) else list(params)
+            if {id(p[1] if isinstance(p, tuple) else p) for p in params} in self.again:
+                return
+            param_group = {**param_group, "params": params}
+        if (add := self.add()) is not None:
+            add(param_group)
+        grew = getattr(self.unit(), "optimizer_grew", None)
+        if grew is not None:
+            grew()
+
+
+def check_tracked(unit: Any) -> Watches | None:
+    """Before a unit trains: all optimizers and modules among its attributes. Collective.
+
+    Returns:
+        what looks at the steps of a unit that steps by itself, on all ranks or none.
+    Raises:
+        UsageError: on all ranks, if an optimizer of one holds what a module was before it was sharded.
+    """
+    optimizers, modules = unit.tracked_optimizers(), unit.tracked_modules()
+    problem = None if overrides().observes else _problem(unit, optimizers, modules)
+    agree.raise_on_all(f"{problem} {_REMEDY}." if problem else None)
+    for optimizer in optimizers.values():
+        if any(is_split(p) for p in parameters_of(optimizer)):
+            step_by_kind(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            _searches_together(unit, optimizer)
+    if not unit.steps_by_itself or not agree.is_joined() or overrides().observes:
+        return None
+    return watch(modules, optimizers.values())
+
+
+def _searches_together(unit: Any, optimizer: torch.optim.Optimizer) -> None:
+    """LBFGS decides by the loss whether it computes once more: by that of all ranks, whose gradients are averaged as well."""
+    mine = {id(p) for p in parameters_of(optimizer)}
+    trained = [p for p in unit.prepared_modules().values() if any(id(each) in mine for each in p.module.parameters())]
+    if not trained or trained[0].averaged_over == 1:
+        return
+    groups = trained[0].data_groups
+
+    def average(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        closure = kwargs["closure"] if "closure" in kwargs else args[1]
+        return None if isinstance(closure, _MeanLoss) else ((args[0], _MeanLoss(closure, groups)), {})
+
+    optimizer.register_step_pre_hook(average)
+
+
+@dataclass(frozen=True)
+class _MeanLoss:
+    """A closure's loss, as the mean over the ranks."""
+
+    closure: Callable[[], Any]
+    groups: Iterable[dist.ProcessGroup | None]
+
+    def __call__(self) -> torch.Tensor:
+        mean: torch.Tensor = torch.as_tensor(self.closure()).detach().clone()
+        for group in self.groups:
+            dist.all_reduce(mean, group=group)
+            mean /= dist.get_world_size(group)
+        return mean
+
+
+def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> str | None:
+    """What is wrong with the first optimizer with which something is; None if nothing is."""
+    prepared = [each for name, each in unit.prepared_modules().items() if name in modules]
+    for each in prepared:
+        each.reshard()
+        fill_rest(each.module)
+    held = {name: parameters_of(optimizer) for name, optimizer in optimizers.items()}
+    everywhere = {id(p) for parameters in held.values() for p in parameters}
+    reached = {id(p) for p in _within(vars(unit).values())}
+    missing: Counter[tuple[int, ...]] = Counter()
+    flat = False
+    for each in prepared:
+        if each.replaces_parameters:
+            left = [p for p in each.module.parameters() if p.requires_grad and id(p) not in everywhere]
+            missing.update(tuple(p.shape) for p in left)
+            flat = flat or (bool(left) and each.flattens_parameters)
+    for name, parameters in held.items():
+        what = f"{type(unit).__name__}.{name}"
+        problem = _stale(what, parameters)
+        if problem is not None:
+            return problem
+        strangers = [p for p in parameters if id(p) not in reached]
+        # Of the shapes of parameters of a sharded module that no optimizer holds: they are these, as they were.
+        twins = any(p.numel() > 1 for p in strangers) and not Counter(tuple(p.shape) for p in strangers) - missing
+        if strangers and (twins or (flat and len(strangers) == len(parameters))):
+            return (
+                f"{what} holds {_count(strangers)} that no module of the unit has (first: {_shown(strangers[0])}), and no "
+                f"optimizer holds {_count(missing.total())} of its sharded modules."
+            )
+    return None
+
+
+def _stale(what: str, parameters: list[nn.Parameter]) -> str | None:
+    old = [name for p in parameters if (name := name_before(p)) is not None]
+    if old:
+        held = _count(parameters)
+        return f"{what} holds {held}, {len(old)} of which are from before the module was sharded (first: {old[0]})."
+    whole = [p for p in parameters if p.numel() and not is_split(p) and not p.is_meta]
+    gone = [p for p in whole if p.untyped_storage().size() == 0]
+    if gone:
+        return f"{what} holds {_count(gone)} that were gathered for a forward pass and are gone (first: {_shown(gone[0])})."
+    return None
+
+
+def _within(values: Iterable[Any], depth: int = 3) -> Iterator[nn.Parameter]:
+    """Parameters among attributes, and in lists, tuples and dicts of them."""
+    for value in values:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, nn.Module):
+            yield from value.parameters()
+        elif depth and isinstance(value, (list, tuple, set)):
+            yield from _within(value, depth - 1)
+        elif depth and isinstance(value, dict):
+            yield from _within(value.values(), depth - 1)
+
+
+def _count(parameters: list[nn.Parameter] | int) -> str:
+    number = parameters if isinstance(parameters, int) else len(parameters)
+    return "one parameter" if number == 1 else f"{number} parameters"
+
+
+def _shown(parameter: nn.Parameter) -> str:
+    return f"{str(parameter.dtype).removeprefix('torch.')} {tuple(parameter.shape)}"

@@ -1,0 +1,315 @@
+"""Several optimizers in one update, each of which steps on gradients of its own.
+
+    backward(loss)     any number of passes in a micro-batch; each adds to the gradients of all that it reaches
+    keep(turn)         an optimizer's step before the window's last micro-batch: what its parameters have is put aside
+    settle(turn)       its step in the last: the ranks meet, its gradients become those of the global batch
+    end(state)         the losses' sums over the ranks, the record
+
+So the gradients of an optimizer are those that its parameters had at its step in each micro-batch of the window: what a loss of
+another optimizer leaves there, and is cleared before the next pass, is in none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import LoopError, RanksDisagreeError, UsageError
+from echelon.loop.auto.optimizer_checks import check_holds
+from echelon.parallel.gradients import clip as gradients
+from echelon.parallel.gradients.fused import fuse
+from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.networks import Networks
+from echelon.parallel.state.partition import parameters_of
+from echelon.world import agree
+
+__all__ = ["Several", "Turn", "configured"]
+
+
+@dataclass(eq=False)
+class Turn:
+    """An optimizer's part in an update.
+
+    Attributes:
+        number: from 1.
+        kept: gradients of its steps in earlier micro-batches, and how many these were.
+        settled: its gradients are those of the global batch.
+        stepped, updated: its step was called in the window's last micro-batch, and was not left out.
+        norm: of its gradients, if it was asked for.
+    """
+
+    name: str
+    number: int
+    optimizer: torch.optim.Optimizer
+    scheduler: Any = None
+    kept: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    times_kept: int = 0
+    settled: bool = False
+    stepped: bool = False
+    updated: bool = False
+    norm: torch.Tensor | None = None
+
+    def __str__(self) -> str:
+        return f"the {type(self.optimizer).__name__} {self.name!r}"
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return parameters_of(self.optimizer)
+
+    def put_aside(self) -> None:
+        for parameter in self.parameters:
+            if (gradient := parameter.grad) is not None:
+                before = self.kept.get(parameter)
+                self.kept[parameter] = gradient if before is None else before.add_(gradient)
+                parameter.grad = None
+
+    def take_back(self) -> None:
+        for parameter, kept in self.kept.items():
+            parameter.grad = kept if parameter.grad is None else kept.add_(parameter.grad)
+        self.kept = {}
+
+    def reset(self) -> None:
+        self.kept, self.times_kept, self.settled, self.stepped, self.updated, self.norm = {}, 0, False, False, False, None
+
+
+class Several:
+    """The optimizers of a unit.
+
+    Args:
+        made: optimizers and schedulers, by name.
+    """
+
+    def __init__(self, unit: Any, made: Mapping[str, tuple[torch.optim.Optimizer, Any]]) -> None:
+        self._unit = unit
+        self.turns = [Turn(name, i, *each) for i, (name, each) in enumerate(made.items(), 1)]
+        self._loss: Any = None  # the sum of the passes of this micro-batch
+        self._earlier: float = 0  # what the window's earlier micro-batches weigh on this rank
+        self._weight: float = 0  # and this one
+        self.total: float | None = None  # what the window's global batch weighs, once the ranks have met
+
+    def check(self, names: Mapping[nn.Parameter, str]) -> None:
+        """
+        Raises:
+            UsageError: two optimizers have the same parameter, or one has none of the modules'.
+        """
+        whose: dict[nn.Parameter, str] = {}
+        for turn in self.turns:
+            for parameter in turn.parameters:
+                if parameter in whose:
+                    raise LoopError(
+                        f"each parameter must be in one optimizer, got {names.get(parameter, 'one')} in {whose[parameter]} "
+                        f"and in {turn}. Leave it to one of them: what several losses share, such as a trunk, to the first."
+                    )
+                whose[parameter] = str(turn)
+
+    def of(self, optimizer: Any) -> Turn:
+        return next(turn for turn in self.turns if turn.optimizer is optimizer)
+
+    def asked(self, optimizer: Any) -> Turn:
+        """
+        Raises:
+            UsageError: it is none of these; None is the only one.
+        """
+        found = [turn for turn in self.turns if turn.optimizer is optimizer or (optimizer is None and len(self.turns) == 1)]
+        if not found:
+            raise LoopError(
+                f"of must be one of the optimizers, whose gradients are clipped each by itself, got a "
+                f"{type(optimizer).__name__}. Write window.clip_grad_norm_(1.0, of=optimizer)."
+            )
+        return found[0]
+
+    def clear(self) -> None:
+        for turn in self.turns:
+            gradients.clear(turn.optimizer)
+
+    # --- a micro-batch
+
+    def begin(self, weight: float) -> None:
+        window = self._unit.window
+        if window.count == 1:
+            self.discard()
+        self._loss, self._weight = None, weight
+
+    def discard(self) -> None:
+        """The micro-batches of an unfinished window are left out."""
+        self._loss, self._earlier, self._weight, self.total = None, 0, 0, None
+        for turn in self.turns:
+            turn.reset()
+
+    def backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any], *, retain_graph: bool | None = None) -> None:
+        if (late := next((turn for turn in self.turns if turn.settled), None)) is not None:
+            raise LoopError(
+                f"the gradients of {late} were clipped for its step, got a further backward pass before that. Call its "
+                "step() first, or clip after the last pass."
+            )
+        detached, window = loss.detach(), self._unit.window
+        self._loss = detached if self._loss is None else self._loss + detached
+        assert window.reference is not None
+        scale = float(micro_batch.weight) * self._unit.prepared.averaged_over / window.reference
+
+        def go(loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> None:
+            if scale == 0:
+                gradients.pass_zeros(loss)
+            loss.backward(gradient=None if scale == 1 else torch.full_like(loss, scale), retain_graph=retain_graph)
+
+        self._unit.prepared.backward(loss, micro_batch, go)
+
+    def keep(self, turn: Turn) -> None:
+        """The step of an optimizer in a micro-batch that is not the window's last."""
+        if turn.times_kept == self._unit.window.count:
+            raise _twice(turn)
+        turn.times_kept += 1
+        turn.put_aside()
+
+    def settle(self, turn: Turn) -> bool:
+        """The gradients for an optimizer's step become those of the global batch. Collective. False if that weighs nothing."""
+        if turn.settled:
+            return self.total != 0
+        window, prepared = self._unit.window, self._unit.prepared
+        assert isinstance(prepared, Networks) and window.reference is not None
+        if window.count > 1 and turn.stepped:
+            raise _twice(turn)
+        if turn.times_kept != window.count - 1:
+            raise LoopError(
+                f"step() of {turn} must be called in each batch of an update, got it in {turn.times_kept + 1} of "
+                f"{window.count}: it steps in the last one, and tells before which gradients are to be kept. Do not ask for "
+                "window.is_last before it; what happens in some updates only, choose by window.update."
+            )
+        self.total = self._meet(turn.number, f"step() of {turn}")
+        turn.take_back()
+        turn.settled = True
+        held = turn.parameters
+        prepared.average_(held)
+        if self.total not in (0, window.reference):
+            gradients.scale_(held, window.reference / self.total)
+        return self.total != 0
+
+    def step(self, turn: Turn, step: Any) -> None:
+        updates = self.settle(turn)
+        turn.settled, turn.stepped = False, True
+        if not updates:
+            return
+        step()
+        turn.updated = True
+        self._unit.prepared.after_step()
+
+    def clip(self, turn: Turn, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
+        if not self.settle(turn):
+            return None
+        norm = gradients.clip_by_norm_(turn.parameters, max_norm, norm_type, beside=self._unit.prepared.stages)
+        turn.norm = norm
+        return norm
+
+    def clip_value(self, turn: Turn, max_value: float) -> None:
+        if self.settle(turn):
+            gradients.clip_by_value_(turn.parameters, max_value)
+
+    # --- its end
+
+    def end_micro_batch(self, *, replica: bool) -> None:
+        """The window takes its weight in, and the sum of its losses."""
+        weight = 0 if replica else self._weight
+        self._unit.window.add(self._loss, weight)
+        self._earlier += weight
+
+    def meet_at_end(self) -> None:
+        """In the window's last micro-batch, whatever has stepped on this rank. Collective.
+
+        Raises:
+            UsageError: no optimizer has stepped, or one whose gradients were kept has not.
+        """
+        missed = next((turn for turn in self.turns if turn.times_kept and not turn.stepped), None)
+        stepped = any(turn.stepped for turn in self.turns)
+        number = 0 if missed is None and stepped else len(self.turns) + 1
+        self.total = self._meet(number, "the end of the window" if stepped else "the end of the window, without a step")
+        if not stepped:
+            raise LoopError(
+                "the update must end with the step() of an optimizer, got the end of its window before one. Call it after "
+                "window.backward(loss) and inside the window, on an optimizer that prepare() returned."
+            )
+        if missed is not None:
+            raise LoopError(
+                f"step() of {missed} must be called in the last batch of an update, too, got it in earlier ones only. Choose "
+                "by window.update, which counts updates, and not by a count of batches."
+            )
+
+    def _meet(self, number: int, what: str) -> float:
+        """The weight of the window so far over the ranks; RanksDisagreeError, on all, if they have come to other places."""
+        window, prepared = self._unit.window, self._unit.prepared
+        mine = self._earlier + (0 if prepared.is_replica else self._weight)
+        if window.group is None:
+            return mine
+        told = torch.tensor([mine, number, number * number, 1.0], dtype=torch.float64)
+        dist.all_reduce(told, group=window.group)
+        total, numbers, squares, ranks = told.tolist()
+        if ranks * squares != numbers * numbers:
+            every = agree.gather(what)
+            other = next(rank for rank, each in enumerate(every) if each != every[0])
+            raise RanksDisagreeError(
+                f"the ranks must step the same optimizers in the same order, got {every[0]} on rank 0 and {every[other]} on rank "
+                f"{other} in update {window.updates}. Decide by what all ranks know, such as a loss that is averaged over them."
+            )
+        return float(total)
+
+    def numbers(self) -> dict[str, Any]:
+        """Of the update, for its record."""
+        several = len(self.turns) > 1
+        norms = {f"grad_norm_{turn.name}": turn.norm for turn in self.turns if turn.norm is not None}
+        rates = {f"lr_{turn.name}": float(turn.optimizer.param_groups[0]["lr"]) for turn in self.turns if several}
+        return {**rates, **norms}
+
+
+def configured(unit: Any) -> Several:
+    """The optimizers that a unit's `configure_optimizers_and_lr_schedulers` gives, which become attributes of it. Collective.
+
+    Raises:
+        UsageError: what it gives is not that; or an option that is for one optimizer.
+    """
+    for name, given in (
+        ("precision='fp16'", unit.grad_scaler),
+        ("averages of weights", unit.swa_params),
+        ("deterministic='bitwise'", unit.window.fixed or None),
+    ):
+        if given is not None:
+            raise LoopError(f"{name} must be left out with several optimizers, got it. Use one optimizer with parameter groups.")
+    prepared = unit.prepared
+    assert isinstance(prepared, Networks)
+    made = prepared.optimizer(unit.configure_optimizers_and_lr_schedulers)
+    check_several(type(unit).__name__, made)
+    several = Several(unit, made)
+    several.check({p: name for name, p in prepared.named_parameters()})
+    for turn in several.turns:
+        check_holds(unit, turn.optimizer)
+        prepared.divide(turn.optimizer)
+        fuse(turn.optimizer)
+        setattr(unit, f"optimizer_{turn.name}", turn.optimizer)
+        if turn.scheduler is not None:
+            setattr(unit, f"lr_scheduler_{turn.name}", turn.scheduler)
+    return several
+
+
+def check_several(unit: str, made: Any) -> None:
+    """What `configure_optimizers_and_lr_schedulers` returned, if it is not what AutoUnit asks for."""
+    where = f"{unit}.configure_optimizers_and_lr_schedulers must return"
+    if not isinstance(made, dict) or not made or not all(isinstance(name, str) and f"_{name}".isidentifier() for name in made):
+        raise LoopError(f"{where} a dict of pairs by name, {{'critic': (optimizer, scheduler or None), ...}}, got {made!r:.100}.")
+    for name, pair in made.items():
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], torch.optim.Optimizer):
+            raise LoopError(f"{where} the pair (optimizer, scheduler or None) for {name!r}, got {type(pair).__name__}.")
+        if isinstance(pair[1], torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(pair[1] or pair[0], "step"):
+            raise LoopError(
+                f"{where} a scheduler that steps by itself, or None, for {name!r}, got a {type(pair[1]).__name__}. Step one that "
+                "follows a metric in on_eval_end."
+            )
+
+
+def _twice(turn: Turn) -> UsageError:
+    return LoopError(
+        f"step() of {turn} must be called once in a batch where updates have several batches, got a second call. Train it "
+        "several times on global batches without accumulation."
+    )

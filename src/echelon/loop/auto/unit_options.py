@@ -1,0 +1,190 @@
+"""What the constructor of an AutoUnit is given besides the module: values, so that a unit can be built once more elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from echelon.contracts.arguments import flags_of
+from echelon.contracts.errors import LoopError, require
+from echelon.contracts.numbers import number, plain, whole
+from echelon.contracts.older_words import translated, unknown
+from echelon.loop.auto.averaged import SWAParams
+from echelon.parallel.layouts import resolve
+from echelon.parallel.recipe.activation import ActivationCheckpointParams, Preset
+from echelon.parallel.recipe.float8 import Float8
+from echelon.parallel.recipe.precision import Precision
+from echelon.parallel.recipe.recipe import Compile, TorchCompileParams
+from echelon.parallel.strategy import Strategy
+
+__all__ = ["OLDER_WORDS", "AutoOptions", "BuiltAtFirstUse", "UnitOptions", "changes_of", "options_from"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """What few units need of AutoUnit: `AutoUnit(..., options=UnitOptions(lr_interval="epoch"))`.
+
+    Args:
+        device: by default `init_from_env()`'s, which also joins the ranks.
+        lr_interval: call the scheduler after every "update" or every "epoch". Lengths of schedules are counted in it.
+        lr_monitor: the number that a ReduceLROnPlateau follows, by the name under which evaluations log it, or of an attribute of
+            the unit; by default their loss.
+        clip_grad_value: largest absolute value of a gradient element.
+        averaging: averages of the weights, of which AutoUnit's `ema` is the usual one; `swa_model` then holds them.
+        detect_anomaly: stop with the rank and the value at the first loss that is inf or nan, before it reaches the
+            parameters, and trace what produced it (`torch.autograd.set_detect_anomaly`; slow).
+        stop_after_nonfinite_losses: end the run with NonFiniteError after so many updates in a row whose loss over the global
+            batch is inf or nan; None never stops. 10 is more than the few bad batches that a run may survive, and few
+            enough to lose nothing. A run without one finite loss ends so, too, however short it is.
+        deterministic: "bitwise" makes the parameters after any number of steps bit-equal on 1, 2, 4, ... ranks, for noop,
+            ddp, fsdp and zero1 to zero3: `gradients/fixed_order` says how, BENCHMARKS.md what it costs. `bitwise_parts` is how
+            many micro-batches a global batch has then, over all ranks.
+        prefetch: copy the next batch to a GPU while this one computes.
+        zero_grad_first: clear gradients before an update, not after it, so that hooks can look at them.
+        retain_graph: passed to `backward`.
+        training: False builds no optimizer.
+    Raises:
+        UsageError: a value that makes no sense; before any rank waits for another.
+    """
+
+    device: torch.device | None = None
+    lr_interval: Literal["update", "epoch"] = "update"
+    lr_monitor: str | None = None
+    clip_grad_value: float | None = None
+    averaging: SWAParams | None = None
+    detect_anomaly: bool | None = None
+    stop_after_nonfinite_losses: int | None = 10
+    deterministic: Literal["bitwise"] | None = None
+    prefetch: bool = True
+    zero_grad_first: bool = False
+    retain_graph: bool | None = None
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        flags_of(self)
+        is_device = isinstance(self.device, torch.device | None)
+        require(is_device, "device", "a torch.device or None", self.device, "By default init_from_env() picks it.")
+        require(self.lr_interval in ("update", "epoch"), "lr_interval", "'update' or 'epoch'", self.lr_interval)
+        is_name = self.lr_monitor is None or (isinstance(self.lr_monitor, str) and self.lr_monitor != "")
+        require(is_name, "lr_monitor", "the name of a number, or None for the loss of evaluations", self.lr_monitor)
+        _limit("clip_grad_value", self.clip_grad_value)
+        require(isinstance(self.averaging, SWAParams | None), "averaging", "SWAParams(...) or None", self.averaging)
+        require(self.deterministic in (None, "bitwise"), "deterministic", "'bitwise' or None", self.deterministic)
+        if self.stop_after_nonfinite_losses is not None:
+            whole("stop_after_nonfinite_losses", self.stop_after_nonfinite_losses, at_least=1, or_none="to go on regardless")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions(UnitOptions):
+    """The arguments of AutoUnit, which describes them, together with its UnitOptions; `ema` is among the averages."""
+
+    layout: Strategy | str | None = None
+    precision: str | torch.dtype | Precision | Float8 | None = None
+    accumulate: int | None = None
+    clip_grad_norm: float | None = None
+    compile: Compile = None
+    recompute: Preset = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accumulate is not None:
+            whole("accumulate", self.accumulate, at_least=1, or_none="for the loader's")
+        _limit("clip_grad_norm", self.clip_grad_norm)
+        object.__setattr__(self, "compile", TorchCompileParams.of(self.compile, "compile"))
+        object.__setattr__(self, "recompute", ActivationCheckpointParams.of(self.recompute, "recompute"))
+        Precision.of(self.precision)
+        resolve(self.layout)
+
+
+def _limit(name: str, value: Any) -> None:
+    if value is not None:
+        number(name, value, "above 0, or None for no clipping", lambda most: most > 0)
+
+
+_NESTED = tuple(field.name for field in fields(UnitOptions))
+_OWN = tuple(field.name for field in fields(AutoOptions) if field.name not in _NESTED)
+# What AutoUnit's arguments were called before, which are also TorchTNT's names.
+OLDER_WORDS = {
+    "strategy": "layout",
+    "gradient_accumulation_steps": "accumulate",
+    "torch_compile_params": "compile",
+    "activation_checkpoint_params": "recompute",
+    "step_lr_interval": "lr_interval",
+    "swa_params": "averaging",
+    "enable_prefetch": "prefetch",
+    "zero_grad_at_train_step_start": "zero_grad_first",
+    "loss_backward_retain_graph": "retain_graph",
+}
+# Arguments of AutoUnit before, which have the same names among its options.
+_MOVED = {
+    name: name
+    for name in ("device", "detect_anomaly", "clip_grad_value", "training", "deterministic", "stop_after_nonfinite_losses")
+}
+
+
+def options_from(function: str, options: UnitOptions | None, older: Mapping[str, Any], **own: Any) -> AutoOptions:
+    """What AutoUnit was given; by older names, too, which are translated with a warning.
+
+    Raises:
+        UsageError: a name that it does not know; two values for one thing.
+    """
+    require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options)
+    for name in older:
+        if name in _NESTED and name not in _MOVED:
+            raise unknown(function, name, (), f"Write options=UnitOptions({name}=...).")
+    base = {field.name: getattr(options, field.name) for field in fields(options)} if options is not None else {}
+    said = {field.name: base[field.name] for field in fields(options) if base[field.name] != field.default} if options else {}
+    said |= {name: value for name, value in own.items() if value is not None}
+    words = translated(function, _in_values(older), OLDER_WORDS | _MOVED, said, others=(*own, "module", "options"), where=_where)
+    return AutoOptions(**{**base, **_with_averages(words)})
+
+
+def changes_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`Trainer(unit_options=...)` by the names of AutoOptions: arguments of AutoUnit and of UnitOptions, and older ones."""
+    found = {name: value for name, value in given.items() if name in (*_OWN, *_NESTED, "ema")}
+    options, older = given.get("options"), {name: value for name, value in given.items() if name not in (*found, "options")}
+    require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options)
+    if options is not None:
+        found = {**{field.name: getattr(options, field.name) for field in fields(options)}, **found}
+    known = (*_OWN, "ema", "options", *_NESTED)
+    return _with_averages(translated("unit_options", _in_values(older), OLDER_WORDS, found, others=known))
+
+
+def _in_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A step of the schedule is an update now."""
+    is_step = given.get("step_lr_interval") == "step"
+    return {**given, "step_lr_interval": "update"} if is_step else dict(given)
+
+
+def _where(name: str) -> str:
+    return f"{name}=..." if name in _OWN else f"options=UnitOptions({name}=...)"
+
+
+def _with_averages(words: dict[str, Any]) -> dict[str, Any]:
+    """`ema` as what it asks for."""
+    ema = words.pop("ema", None)
+    if ema is None:
+        return words
+    if words.get("averaging") is not None:
+        raise LoopError("ema and averaging both say which averages of the weights to keep. Give one of them.")
+    if not isinstance(ema, SWAParams):
+        number("ema", ema, "a decay from 0 to below 1, such as 0.999, or SWAParams(...)", lambda decay: 0 <= decay < 1)
+        # From the first update on, with a smaller decay at first: an average of few is not to remember the beginning.
+        ema = SWAParams(0, 1, averaging_method="ema", ema_decay=float(plain(ema)), use_lit=True, use_in_evaluation=True)
+    return {**words, "averaging": ema}
+
+
+class BuiltAtFirstUse:
+    """An attribute that `configure` sets. Not `__getattr__`, which would make every attribute of the unit slower to reach."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, unit: Any, owner: type | None = None) -> Any:
+        if unit is None or not unit.__dict__.get("training"):
+            raise AttributeError(f"no {self._name}: the unit was built with training=False, or its __init__ has not run")
+        unit.configure()
+        return unit.__dict__.get(self._name)  # None is the schedule beside an optimizer that was assigned

@@ -1,0 +1,1 @@
+"""Weights that were trained before, into whichever layout, and out of it."""

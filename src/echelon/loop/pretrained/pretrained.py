@@ -1,0 +1,200 @@
+"""Give a trained model back to the library that it comes from: whole weights, written by the model's own `save_pretrained`.
+
+Under every layout. The weights are gathered one by one into files beside the target, which rank 0 maps into memory: no rank
+holds more than its own parts and one whole tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.checkpoint import commit
+from echelon.contracts.arguments import flags
+from echelon.contracts.errors import CheckpointOptionError, require
+from echelon.loop.checkpointing.converted import authors_classes
+from echelon.loop.pretrained.gathered import Weights
+from echelon.loop.unit import Unit
+from echelon.parallel.prepared import Prepared
+from echelon.world import agree
+from echelon.world.init import World
+
+__all__ = ["save_pretrained"]
+
+
+def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, merged: bool = False, **options: Any) -> Path:
+    """Write a model for `from_pretrained`, or an adapter for PEFT, whatever the layout. Collective: every rank calls it.
+
+    Rank 0 alone writes, by the model's own `save_pretrained`. Into a folder that is not there yet the files come whole or not at
+    all; in one that is there they are replaced one by one. It needs as much room on the folder's disk once more, for a while.
+
+    Args:
+        model: an AutoUnit, a unit with one module, or a module, also as a layout or the user wrapped it.
+        folder: on rank 0's machine.
+        merged: of a model with PEFT's adapters, write a whole model that has them in its weights, as `merge_and_unload` makes it.
+        options: more of what the model's `save_pretrained` takes, such as `max_shard_size="2GB"`.
+    Returns:
+        the folder.
+    Raises:
+        UsageError: the module has no `save_pretrained`; `echelon ckpt export` writes safetensors of any module.
+        CheckpointWriteError: on every rank, if rank 0 could not write.
+    """
+    wrapped = _module(model)
+    prepared = Prepared.of(wrapped, World.current(torch.device("cpu")))
+    module = prepared.unwrapped
+    own = _check(module, merged, options)
+    target = Path(folder).absolute()
+    weights = Weights(prepared.state())
+    scratch = target.with_name(f".gathered-{target.name}")
+
+    def begin() -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+
+    commit.on_rank0(begin, scratch)
+    try:
+        names = set(weights.entries) if merged else _needed(module, weights)
+        whole = weights.gather(names, scratch)
+
+        staged = target if target.exists() else scratch / "files"
+
+        def write() -> None:
+            _write(module, own, weights, whole, staged, merged, options)
+            if staged != target:
+                os.replace(staged, target)
+
+        commit.on_rank0(write, target)
+    finally:
+        if agree.is_rank0():
+            shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _write(
+    module: Any,
+    own: Callable[..., Any],
+    weights: Weights,
+    whole: Mapping[str, torch.Tensor],
+    folder: Path,
+    merged: bool,
+    options: Mapping[str, Any],
+) -> None:
+    if merged:
+        _plain(module, weights, whole).merge_and_unload().save_pretrained(folder, **options)
+    elif weights.is_cut and _is_known(module):  # this stage's own counts and names its own layers only
+        _plain(module, weights, whole).save_pretrained(folder, state_dict=whole, **options)
+    else:
+        with authors_classes(module):
+            own(module, folder, state_dict=whole, **options)
+
+
+def _check(module: nn.Module, merged: bool, options: Mapping[str, Any]) -> Any:
+    """Its own function that saves it."""
+    own = getattr(type(module), "save_pretrained", None)
+    if not callable(own):
+        raise CheckpointOptionError(
+            f"{type(module).__name__} has no save_pretrained. `echelon ckpt export CHECKPOINT FOLDER` writes the weights of any "
+            "module as safetensors."
+        )
+    if "state_dict" in options:
+        raise CheckpointOptionError("save_pretrained gathers the state_dict itself. Leave it out.")
+    flags(merged=merged)
+    if merged and not callable(getattr(module, "merge_and_unload", None)):
+        raise CheckpointOptionError(f"merged must be False for a {type(module).__name__}: PEFT put no adapters around it.")
+    return own
+
+
+def _module(model: Unit | nn.Module) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    require(isinstance(model, Unit), "model", "a unit or a torch.nn.Module", model)
+    modules = model.tracked_modules()
+    if len(modules) != 1:
+        raise CheckpointOptionError(f"the unit has {len(modules)} modules: {', '.join(modules)}. Pass the one to be written.")
+    return next(iter(modules.values()))
+
+
+def _needed(module: nn.Module, weights: Weights) -> set[str]:
+    """Names that the module's `save_pretrained` will write: of an adapter of PEFT's not those of the base, which is large.
+
+    Collective.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(module, peft.PeftModel):
+        return set(weights.entries)
+    # A stage knows of its own layers only what PEFT would write.
+    return {name for each in agree.kinds(sorted(_of_adapters(peft, module, weights))) for name in each}
+
+
+def _of_adapters(peft: Any, module: Any, weights: Weights) -> set[str]:
+    stand_ins = {name: entry.stand_in() for name, entry in weights.entries.items()}
+    names = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    chosen: set[str] = set()
+    for adapter in module.peft_config:
+        for value in peft.get_peft_model_state_dict(module, state_dict=dict(stand_ins), adapter_name=adapter).values():
+            if id(value) not in names:
+                return set(stand_ins)  # it computes with them
+            chosen.add(names[id(value)])
+    return chosen
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether `_plain` can make another one."""
+    peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
+    if peft is not None and isinstance(module, peft.PeftModel):
+        module = module.get_base_model()
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+@torch.no_grad()
+def _plain(module: Any, weights: Weights, whole: Mapping[str, torch.Tensor]) -> Any:
+    """The model once more as its library builds it from its configuration, not sharded or cut, with the mapped weights.
+
+    Weights that were not gathered lie on the meta device.
+    """
+    peft = sys.modules.get("peft")
+    adapted = peft is not None and isinstance(module, peft.PeftModel)
+    with authors_classes(module):
+        base = module.get_base_model() if adapted else module
+        kind, outer = type(base), type(module)
+    with torch.device("meta"):
+        plain = kind(copy.deepcopy(base.config))
+        made = _adapted(outer, plain, module) if adapted else plain
+    state = {name: whole[name] if name in whole else entry.stand_in() for name, entry in weights.entries.items()}
+    given = made.load_state_dict({name: t.requires_grad_(False) for name, t in state.items()}, strict=False, assign=True)
+    if given.missing_keys or given.unexpected_keys:
+        adapters = " with these adapters" if adapted else ""
+        remedy = " Write the adapter (merged=False); PEFT merges it." if adapted and not weights.is_cut else ""
+        raise CheckpointOptionError(
+            f"a plain {kind.__name__}{adapters} has other weights than the trained one: "
+            f"{', '.join([*given.missing_keys, *given.unexpected_keys][:3])}.{remedy}"
+        )
+    if hasattr(plain, "tie_weights"):
+        plain.tie_weights()
+    if getattr(base, "generation_config", None) is not None:
+        plain.generation_config = base.generation_config
+    if adapted:
+        made.set_adapter(module.active_adapters if len(module.peft_config) > 1 else next(iter(module.peft_config)))
+        made.peft_config.update(copy.deepcopy(module.peft_config))
+    return made
+
+
+def _adapted(outer: Any, plain: nn.Module, module: Any) -> Any:
+    """PEFT's own model around a plain one, with the adapters that a trained one has."""
+    configs = copy.deepcopy(module.peft_config)
+    for config in configs.values():
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = False  # the values are there
+    (first, config), *others = configs.items()
+    made = outer(plain, config, adapter_name=first)
+    for name, config in others:
+        made.add_adapter(name, config)
+    return made

@@ -1,0 +1,1 @@
+"""What an update leaves to read: its record, logged numbers, metrics, use of the device."""

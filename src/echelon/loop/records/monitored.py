@@ -1,0 +1,110 @@
+"""A number by its name: what `state.log` was given, what a run measures by itself, or an attribute of the unit.
+
+A name is looked for in this order: among what was logged in the phase that is asked for; with `eval_` before it, as in
+metrics.jsonl, among what evaluations logged; as an attribute of the unit; among what other phases logged; and "loss" is that of
+the evaluation or, without one, of the latest update.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Literal
+
+from echelon.contracts.errors import require
+from echelon.loop.records.logged import Logged
+from echelon.world import agree
+
+__all__ = ["Unknown", "mode_of", "number"]
+
+_EVAL = "eval_"
+_SHOWN = 30  # names in an error
+# The last word of a name that says by itself what is better.
+_LESS = {"loss", "error", "err", "perplexity", "ppl", "nll", "mae", "mse", "rmse", "wer", "cer", "fid"}
+_MORE = {"accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "map", "iou", "miou", "dice", "bleu", "rouge", "psnr"}
+_MORE |= {"ssim", "reward", "r2"}
+
+
+class Unknown(Exception):
+    """There is no such number, or none that can be read; the same on all ranks."""
+
+
+def mode_of(name: str, mode: str | None = None) -> Literal["min", "max"] | None:
+    """Whether less or more of the number is better: as it is said, else by the name's last word, if that tells.
+
+    Raises:
+        UsageError: a mode that is neither.
+    """
+    if mode is not None:
+        require(mode in ("min", "max"), "mode", "'min' or 'max'", mode)
+        return mode  # type: ignore[return-value]
+    last = re.split(r"[^a-z0-9]+", name.lower())[-1]
+    return "min" if last in _LESS else "max" if last in _MORE else None
+
+
+def number(name: str, state: Any, unit: Any, phase: str | None = None) -> tuple[float, bool]:
+    """The number, rank 0's on all ranks, and whether it was measured at the step where training stands now. Collective.
+
+    Raises:
+        Unknown: on all ranks, with the names that there are.
+    """
+    mine = _look(name, state, unit, phase)  # on each: a metric is computed by all of them together
+    told = agree.from_rank0(lambda: mine)
+    if isinstance(told, str):
+        raise Unknown(told)
+    return float(told[0]), told[1]
+
+
+def _look(name: str, state: Any, unit: Any, phase: str | None) -> list[Any] | str:
+    latest = state.logged.latest if isinstance(state.logged, Logged) else {}
+    bare = name.removeprefix(_EVAL) if name.startswith(_EVAL) else None
+    try:
+        for of, called in ((phase or "", name), ("eval", bare)):
+            if called is not None and called in latest.get(of, {}):
+                return [float(latest[of][called]), of != "eval" or _is_fresh(state, unit)]
+        problem = None
+        if hasattr(unit, name):
+            try:
+                return [_of_attribute(getattr(unit, name)), not name.startswith(_EVAL) or _is_fresh(state, unit)]
+            except (TypeError, ValueError, RuntimeError) as error:
+                problem = f"{type(unit).__name__}'s is no single number: {type(getattr(unit, name)).__name__} ({error})"
+        for of, numbers in sorted(latest.items()):
+            if name in numbers:
+                return [float(numbers[name]), of != "eval" or _is_fresh(state, unit)]
+        if name == "loss" and (own := _own_loss(state, unit, phase)) is not None:
+            return own
+    except Exception as error:  # of a property: the other ranks must hear of it
+        return f"reading it failed: {type(error).__name__}: {error}"
+    return f"{problem or f'there is no such number for {type(unit).__name__}'}. There are: {_names(latest, unit)}"
+
+
+def _of_attribute(value: Any) -> float:
+    return float(value.compute() if callable(getattr(value, "compute", None)) else value)
+
+
+def _own_loss(state: Any, unit: Any, phase: str | None) -> list[Any] | None:
+    if phase != "train" and getattr(unit, "has_eval_loss", False) and getattr(state, "eval_state", None) is not None:
+        return [float(unit.eval_loss), _is_fresh(state, unit)]
+    loss, _ = getattr(unit, "latest_update", (None, None))
+    return None if loss is None else [float(loss), True]
+
+
+def _is_fresh(state: Any, unit: Any) -> bool:
+    """Whether the latest evaluation was of the weights that training has now."""
+    at = getattr(state.logged, "evaluated_at", None)
+    if at is None:  # there was none in this run; where it has no evaluations of its own, the user sets the number by hand
+        return getattr(state, "eval_state", None) is None
+    return bool(at == unit.train_progress.num_steps_completed)
+
+
+def _names(latest: dict[str, dict[str, Any]], unit: Any) -> str:
+    """What could be monitored, for a person."""
+    found = {f"{_EVAL}{name}" if phase == "eval" else name for phase, numbers in latest.items() for name in numbers}
+    if getattr(unit, "latest_update", (None, None))[0] is not None:
+        found.add("loss")
+    for name, value in list(vars(unit).items()):
+        is_number = isinstance(value, float) and not math.isnan(value)  # whole ones are mostly settings
+        if not name.startswith("_") and (is_number or callable(getattr(value, "compute", None))):
+            found.add(name)
+    shown = sorted(found)
+    return (", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")) or "none"

@@ -1,0 +1,149 @@
+"""Emission of numbers and events on rank 0: cheap per update, read from the device a moment later, written in batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from echelon.loop.records.utilization import Utilization
+from echelon.world.device import to_host
+
+if TYPE_CHECKING:
+    from echelon.observe.sinks.folder import Sink
+
+__all__ = ["Recorder"]
+
+# Often enough for a live line, seldom enough to cost nothing: at a thousand updates a second a batch holds two hundred.
+_FLUSH_S = 0.2
+# Of an update: its number, loss, weight, learning rate, gradient norm, when, FLOPs, more by name, and what its numbers on the
+# host wait for.
+_Row = tuple[int, Any, Any, Any, Any, float, float, Mapping[str, Any] | None, Any]
+_MEMORY_S = 1.0  # between two looks at the allocator's counters, which take a fraction of a millisecond
+
+
+class Recorder:
+    """Collects the records of updates and gives them to the sinks a few times a second.
+
+    What lives on a GPU is copied to the host beside the computation and read when it has arrived: watching a run never
+    makes it wait for its device.
+    """
+
+    def __init__(self, sinks: list[Sink], weight_unit: str) -> None:
+        self._sinks = sinks
+        self._rate_key = f"{weight_unit}_per_s"
+        self._pending: list[_Row] = []
+        self.utilization: Utilization | None = None  # set at the first step that can tell
+        self.counts_flops = True  # until that step tells that there is no peak to compare them with
+        self._looked_at = 0.0
+        self._flushed_at = self._last_at = time.perf_counter()
+        self._wall_offset = time.time() - self._flushed_at
+
+    def count_flops(self, unit: Any, micro_batches: Sequence[Any]) -> None:
+        """What the coming update computes."""
+        if self.utilization is None:
+            self.utilization = Utilization(unit)
+            self.counts_flops = self.utilization.counts
+        if self.utilization.counts:
+            for each in micro_batches:
+                self.utilization.count(each.data)
+
+    def update(self, step: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, more: Mapping[str, Any] | None = None) -> None:
+        """Update `step`, counted from 1: mean loss and weight of its global batch, and more by name. Numbers or 0-dim tensors."""
+        now, arrival = time.perf_counter(), None
+        if isinstance(loss, torch.Tensor):
+            if not loss.is_cpu:
+                more = more or {}
+                (loss, weight, grad_norm, *rest), arrival = _to_host([loss, weight, grad_norm, *more.values()])
+                more = dict(zip(more, rest, strict=True))
+            else:  # a number at once: hundreds of tensors kept until the flush would push the model's out of the cache
+                loss = loss.item()
+        flops = self.utilization.take() if self.counts_flops and self.utilization is not None else 0.0
+        self._pending.append((step, loss, weight, lr, grad_norm, now, flops, more, arrival))
+        if now - self._flushed_at >= _FLUSH_S:
+            self._write_arrived()
+            self._flushed_at = now
+
+    def evaluation(self, step: int, name: str, value: float) -> None:
+        self.numbers(step, {name: value})
+
+    def numbers(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Of an epoch or an evaluation, by name."""
+        self.flush()
+        for sink in self._sinks:
+            sink.records([{"step": step, **numbers, "time": time.time()}])
+
+    def event(self, event: str, **fields: Any) -> None:
+        self.flush()
+        record = {"event": event, "time": time.time(), **fields}
+        for sink in self._sinks:
+            sink.event(record)
+
+    def pause_clock(self) -> None:
+        """Time since the last update does not count as training: an evaluation or a checkpoint took it."""
+        self._last_at = time.perf_counter()
+
+    def flush(self) -> None:
+        """Write all records, waiting for the device if need be."""
+        if self._pending and self._pending[-1][-1] is not None:
+            self._pending[-1][-1].synchronize()
+        self._write_arrived()
+
+    def _write_arrived(self) -> None:
+        arrived = len(self._pending)
+        while arrived and (late := self._pending[arrived - 1][-1]) is not None and not late.query():
+            arrived -= 1
+        records = self._read(self._pending[:arrived])
+        del self._pending[:arrived]
+        if records:
+            self._add_memory(records[-1])
+            for sink in self._sinks:
+                sink.records(records)
+
+    def _add_memory(self, record: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        if self.utilization is not None and now - self._looked_at >= _MEMORY_S:
+            self._looked_at = now
+            record |= self.utilization.memory()
+
+    def _read(self, rows: Sequence[_Row]) -> list[dict[str, Any]]:
+        used, rate_key, offset, last_at, records = self.utilization, self._rate_key, self._wall_offset, self._last_at, []
+        for step, loss, weight, lr, grad_norm, at, flops, more, _ in rows:
+            elapsed, last_at = at - last_at, max(at, last_at)
+            rate = float(weight) / elapsed if elapsed > 0 else None
+            record = {
+                "step": step,
+                "loss": float(loss),
+                "lr": None if lr is None else float(lr),
+                "grad_norm": None if grad_norm is None else float(grad_norm),
+                rate_key: rate,
+                "time": at + offset,
+            }
+            if more:
+                record |= {name: float(value) for name, value in more.items()}
+            if used is not None and rate is not None:
+                if used.devices > 1:
+                    record[f"{rate_key}_per_device"] = rate / used.devices
+                if flops and (mfu := used.mfu(flops, elapsed)) is not None:
+                    record["mfu"] = mfu
+            records.append(record)
+        self._last_at = last_at
+        return records
+
+    def close(self) -> None:
+        self.flush()
+        for sink in self._sinks:
+            sink.close()
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_cpu
+
+
+def _to_host(given: list[Any]) -> tuple[list[Any], torch.cuda.Event | None]:
+    """Start copying what is on the device; the event tells when it is there. The norm of offloaded gradients is not."""
+    here, arrival = to_host(torch.stack([v.detach().double() for v in given if _is_elsewhere(v)]))
+    values = iter(here)
+    return [next(values) if _is_elsewhere(v) else v for v in given], arrival

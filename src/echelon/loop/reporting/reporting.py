@@ -1,0 +1,94 @@
+"""Who hears of a run: its sinks on rank 0, and of an error everyone who wants to know."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from echelon.contracts import pulse
+from echelon.contracts.redact import redacted
+from echelon.contracts.stopping import REQUEUE
+from echelon.data.workers import explain
+from echelon.loop.callback import Callback
+from echelon.loop.records.record import Recorder
+from echelon.loop.reporting import times
+from echelon.loop.state import State
+from echelon.loop.validate import has_hook, inner_of
+from echelon.observe.sinks.folder import default_sinks
+from echelon.world import agree, stop
+
+__all__ = ["Reporting"]
+
+logger = logging.getLogger(__name__)
+
+
+class Reporting:
+    """Sinks around a run, and `on_exception` for whatever ends it, a Ctrl-C included.
+
+    Args:
+        weight_unit: what the records' throughput counts.
+    """
+
+    def __init__(self, state: State, unit: Any, callbacks: Sequence[Callback], weight_unit: str) -> None:
+        self.state, self.unit, self.callbacks, self.weight_unit = state, unit, callbacks, weight_unit
+
+    def event(self, event: str, **fields: Any) -> None:
+        if self.state.recorder is not None:
+            self.state.recorder.event(event, **fields)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The run happens in this context."""
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if agree.is_joined() else (0, 1)
+        sinks = default_sinks() if rank == 0 else []
+        if sinks:
+            self.state.recorder = Recorder(sinks, self.weight_unit)
+        try:
+            with self._timed(rank, ranks):
+                yield
+        except BaseException as error:
+            # A loader's worker may die at any moment of a step.
+            named = explain(error)
+            self._tell(named or error)
+            if named is not None:
+                raise named from error
+            raise
+        self._close_sinks()
+        pulse.leave()
+
+    def _timed(self, rank: int, ranks: int) -> AbstractContextManager[None]:
+        if self.state.train_state is None:
+            return contextlib.nullcontext()
+        stage, stages = getattr(getattr(inner_of(self.unit), "prepared", None), "stage", (0, 1))
+        role = f"stage {stage}" if stages > 1 else ""
+        return times.noted(rank, ranks, self.unit.train_progress.num_updates_completed, role)
+
+    def _tell(self, error: BaseException) -> None:
+        """Report the error to all sinks, callbacks and the unit. One that fails is logged, and the others still hear it."""
+        leaves = isinstance(error, SystemExit) and error.code == REQUEUE and stop.asked() is not None
+        told: list[Callable[[], None]] = [
+            lambda: (
+                self.event("stopped", signal=stop.asked(), saved=False)
+                if leaves
+                else self.event("exception", kind=type(error).__name__, message=redacted(str(error)))
+            ),
+            lambda: self.unit.on_exception(self.state, error),
+            *(partial(c.on_exception, self.state, self.unit, error) for c in self.callbacks if has_hook(c, "on_exception")),
+            self._close_sinks,
+        ]
+        for tell in told:
+            try:
+                tell()
+            except Exception:
+                logger.exception("while %s was being reported", type(error).__name__)
+
+    def _close_sinks(self) -> None:
+        recorder, self.state.recorder = self.state.recorder, None
+        if recorder is not None:
+            recorder.close()

@@ -1,0 +1,1 @@
+"""A training called from a script that goes on afterwards."""

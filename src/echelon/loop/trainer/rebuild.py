@@ -1,0 +1,147 @@
+"""A unit built once more, from what its constructor was given: with another layout, or in another process.
+
+A module that is wrapped or sharded cannot be sent to another process, and what AutoUnit makes of it depends on the rank.
+What the user gave can be sent, and what a subclass has set besides. So there is a protocol of two:
+
+    unit.auto_options                    what it was built with, as it is now
+    unit.build_from(module, options)     what the constructor does with it; a subclass's own constructor does not run again
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cloudpickle
+import torch
+
+from echelon.contracts.errors import TrainerError
+from echelon.loop.auto.auto import AutoUnit
+from echelon.loop.auto.unit_options import AutoOptions
+from echelon.parallel.shards import is_split
+
+__all__ = ["BUILT", "Parcel", "own_attributes", "pack", "rebuild", "recall", "remembered", "unpack"]
+
+logger = logging.getLogger(__name__)
+
+# Made at first use, over the module as it is now.
+_MADE_LATER = frozenset({"optimizer", "lr_scheduler", "several", "swa_scheduler", "_own_schedule", "_reports_step"})
+# Of this rank: on others, they would be the same streams for different samples.
+_OF_RANK = frozenset({"resumes_with"})
+# The attributes that `build_from` sets: each process makes its own.
+# fmt: off
+BUILT = frozenset({
+    "clip_grad_norm", "clip_grad_value", "computes", "detect_anomaly", "device", "enable_prefetch", "eval_loss", "grad_scaler",
+    "gradient_accumulation_steps", "has_eval_loss", "latest_update", "lr_interval", "module", "prepared", "retain_graph",
+    "swa_model", "swa_params", "swa_scheduler", "test_loss", "training", "window", "zero_grad_at_train_step_start",
+    "_around_window", "_bitwise", "_copies", "_evaluation", "_finite", "_first_look", "_held", "_options", "_pieces_of_step",
+    "_plateau", "_reduces", "_routers", "_shards", "_takes_loaders", "_trains_with",
+})
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A unit on its way to another process.
+
+    Args:
+        husk: the unit with its progress and what its own class has set, without what is built.
+        module: as its author wrote it, on the CPU.
+    """
+
+    husk: AutoUnit[Any]
+    module: torch.nn.Module
+    options: AutoOptions
+
+
+def rebuild(unit: AutoUnit[Any], **changes: Any) -> None:
+    """Build it once more in place, with some options changed. Collective, as the constructor is.
+
+    Raises:
+        UsageError: its optimizer is built already, over a module in another form; or the module is sharded.
+    """
+    if vars(unit).get("optimizer") is not None:
+        raise TrainerError(
+            f"{type(unit).__name__} has its optimizer already, so {', '.join(sorted(changes))} can no longer change. "
+            "Give a new unit, or give these to the unit's own constructor."
+        )
+    unit.build_from(_plain(unit), replace(unit.auto_options, **changes))
+
+
+def pack(unit: AutoUnit[Any]) -> Parcel:
+    """What another process needs to build this unit. Its module is on the CPU afterwards; the caller moves it back."""
+    husk = copy.copy(unit)
+    for name in BUILT | _MADE_LATER | _OF_RANK:
+        vars(husk).pop(name, None)
+    return Parcel(husk, _plain(unit).cpu(), replace(unit.auto_options, device=None))
+
+
+def unpack(parcel: Parcel, **changes: Any) -> AutoUnit[Any]:
+    """The unit, built in this process. Collective."""
+    parcel.husk.build_from(parcel.module, replace(parcel.options, **changes))
+    return parcel.husk
+
+
+def own_attributes(unit: AutoUnit[Any], *, progress: bool) -> dict[str, Any]:
+    """What a subclass's code has set and no checkpoint holds; with `progress` that too."""
+    saved = {*unit.tracked_modules(), *unit.tracked_optimizers(), *unit.tracked_lr_schedulers(), *unit.tracked_metrics()}
+    saved |= {*unit.tracked_misc_statefuls(), *unit.tracked_progress(), *BUILT, *_MADE_LATER, *_OF_RANK}
+    own = {name: value for name, value in vars(unit).items() if name not in saved}
+    return {**own, **unit.tracked_progress()} if progress else own
+
+
+def remembered(owner: object, attributes: Mapping[str, Any]) -> dict[str, bytes]:
+    """Attributes of `owner` on their way to another process, one by one; a warning names those that cannot be sent."""
+    said = {}
+    for name, value in attributes.items():
+        try:
+            said[name] = _pickled(value)
+        except Exception as error:  # any type can raise anything when it is pickled
+            _warn_of_stale(owner, name, error)
+    return said
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception:
+        if isinstance(value, io.IOBase):  # an open file would arrive as one in memory
+            raise
+        file = io.BytesIO()
+        torch.save(value, file, pickle_module=cloudpickle)  # functions of a script, as they came here
+    return file.getvalue()
+
+
+def recall(thing: object, said: Mapping[str, bytes]) -> None:
+    """Set attributes that `remembered` gave, of a process that this one started; tensors are on the CPU."""
+    for name, data in said.items():
+        try:
+            vars(thing)[name] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        except Exception as error:  # and when it is loaded
+            _warn_of_stale(thing, name, error)
+
+
+def _warn_of_stale(owner: object, name: str, error: Exception) -> None:
+    logger.warning(
+        "%s.%s is after the call what it was before, not what the ranks made of it, since it cannot be sent between processes "
+        "(%s). Keep what you need of it in attributes that pickle, or call the Trainer on ranks that run already (echelon run)",
+        type(owner).__name__,
+        name,
+        error,
+    )
+
+
+def _plain(unit: AutoUnit[Any]) -> torch.nn.Module:
+    module = unit.prepared.unwrapped
+    sharded = [name for name, p in module.named_parameters() if is_split(p)]
+    if sharded:
+        raise TrainerError(
+            f"the module of {type(unit).__name__} is sharded already ({sharded[0]}), which cannot be undone. Build the unit "
+            "without a layout and give it to the Trainer, or give fit() a function that builds the unit: every rank calls it."
+        )
+    return module

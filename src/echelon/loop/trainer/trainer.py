@@ -1,0 +1,363 @@
+"""Trainer: starts the ranks, then `fit`, `evaluate`, `test` or `predict` in each.
+
+in a plain process    the unit is sent to ranks of this machine; what they made of it comes back
+in a launched rank    (torchrun, srun, echelon run) these ranks are used
+one rank              trains in this process, so that a debugger works
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from echelon.checkpoint.location import absolute, location
+from echelon.contracts.arguments import is_path
+from echelon.contracts.errors import TrainerError, require
+from echelon.contracts.machine import visible_devices
+from echelon.contracts.numbers import whole
+from echelon.contracts.older_words import renames, translated, unknown
+from echelon.launcher.calls import end_bootstrap
+from echelon.launcher.functions.run import launch
+from echelon.launcher.job import auto_ranks
+from echelon.loop.auto.auto import AutoUnit
+from echelon.loop.auto.unit_options import OLDER_WORDS, AutoOptions, changes_of
+from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.checkpoints import Checkpoints
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
+from echelon.loop.state import PhaseState
+from echelon.loop.trainer.rank import BETWEEN_PROCESSES, OLDER, Plan, Work, in_order, save, work_here, work_in_rank
+from echelon.loop.trainer.rebuild import pack, recall
+from echelon.loop.unit import TrainUnit, Unit
+from echelon.loop.validate import callbacks_of, check_loader, no_end
+from echelon.parallel.layouts import is_word, resolve
+from echelon.parallel.strategy import Strategy
+from echelon.world import rng
+from echelon.world.init import rank_info
+
+__all__ = ["ACCELERATORS", "Trainer", "is_launched", "visible"]
+
+logger = logging.getLogger(__name__)
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+PHASES = ("train", "val", "test", "predict")
+
+
+class _Older(TypedDict, total=False):
+    gpus: int | Sequence[int] | None
+    max_steps: float | None
+    evaluate_every_n_steps: float | None
+
+
+class Trainer:
+    """Starts ranks and trains in them.
+
+    Args:
+        devices: how many ranks on this machine, or which GPUs, as a list; "auto" is one rank per GPU, else one.
+        layout: for units that were built without one. "auto" is "ddp" for several ranks.
+        num_nodes: of the launcher that started this script; this class starts ranks on its own machine only.
+        accelerator: "cpu" leaves GPUs alone; "gpu" insists on them.
+        max_epochs, max_updates: when to stop.
+        max_steps_per_epoch: batches of an epoch on each rank, by "train", "val", "test" or "predict".
+        evaluate_every_n_epochs, evaluate_every_n_updates: as `fit`'s.
+        unit_options: arguments of AutoUnit and of UnitOptions that the unit gets instead, such as {"precision": "bf16"}.
+        callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
+        run_dir: of each `fit`; it has the checkpoints, in a folder of that name, unless a callback saves.
+        checkpoints: another folder for them, or a Checkpoints, which says when to save there and what stays. `fit` continues from
+            the newest there, if the unit has not trained yet and no `ckpt_path` is given.
+        older: `gpus`, an older word for `devices`, as a layout is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is
+            understood, with a hint. `max_steps`, of updates, and `evaluate_every_n_steps`, of micro-batches.
+    Attributes:
+        callback_metrics: "eval_loss" and "test_loss" of the latest calls, over all ranks, where the unit computes them.
+    Raises:
+        UsageError: a value that makes no sense; the text names it.
+    """
+
+    @renames(strategy="layout")
+    def __init__(
+        self,
+        devices: int | str | Sequence[int] = "auto",
+        layout: Strategy | str | None = "auto",
+        num_nodes: int = 1,
+        *,
+        accelerator: str = "auto",
+        max_epochs: float | None = None,
+        max_updates: float | None = None,
+        max_steps_per_epoch: Mapping[str, int | None] | None = None,
+        evaluate_every_n_epochs: int | None = 1,
+        evaluate_every_n_updates: int | None = None,
+        unit_options: Mapping[str, Any] | None = None,
+        callbacks: Callback | list[Callback] | None = None,
+        run_dir: str | Path | None = None,
+        checkpoints: str | Path | Checkpoints | None = None,
+        **older: Unpack[_Older],
+    ) -> None:
+        _check_names(older)
+        accelerator, layout, devices = _without_old_words(accelerator, layout, devices, older.get("gpus"))
+        require(accelerator in ACCELERATORS, "accelerator", "'auto', 'cpu' or 'gpu'", accelerator)
+        self.accelerator = accelerator
+        self.layout = layout if layout == "auto" else resolve(layout)
+        self.ranks, self.device_numbers = _devices_of(devices, accelerator)
+        self.num_nodes = whole("num_nodes", num_nodes, at_least=1)
+        self.limits = _named("max_steps_per_epoch", max_steps_per_epoch, PHASES)
+        limits = {"max_updates": max_updates, "evaluate_every_n_updates": evaluate_every_n_updates}
+        now = translated("Trainer", {name: value for name, value in older.items() if name != "gpus"}, OLDER, limits)
+        self._in_steps = older.get("evaluate_every_n_steps")  # refused where these are no updates, once the unit is known
+        self.max_epochs, self.max_updates = max_epochs, now["max_updates"]
+        self.evaluate_every_n_epochs = evaluate_every_n_epochs
+        self.evaluate_every_n_updates = now["evaluate_every_n_updates"]
+        require(isinstance(unit_options, Mapping | None), "unit_options", "a dict of AutoUnit's arguments", unit_options)
+        self.unit_options = changes_of(unit_options or {})
+        self._check_limits()
+        AutoOptions(**self.unit_options)
+        self.callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks_of(callbacks)
+        require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir)
+        self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
+        self.has_saver = any(getattr(c, "saves", False) is True for c in self.callbacks)
+        self.checkpoints = self._checkpoints(checkpoints)
+        self.saves = self.checkpoints is not None and (checkpoints is not None or not self.has_saver)
+        self.callback_metrics: dict[str, float] = {}
+
+    def _checkpoints(self, given: Any) -> Checkpoints | None:
+        """By a path that is the same for ranks that are started elsewhere."""
+        if given is None:
+            return Checkpoints(self.run_dir / "checkpoints") if self.run_dir is not None else None
+        require(isinstance(given, Checkpoints) or is_path(given), "checkpoints", "a folder or a Checkpoints(folder, ...)", given)
+        made = given if isinstance(given, Checkpoints) else Checkpoints(given)
+        return replace(made, folder=str(absolute(location(made.folder))))
+
+    def _check_limits(self) -> None:
+        """In the words of the loop, which is given them in other processes."""
+        PhaseState(dataloader=(), **self._training())
+        for limit in self.limits.values():
+            PhaseState(dataloader=(), max_steps_per_epoch=limit)
+
+    def _training(self) -> dict[str, Any]:
+        """The limits of training, as a PhaseState has them."""
+        return {
+            "max_epochs": self.max_epochs,
+            "max_updates": self.max_updates,
+            "max_steps_per_epoch": self.limits.get("train"),
+            "evaluate_every_n_updates": self.evaluate_every_n_updates,
+            "evaluate_every_n_epochs": self.evaluate_every_n_epochs,
+        }
+
+    def fit(
+        self,
+        unit: TrainUnit[Any] | Callable[[], TrainUnit[Any]],
+        train_dataloaders: Iterable[Any],
+        val_dataloaders: Iterable[Any] | None = None,
+        *,
+        ckpt_path: str | Path | None = None,
+    ) -> None:
+        """Train, and evaluate if there is something to evaluate on.
+
+        What a checkpoint holds (modules, optimizer, schedule, progress, metrics) comes back into `unit`, so that a second call
+        continues; and so do other attributes as rank 0 has them, where they can be pickled.
+
+        Args:
+            unit: an AutoUnit; or a function that every rank calls to build a unit, for one that wraps its module itself.
+            train_dataloaders, val_dataloaders: an `echelon.Loader`, whose global batch is what it says on any number of ranks.
+                A torch DataLoader has its batch size on each rank, as in Lightning. Other iterables give every rank the same.
+            ckpt_path: a checkpoint to go on from; "last" is the newest below `run_dir`, if there is one.
+        Raises:
+            RankFailedError: with the first failing rank's own traceback.
+            UsageError: the unit cannot be sent to other processes.
+        """
+        self._go("fit", unit, (train_dataloaders, val_dataloaders), ckpt_path)
+
+    def validate(
+        self, unit: Any | Callable[[], Any], dataloaders: Iterable[Any], *, ckpt_path: str | Path | None = None
+    ) -> list[dict[str, float]]:
+        """Evaluate. The arguments are `fit`'s.
+
+        Returns:
+            one dict: "eval_loss", the mean over all samples of all ranks, for an AutoUnit; empty for other units.
+        """
+        self._go("validate", unit, (dataloaders, None), ckpt_path)
+        return [{k: v for k, v in self.callback_metrics.items() if k == "eval_loss"}]
+
+    def test(
+        self, unit: Any | Callable[[], Any], dataloaders: Iterable[Any], *, ckpt_path: str | Path | None = None
+    ) -> list[dict[str, float]]:
+        """As `validate`, with the unit's `test_step`: "test_loss"."""
+        self._go("test", unit, (dataloaders, None), ckpt_path)
+        return [{k: v for k, v in self.callback_metrics.items() if k == "test_loss"}]
+
+    def predict(
+        self, unit: Any | Callable[[], Any], dataloaders: Iterable[Any], *, ckpt_path: str | Path | None = None
+    ) -> list[Any]:
+        """What `predict_step` returns, on the CPU: of the first batch each rank's part by rank, then of the second, ...
+
+        So `torch.cat(trainer.predict(unit, loader))` is in the order of the loader's samples on any number of ranks. In ranks
+        that were launched before, each has its own part alone.
+        """
+        done: list[Any] = self._go("predict", unit, (dataloaders, None), ckpt_path)
+        return done
+
+    # --- where
+
+    def _go(self, phase: str, unit: Any, loaders: tuple[Any, Any], ckpt_path: str | Path | None) -> Any:
+        end_bootstrap(f"trainer.{phase}")
+        # A module can be called, too; it would be taken for a function that builds a unit.
+        if not isinstance(unit, Unit) and (not callable(unit) or isinstance(unit, torch.nn.Module)):
+            first = " The unit comes first, then the loader." if any(isinstance(each, Unit) for each in loaders) else ""
+            raise TrainerError(f"unit must be an AutoUnit, or a function that builds a unit, got {type(unit).__name__}.{first}")
+        for loader in loaders if loaders[1] is not None else loaders[:1]:
+            check_loader(loader, phase)
+        if phase == "fit" and self.max_epochs is None and self.max_updates is None:
+            raise no_end("fit")
+        require(ckpt_path is None or is_path(ckpt_path), "ckpt_path", "a checkpoint, 'last' or None", ckpt_path)
+        if ckpt_path == "last" and self.checkpoints is None:
+            raise TrainerError('ckpt_path="last" means the newest below run_dir or in checkpoints, which are not given.')
+        work = Work(phase, unit, loaders, str(ckpt_path) if ckpt_path is not None else None)
+        if is_launched():
+            self._check_launched()
+        elif self.num_nodes > 1:
+            raise TrainerError(
+                f"num_nodes={self.num_nodes}, but this process was not launched on several nodes, and starts ranks on its own "
+                "only. Start the script on each: with `echelon submit`, `srun python ...`, or `torchrun --nnodes ...`."
+            )
+        elif (ranks := self._local_ranks()) > 1 or self.device_numbers:
+            return self._launch(ranks, work)
+        metrics, outputs = work_here(self._plan(), work)
+        self.callback_metrics |= metrics
+        return outputs
+
+    def _local_ranks(self) -> int:
+        gpus = len(visible_devices()) if self.accelerator != "cpu" else 0
+        if self.accelerator in ("gpu", "cuda") and not gpus:
+            raise TrainerError(f"accelerator is {self.accelerator!r}, but this machine has no GPU. Leave it out, or give 'cpu'.")
+        if isinstance(self.layout, Strategy) and self.layout.name == "dp":
+            return 1  # one process drives all devices
+        return self.ranks or (auto_ranks() if gpus else 1)
+
+    def _plan(self) -> Plan:
+        """What is true now: attributes may have been set since."""
+        return Plan(
+            on_cpu=self.accelerator == "cpu",
+            layout=self.layout,
+            unit_options=self.unit_options,
+            training=self._training(),
+            in_steps=self._in_steps,
+            limits=self.limits,
+            callbacks=self.callbacks,
+            checkpoints=self.checkpoints,
+            saves=self.saves,
+        )
+
+    def _check_launched(self) -> None:
+        info = rank_info()
+        if self.ranks and self.ranks != info.local_world_size:
+            logger.warning("devices=%s has no effect: %s ranks were launched on this node", self.ranks, info.local_world_size)
+        nodes = -(-info.world_size // info.local_world_size)
+        if self.num_nodes not in (1, nodes):
+            logger.warning("num_nodes=%s has no effect: ranks were launched on %s", self.num_nodes, nodes)
+
+    def _launch(self, ranks: int, work: Work) -> Any:
+        unit, folder = work.unit, Path(tempfile.mkdtemp(prefix="echelon-fit-"))
+        try:
+            before, sent = None, unit
+            if isinstance(unit, Unit):
+                if not isinstance(unit, AutoUnit):
+                    raise TrainerError(
+                        f"the unit must be an AutoUnit, or a function that every rank calls to build one, got an object of "
+                        f"{type(unit).__name__}. If it needs no arguments: `trainer.{work.phase}({type(unit).__name__}, ...)`."
+                    )
+                if vars(unit).get("optimizer") is not None:
+                    before = str(save(unit, folder / "before"))
+                sent = pack(unit)
+            env = {"CUDA_VISIBLE_DEVICES": visible(self.device_numbers)} if self.device_numbers else {}
+            env |= {"CUDA_VISIBLE_DEVICES": ""} if self.accelerator == "cpu" else {}
+            seeds = rng.draw()  # of the caller's streams: a seed of the caller's decides what ranks draw
+            work = replace(work, unit=sent, before=before, after=str(folder / "after"), seeds=seeds)
+            try:
+                done = launch(work_in_rank, ranks=ranks, args=(self._plan(), work), env=env, run_dir=self.run_dir)
+            finally:
+                if isinstance(unit, AutoUnit):
+                    unit.prepared.unwrapped.to(unit.device)
+            if isinstance(unit, AutoUnit):
+                if work.phase == "fit":
+                    DistributedCheckpointSaver.restore_from_latest(folder / "after", unit, restore_options=BETWEEN_PROCESSES)
+                recall(unit, done[0].unit)
+            for mine, theirs in zip(self.callbacks, done[0].callbacks, strict=True):
+                recall(mine, theirs)
+            self.callback_metrics |= done[0].metrics
+            return in_order(done)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_names(others: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UsageError: an argument that nobody knows, or that is the unit's.
+    """
+    for name in others:
+        if name in _Older.__annotations__:
+            continue
+        of_unit = name in ("ema", *OLDER_WORDS, *(field.name for field in fields(AutoOptions)))
+        known = [*inspect.signature(Trainer).parameters, *_Older.__annotations__]
+        raise unknown("Trainer", name, known, f"Give it to the unit, or as unit_options={{{name!r}: ...}}." if of_unit else "")
+
+
+def _without_old_words(accelerator: str, layout: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:
+    """(accelerator, layout, devices) of `Trainer(gpus=2, accelerator="ddp")`, which many scripts have."""
+    if accelerator not in ACCELERATORS and is_word(accelerator):
+        if layout != "auto":
+            raise TrainerError(f"accelerator {accelerator!r} is a layout, and layout {layout!r} is given too. Give one.")
+        logger.warning("Trainer(accelerator=%r) is an old spelling: write layout=%r", accelerator, accelerator)
+        accelerator, layout = "auto", accelerator
+    if gpus is not None:
+        if devices != "auto":
+            raise TrainerError(f"gpus={gpus!r} and devices={devices!r} are both given. Give devices alone.")
+        logger.warning("Trainer(gpus=%r) is an old spelling: write devices=%r", gpus, gpus)
+        accelerator, devices = ("cpu", 1) if gpus in (0, "0", []) else (accelerator, gpus)
+    return accelerator, layout, devices
+
+
+def _named(parameter: str, given: Mapping[str, Any] | None, names: Sequence[str]) -> dict[str, Any]:
+    """As a dict, with these names only."""
+    what = f"a dict by {', '.join(map(repr, names))}"
+    require(given is None or isinstance(given, Mapping), parameter, what, given)
+    found = dict(given or {})
+    require(set(found) <= set(names), parameter, what, given)
+    return found
+
+
+def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
+    """(how many ranks, or 0 for one per GPU or else one; which devices)."""
+    if devices == "auto":
+        return 0, None
+    if isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
+        if accelerator == "cpu":
+            raise TrainerError(f"devices must be a number of ranks on the CPU, got {devices!r}. Give {len(devices)}.")
+        if len(set(devices)) < len(devices) or not all(isinstance(d, int) and d >= 0 for d in devices):
+            raise TrainerError(f"devices must be different device numbers, such as [0, 2], got {devices!r}.")
+        return len(devices), list(devices)
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise TrainerError(f"devices must be a number of ranks, a list of GPUs such as [0, 2], or 'auto', got {devices!r}.")
+    return devices, None
+
+
+def is_launched() -> bool:
+    """Whether ranks run already, and this process is one of them."""
+    return "RANK" in os.environ or rank_info().world_size > 1
+
+
+def visible(numbers: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for these of the devices that are visible now."""
+    now = visible_devices()
+    if max(numbers) >= len(now):
+        raise TrainerError(
+            f"devices must be among the {len(now)} GPUs that are visible here, got {list(numbers)}. Give a number of ranks."
+        )
+    return ",".join(now[n] for n in numbers)

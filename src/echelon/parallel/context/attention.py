@@ -1,0 +1,178 @@
+"""Attention of a part of a sequence: this rank's queries, all ranks' keys and values.
+
+Communication: before each attention, one all-gather of its keys and values over the context-parallel ranks; after its backward
+pass, one reduce-scatter of their gradients. With grouped queries these are small beside what attention computes.
+A mode of torch (`torch.overrides.TorchFunctionMode`) takes the place of `scaled_dot_product_attention`, however it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.overrides import TorchFunctionMode
+
+from echelon.contracts.errors import ContextParallelError, UsageError
+from echelon.parallel.context.active import current
+from echelon.parallel.context.sequence_layout import SequenceParts
+
+__all__ = ["SplitAttention", "attend"]
+
+_SPLIT, _LOSS = F.scaled_dot_product_attention, F.cross_entropy
+_SLICE = torch.Tensor.__getitem__
+_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_SPECIAL = frozenset({_LOSS, _SLICE, *_BACKWARD})
+
+# What computes attention in another way, by the name of the function that torch calls.
+_OTHERS = {
+    "multi_head_attention_forward": "nn.MultiheadAttention",
+    "flex_attention": "flex_attention",
+    "_native_multi_head_attention": "the fast path of nn.MultiheadAttention",
+    "_transformer_encoder_layer_fwd": "the fast path of nn.TransformerEncoderLayer",
+    "_varlen_attn": "varlen_attn",
+    "_varlen_attn.default": "varlen_attn",
+    "_flash_attn_varlen_forward": "flash_attn_varlen_func",
+    "_flash_attn_forward": "flash_attn_func",
+}
+# All that is looked at, by name: of some thousand calls in a step most end at the first question.
+_NAMES = frozenset({_SPLIT.__name__, *(each.__name__ for each in _SPECIAL), *_OTHERS})
+
+
+class SplitAttention(TorchFunctionMode):
+    """While it is entered and a part of a sequence is `current`, attention sees all ranks' keys and values. Of one thread.
+
+    Args:
+        of_targets: is told how many whole numbers a cross-entropy has as targets, or a slice leaves of how many.
+        aside: context of a backward pass, within which torch takes a mode aside, and which may compute a module again.
+        attends: what computes attention, `attend` or what leads to it.
+    """
+
+    def __init__(
+        self,
+        of_targets: Callable[[int], None] = lambda targets: None,
+        aside: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        attends: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self._of_targets, self._aside, self._attend = of_targets, aside, attends or attend
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in _NAMES:
+            return func(*args, **(kwargs or {}))
+        parts = current()
+        if func is _SPLIT and parts is not None:
+            return self._attend(parts, *args, **(kwargs or {}))
+        if torch.compiler.is_compiling():  # what follows is for the first pass, and for passes that are not compiled
+            return func(*args, **(kwargs or {}))
+        if func in _SPECIAL and parts is not None:
+            return self._run(func, args, kwargs or {})
+        if (other := _OTHERS.get(getattr(func, "__name__", ""))) is not None and parts is not None:
+            raise ContextParallelError(
+                f"context parallelism over {parts.size} ranks cannot split {other}: each rank would attend to its own part of "
+                "the sequence only. Compute attention with torch.nn.functional.scaled_dot_product_attention, or train without cp."
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func in _BACKWARD:
+            with self._aside():
+                return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        targets = made if func is _SLICE else args[1] if len(args) > 1 else kwargs["target"]
+        if targets.dtype is torch.int64 and (func is _LOSS or args[0].dim() == 2):
+            self._of_targets(targets.numel())
+        return made
+
+
+def attend(
+    parts: SequenceParts,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As `scaled_dot_product_attention`, of this rank's part of the sequence. Collective over the parts' ranks.
+
+    Args:
+        query, key, value: (..., H, T, D), the tokens of this rank's part.
+        attn_mask: over all keys: its last dimension is the whole length. Rows are this rank's queries, or all, or one for all.
+            With one row for all it may also be of this rank's keys: a mask of padding.
+    Raises:
+        UsageError: a mask of another shape, which says nothing about the other ranks' keys; parts of another length.
+    """
+    options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    length, chunk = query.shape[-2], parts.chunk_of_part(query.shape[-2], "scaled_dot_product_attention")
+    parts.chunk_of_part(key.shape[-2], "the keys of scaled_dot_product_attention")
+    if isinstance(attn_mask, CausalBias):
+        if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (length, length):
+            raise _wrong_mask((attn_mask.seq_len_q, attn_mask.seq_len_kv), length, parts.size)
+        attn_mask, is_causal = None, True
+    if is_causal and key.shape[-2] != length:
+        raise ContextParallelError(
+            f"context parallelism: causal attention must have as many keys as queries, got {key.shape[-2]} and {length} in this "
+            "rank's part."
+        )
+    mask = None if attn_mask is None else _rows(parts, attn_mask, length, key.shape[-2])
+    keys, values = _gathered(parts, key, value)
+    if not is_causal:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, **options)
+    if mask is not None:
+        raise ContextParallelError("scaled_dot_product_attention must have attn_mask or is_causal=True, got both.")
+    made = []
+    for part, (_, last) in zip(query.split(chunk, -2), parts.bounds(chunk), strict=True):
+        made.append(_causal(part, keys.narrow(-2, 0, last), values.narrow(-2, 0, last), options))
+    return torch.cat(made, -2)
+
+
+def _causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+    """The last of the keys belong to the queries."""
+    if query.shape[-2] == keys.shape[-2]:
+        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, **options)
+    rows, columns = query.shape[-2], keys.shape[-2]
+    bias: Any
+    if query.device.type == "cpu" or query.dtype is torch.float64:  # torch makes a mask of a CausalBias there, and under a
+        bias = query.new_ones(rows, columns, dtype=torch.bool).tril(columns - rows)  # TorchDispatchMode cannot make one (2.13)
+    else:
+        bias = causal_lower_right(rows, columns)  # kernels know it by its name: no mask in memory
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, **options)
+
+
+def _gathered(parts: SequenceParts, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All ranks', in one message where their shapes allow it."""
+    if key.shape == value.shape and key.dtype == value.dtype:
+        keys, values = parts.whole(torch.stack([key, value]), -2).unbind()
+        return keys, values
+    return parts.whole(key, -2), parts.whole(value, -2)
+
+
+def _rows(parts: SequenceParts, mask: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+    """The part of a mask that belongs to this rank's queries, over all keys."""
+    rows, columns, whole = mask.shape[-2] if mask.dim() > 1 else 1, mask.shape[-1], keys * parts.size
+    if rows == queries > 1 and mask.stride(-2) == 0 and columns == keys:  # one row that was expanded
+        mask, rows = mask.narrow(-2, 0, 1), 1
+    if columns == keys and rows == 1:
+        return parts.whole(mask, -1)
+    if columns not in (1, whole) or rows not in (1, queries, queries * parts.size):
+        raise _wrong_mask((rows, columns), queries, parts.size)
+    return parts.cut(mask, -2, "attn_mask") if rows == queries * parts.size else mask
+
+
+def _wrong_mask(shape: tuple[int, int], length: int, size: int) -> UsageError:
+    return ContextParallelError(
+        f"context parallelism: an attention mask must be over all {length * size} keys of the sequence, or one row for all "
+        f"queries, got {shape[0]} x {shape[1]} where this rank has {length} of the tokens. For a causal mask say is_causal=True. "
+        "For another, take the keys' side from echelon.nn.whole_sequence: documents[:, :, None] == "
+        "echelon.nn.whole_sequence(documents)[:, None, :], and positions from echelon.nn.positions(x). If the code is not yours "
+        "to change, train it without cp."
+    )

@@ -1,0 +1,390 @@
+"""Context parallelism: each sequence is cut over ranks that work on the same samples.
+
+`ContextParallel` cuts the batches; within its `active` context attention sees the keys and values of all its ranks
+(`context_attention`), `positions` says where a rank's tokens stand, and dropout draws other masks on each rank. Everything else
+in a model works token by token and needs nothing. What does not, as attention written by hand, is found by a probe before
+training (`context_probe`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from echelon.contracts.errors import ContextParallelError, EchelonError
+from echelon.parallel.context.active import current, over
+from echelon.parallel.context.attention import SplitAttention, attend
+from echelon.parallel.context.batch import SequenceDim, check_sequence_dim, counted, cut_batch, named, sequence_dims, size_of
+from echelon.parallel.context.losses import KeptOutputs, Losses, check_losses, check_separate
+from echelon.parallel.context.probe import probe
+from echelon.parallel.context.sequence_layout import SequenceParts
+from echelon.parallel.context.transformers import adapt, with_shifted_labels
+from echelon.parallel.guards.messages import SHAPES
+from echelon.parallel.recipe.recipe import Recipe
+from echelon.world import agree
+from echelon.world.device import map_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ContextParallel", "check_context"]
+
+logger = logging.getLogger(__name__)
+
+
+def _has_sequence(value: Any, length: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
+
+
+def check_context(module: nn.Module, recipe: Recipe) -> None:
+    """
+    Raises:
+        UsageError: compiled blocks would recompute attention without the other ranks' keys.
+    """
+    compiled, recomputed = recipe.torch_compile, recipe.activation_checkpoint
+    own = [type(part).__name__ for part in module.modules() if getattr(part, "gradient_checkpointing", False) is True]
+    recomputes = own or (recomputed is not None and recomputed.memory_budget is None)
+    if compiled is not None and not compiled.disable and recomputes:
+        what = f"{own[0]}.gradient_checkpointing" if own else "recompute"
+        raise ContextParallelError(
+            f"context parallelism takes compile or {what}, got both: what is compiled and computed again would attend to this "
+            "rank's tokens only (torch 2.13). Leave out one, or say what to keep of each graph: "
+            "ActivationCheckpointParams(memory_budget=0.5)."
+        )
+
+
+class ContextParallel:
+    """A module's context parallelism on this rank. Before activation checkpointing, compilation and sharding.
+
+    Args:
+        module: is changed in place: its submodules' `forward` goes on in the context where a backward pass calls it again.
+        mesh: the ranks that share sequences, 1-D.
+        device: where this rank computes.
+        sequence_dim: where a batch's tensors have the sequence; see `sequence_dims`.
+        check: compare the first batch's beginning with a pass over whole sequences before training.
+    Attributes:
+        parts: which part of a sequence this rank has.
+        share: of the latest batch that `part_of` cut: what its part counts of what the whole batch counts, 0 .. 1.
+        doubts_parts: `check_parts` has not been called yet.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+        sequence_dim: SequenceDim = None,
+        *,
+        check: bool = True,
+    ) -> None:
+        self.parts = SequenceParts.over(mesh.get_group())
+        self.share: float | torch.Tensor = 1.0
+        self.doubts_parts = True
+        self._kept: KeptOutputs | None = None
+        self._outputs: list[torch.Tensor] = []  # of the latest pass, until the loss was looked at
+        self.is_trying = self._draws_apart = False
+        self._module, self._device, self._said = module, device, check_sequence_dim(sequence_dim)
+        self._cut, self._unchecked, self._compared = "", check, False
+        self._checks = check
+        self._rows = self._length = 0  # of the latest part
+        self._here = threading.local()
+        self._learns = False
+        self._attend = torch.compiler.disable(self._split)  # graphs end where ranks exchange keys and values
+        self._shifts = adapt(module)
+        for name, part in module.named_modules():
+            if not name:
+                part.forward = _Root(self, part)
+            elif not type(part).__module__.startswith("torch.nn."):
+                part.forward = _InContext(self, part)
+
+    # --- batches
+
+    def part_of(self, batch: Any) -> Any:
+        """This rank's part of every tensor with a sequence, in the same structure.
+
+        Raises:
+            UsageError: no sequence, one that does not divide, or tensors of which it is not clear whether they have it.
+        """
+        batch, dims = self._dims_of(batch)
+        return self._part_of(batch, dims)
+
+    def _dims_of(self, batch: Any) -> tuple[Any, dict[str, int]]:
+        if self._shifts:
+            batch = with_shifted_labels(batch)
+        return batch, sequence_dims(batch, self._said)
+
+    def _part_of(self, batch: Any, dims: dict[str, int]) -> Any:
+        part = cut_batch(batch, dims, self.parts)
+        self._rows, self._length = size_of(part, dims)
+        self.share = counted(batch, part, dims, self.parts.size)
+        if not self._cut:
+            self._cut = ", ".join(f"{name or 'the batch'} (dim {dim})" for name, dim in dims.items())
+            if agree.is_rank0():
+                logger.info(
+                    "context parallel over %d ranks: %s cut along the sequence; the rest stays whole", self.parts.size, self._cut
+                )
+        return part
+
+    def check_parts(
+        self,
+        batch: Any,
+        weigh: Callable[[Any, float | torch.Tensor], float],
+        compute: Callable[[Any], Any],
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        """Of the first batch: do weights and losses of its parts add up to its own? Collective over all ranks.
+
+        Args:
+            weigh: what data counts, of which so much of the whole batch is counted.
+            compute: the loss.
+            dtypes: in which is computed.
+        Raises:
+            UsageError: on all ranks: tokens at the ends of parts are left out, each part counts as the whole, or the loss is no
+                mean over tokens.
+        """
+        self.doubts_parts = False
+        shifted, dims = self._dims_of(batch)
+        part = self._part_of(shifted, dims)
+        self._check_weight(weigh(part, self.share), weigh(batch, 1.0))
+        length = next((t.shape[dims[name]] for name, t in named(shifted) if name in dims), 0)
+        if not all(agree.gather(self._checks and length > 0)):
+            return
+
+        def of_whole(piece: Any, *, keep: bool) -> tuple[Any, float]:
+            short = next(t.shape[dims[name]] for name, t in named(piece) if name in dims)
+            self._kept = KeptOutputs(self.parts, short) if keep else None
+            with over(None):
+                loss = compute(piece)
+            if self._kept is not None:
+                self._kept.check()
+            return loss, weigh(piece, 1.0)
+
+        def of_part(piece: Any) -> tuple[Any, float]:
+            part = self._part_of(with_shifted_labels(piece) if self._shifts else piece, dims)
+            unchecked = self._unchecked
+            try:
+                with self.active():
+                    return compute(part), weigh(part, self.share)
+            finally:
+                self._unchecked = unchecked
+
+        self.is_trying, self._draws_apart = True, torch.is_grad_enabled()
+        try:
+            check_losses(self.parts, Losses(self._module, of_whole, of_part, dtypes), batch, dims, length)
+        finally:
+            self.is_trying = self._draws_apart = False
+            self._kept = None
+
+    def look_at_outputs(self, module: nn.Module) -> None:
+        """Note what the module gives, for `check_loss`. After `fully_shard`, whose hooks a look at gradients must not call."""
+        if not self._checks:
+            return
+
+        def note(module: nn.Module, args: Any, outputs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self.doubts_parts or self.is_trying:
+                return None
+            if current() is None or not torch.is_grad_enabled():
+                return None
+            self._outputs.clear()
+            return map_tensors(outputs, self._noted)
+
+        module.register_forward_hook(note)
+
+    def _noted(self, output: Any) -> Any:
+        is_of_tokens = _has_sequence(output, self._length) and output.is_floating_point() and output.requires_grad
+        if not is_of_tokens or hasattr(output, "to_local"):
+            return output
+        self._outputs.append(output.view_as(output))
+        return self._outputs[-1]
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Of the first batch, where nothing can be computed again: is the loss a sum over tokens? Collective over all ranks.
+
+        Raises:
+            UsageError: on all ranks: it is not.
+        """
+        self.doubts_parts = False
+        outputs, self._outputs = self._outputs, []
+        check_separate(loss, outputs)
+
+    def _check_weight(self, part: float, whole: float) -> None:
+        told = agree.gather(part, self.parts.group)
+        if any(agree.gather(wrong := abs(sum(told) - whole) > 1e-6 * abs(whole))):
+            if not wrong:
+                raise ContextParallelError(
+                    "weight() does not count parts of sequences as wholes on another rank; its log says how."
+                )
+            raise ContextParallelError(
+                f"weight() must give for the {len(told)} parts of a sequence what it gives for the whole, {whole:g} together, "
+                f"got {' + '.join(f'{weight:g}' for weight in told)}. Count a part's tokens, for a causal language model by "
+                "echelon.count_tokens(data, next_token=True), as labels are shifted before a sequence is cut; where rows count, "
+                "leave weight() to AutoUnit, or multiply by self.prepared.share."
+            )
+
+    def whole_of(self, outputs: Any) -> Any:
+        """Outputs for the latest batch from those for its parts, on all its ranks: what has the sequence is put together, along
+        dimension 1. Collective.
+        """
+        length = self._length
+        return map_tensors(outputs, lambda t: self.parts.whole(t, 1) if _has_sequence(t, length) else t)
+
+    # --- passes
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Context of forward and backward passes over parts. Where gradients are computed, this rank draws its own dropout masks:
+        of a stream that begins with a number which its ranks draw alike, so that a checkpoint has all that a resume needs.
+
+        Raises:
+            UsageError: in the place of torch's words, where shapes do not fit: perhaps what was cut is no sequence.
+        """
+        self._learns = torch.is_grad_enabled()
+        streams = self._own_stream() if self._learns or self._draws_apart else contextlib.nullcontext()
+        try:
+            with over(self.parts), streams, self.in_this_thread():
+                yield
+        except RuntimeError as error:
+            fits = not any(each in str(error) for each in SHAPES)
+            if fits or not self._cut or isinstance(error, EchelonError):
+                raise
+            said = ContextParallelError(
+                f"context parallelism: code met shapes that do not fit, after {self._cut} of the batch was cut into "
+                f"{self.parts.size} parts. If that dimension is no sequence, Layout(sequence_dim=...) says which one is; a "
+                f"batch without sequences is for 'fsdp' or 'ddp'. Layers that mix tokens must be attention. torch says: {error}"
+            )
+            raise said.with_traceback(error.__traceback__) from error
+        self._unchecked = False
+
+    @property
+    def kept(self) -> KeptOutputs | None:
+        """Where losses are compared for the same outputs."""
+        return self._kept
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread's attention is split already."""
+        return getattr(self._here, "entered", False)
+
+    @contextlib.contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        if self.is_here:
+            yield
+            return
+        self._here.entered = True
+        try:
+            with SplitAttention(self._of_targets, self._aside, self._attend):
+                yield
+        finally:
+            self._here.entered = False
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """The mode is there, but does not hear of what is called now: modules enter it anew."""
+        self._here.entered = False
+        try:
+            yield
+        finally:
+            self._here.entered = True
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        on_gpu = self._device.type == "cuda"
+        common = int(torch.randint(2**62, ()))
+        host, device = torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if on_gpu else None
+        seed = (common + 0x9E3779B97F4A7C15 * self.parts.rank) % 2**63
+        # Not torch.manual_seed, which notes the stack of its caller for a GPU that is not used, a millisecond each time.
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(host)
+            if device is not None:
+                torch.cuda.set_rng_state(device, self._device)
+
+    def check_once(self, kind: str, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the first pass: does the module give for parts what it gives for whole sequences? Collective over the ranks."""
+        if self._unchecked and not self._compared:
+            self._compared = True
+            probe(self.parts, kind, forward, module, args, kwargs)
+
+    def _split(self, parts: SequenceParts, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """
+        Raises:
+            UsageError: a backward pass will call this attention again, and not through a module, so that nothing splits it then.
+        """
+        if self._learns and (again := _computed_again()) is not None:
+            raise ContextParallelError(
+                f"context parallelism: torch.utils.checkpoint will call {again} again in the backward pass, outside of a module, "
+                "and its attention would see only this rank's tokens. Give checkpoint a module that computes attention, as in "
+                "checkpoint(block, x), or leave it to recompute='blocks'."
+            )
+        return attend(parts, *args, **kwargs)
+
+    def _of_targets(self, targets: int) -> None:
+        """In the first pass: so many targets must not be those of a shift within this rank's part.
+
+        Raises:
+            UsageError: it is.
+        """
+        if self._unchecked and self._length > 2 and targets == self._rows * (self._length - 1):
+            raise ContextParallelError(
+                f"context parallelism over {self.parts.size} ranks: {self._rows} x {self._length - 1} targets were taken of "
+                f"this rank's {self._rows} x {self._length} tokens. Were they shifted in compute_loss, as logits[:, :-1] and "
+                "tokens[:, 1:]? The tokens of a part are no neighbours where its two chunks meet. Let the dataset give inputs "
+                "and targets; a causal model of transformers computes its loss itself, if it is given labels."
+            )
+
+
+class _InContext:
+    """The `forward` of a module that may be called again in a backward pass. A class, as activation checkpointing's."""
+
+    def __init__(self, context: ContextParallel, module: nn.Module) -> None:
+        self._context, self._forward = context, module.forward
+        self.__wrapped__ = module.forward  # for inspect.signature, by which programs tell what a model takes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = self._context
+        if current() is None or torch.compiler.is_compiling() or context.is_here:
+            return self._forward(*args, **kwargs)
+        with context.in_this_thread():
+            return self._forward(*args, **kwargs)
+
+
+_ENTERS, _CHECKPOINT = _InContext.__call__.__code__, inspect.unwrap(checkpoint).__code__
+
+
+def _computed_again() -> str | None:
+    """The function that `checkpoint` was given, if the caller runs within it, and in no module within it."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not _ENTERS:
+        if frame.f_code is _CHECKPOINT:
+            function = frame.f_locals["function"]
+            return getattr(function, "__qualname__", None) or type(function).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class _Root(_InContext):
+    """Of the module itself, which is compared in its first pass."""
+
+    def __init__(self, context: ContextParallel, module: nn.Module) -> None:
+        super().__init__(context, module)
+        self._module, self._kind = module, type(module).__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (kept := self._context.kept) is not None and not torch.compiler.is_compiling():
+            return kept.keep(self._forward(*args, **kwargs)) if current() is None else kept.part_of_next()
+        if current() is not None and not torch.compiler.is_compiling():
+            self._context.check_once(self._kind, self._forward, self._module, args, kwargs)
+        return super().__call__(*args, **kwargs)

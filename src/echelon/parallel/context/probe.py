@@ -1,0 +1,325 @@
+"""Before training under context parallelism: does the module give for the parts of a sequence what it gives for the whole?
+
+The beginning of the first batch goes through the module twice, whole and in parts, without gradients and without dropout; what
+goes into and comes out of every submodule is compared. Then again with noise on the parameters, as what begins at zero hides
+what it multiplies. So an attention that looks at a rank's own tokens alone, or positions
+that are counted from a rank's first token, are an error that names the submodule, and not a model that learns something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import ContextParallelError, UsageError
+from echelon.parallel.context.active import over
+from echelon.parallel.context.noise import AS_IS, LEVELS, perturbed
+from echelon.parallel.context.sequence_layout import SequenceParts
+from echelon.parallel.experts.moe import MoE
+from echelon.parallel.guards.messages import SHAPES, meaning
+from echelon.world import agree, rng
+from echelon.world.device import map_tensors
+
+__all__ = ["probe", "tensors_of", "undisturbed"]
+
+_CHUNK = 4  # tokens: what looks at its neighbours alone shows at one of two ends
+# By how much the norm of a difference may exceed rounding, which layers amplify. What is wrong differs by a tenth or more.
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-2}
+_COARSE = 0.2
+
+_Seen = dict[tuple[str, int, str], list[torch.Tensor]]
+
+
+def probe(
+    parts: SequenceParts, kind: str, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Compare passes over the beginning of these arguments. Collective: `fully_shard` gathers parameters for each pass.
+
+    Args:
+        kind: the module's class, as its author named it.
+        forward: the module's own.
+        args, kwargs: this rank's part.
+    Raises:
+        UsageError: on all ranks, with the submodule where they differ first.
+    """
+    given = [value for value in tensors_of((args, kwargs)) if value.dim() > 1]
+    first = next((t for t in given if not t.is_floating_point()), given[0] if given else None)
+    can = first is not None and first.shape[1] % 2 == 0  # else nothing to cut, or what attention refuses
+    if not all(agree.gather(can)):
+        return
+    assert first is not None
+    rows, length = first.shape[0], first.shape[1]
+    _check_alike(parts, kind, {**{str(i): each for i, each in enumerate(args)}, **kwargs}, length)
+    shortest = min(parts.size * length, 2 * parts.size * _CHUNK)
+    pads = all(agree.gather(_has_padding_mask(kwargs)))
+    for short in (shortest, parts.size * length):
+        whole = map_tensors((args, kwargs), partial(_beginning, rows=rows, length=length, short=short, parts=parts))
+        error: Exception | None = None
+        mine: list[Any] | None = None
+        try:
+            mine = _compared(parts, forward, module, whole, short, pads=pads)
+        except Exception as raised:
+            error = raised
+        told = agree.gather([mine, error is not None, isinstance(error, UsageError)])
+        if found := [each for each, _, _ in told if each is not None]:
+            _, name, side, difference = min(found)
+            raise _differs(module, kind, name, side, difference, parts.size) from error
+        if not any(failed for _, failed, _ in told):
+            return
+        if isinstance(error, UsageError):
+            raise error
+        # A model for one length only may fail at the first.
+        if not any(refused for *_, refused in told) and short == shortest:
+            continue
+        raise _could_not(module, kind, short, error, [rank for rank, (_, failed, _) in enumerate(told) if failed]) from error
+
+
+def _could_not(module: nn.Module, kind: str, short: int, error: Exception | None, ranks: list[int]) -> Exception:
+    if error is None:
+        return ContextParallelError(
+            f"context parallelism: {kind} could not be compared with itself on whole sequences, for an error on rank {ranks[0]}, "
+            "whose log has it."
+        )
+    if any(each in str(error) for each in SHAPES):
+        return error  # perhaps what was cut is no sequence: whoever cut it says so
+    if (said := meaning(module, str(error))) is not None:
+        return ContextParallelError(f"{said} torch says: {error}")
+    return ContextParallelError(
+        f"context parallelism: {kind} could not be called on whole sequences of {short} tokens, to "
+        f"compare with their parts: {type(error).__name__}: {error}. Switch the comparison off if it cannot work: "
+        "Layout(check_context=False)."
+    )
+
+
+def _compared(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any, short: int, *, pads: bool) -> list[Any] | None:
+    """The first difference, with the parameters as they are and with noise."""
+    first: list[Any] | None = None
+    for level in LEVELS:
+        for each in _with_padding(whole) if pads else [whole]:
+            try:
+                with perturbed(module, level, in_forward=True):
+                    found = _passes(parts, forward, module, each, short)
+            except Exception as error:
+                if level == AS_IS or isinstance(error, UsageError):
+                    raise
+                continue  # code may ask for numbers that noise does not give
+            first = found if first is None else first  # and go on: a pass is one of other ranks, too
+    return first
+
+
+def _check_alike(parts: SequenceParts, kind: str, given: dict[str, Any], length: int) -> None:
+    """What belongs to a sequence as a whole, such as the time of a diffusion model, must be one for all of its parts."""
+    sums = {
+        name: zlib.crc32(value.detach().double().cpu().numpy().tobytes())
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor)
+        and not (hasattr(value, "to_local") or value.is_complex())
+        and _dim_of(value, length) is None
+    }
+    told = agree.kinds(sums, parts.group)
+    apart = next((name for name in sums if len({each.get(name) for each in told}) > 1), None)
+    # All ranks stop, of other sequences, too.
+    if (found := agree.first_told(None if apart is None else [apart, list(given[apart].shape)])) is not None:
+        name, shape = found
+        raise ContextParallelError(
+            f"context parallelism: {kind} must get the same {f'argument {name}' if name.isdigit() else name} on the {parts.size} "
+            f"ranks of a sequence, got values that differ. It has no sequence, of shape {tuple(shape)}. If compute_loss draws "
+            "it, or computes it from its part, let the dataset or its collate_fn do so: each rank gets what these give."
+        )
+
+
+def _has_padding_mask(kwargs: dict[str, Any]) -> bool:
+    mask = kwargs.get("attention_mask")
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2
+
+
+def _with_padding(whole: Any) -> list[Any]:
+    """These arguments; and with padding, which positions may depend on, and without which masks may be left out."""
+    mask = whole[1]["attention_mask"]
+    padded = mask.index_fill(1, torch.arange(2, device=mask.device), 0)
+    return [whole, (whole[0], {**whole[1], "attention_mask": padded})]
+
+
+def _passes(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any, short: int) -> list[Any] | None:
+    """Both, and where this rank's part differs first."""
+    part = map_tensors(whole, lambda value: _cut(value, short, parts))
+    with undisturbed(module), torch.no_grad():
+        with over(None), _Watch(module) as first:
+            first.note(forward(*whole[0], **whole[1]))
+        with _Watch(module) as second:
+            second.note(forward(*part[0], **part[1]))
+    return _first_difference(first.seen, second.seen, short, parts)
+
+
+def _differs(module: nn.Module, root: str, name: str, side: str, difference: float, size: int) -> UsageError:
+    kind = type(module.get_submodule(name)).__name__.removeprefix("FSDP")
+    where = f"{root}.{name} ({kind})" if name else root
+    what = "gets other inputs" if side == "in" else "gives other outputs"
+    return ContextParallelError(
+        f"context parallelism over {size} ranks would change the model: {where} {what} for the parts of a sequence than "
+        f"for the whole; they differ by {difference:.1%} of their norm. It must compute attention by "
+        "torch.nn.functional.scaled_dot_product_attention, positions by echelon.nn.positions(x) instead of torch.arange, and "
+        "anything else token by token; if the code is not yours to change, train it without cp. If only the comparison is wrong, "
+        "as with random numbers in evaluation mode, switch it off: Layout(check_context=False)."
+    )
+
+
+def tensors_of(data: Any) -> list[torch.Tensor]:
+    """All plain ones in it."""
+    found: list[torch.Tensor] = []
+
+    def take(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not hasattr(value, "to_local"):
+            found.append(value)
+        return value
+
+    map_tensors(data, take)
+    return found
+
+
+def _dim_of(value: Any, length: int) -> int | None:
+    """Where a tensor among the arguments has the sequence."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.dim() > 1 and value.shape[1] == length:
+        return 1
+    if value.dim() > 3 and value.shape[-2] == length:
+        return value.dim() - 2
+    return 0 if value.dim() == 1 and value.shape[0] == length else None
+
+
+def _beginning(value: Any, rows: int, length: int, short: int, parts: SequenceParts) -> Any:
+    """The first `short` tokens of what has `length` on this rank, of the first row: enough, and small."""
+    dim = _dim_of(value, length)
+    if dim is not None:
+        whole = parts.whole(value.detach(), dim).narrow(dim, 0, short)
+        if dim and dim == whole.dim() - 2 and whole.shape[-1] == length * parts.size:  # a mask: its keys, too
+            whole = whole.narrow(-1, 0, short)
+        value = whole
+    has_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and dim != 0 and value.shape[0] == rows
+    return value.narrow(0, 0, 1) if has_rows else value
+
+
+def _cut(value: Any, short: int, parts: SequenceParts) -> Any:
+    dim = _dim_of(value, short)
+    return value if dim is None else parts.cut(value, dim)
+
+
+class _Watch:
+    """Records what goes into and comes out of each submodule, in the order of the calls.
+
+    Attributes:
+        seen: by (name, number of the call, "in" or "out").
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._stack = contextlib.ExitStack()
+        self.seen: _Seen = {}
+
+    def __enter__(self) -> _Watch:
+        # The experts of a layer have the tokens in an order of their own; what the layer gives is compared.
+        sorted_within = tuple(f"{name}." for name, part in self._module.named_modules() if isinstance(part, MoE))
+        for name, part in self._module.named_modules():
+            if name and not name.startswith(sorted_within):
+                self._stack.enter_context(part.register_forward_pre_hook(self._hook(name, "in")))
+                self._stack.enter_context(part.register_forward_hook(self._hook(name, "out")))
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.close()
+
+    def note(self, outputs: Any) -> None:
+        """What the module itself gave."""
+        self.seen["", 0, "out"] = [t.detach() for t in tensors_of(outputs)]
+
+    def _hook(self, name: str, side: str) -> Any:
+        calls: list[int] = []
+
+        def look(module: nn.Module, inputs: Any, *outputs: Any) -> None:
+            self.seen[name, len(calls), side] = [t.detach().clone() for t in tensors_of(outputs[0] if outputs else inputs)]
+            calls.append(1)
+
+        return look
+
+
+def _first_difference(whole: _Seen, part: _Seen, short: int, parts: SequenceParts) -> list[Any] | None:
+    """Of the calls in their order: [number of the call, name, side, difference relative to the norm]."""
+    for number, (key, tensors) in enumerate(whole.items()):
+        for a, b in zip(tensors, part.get(key, []), strict=False):
+            mine, may = _mine(a, b, short, parts), _TOLERANCE.get(b.dtype, _COARSE if b.is_floating_point() else 0.0)
+            if mine is not None and (far := _far(mine, b)) > may and not _are_among(whole, key, b, may):
+                return [number, key[0], key[2], far]
+    return None
+
+
+def _are_among(whole: _Seen, key: tuple[str, int, str], part: torch.Tensor, may: float) -> bool:
+    """Whether these are tokens in an order of their own, as experts have them: each is somewhere in what all calls had."""
+    name, _, side = key
+    calls = (tensors for (n, _, s), tensors in whole.items() if (n, s) == (name, side))
+    alike = [t.double() for tensors in calls for t in tensors if t.dim() == 2 and t.shape[1] == part.shape[-1]]
+    if not name or part.dim() != 2 or not part.is_floating_point() or not alike:
+        return False
+    every, exact = torch.cat(alike), "donot_use_mm_for_euclid_dist"
+    nearest = [torch.cdist(rows, every, compute_mode=exact).min(1).values for rows in part.double().split(64)]
+    return bool(torch.cat(nearest).norm() <= may * part.double().norm())
+
+
+def _mine(whole: torch.Tensor, part: torch.Tensor, short: int, parts: SequenceParts) -> torch.Tensor | None:
+    """What the part should be; None if that is not known, as of losses, which are means over other tokens."""
+    if not whole.dim() or whole.dim() != part.dim() or whole.dtype != part.dtype:
+        return None
+    length = short // parts.size
+    if whole.shape == part.shape:
+        # A result for each row, such as of a classifier; what has no rows may be statistics of the tokens.
+        return whole if whole.dim() > 1 else None
+    for dim, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)):
+        if a == b:
+            continue
+        if (a, b) == (short, length):
+            return parts.cut(whole, dim)
+        # Rows and tokens as one dimension, as routers have it. Of several numbers for each token nobody knows the order.
+        if dim == 0 and whole.dim() > 1 and a % short == 0 and b * parts.size == a:
+            return parts.cut(whole.unflatten(0, (a // short, short)), 1).flatten(0, 1)
+        return None
+    return None
+
+
+def _far(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    if not (a.is_floating_point() or a.is_complex()):
+        return float((a != b).double().mean())
+    a, b = a.double(), b.double()
+    both = torch.isfinite(a) & torch.isfinite(b)
+    a, b = torch.where(both, a, 0), torch.where(both, b, 0)
+    norm = float(a.norm())
+    return float((a - b).norm()) / norm if norm else float(b.norm())
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Passes leave nothing behind: buffers, RNGs and each submodule's mode are as before; dropout is off meanwhile."""
+    modes = [(part, part.training) for part in module.modules()]
+    buffers = [(b, b.clone()) for b in module.buffers()]
+    streams = rng.states()
+    # Compiled for these lengths, and with these hooks, it would be compiled in vain.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    module.eval()
+    try:
+        with eager:
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        rng.put_back(streams)

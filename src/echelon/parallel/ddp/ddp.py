@@ -1,0 +1,327 @@
+"""Data parallelism with whole models: torch's DistributedDataParallel.
+
+Communication: one broadcast of parameters and buffers at the start; then, in the backward pass of a window's last
+micro-batch, all-reduces of gradient buckets, overlapped with the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from operator import or_
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.contracts.arguments import several
+from echelon.contracts.errors import LayoutError, require
+from echelon.contracts.numbers import number, whole
+from echelon.parallel.axes import Axis, split_axes
+from echelon.parallel.ddp import bucket_order
+from echelon.parallel.ddp.bypass import Passes, send_through
+from echelon.parallel.ddp.sync_batchnorm import sync_batchnorm
+from echelon.parallel.ddp.unused_params import Awaited
+from echelon.parallel.ddp.wrapper import DistributedDataParallel as Reaching
+from echelon.parallel.gradients.fixed_order import reduce_bucket
+from echelon.parallel.gradients.unreduced_params import average_
+from echelon.parallel.meta.materialize import materialize
+from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.older_torch import ddp_options
+from echelon.parallel.prepared import Prepared, WrapperPrepared
+from echelon.parallel.recipe.recipe import Recipe
+from echelon.parallel.registry import Kind, register
+from echelon.parallel.state.partition import Partition
+from echelon.parallel.strategy import Strategy
+from echelon.world.init import World, ensure_group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DDPPrepared", "DDPStrategy", "ZeROPrepared"]
+
+O = TypeVar("O")  # noqa: E741
+
+
+class _LastReference(tuple[Any, ...]):
+    """A tuple, which the collector does not empty. Copies, and what other processes get of it, have nothing in it."""
+
+    def __reduce__(self) -> Any:
+        return _LastReference, ()
+
+
+def _outlive_reducer(module: DistributedDataParallel) -> None:
+    """Let Python free the group, after the module's reducer has let go of it.
+
+    When gloo's group is freed, its destructor joins the group's threads. Freed by the reducer, it does so while it holds the
+    interpreter's lock, for which one of these threads may be waiting, to free the tensors of the last collective: a program
+    that destroys its groups and returns hangs now and then. Freed by Python's own object, it lets go of the lock first. What
+    a module has is freed in the order in which it was set, so this must be set last.
+
+    Source: https://github.com/pytorch/pytorch/issues/56297 (open); seen with torch 2.13.0.
+    """
+    vars(module).pop("_group_of_reducer", None)
+    vars(module)["_group_of_reducer"] = _LastReference((module.process_group,))
+
+
+class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
+    """A module in DistributedDataParallel, ours or the user's own."""
+
+    def __init__(self, module: DistributedDataParallel, world: World) -> None:
+        _outlive_reducer(module)
+        mesh = vars(module).get("device_mesh")
+        names = mesh.mesh_dim_names if mesh is not None else None
+        super().__init__(module, [Axis.of(module.process_group, names[0] if names else "")])
+        self._passes: Passes | None = None
+        ignored = set(module.parameters_to_ignore)
+        self._in_buckets = [p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored]
+        self._of_window: list[bool] = []  # which of them were trained in a micro-batch since the last update
+        self._alone: list[tuple[nn.Parameter, bool]] = []  # all of them, where gradients are averaged apart in this micro-batch
+        self._awaited = Awaited(module)
+        self.reduces_unfrozen()
+
+    def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
+        """A wrapper of ours adds nothing to names: code that chooses parameters by them does so as under other layouts."""
+        if not isinstance(self.module, Reaching):
+            return super().optimizer(make)
+        inner: Any = self.unwrapped
+        reached = not hasattr(inner, "module")
+        if reached:  # `module.module` is how scripts for one layout reach through the wrapper
+            vars(inner)["module"] = inner
+        try:
+            return make(inner)
+        finally:
+            if reached:
+                del vars(inner)["module"]
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        if not last and self.module.static_graph:
+            raise LayoutError(
+                "static_graph must be False where gradients are accumulated, got True: torch counts the first backward pass for "
+                "all that follow, and reduces none that comes later. Leave static_graph out, or take every batch for an update."
+            )
+        trained = [p.requires_grad for p in self._in_buckets]
+        self._of_window = list(map(or_, self._of_window, trained)) if self._of_window else trained
+        self._alone = []
+        torch_can = self.module.find_unused_parameters and trained == self._of_window
+        if last and not all(trained) and not torch_can:  # it would wait for what is frozen: its buckets are left out
+            self._alone = list(zip(self._in_buckets, self._of_window, strict=True))
+        found = super().accumulate(last and not self._alone)
+        if last:
+            self._reduces, self._of_window = True, []
+        return found
+
+    def discard_window(self) -> None:
+        self._of_window = []
+
+    def forward_begins(self) -> None:
+        if self._passes is None:
+            self._passes = Passes(self.module)
+        self._passes.ran = False
+
+    def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
+        with self.explaining():
+            return super().forward_backward(*given)
+
+    def explaining(self) -> AbstractContextManager[Any]:
+        return self._awaited.explained()
+
+    def backward(
+        self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
+    ) -> None:
+        assert self._passes is not None
+        if self._reduces and not self._passes.ran and not self._alone:
+            loss = send_through(self.module, loss)
+        super().backward(loss, micro_batch, backward)
+        if self._alone:
+            # Asked again: the loss's own code may have frozen and unfrozen layers meanwhile.
+            alone = [p for p, was_trained in self._alone if was_trained or p.requires_grad]
+            average_(alone, self.data_groups, in_order=self.order_is_fixed)
+            self.module.require_forward_param_sync = True  # as after torch's own: rank 0's buffers are sent next
+        if self._reduces:
+            self._awaited.check(frozen_too=not self._alone)
+
+    @property
+    def forward_is_collective(self) -> bool:  # type: ignore[override]
+        """Before a forward, rank 0's buffers go to all, in evaluations too."""
+        return bool(self.module.broadcast_buffers) and any(True for _ in self.module.buffers())
+
+    def before_evaluation(self) -> None:
+        # torch sends none after a forward pass that only accumulated: in the middle of a window each rank would have its own.
+        self.module.require_forward_param_sync = True
+
+    def keep_extras(self) -> None:
+        bucket_order.note(self.module)
+
+    def extras(self) -> dict[str, Any]:
+        order = bucket_order.noted(self.module)
+        return {} if order is None else {"reduction_order": order}
+
+    def load_extras(self, extras: Mapping[str, Any]) -> None:
+        bucket_order.replay(self.module, extras.get("reduction_order", ()))
+
+    def parameters_written(self) -> None:
+        self.before_evaluation()  # averages have taken the place of the buffers, too
+
+    def fix_order(self) -> None:
+        super().fix_order()
+        try:
+            # A lambda: torch compares annotations, which are strings here, with its own types.
+            self.module.register_comm_hook(self.module.process_group, lambda group, bucket: reduce_bucket(group, bucket))
+        except RuntimeError as error:  # torch takes one hook
+            raise LayoutError(
+                "comm_hook must be None in bit-equal training, which reduces gradients by its own hook. Leave it out."
+            ) from error
+
+
+class ZeROPrepared(DDPPrepared):
+    """A module in DistributedDataParallel, whose optimizer will be divided: stage 1 of ZeRO (Rajbhandari et al. 2020)."""
+
+    divides_optimizer = True
+
+    def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
+        made = super().optimizer(make)
+        optimizer = made[0] if isinstance(made, tuple) and made else made
+        if isinstance(optimizer, torch.optim.Optimizer):
+            Partition(optimizer, self.module.process_group, {p: n for n, p in self.unwrapped.named_parameters()})
+        return made
+
+
+register(Kind("ddp", lambda module: isinstance(module, DistributedDataParallel), DDPPrepared, inner="module"))
+
+
+@dataclass(frozen=True, repr=False)
+class DDPStrategy(Strategy):
+    """DistributedDataParallel's options, under its names; defaults are torch's, except for `gradient_as_bucket_view`.
+
+    What is not described here is as torch describes it.
+
+    Args:
+        broadcast_buffers: send rank 0's buffers (batch-norm statistics) to all before each forward.
+        forward_sync_buffers: torch's newer name for it; False still sends them once, at the start.
+        bucket_cap_mb: size of a gradient bucket in MiB; None is torch's 25. `bucket_cap_mb_list` gives one for each bucket.
+        gradient_as_bucket_view: gradients share memory with the buckets, which saves a copy; the values are the same.
+        comm_hook, comm_state: replaces the all-reduce of a bucket, as `register_comm_hook` describes.
+        check_reduction: torch accepts it and has not used it for years.
+        sync_batchnorm: batch norm over the global batch.
+        device_ids: accepted from scripts that wrap by hand; must be this rank's device: `[device.index]`, on a CPU `[None]`.
+        mixed_precision: refused; a precision is the unit's.
+        shard_optimizer: each rank keeps and computes the optimizer's state of a part of the parameters: layout "zero1". It is
+            divided when the unit builds it, so a unit of your own must build it by `prepared.optimizer(...)`.
+    """
+
+    output_device: int | torch.device | None = None
+    dim: int = 0
+    broadcast_buffers: bool = True
+    process_group: dist.ProcessGroup | None = None
+    bucket_cap_mb: int | None = None
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    comm_state: object | None = None
+    comm_hook: Callable[[Any, Any], Any] | None = None
+    sync_batchnorm: bool = False
+    device_ids: Sequence[int | torch.device] | None = None
+    init_sync: bool = True
+    device_mesh: DeviceMesh | None = None
+    forward_sync_buffers: bool | None = None
+    skip_all_reduce_unused_params: bool = False
+    bucket_cap_mb_list: Sequence[int] | None = None
+    batched_grad_copy: bool = False
+    delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None
+    param_to_hook_all_reduce: nn.Parameter | None = None
+    mixed_precision: object | None = None
+    shard_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        group, mesh, hook = self.process_group, self.device_mesh, self.comm_hook
+        require(isinstance(group, dist.ProcessGroup | None), "process_group", "a ProcessGroup or None", group)
+        require(mesh is None or hasattr(mesh, "mesh_dim_names"), "device_mesh", "a DeviceMesh or None", mesh)
+        require(hook is None or callable(hook), "comm_hook", "a function or None", hook)
+        whole("dim", self.dim)
+        if self.bucket_cap_mb is not None:
+            number("bucket_cap_mb", self.bucket_cap_mb, "a number of MiB, or None for torch's 25", lambda size: size >= 0)
+        for name in ("device_ids", "bucket_cap_mb_list"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, several(name, given, "a list or None"))
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "zero1" if self.shard_optimizer else "ddp"
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        self._check(world)
+        self._refuse_split(module)
+        ensure_group(world.device)
+        module = materialize(module, world.device).to(world.device)
+        if not any(p.requires_grad for p in module.parameters()):  # nothing to reduce
+            prepared = Prepared(recipe.compile(recipe.checkpoint_activations(module)), [Axis.of(self.process_group)])
+            prepared.reduces_unfrozen()
+            return prepared
+        kind = ZeROPrepared if self.shard_optimizer else DDPPrepared
+        return kind(self.wrap(module, world, recipe), world)
+
+    @staticmethod
+    def _refuse_split(module: nn.Module) -> None:
+        for axis in split_axes(module):
+            raise LayoutError(
+                f"layers of {type(module).__name__} are split over the axis {axis.name!r}: DistributedDataParallel would lose "
+                'them from the state and from norms. Use FSDPStrategy(device_mesh=mesh["dp"]), by the name of your data axis.'
+            )
+
+    def wrap(self, module: nn.Module, world: World, recipe: Recipe) -> DistributedDataParallel:
+        """The module, which is on its device and has something to train, in DistributedDataParallel."""
+        if self.sync_batchnorm:
+            module = sync_batchnorm(module, world.device, self.process_group)
+        module = recipe.compile(recipe.checkpoint_activations(module))
+        options = {
+            "output_device": self.output_device,
+            "dim": self.dim,
+            **self._buffers(),
+            "init_sync": self.init_sync,
+            "process_group": self.process_group,
+            "device_mesh": self.device_mesh,
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "bucket_cap_mb_list": list(self.bucket_cap_mb_list) if self.bucket_cap_mb_list is not None else None,
+            "find_unused_parameters": self.find_unused_parameters,
+            "check_reduction": self.check_reduction,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "batched_grad_copy": self.batched_grad_copy,
+            "delay_all_reduce_named_params": self.delay_all_reduce_named_params,
+            "param_to_hook_all_reduce": self.param_to_hook_all_reduce,
+        }
+        devices = [world.device.index] if world.device.type == "cuda" else None
+        wrapped = Reaching(module, devices, **ddp_options(DistributedDataParallel, options))
+        if self.comm_hook is not None:
+            wrapped.register_comm_hook(self.comm_state, self.comm_hook)
+        return wrapped
+
+    def _buffers(self) -> dict[str, Any]:
+        # torch 2.13 warns of `broadcast_buffers`; its default says the same without it.
+        if self.forward_sync_buffers is not None:
+            return {"forward_sync_buffers": self.forward_sync_buffers}
+        return {} if self.broadcast_buffers else {"broadcast_buffers": False}
+
+    def _check(self, world: World) -> None:
+        if self.mixed_precision is not None:
+            raise LayoutError(
+                "mixed_precision must be None in DDPStrategy. Give the precision to the unit: AutoUnit(precision='bf16')."
+            )
+        if self.process_group is not None and self.device_mesh is not None:
+            raise LayoutError("process_group and device_mesh both choose the ranks. Give one of them.")
+        # [device.index], as TorchTNT's page writes it, is [None] where there are no devices to choose from.
+        mine = [world.device, world.device.index] if world.device.type == "cuda" else [None, world.device]
+        if self.device_ids is not None and (len(self.device_ids) > 1 or any(d not in mine for d in self.device_ids)):
+            raise LayoutError(
+                f"device_ids must be this rank's device, {world.device}, got {list(self.device_ids)}. Leave it out; for one "
+                "process that drives several devices there is layout 'dp'."
+            )

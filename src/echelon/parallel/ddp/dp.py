@@ -1,0 +1,96 @@
+"""One process that drives several GPUs: torch's DataParallel.
+
+Communication, inside the process: the batch is scattered, the parameters are copied to every device, before each forward;
+outputs and gradients are gathered on the first device. DistributedDataParallel is faster; this is for scripts that have it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.arguments import several
+from echelon.contracts.errors import LayoutError
+from echelon.contracts.numbers import whole
+from echelon.parallel.meta.materialize import materialize
+from echelon.parallel.prepared import NO_CONTEXT, Prepared, WrapperPrepared
+from echelon.parallel.recipe.recipe import Recipe
+from echelon.parallel.registry import Kind, register
+from echelon.parallel.strategy import Strategy
+from echelon.world.init import World
+
+__all__ = ["DPPrepared", "DPStrategy"]
+
+logger = logging.getLogger(__name__)
+
+
+class DPPrepared(WrapperPrepared["nn.DataParallel[Any]"]):
+    """A module in DataParallel, ours or the user's own: one process, so one share of the data."""
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        return NO_CONTEXT  # gradients are gathered by autograd, where they add up
+
+    def __init__(self, module: nn.DataParallel[Any], world: World) -> None:
+        super().__init__(module)
+
+    @property
+    def data_rank_and_size(self) -> tuple[int, int] | None:
+        return self.dp_rank, self.dp_size
+
+
+register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module", unknown_to_torch=True))
+
+
+@dataclass(frozen=True, repr=False)
+class DPStrategy(Strategy):
+    """DataParallel's options, under its names. Where there is one device, or none but the CPU, it is the plain module.
+
+    Args:
+        device_ids: CUDA devices of this process; by default all that it sees. The first holds the parameters.
+        output_device: where outputs are gathered; by default the first.
+        dim: along which a batch is scattered.
+    """
+
+    name = "dp"
+
+    device_ids: Sequence[int | torch.device] | None = None
+    output_device: int | torch.device | None = None
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device_ids is not None:
+            is_device = lambda each: isinstance(each, int | torch.device)  # noqa: E731
+            object.__setattr__(self, "device_ids", several("device_ids", self.device_ids, "a list of CUDA devices", is_device))
+        whole("dim", self.dim)
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        if world.size > 1:
+            raise LayoutError(
+                f"layout 'dp' is one process that drives several devices, but {world.size} ranks run: each would train a "
+                "model of its own. Take layout 'ddp', or start one rank."
+            )
+        materialize(module, world.device)
+        devices = list(self.device_ids if self.device_ids is not None else range(torch.cuda.device_count()))
+        if world.device.type != "cuda" or len(devices) < 2:
+            there = f"{len(devices)} CUDA device(s) chosen" if world.device.type == "cuda" else "there are no CUDA devices to use"
+            logger.warning("layout 'dp': %s, so this is the plain module on %s", there, world.device)
+            return Prepared(recipe.compile(recipe.checkpoint_activations(module.to(world.device))))
+        if recipe.activation_checkpoint is not None:
+            raise LayoutError(
+                "layout 'dp' copies the module to each device for every step, and the copies would recompute with the first "
+                "one's weights. Take layout 'ddp', or no recompute."
+            )
+        module = recipe.compile(recipe.checkpoint_activations(module.to(_first(devices))))
+        return DPPrepared(nn.DataParallel(module, devices, self.output_device, self.dim), world)
+
+
+def _first(devices: Sequence[int | torch.device]) -> torch.device:
+    first = devices[0]
+    return first if isinstance(first, torch.device) else torch.device("cuda", first)

@@ -1,0 +1,1 @@
+"""Models split over the ranks that have other samples: `fully_shard`."""

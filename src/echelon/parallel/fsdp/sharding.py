@@ -1,0 +1,367 @@
+"""Split a module over ranks with torch's `fully_shard`: the one place that calls it, for every layout built on it.
+
+Communication, per block of layers: an all-gather of its parameters before the forward and again before the backward,
+a reduce-scatter of its gradients after the backward; with replicas of the shards, an all-reduce over these after the backward of
+a window's last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import LayoutError
+from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
+from echelon.parallel.experts.distribute import divided_experts
+from echelon.parallel.fsdp.buffers import Buffers
+from echelon.parallel.fsdp.compute_type import always_under_autocast, decides, policy_for
+from echelon.parallel.fsdp.discard_grads import forget_gradients
+from echelon.parallel.fsdp.embedding_and_head import keep_readable
+from echelon.parallel.fsdp.move_and_sync import place
+from echelon.parallel.fsdp.second_derivatives import refuse_second_derivatives
+from echelon.parallel.fsdp.units import Unit, expert_units, experts_apart, prefetch, resharded, units_of
+from echelon.parallel.fsdp.unshardable import of_another_type, unsplittable
+from echelon.parallel.gradients.fixed_order import TreeReduceScatter
+from echelon.parallel.gradients.unreduced_params import AfterEachBackward
+from echelon.parallel.guards.call_order import SameCalls
+from echelon.parallel.guards.grad_presence import SameGradients
+from echelon.parallel.guards.lost_hooks import refuse_unheard
+from echelon.parallel.guards.messages import explained, gathers_in
+from echelon.parallel.layer_drop import layer_drop
+from echelon.parallel.meta.materialize import materialize, remember
+from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.names import class_name
+from echelon.parallel.prepared import NO_CONTEXT, Prepared
+from echelon.parallel.recipe.blocks import Blocks
+from echelon.parallel.recipe.recipe import Recipe
+from echelon.parallel.registry import Kind, register
+from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
+from echelon.parallel.state.loading import take_whole_states
+from echelon.parallel.state.saved_parts import tell_when_module_is_pickled
+from echelon.parallel.state.stage_group import refuse_copies
+from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
+from echelon.parallel.tensor.logits import around_losses, plain_loss
+from echelon.world.init import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+__all__ = ["FSDPPrepared", "Reduction", "Sharding", "offloads", "shard"]
+
+B = TypeVar("B")
+O = TypeVar("O")  # noqa: E741
+R = TypeVar("R")
+
+
+class FSDPPrepared(Prepared[nn.Module]):
+    """A module that `fully_shard` has split, by us or by the user. Its parameters are DTensors.
+
+    Attributes:
+        reduction: what travels in an accumulation window.
+    """
+
+    forward_is_collective = True
+    replaces_parameters = True
+
+    def __init__(self, module: nn.Module, world: World, averaged: Sequence[Axis] | None = None) -> None:
+        reshard(module)
+        super().__init__(module, sharded_axes(module) if averaged is None else averaged)
+        self.reduction = Reduction()
+        self._same: SameGradients | None = None
+        self._is_checked = self._is_known = False
+        self._losses = around_losses(module) or NO_CONTEXT
+        refuse_copies(module)
+
+    def adopt(self) -> None:
+        Buffers.keep_equal(self.module, self.data_groups, begin=True)
+
+    def optimizer(self, make: Callable[[nn.Module], O]) -> O:
+        self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
+        return super().optimizer(make)
+
+    def _left_alone(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad and not is_split(p)]
+
+    def window(self) -> AbstractContextManager[Any]:
+        return self._losses
+
+    def forward(self, batch: B, forward: Callable[[B], R]) -> R:
+        with self._losses:
+            return plain_loss(super().forward(batch, forward))  # type: ignore[no-any-return]
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        if last == self._reduces:
+            return NO_CONTEXT
+        sharded: FSDPModule = self.module  # type: ignore[assignment]
+        self._reduces = last
+        if not self.reduction.requires_gradient_sync:
+            if self.computes_in is not None and not self._is_known:
+                self._is_known = True
+                _gather_each(self.module)
+            sharded.set_requires_gradient_sync(last)
+        elif not self.reduction.requires_all_reduce and len(self.averaged) > 1:
+            sharded.set_requires_all_reduce(last)
+            if self._same is None:
+                self._same = SameGradients(self.module, together=not self.takes_windows)
+        return NO_CONTEXT
+
+    def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
+        with self.explaining():
+            return super().forward_backward(*given)
+
+    def explaining(self) -> AbstractContextManager[Any]:
+        return explained(self.module)
+
+    def backward(
+        self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
+    ) -> None:
+        loss = local(loss)
+        if self._same is not None:
+            self._same.settle()
+        super().backward(loss, micro_batch, backward)
+        if self._reduces and not self._is_checked:
+            if self.draws is not None:  # else the losses would seem to differ for another reason
+                self.draws.check_now(0)
+            check_same_loss(self.module, loss)
+            check_whole_layers(self.module)
+            refuse_unheard((name, p) for name, p in self.named_parameters() if is_split(p))
+            self._is_checked = True
+        if self._same is not None:
+            self._same.check(last=self._reduces)
+            if self._reduces:
+                self._same.settle()
+
+    def discard_window(self) -> None:
+        if not self._reduces:  # what it kept would join the next window
+            forget_gradients(self.module)
+        if self._same is not None:
+            self._same.forget()
+        if self.calls is not None:
+            self.calls.discard()
+
+    def compare_calls(self) -> None:
+        if self.calls is None and self.averaged_over > 1 and not self.takes_windows:  # each stage has other blocks
+            self.reshard()
+            self.calls = SameCalls(self.module, reduces=not self.order_is_fixed)
+
+    def before_evaluation(self) -> None:
+        super().before_evaluation()
+        self.compare_calls()
+
+    def trains_also(self, others: list[nn.Parameter]) -> None:
+        if self.averaged_over > 1:
+            _refuse_layer_drop(self.module)
+        self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
+        by_itself = AfterEachBackward.of(self.module)
+        if by_itself is not None:
+            by_itself.enabled = False
+        super().trains_also(others)
+
+    def end_training(self) -> None:
+        super().end_training()
+        if self.calls is not None:
+            self.calls.settle()
+
+    def fix_order(self) -> None:
+        if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if is_split(p)):  # type: ignore[attr-defined]
+            raise LayoutError("bit-equal training needs a mesh with one axis. Use fsdp, not hsdp or tensor parallelism.")
+        super().fix_order()
+        for module in self.module.modules():
+            if is_fully_sharded(module):
+                module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[operator]
+
+    def parameters_written(self) -> None:
+        reshard(self.module)
+        Buffers.expire(self.module)  # averages may have taken their place
+
+
+def _gather_each(module: nn.Module) -> None:
+    """Each block once: torch 2.13 casts kept gradients of all blocks, and fails at one that was never gathered. Collective."""
+    for part in module.modules():
+        if is_fully_sharded(part):
+            part.unshard()  # type: ignore[operator]
+            part.reshard()  # type: ignore[operator]
+
+
+register(Kind("fsdp", is_fully_sharded, FSDPPrepared))
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Which gradients travel after a micro-batch that is not its window's last, by the names of FSDPModule's setters.
+
+    Args:
+        requires_gradient_sync: reduce-scatter: a rank keeps its shards of the gradients. False waits for the last: one in a
+            window instead of one in a micro-batch, and meanwhile whole gradients in float32 on every rank.
+        requires_all_reduce: with copies of the shards, also over the copies. False waits for the last; it costs no memory.
+    """
+
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = False
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What `shard` is told, in `fully_shard`'s words.
+
+    Args:
+        mesh: the data-parallel ranks: 1-D, or 2-D (replicas, shards).
+        blocks: submodules to split one by one, innermost first; None chooses the repeated ones and reports them.
+        policy: mixed precision, as the user gives it; what it leaves open is the recipe's.
+        root_policy: the root's; None is the blocks'.
+        offload: shards and optimizer state live in host memory; they visit the device block by block.
+        ignored: parameters that stay whole.
+        init: fills a submodule's own parameters, if they are on the meta device.
+    """
+
+    mesh: DeviceMesh
+    blocks: Blocks | None = None
+    reshard_after_forward: bool | int | Mapping[str, bool | int] = True
+    policy: MixedPrecisionPolicy | None = None
+    root_policy: MixedPrecisionPolicy | None = None
+    offload: bool = False
+    pin_memory: bool = True
+    placement: Callable[[nn.Parameter], Any] | None = None
+    ignored: Collection[nn.Parameter] = ()
+    from_rank0: bool = True
+    forward_prefetch: bool | int = False
+    backward_prefetch: int | None = None
+    init: Callable[[nn.Module], None] | None = None
+    reduction: Reduction = field(default_factory=Reduction)
+
+
+def shard(
+    module: nn.Module, world: World, recipe: Recipe, how: Sharding, made: type[FSDPPrepared] = FSDPPrepared
+) -> FSDPPrepared:
+    """Split the module in place over `how.mesh`, as a `made`. Collective.
+
+    Block by block: a block is filled or moved to the device, made equal on all ranks, and split before the next one's turn,
+    so that no rank's device ever holds more than its shards and one whole block.
+    """
+    if how.init is None:
+        remember(module)
+    if how.mesh.ndim > 2 or (how.mesh.ndim == 2 and how.mesh.mesh_dim_names is None):
+        names = "" if how.mesh.mesh_dim_names else " without names"
+        raise LayoutError(
+            f"the mesh must have one axis, or two with names, got {how.mesh.ndim}{names}. "
+            "Make it by init_device_mesh(device, (copies, shards), mesh_dim_names=('dp_replicate', 'dp_shard'))."
+        )
+    _refuse_container(module)
+    ignored = set(how.ignored)
+    ranks = how.mesh.mesh.flatten().tolist()
+    _refuse_split(module, ranks, {p for _, experts, _ in divided_experts(module) for p in experts.parameters()})
+    _refuse_loose(module, ignored, len(ranks))
+    ignored |= (whole := unsplittable(module))
+    reports, precision = world.rank == 0, recipe.precision
+    said = how.reshard_after_forward
+    reshards = True if isinstance(said, Mapping) else said
+    units = units_of(module, how.blocks, precision, how.policy, reshards, world.device, reports=reports)
+    if isinstance(said, Mapping):
+        units = resharded(units, module, said)
+    apart = set() if how.offload else experts_apart(module, precision, how.policy)
+    units = [*expert_units(module, precision, how.policy, reshards, apart), *units]
+    ignored |= apart
+    root_policy = policy_for(module, precision, how.root_policy or how.policy)
+    module = recipe.compile(recipe.checkpoint_activations(module))
+    whole |= (others := of_another_type(module, [unit.modules for unit in units], ignored))
+    ignored |= others
+    _split(module, units, root_policy, ignored, world, how)
+    materialize(module, torch.device("cpu") if how.offload else world.device, buffers=world.device)
+    for parameter in whole:  # is never offloaded
+        parameter.data = parameter.data.to(world.device)
+    groups = [how.mesh.get_group(axis) for axis in range(how.mesh.ndim)]
+    if len(ranks) > 1 and (trained := [p for p in module.parameters() if p in whole and p.requires_grad]):
+        AfterEachBackward(module, trained, groups)
+    Buffers.keep_equal(module, groups)
+    refuse_second_derivatives(module)
+    take_whole_states(module)
+    tell_when_module_is_pickled(module)
+    prepared = made(module, world, axes_of(how.mesh))
+    if precision is not None and decides(precision, how.root_policy or how.policy):
+        always_under_autocast(module, precision, world.device)
+    prepared.computes_in, prepared.reduction = root_policy.param_dtype, how.reduction
+    return prepared
+
+
+def _split(
+    module: nn.Module,
+    units: list[Unit],
+    root_policy: MixedPrecisionPolicy,
+    ignored: set[nn.Parameter],
+    world: World,
+    how: Sharding,
+) -> None:
+    """The units in turn, then the rest."""
+    gathers_in(module, root_policy.param_dtype)
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    options: dict[str, Any] = {"mesh": how.mesh, "shard_placement_fn": how.placement, "ignored_params": ignored or None}
+    if how.offload:  # pinned memory makes copies to a GPU asynchronous; without a GPU there is none
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.pin_memory and world.device.type == "cuda")
+    done: set[nn.Module] = set()
+    kind = type(module).__name__
+    # None is torch's own choice for the root: its backward begins where its forward ended.
+    said = how.reshard_after_forward
+    rest = Unit("", (module,), root_policy, None if said is True or isinstance(said, Mapping) else said)
+    for unit in (*units, rest):
+        for part in unit.modules:
+            name = f"{kind}.{unit.name}" if unit.name else kind
+            place(part, done, world, how.mesh, from_rank0=how.from_rank0, init=how.init, name=name)
+        together = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
+        own = {} if unit.mesh is None else {"mesh": unit.mesh, "shard_placement_fn": unit.placement}
+        fully_shard(together, **{**options, **own}, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
+    keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
+    prefetch(units, int(how.forward_prefetch), how.backward_prefetch)
+
+
+def _refuse_layer_drop(module: nn.Module) -> None:
+    if (found := layer_drop(module)) is not None:
+        name, often = found
+        raise LayoutError(
+            f"{class_name(module)} leaves out layers at random ({name}={often}): each rank would leave out others, and blocks "
+            f"are gathered by the order of calls. Set {name}=0; or train under DDPStrategy(find_unused_parameters=True)."
+        )
+
+
+def _refuse_container(module: nn.Module) -> None:
+    if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
+        raise LayoutError(
+            f"the module must have a forward, got a {type(module).__name__} without one: parameters are put together as it is "
+            "called. Write an nn.Module that holds these networks and whose forward calls them; or train under 'ddp' or 'zero1'."
+        )
+
+
+def _refuse_split(module: nn.Module, ranks: list[int], experts: set[nn.Parameter]) -> None:
+    for axis in split_axes(module, without=experts):
+        if len(set(axis.ranks) & set(ranks)) > 1:
+            raise LayoutError(
+                f"layers of {type(module).__name__} are split over the axis {axis.name!r} already, and would be sharded over "
+                'the same ranks. Use FSDPStrategy(device_mesh=mesh["dp"]), by the name of your data axis.'
+            )
+
+
+def _refuse_loose(module: nn.Module, ignored: set[nn.Parameter], ranks: int) -> None:
+    loose = [n for n, p in module.named_parameters() if p in ignored and p.requires_grad]
+    if loose and ranks > 1:
+        raise LayoutError(f"ignored_modules, ignored_states: {loose[0]} would not be reduced over the ranks. Freeze it first.")
+
+
+def offloads(value: Any, option: str) -> tuple[bool, bool]:
+    """(offload, pin memory) from a bool, or from torch's CPUOffload, OffloadPolicy or CPUOffloadPolicy."""
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+    if value is None or isinstance(value, bool):
+        return bool(value), True
+    if isinstance(value, CPUOffload):
+        return value.offload_params, True
+    if isinstance(value, CPUOffloadPolicy):
+        return True, value.pin_memory
+    if isinstance(value, OffloadPolicy):
+        return False, True
+    raise LayoutError(f"{option} must be True, False, or torch's CPUOffload or CPUOffloadPolicy, got {type(value).__name__}.")

@@ -1,0 +1,162 @@
+"""An optimizer over DTensors and plain tensors, or over DTensors of several meshes: it steps on one kind at a time.
+
+torch's optimizers treat a parameter group as one list (`foreach`, which is the default on a GPU, and `fused`), and no operator
+takes a list of several kinds. So for the time of a step a mixed group is several, with the same options; between steps it is
+the one that schedulers and checkpoints know, also after a step that ended in an error.
+
+Numbers that an optimizer of the user's own reads, as LAMB does of norms, are of the whole parameter, not of a rank's shard.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from echelon.contracts.errors import PrecisionError
+from echelon.parallel.guards.messages import explain_step
+from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.shards import is_split, local, numbers_of_whole, watch_numbers
+from echelon.parallel.state.loading import part_like
+from echelon.parallel.state.saved_parts import tell_when_optimizer_is_pickled
+
+__all__ = ["step_by_kind"]
+
+_handled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Split] = weakref.WeakKeyDictionary()
+
+
+def step_by_kind(optimizer: torch.optim.Optimizer) -> None:
+    """From now on. Hardly anything is done where every group is of one kind.
+
+    Raises:
+        UsageError: LBFGS over several kinds. In a step: what torch cannot do with split parameters.
+    """
+    mixed = any(len(_kinds(group["params"])) > 1 for group in optimizer.param_groups)
+    if isinstance(optimizer, torch.optim.LBFGS) and mixed:
+        raise PrecisionError(
+            "LBFGS makes one vector of all parameters, of which some are split over other ranks than the rest, or whole. "
+            "Train under 'ddp', whose parameters are whole."
+        )
+    watch_numbers()
+    if optimizer not in _handled:
+        _handled[optimizer] = _Split(optimizer)
+        tell_when_optimizer_is_pickled(optimizer)
+        optimizer.register_load_state_dict_post_hook(_split_state)
+        _split_state(optimizer)  # loaded since the module was sharded
+
+
+def _split_state(optimizer: torch.optim.Optimizer) -> None:
+    """Whole tensors that a state was loaded of, the same on all ranks, are split like their parameters."""
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    for parameter, state in optimizer.state.items():
+        if not is_split(parameter) or not (is_torchs or local(parameter).shape != parameter.shape):
+            continue  # one of another author may keep plain tensors of what a rank has
+        for key, value in state.items():
+            if type(value) is torch.Tensor and value.dim() and value.shape == parameter.shape:
+                state[key] = part_like(value, parameter, "the optimizer's state")
+
+
+class _Noted(list[Any]):
+    """Parameters of a group, and whether a step has looked at them."""
+
+    is_read = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.is_read = True
+        return super().__iter__()
+
+    def __getitem__(self, at: Any) -> Any:
+        self.is_read = True
+        return super().__getitem__(at)
+
+
+class _Split:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._sizes: list[int] | None = None
+        self._kinds: dict[int, list[list[torch.Tensor]]] = {}  # by the group's number, where there are several
+        self._whole: dict[int, list[torch.Tensor]] = {}  # while it is split
+        self._look(optimizer)
+        optimizer.step = _Guarded(optimizer, self)  # type: ignore[method-assign]
+        self._reads_all = type(optimizer).__module__.startswith("torch.")  # all groups; not known yet of one of the user's own
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._look(optimizer)
+        groups = optimizer.param_groups
+        for i, (first, *others) in self._kinds.items():
+            self._whole[i] = groups[i]["params"]
+            groups[i]["params"] = first if self._reads_all else _Noted(first)
+            groups += [{**groups[i], "params": kind if self._reads_all else _Noted(kind)} for kind in others]
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        noted = [group["params"] for group in optimizer.param_groups if isinstance(group["params"], _Noted)]
+        self.restore(optimizer)
+        if not any(each.is_read for each in noted):  # it keeps a list of its own, say
+            return
+        if not all(each.is_read for each in noted):
+            raise PrecisionError(
+                f"{type(optimizer).__name__}.step must go through all of self.param_groups, got one that read "
+                f"{sum(each.is_read for each in noted)} of {len(noted)}: where parameters are split, those of another kind "
+                "are in groups of their own during a step, and were not trained. Write `for group in self.param_groups`."
+            )
+        self._reads_all = True
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes  # at first, or a group was added
+        found = {i: _kinds(group["params"]) for i, group in enumerate(groups)}
+        self._kinds = {i: kinds for i, kinds in found.items() if len(kinds) > 1}
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """The groups that schedulers and checkpoints know."""
+        if self._whole:
+            assert self._sizes is not None
+            del optimizer.param_groups[len(self._sizes) :]
+            for i, parameters in self._whole.items():
+                optimizer.param_groups[i]["params"] = parameters
+            self._whole = {}
+
+
+class _Guarded:
+    """The step of an optimizer over split parameters; torch calls no hook where it ends in an error.
+
+    A schedule wraps the function of an optimizer's step, and finds it here, too.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, split: _Split) -> None:
+        step = optimizer.step
+        method = getattr(step, "__func__", None)
+        functools.update_wrapper(self, step if method is None else method)
+        self._optimizer = weakref.ref(optimizer)
+        reads_whole = not type(optimizer).__module__.startswith("torch.") or isinstance(optimizer, torch.optim.LBFGS)
+
+        def guarded(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                with numbers_of_whole() if reads_whole else NO_CONTEXT:
+                    return step(*args, **kwargs) if method is None else method(optimizer, *args, **kwargs)
+            except BaseException as error:
+                split.restore(optimizer)
+                if isinstance(error, RuntimeError):
+                    explain_step(optimizer, error)
+                raise
+
+        if method is not None:
+            del step  # it would keep the optimizer
+        self.__func__ = guarded
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._optimizer(), *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _kinds(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(kinds.values())

@@ -1,0 +1,158 @@
+"""Parameters that a layout leaves whole and alone: their gradients are averaged over the data-parallel ranks here.
+
+Scalars, which `fully_shard` cannot split; what an optimizer trains besides the module: a learned weight of a loss, held by the
+unit; and layers that a module has got since it was made parallel. Communication: one all-reduce per type after the last backward
+pass of a window, of a few numbers as a rule.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import LayoutError
+from echelon.parallel.gradients.after_backward import after_backward
+from echelon.parallel.gradients.fixed_order import tree_sum
+from echelon.parallel.shards import is_split
+from echelon.world import agree
+from echelon.world.device import from_host
+
+__all__ = ["AfterEachBackward", "Joined", "average_", "average_in_turns_", "check_equal"]
+
+Groups = Sequence[dist.ProcessGroup | None]
+_AT_ONCE = 1 << 25  # elements of gradients that are averaged in one message
+
+
+def average_in_turns_(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
+    """As `average_`, of whole networks: their gradients are never copied all at once."""
+    waiting: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        waiting.append(parameter)
+        size += parameter.numel()
+        if size >= _AT_ONCE:
+            average_(waiting, groups)
+            waiting, size = [], 0
+    if waiting:
+        average_(waiting, groups)
+
+
+@torch.no_grad()
+def average_(parameters: Sequence[nn.Parameter], groups: Groups, *, in_order: bool = False) -> None:
+    """The mean over the ranks of each gradient, in place. What has none on this rank counts as zero there.
+
+    A mean that is averaged again stays what it is: gradients that somebody else has reduced are safe. Collective.
+
+    Args:
+        parameters: the same on all ranks, in the same order.
+        groups: one for each axis of data-parallel ranks.
+        in_order: add in the order of `parallel/gradients/fixed_order`.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for same in kinds.values():
+        parts = [p.new_zeros(p.numel()) if p.grad is None else _dense(p.grad).reshape(-1) for p in same]
+        # Whether a rank has one: a gradient that nobody has stays None, and the optimizer leaves its parameter alone.
+        flags = from_host([float(p.grad is not None) for p in same], same[0])
+        flat = torch.cat([*parts, flags])
+        flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+        for group in groups:
+            flat = _mean(flat, group, in_order)
+        start, shared = 0, flat[-len(same) :]
+        for parameter, flag in zip(same, shared, strict=True):
+            mean = flat[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad.copy_(mean)
+            elif parameter.grad is not None or bool(flag.abs() > 0):  # read, which waits for a device, only where it matters
+                parameter.grad = mean.to(parameter.dtype, copy=True)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _mean(flat: torch.Tensor, group: dist.ProcessGroup | None, in_order: bool) -> torch.Tensor:
+    size = dist.get_world_size(group)
+    if not in_order:
+        dist.all_reduce(flat, group=group)
+        return flat.div_(size)
+    gathered = [torch.empty_like(flat) for _ in range(size)]
+    dist.all_gather(gathered, flat, group=group)
+    return tree_sum(gathered).div_(size)
+
+
+class Joined:
+    """Which parameters a module has got since it was made parallel, of which its layout knows nothing."""
+
+    def __init__(self, before: Iterable[nn.Parameter]) -> None:
+        # Not by weak references: `module.to(...)` swaps DTensors, and torch swaps nothing that has one.
+        self._before = {p for p in before if not is_split(p)}
+
+    def trained(self, module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p.requires_grad and not is_split(p) and p not in self._before]
+
+
+def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -> None:
+    """Collective.
+
+    Raises:
+        UsageError: on all ranks of a group, if these have not the same ones, with the same values.
+    """
+    mine = [[list(p.shape), str(p.dtype), str(complex(p.detach().to(torch.complex128).sum()))] for p in parameters]
+    for group in groups:
+        if len(agree.kinds(mine, group)) > 1:
+            raise LayoutError(
+                f"{what} that differ between ranks, and averaging their gradients would not make them equal. "
+                "Make them part of the module before it is made parallel, or seed all ranks alike before creating them. If each "
+                "rank is to train its own, use a TrainUnit."
+            )
+
+
+class AfterEachBackward:
+    """Averages the gradients of scalars in a sharded module, for those who call `backward` themselves.
+
+    Every backward pass averages: with several to an update, the mean of the sum so far is what the next one adds to.
+
+    Attributes:
+        enabled: False where somebody else averages.
+    """
+
+    _all: ClassVar[weakref.WeakKeyDictionary[nn.Module, AfterEachBackward]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], groups: Groups) -> None:
+        self.enabled = True
+        self._parameters, self._groups, self._is_awaited = list(parameters), list(groups), False
+        AfterEachBackward._all[module] = self
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: self._expect())
+        # All ranks pass through the root; not all need have used a scalar.
+        module.register_forward_hook(self._listen)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> AfterEachBackward | None:
+        return cls._all.get(module)
+
+    def _listen(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._is_awaited = False  # even if the last backward pass ended in an error
+        if self.enabled and torch.is_grad_enabled():
+            from torch.utils._pytree import tree_leaves
+
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:  # a parameter would keep its hooks for ever
+                    leaf.register_hook(lambda _: self._expect())
+
+    def _expect(self) -> None:
+        if self.enabled and not self._is_awaited:
+            self._is_awaited = True
+            after_backward(self._average)
+
+    def _average(self) -> None:
+        self._is_awaited = False
+        average_(self._parameters, self._groups)

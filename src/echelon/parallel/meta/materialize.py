@@ -1,0 +1,222 @@
+"""Give values to a module that was built on the meta device: after sharding, one parameter at a time.
+
+    remember(module)              before anything is sharded: how each tensor gets its value
+    ... shard, on meta ...
+    materialize(module, device)   memory for this rank's parts, and the values in them
+
+Values come from the recording of `on_meta()`: those of a plain build, to the bit. A module built under a bare
+`torch.device("meta")` has none; then each layer's own `reset_parameters` is recorded now, in the order of construction, which
+gives a plain build's values only if its constructor did nothing else. A rank never holds more than its parts, and what one
+parameter depends on; `filling` says which rank computes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import LayoutError
+from echelon.parallel.meta.calls import is_meta, leaves, mapped
+from echelon.parallel.meta.deferred import recording
+from echelon.parallel.meta.fill import Origin, fill, fill_in, leave, waits
+from echelon.parallel.meta.tape import Value
+from echelon.world import agree
+
+__all__ = ["materialize", "on_meta_tensors", "remember"]
+
+logger = logging.getLogger(__name__)
+
+
+_remembered: WeakKeyDictionary[nn.Module, list[Origin]] = WeakKeyDictionary()
+
+
+def on_meta_tensors(module: nn.Module) -> bool:
+    """Whether a parameter, a buffer or a tensor among the attributes has no values."""
+    return any(tensor.is_meta for _, tensor in _named(module)) or any(True for _ in _attributes(module))
+
+
+def remember(module: nn.Module) -> None:
+    """Note how each tensor without values gets them. A module without such is left alone.
+
+    Raises:
+        UsageError: nothing gives a value to one of them.
+    """
+    if module in _remembered or not on_meta_tensors(module):
+        return
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in _named(module):
+        if tensor.is_meta:
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    if any(Value.of(t) is None for t in tensors.values()):
+        _record_resets(module)
+    origins = []
+    for key, tensor in tensors.items():
+        value = Value.of(tensor)
+        if value is None or not value.is_set:
+            raise LayoutError(
+                f"{type(module).__name__}.{names[key][0]} {tuple(tensor.shape)} is on the meta device and nothing gives it a "
+                "value. Build the module under `with echelon.on_meta():`, which repeats what its constructor does, or give the "
+                "submodule that holds it a method reset_parameters()."
+            )
+        origins.append(Origin(names[key], value))
+    for holder, name, tensor in list(_attributes(module)):
+        attribute = Value.of(tensor)
+        if tensor.grad_fn is not None:  # as the older weight_norm leaves one: its graph would hold the parameters as they are now
+            _exchanged(holder, lambda t: t.detach() if t.grad_fn is not None else t)
+        if id(tensor) not in tensors and attribute is not None and attribute.is_set:
+            origins.append(Origin([name], attribute, holder))
+    _remembered[module] = origins
+
+
+def materialize(
+    module: nn.Module, device: torch.device, *, buffers: torch.device | None = None, same_on_all: bool = True
+) -> nn.Module:
+    """Put the module on `device`, with the values of its initialisation where it has none. Nothing happens without meta tensors.
+
+    Parameters keep their identity, so tied ones stay tied. Collective if `same_on_all`.
+
+    Args:
+        module: with its parameters in their final form, DTensors or plain.
+        device: of this rank's parts.
+        buffers: of buffers, if it is another one.
+        same_on_all: rank 0's RNGs count on all ranks; False keeps each rank's own.
+    Raises:
+        UsageError: as `remember`, which it calls if nobody has; ranks that built different models.
+    """
+    if not on_meta_tensors(module):
+        return module
+    remember(module)
+    origins = _remembered.pop(module)
+    if same_on_all:
+        _agree_on_streams(origins)
+    kept = {name: tensor.detach() for name, tensor in _named(module) if not tensor.is_meta}
+    _allocate(module, device)
+    targets = dict(_named(module))
+    with torch.no_grad():
+        for name, tensor in kept.items():
+            fill_in(targets[name], tensor)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        # What other ranks have of the module counts as theirs do: values are sent in one order on all ranks.
+        away = {o.names[0] for o in origins if o.holder is None and o.names[0] not in targets}
+        later = [o for o in origins if (o.names[0] in parameters or o.names[0] in away) and waits(o)]
+        now = [origin for origin in origins if origin.holder is None and origin not in later]
+        fill(now, targets, device, same_on_all=same_on_all)
+        for origin in origins:
+            if origin.holder is not None:  # on the CPU, where a plain build leaves it
+                value = origin.computed()
+                _exchanged(origin.holder, lambda t, o=origin, v=value: v if Value.of(t) == o.value else t)  # type: ignore[misc]
+        leave(module, [o for o in later if o.names[0] in targets], targets, device)
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(buffers or device)
+    return module
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Recorded tensors that modules have as plain attributes, alone or in lists, tuples and dicts: tables of positions, say."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _MODULES_OWN:
+                for tensor in _within(value):
+                    yield part, f"{path}.{name}" if path else name, tensor
+
+
+# In which nn.Module keeps what `_named` finds, and what is no tensor.
+_MODULES_OWN = {"_parameters", "_buffers", "_modules"}
+
+
+def _within(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in leaves(value) if _is_recorded(leaf))
+
+
+def _is_recorded(value: Any) -> bool:
+    return is_meta(value) and Value.of(value) is not None
+
+
+def _exchanged(holder: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the recorded tensors among a module's plain attributes, wherever they lie in these."""
+    for name, value in list(vars(holder).items()):
+        if name not in _MODULES_OWN and any(True for _ in _within(value)):
+            vars(holder)[name] = mapped(lambda leaf: change(leaf) if _is_recorded(leaf) else leaf, value)
+
+
+def _record_resets(module: nn.Module) -> None:
+    """What torch's layers do at the end of their constructors, innermost layers first, as they are constructed."""
+    logger.warning(
+        "%s was built on the meta device without a record: its initial values come from each layer's reset_parameters; what its "
+        "constructor did besides is not repeated. Build it under `with echelon.on_meta():` for the values of a plain build.",
+        type(module).__name__,
+    )
+    resets = []
+    for layer in _innermost_first(module):
+        own = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+        reset = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
+        if callable(reset) and any(t.is_meta and Value.of(t) is None for t in own):
+            resets.append(reset)
+    with recording(), torch.no_grad():
+        for reset in resets:
+            reset()
+
+
+def _innermost_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _innermost_first(child)
+    yield module
+
+
+def _agree_on_streams(origins: list[Origin]) -> None:
+    """Rank 0's generator states for all: a few kilobytes a draw instead of the values.
+
+    Raises:
+        RanksDisagreeError: ranks initialise differently, by something other than torch's generators.
+    """
+    if not agree.is_joined():
+        return
+    tapes = list(dict.fromkeys(origin.value.tape for origin in origins))
+    for each in tapes:  # which grows
+        tapes += [source for source in each.sources if source not in tapes]
+    draws = [call for each in tapes for call in each.calls if call.state is not None]
+    states = [call.state for call in draws if call.state is not None]
+    seeded = [each for each in tapes if each.on_device]
+    agree.same_on_all("the number of random initialisations of the model", len(states), "Build the same model on every rank.")
+    digest = 0
+    for each in tapes:
+        digest = each.digest(digest)
+    agree.same_on_all(
+        "the numbers that initialise the model",
+        digest,
+        "What numpy, random or a file gave must be the same on every rank: seed them alike (echelon.seed does).",
+    )
+    if seeded:
+        seeds = torch.tensor([each.seed for each in seeded])
+        dist.broadcast(seeds, src=0, group=agree.control_group())
+        for each, seed in zip(seeded, seeds.tolist(), strict=True):
+            each.seed = seed
+    if not states:
+        return
+    common = torch.stack(states)
+    dist.broadcast(common, src=0, group=agree.control_group())
+    for call, state in zip(draws, common, strict=True):
+        call.state = state.clone()  # torch reads a state from the start of its storage
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Memory for all tensors. Exchanging contents under the parameters keeps ties, and what sharding refers to."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

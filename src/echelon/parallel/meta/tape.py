@@ -1,0 +1,186 @@
+"""What a recording of `deferred` wrote down: the calls that made or changed tensors, and how to compute a tensor from them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from echelon.contracts.errors import EchelonError
+from echelon.parallel.meta.calls import as_bytes, leaves, mapped, mark, on_device, reach, tensors_in
+
+__all__ = ["Call", "Tape", "Value", "origins"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A recorded tensor: where in which storage it lies."""
+
+    tape: Tape
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Value | None:
+        """None if the tensor was not made under a recording."""
+        origin = origins.get(tensor.untyped_storage())
+        if origin is None:
+            return None
+        return cls(*origin, tensor.dtype, tuple(tensor.size()), tuple(map(int, tensor.stride())), int(tensor.storage_offset()))
+
+    @property
+    def is_set(self) -> bool:
+        """Whether anything gave it a value: `torch.empty` does not."""
+        return any(self.tape.calls[i].sets for i in self.tape.writers[self.storage])
+
+    @property
+    def may_be_unset(self) -> bool:
+        """Whether it began without values, so that a nan may stand for none."""
+        first = self.tape.writers[self.storage][:1]
+        return not first or not self.tape.calls[first[0]].sets or self.tape.calls[first[0]].made.get(0) != self.storage
+
+    def needs(self) -> set[tuple[Tape, int]]:
+        """What it is computed from, itself included: tapes, and numbers of storages on them."""
+        found = {(self.tape, self.storage)}
+        for call in self.tape.needed(self.storage):
+            found |= {(self.tape, read) for read in call.reads}
+            for leaf in leaves((call.args, call.kwargs)):
+                if isinstance(leaf, Value) and leaf.tape is not self.tape:
+                    found |= leaf.needs()
+        return found
+
+    def compute(self, device: torch.device | None = None) -> torch.Tensor:
+        """The tensor. Uses the memory of what it depends on, as a rule only itself.
+
+        What nothing set is nan, if it is of a floating type.
+
+        Args:
+            device: where, if the recording may be computed elsewhere than in host memory.
+        """
+        place = device if device is not None and self.tape.on_device else torch.device("cpu")
+        return self.within(self.tape.replay(self.storage, place), place)
+
+    def within(self, storages: dict[int, torch.UntypedStorage], device: torch.device) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=device)
+        if self.storage not in storages:  # made before the recording began
+            elements = self.offset + reach(self.size, self.stride)
+            storages[self.storage] = torch.UntypedStorage(elements * self.dtype.itemsize, device=device)
+            mark(torch.empty(0, dtype=self.dtype, device=device).set_(storages[self.storage]))
+        return empty.set_(storages[self.storage], self.offset, self.size, self.stride)
+
+
+@dataclass
+class Call:
+    """A function that made or changed tensors, with `Value`s in place of tensors."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: dict[str, Any]
+    reads: frozenset[int]
+    made: dict[int, int]  # which of its outputs began which storage
+    sets: bool
+    dtype: torch.dtype  # the default one
+    generator: torch.Generator
+    state: torch.Tensor | None  # of the generator before it, if it draws
+    stream: int | None = None  # in place of a state: which stream of random numbers it has on a device
+
+
+# By storage: the tape that a meta tensor belongs to, and its number there. Views, parameters and `.data` share storages.
+origins: WeakKeyDictionary[torch.UntypedStorage, tuple[Tape, int]] = WeakKeyDictionary()
+
+
+class Tape:
+    """
+    Attributes:
+        calls: in order.
+        writers: by storage, which of them made or changed it.
+        sources: tapes of earlier recordings, whose tensors were changed in this one.
+        on_device: values may be computed on any device, from random numbers of their own.
+        seed: of these.
+        restores: a restore is to give the values.
+    """
+
+    def __init__(self, *, on_device: bool = False, restores: bool = False) -> None:
+        self.on_device, self.restores = on_device, restores
+        self.seed = int(torch.randint(2**62, ())) if on_device else 0
+        self.calls: list[Call] = []
+        self.writers: dict[int, list[int]] = {}
+        self.sources: list[Tape] = []
+
+    @torch.no_grad()
+    def replay(self, storage: int, device: torch.device) -> dict[int, torch.UntypedStorage]:
+        """Compute a storage: it, and what it depends on, by number."""
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, Value):
+                return leaf if device.type == "cpu" else on_device(leaf, device)
+            return leaf.within(storages, device) if leaf.tape is self else leaf.compute(device).to(device)
+
+        default = torch.get_default_dtype()
+        try:
+            for call in self.needed(storage):
+                torch.set_default_dtype(call.dtype)
+                if call.stream is not None:
+                    outputs = self._drawn(call, mapped(real, call.args), mapped(real, call.kwargs), device)
+                    for output, number in call.made.items():
+                        storages[number] = outputs[output].untyped_storage()
+                    continue
+                before = call.generator.get_state()
+                if call.state is not None:
+                    call.generator.set_state(call.state)
+                outputs = list(tensors_in(call.func(*mapped(real, call.args), **mapped(real, call.kwargs))))
+                if not call.sets:
+                    mark(*outputs)
+                if call.state is not None:
+                    call.generator.set_state(before)
+                elif not torch.equal(before, call.generator.get_state()):
+                    name = torch.overrides.resolve_name(call.func) or call.func
+                    raise EchelonError(
+                        f"{name} draws random numbers, and on_meta did not know that it does. "
+                        "Build the model on a device, and please report it."
+                    )
+                for output, number in call.made.items():
+                    storages[number] = outputs[output].untyped_storage()
+        finally:
+            torch.set_default_dtype(default)
+        return storages
+
+    def _drawn(self, call: Call, args: Any, kwargs: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
+        """A call that draws, from its own stream; the device's generator is as it was before."""
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed((self.seed + (call.stream or 0)) % 2**63)
+            return list(tensors_in(call.func(*args, **{k: v for k, v in kwargs.items() if k != "generator"})))
+
+    def digest(self, start: int = 0) -> int:
+        """A checksum of what was called with which numbers, whatever the generators gave."""
+        for call in self.calls:
+            start = zlib.crc32(getattr(call.func, "__name__", "").encode(), start)
+            for leaf in leaves((call.args, call.kwargs)):
+                start = zlib.crc32(as_bytes(leaf), start)
+        return start
+
+    def needed(self, storage: int) -> list[Call]:
+        """The calls that a storage's final content depends on: its writers, and before each, those of what it reads."""
+        needed: set[int] = set()
+        until = {storage: len(self.calls)}
+        waiting = [storage]
+        while waiting:
+            here = waiting.pop()
+            for index in self.writers[here]:
+                if index >= until[here] or index in needed:
+                    continue
+                needed.add(index)
+                for read in self.calls[index].reads:
+                    if until.get(read, -1) < index:
+                        until[read] = index
+                        waiting.append(read)
+        return [self.calls[i] for i in sorted(needed)]

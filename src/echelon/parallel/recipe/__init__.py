@@ -1,0 +1,1 @@
+"""What happens to a module besides being made parallel: recomputed, compiled, computed in another precision."""

@@ -1,0 +1,277 @@
+"""Activation checkpointing: activations are computed a second time in the backward pass instead of being kept.
+
+A recomputed module is the same object of the same class, with another `forward`, so that the names of its parameters stay.
+Built on `torch.utils.checkpoint`, its non-reentrant kind, which draws the same dropout masks again. What torch leaves open
+is done here: running statistics are counted once, keyword arguments are saved like positional ones, and a cache of keys and
+values (transformers' `use_cache`), which would grow in the second pass, is left out while gradients are computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from echelon.contracts.arguments import flags, flags_of, several
+from echelon.contracts.errors import RecomputeError, require
+from echelon.contracts.numbers import number, whole
+from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.recipe.blocks import blocks_by_policy, blocks_to_shard
+
+__all__ = ["ActivationCheckpointParams", "Preset", "Recompute", "checkpoint_activations", "checkpoint_wrapper"]
+
+logger = logging.getLogger(__name__)
+
+Contexts = Callable[[], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointParams:
+    """Recompute activations in the backward pass instead of keeping them.
+
+    Args:
+        check_fn: which submodules to recompute, each separately; by default the repeated blocks of the model. One that is true
+            for the module itself recomputes it whole, which keeps nothing but makes everything again at once.
+        auto_wrap_policy: another way to choose, as the older FullyShardedDataParallel's.
+        context_fn: as in `torch.utils.checkpoint.checkpoint`, to decide operator by operator what is kept.
+        every: recompute only each `every`-th of the chosen, for half or a third of the price.
+        save_ops: keep what these operators computed, for example `[torch.ops.aten.mm.default]`, and recompute the rest.
+        memory_budget: from 0 to 1: of each compiled graph keep at most this part of the activations, those that are dearest to
+            compute, as torch's partitioner solves it (`torch._functorch.config.activation_memory_budget`; torchtitan's word).
+            What draws random numbers is kept in any case. It takes the place of the other options, and needs `compile`.
+        offload_to_cpu: keep the inputs of the recomputed modules in host memory.
+    """
+
+    check_fn: Callable[[nn.Module], bool] | None = None
+    auto_wrap_policy: Any = None
+    context_fn: Contexts | None = None
+    every: int = 1
+    save_ops: Sequence[Any] = ()
+    offload_to_cpu: bool = False
+    memory_budget: float | None = None
+
+    def __post_init__(self) -> None:
+        flags_of(self)
+        if self.memory_budget is not None:
+            number("memory_budget", self.memory_budget, "from 0 to 1", lambda part: 0 <= part <= 1)
+            if replace(self, memory_budget=None) != ActivationCheckpointParams():
+                raise RecomputeError("memory_budget leaves torch.compile to choose what is kept. Give it alone.")
+        object.__setattr__(self, "every", whole("every", self.every, at_least=1))
+        for name, function in (("check_fn", self.check_fn), ("context_fn", self.context_fn)):
+            require(function is None or callable(function), name, "a function or None", function)
+        operators = "operators such as torch.ops.aten.mm.default"
+        object.__setattr__(self, "save_ops", several("save_ops", self.save_ops, f"a list of {operators}"))
+        if self.check_fn is not None and self.auto_wrap_policy is not None:
+            raise RecomputeError("check_fn and auto_wrap_policy both choose the submodules to checkpoint. Give one of them.")
+        if self.context_fn is not None and self.save_ops:
+            raise RecomputeError("context_fn and save_ops both choose what is kept. Give one of them.")
+        try:
+            create_selective_checkpoint_contexts(list(self.save_ops))
+        except ValueError as error:
+            raise RecomputeError(f"save_ops must be {operators}; torch says: {error}") from error
+
+    @classmethod
+    def of(cls, value: Any, option: str) -> ActivationCheckpointParams | None:
+        """From a preset, or itself: "none" or None; "blocks" recomputes the repeated blocks; "selective" too, but keeps what
+        matrix multiplications, attention and collectives computed, so that only what is cheap is computed again.
+
+        Raises:
+            UsageError: anything else. `option` is named.
+        """
+        if isinstance(value, cls) or value is None or value == "none":
+            return None if isinstance(value, str) else value
+        presets = "'none', 'blocks', 'selective' or ActivationCheckpointParams(...), such as (memory_budget=0.6)"
+        require(value in ("blocks", "selective"), option, presets, value)
+        return cls(save_ops=_dear()) if value == "selective" else cls()
+
+    def chosen(self, module: nn.Module) -> list[nn.Module]:
+        """The modules to recompute, in the order of the model."""
+        check, policy = self.check_fn, self.auto_wrap_policy
+        if check is not None:
+            found = [m for m in module.modules() if check(m)]
+        elif policy is not None:
+            found = [m for _, m in blocks_by_policy(module, policy, set())]
+        else:
+            found = [m for _, m in blocks_to_shard(module)]
+        return found[:: self.every]
+
+    @property
+    def contexts(self) -> Contexts | None:
+        return partial(create_selective_checkpoint_contexts, list(self.save_ops)) if self.save_ops else self.context_fn
+
+
+Preset = ActivationCheckpointParams | Literal["none", "blocks", "selective"] | None
+
+# What "selective" keeps: the results of few operators, which take most of a block's time.
+_DEAR = {
+    "aten": (
+        *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm"),
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ),
+    "_c10d_functional": ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"),
+}
+
+
+def _dear() -> list[Any]:
+    """Those operators of `_DEAR` that this torch has."""
+    found = [getattr(getattr(torch.ops, library), name, None) for library, names in _DEAR.items() for name in names]
+    return [operator.default for operator in found if operator is not None]
+
+
+def checkpoint_activations(module: nn.Module, params: ActivationCheckpointParams | None) -> nn.Module:
+    """Make the chosen submodules recompute, in place; those that do already are left alone.
+
+    Raises:
+        UsageError: nothing was chosen.
+    """
+    if params is None or params.memory_budget is not None:
+        return module
+    chosen = params.chosen(module)
+    if not chosen:
+        raise RecomputeError(
+            f"recompute chose no submodule of {type(module).__name__}. Give a check_fn that returns True for its blocks."
+        )
+    for block in chosen:
+        checkpoint_wrapper(block, offload_to_cpu=params.offload_to_cpu, context_fn=params.contexts)
+    return module
+
+
+def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False, *, context_fn: Contexts | None = None) -> nn.Module:
+    """Make a module recompute its activations in the backward pass. Returns the same module, changed in place.
+
+    Args:
+        module: one that recomputes already is left as it is.
+        offload_to_cpu: keep the module's inputs in host memory meanwhile.
+        context_fn: as in `torch.utils.checkpoint.checkpoint`.
+    """
+    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module)
+    flags(offload_to_cpu=offload_to_cpu)
+    if not isinstance(module.forward, Recompute):
+        module.forward = Recompute(module, offload_to_cpu, context_fn)
+    return module
+
+
+class Recompute:
+    """The `forward` of a module that recomputes. A class, so that the module can still be copied and pickled."""
+
+    def __init__(self, module: nn.Module, offload_to_cpu: bool, contexts: Contexts | None) -> None:
+        self._module, self._forward = module, module.forward
+        self._offload, self._contexts = offload_to_cpu, contexts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        if any(_is_cache(value) for value in (*args, *kwargs.values())):
+            args, kwargs = self._without_cache(args, kwargs)
+        # By position, as torch saves (and frees, and offloads) tensors among positional arguments only.
+        inputs, names = (*args, *kwargs.values()), tuple(kwargs)
+        if torch.compiler.is_compiling():  # takes no contexts but torch's own
+            options: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
+            call = partial(self._traced, [], names)
+            return checkpoint(call, *inputs, use_reentrant=False, **options)
+        with self._offloaded() if self._offload else NO_CONTEXT:
+            return checkpoint(partial(self._call, names), *inputs, use_reentrant=False, context_fn=self.contexts)
+
+    def _without_cache(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments as with use_cache=False. Evaluation and generation, which compute no gradients, keep theirs.
+
+        Raises:
+            UsageError: the cache holds something already, on which the result depends.
+        """
+        own = next((i for m in self._module.modules() if isinstance(i := getattr(m, "layer_idx", None), int)), 0)
+        if any(_is_cache(value) and _holds(value, own) for value in (*args, *kwargs.values())):
+            raise RecomputeError(
+                f"{type(self._module).__name__} recomputes its activations and was given keys and values of earlier tokens "
+                "(past_key_values, as prefix tuning gives them). Leave out recompute for this model."
+            )
+        _note_cache()
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+        return tuple(None if _is_cache(value) else value for value in args), kwargs
+
+    def _call(self, names: tuple[str, ...], *values: Any) -> Any:
+        count = len(values) - len(names)
+        return self._forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    def _traced(self, calls: list[int], names: tuple[str, ...], *values: Any) -> Any:
+        """For the compiler, whose graphs count once by themselves. What it cannot trace it calls like this, twice."""
+        if torch.compiler.is_compiling():
+            return self._call(names, *values)
+        calls.append(1)
+        with _Uncounted(self._module) if len(calls) > 1 else NO_CONTEXT:
+            return self._call(names, *values)
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Of the forward pass, and of the recomputation."""
+        first, again = self._contexts() if self._contexts is not None else (NO_CONTEXT, NO_CONTEXT)
+        return first, _Uncounted(self._module, again)
+
+    def _offloaded(self) -> AbstractContextManager[Any]:
+        on_gpu = any(p.device.type == "cuda" for p in self._module.parameters())
+        return torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is an object that collects keys and values, layer by layer, as transformers' Cache."""
+    if value is None or isinstance(value, (torch.Tensor, nn.Module, bool, int, float, str, tuple)):
+        return False
+    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
+
+
+def _holds(cache: Any, layer: int) -> bool:
+    """Whether it has something of earlier tokens for this layer: keys and values, or the state of a linear attention."""
+    try:
+        return bool(cache.get_seq_length(layer) > 0)
+    except ValueError:  # transformers counts no tokens for a state
+        return bool(cache.has_previous_state(layer))
+
+
+@functools.cache
+def _note_cache() -> None:
+    """Once in a process."""
+    logger.warning(
+        "blocks with activation checkpointing get no cache of keys and values while gradients are computed, as with "
+        "use_cache=False; the "
+        "model's past_key_values are empty then. Evaluation and generation use it as before."
+    )
+
+
+class _Uncounted:
+    """Context of a recomputation: what normalisation counts into its running statistics is thrown away.
+
+    torch may enter the same one again, and an inner module's lies within that of an outer one. `also` is entered last: it may
+    watch every operation, which must be those of the forward pass.
+    """
+
+    _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+    def __init__(self, module: nn.Module, also: AbstractContextManager[Any] = NO_CONTEXT) -> None:
+        self._module, self._also = module, also
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for norm in self._module.modules():
+                if norm.training and getattr(norm, "track_running_stats", False):
+                    for name in self._STATISTICS:
+                        counted = getattr(norm, name, None)
+                        if counted is not None:
+                            setattr(norm, name, counted.clone())
+                            stack.callback(setattr, norm, name, counted)
+            stack.enter_context(self._also)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.pop().__exit__(*raised)

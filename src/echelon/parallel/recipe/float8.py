@@ -1,0 +1,153 @@
+"""float8: the matrix products of a model's blocks in 8 bits, by torchao; everything else as in bf16.
+
+torchao replaces nn.Linear by a class of its own, in place: parameters keep their names and stay float32. What lies outside of
+the repeated blocks (embedding, head) stays bf16, as training at scale is done with float8; so do layers whose sizes the
+hardware's products cannot take.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from echelon.contracts.arguments import flags_of, several
+from echelon.contracts.errors import PrecisionError, require
+from echelon.parallel.names import names_of_each
+from echelon.parallel.recipe.blocks import blocks_to_shard
+
+if TYPE_CHECKING:
+    from echelon.parallel.prepared import Prepared
+
+__all__ = ["Float8", "convert", "refuse_wrapped", "scales_after_step"]
+
+_MULTIPLE = 16  # of rows and columns, in products of 8 bits (torch's _scaled_mm)
+_SHARDED = {"fsdp", "fsdp2", "hsdp", "zero2", "zero3"}
+_NEEDED = {"rowwise": (9, 0), "tensorwise": (8, 9)}
+
+
+@dataclass(frozen=True)
+class Float8:
+    """How `precision="float8"` computes, by the names of torchao and torchtitan.
+
+    Args:
+        recipe: "rowwise" has a scale for each row, which outliers harm less; "tensorwise" one for each tensor, faster, and
+            sharded weights can travel in 8 bits.
+        filter_fqns: linear layers with one of these in their name stay bf16: `["wk", "blocks.0."]`.
+        enable_fsdp_float8_all_gather: gather sharded weights in 8 bits, a quarter of float32's traffic. Only "tensorwise" can.
+        emulate: compute in float32 what 8 bits would give, on any device: slow, for tests.
+    Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
+    """
+
+    recipe: Literal["rowwise", "tensorwise"] = "rowwise"
+    filter_fqns: Sequence[str] = ()
+    enable_fsdp_float8_all_gather: bool = False
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        flags_of(self)
+        require(self.recipe in _NEEDED, "recipe", "'rowwise' or 'tensorwise'", self.recipe)
+        names = several("filter_fqns", self.filter_fqns, "a list of parts of names", lambda name: isinstance(name, str))
+        object.__setattr__(self, "filter_fqns", names)
+        if self.enable_fsdp_float8_all_gather and self.recipe != "tensorwise":
+            raise PrecisionError("enable_fsdp_float8_all_gather needs one scale for each tensor: recipe='tensorwise'.")
+
+    def check(self, device: torch.device) -> None:
+        """
+        Raises:
+            UsageError: torchao is not installed, or the device has no products in 8 bits.
+        """
+        _torchao()
+        if self.emulate:
+            return
+        remedy = "Take precision='bf16'."
+        if device.type != "cuda":
+            raise PrecisionError(f"precision 'float8' needs a GPU that multiplies in 8 bits, got {device.type}. {remedy}")
+        if torch.version.hip is not None:
+            return  # torchao knows those of AMD
+        found, needed = torch.cuda.get_device_capability(device), _NEEDED[self.recipe]
+        if found < needed:
+            if found >= _NEEDED["tensorwise"]:
+                remedy = "Take precision=echelon.layouts.Float8(recipe='tensorwise')."
+            raise PrecisionError(
+                f"precision 'float8' with recipe {self.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or "
+                f"more, got {torch.cuda.get_device_name(device)} with {found[0]}.{found[1]}. {remedy}"
+            )
+
+
+def _torchao() -> Any:
+    try:
+        return importlib.import_module("torchao.float8")
+    except ImportError as error:
+        raise PrecisionError(
+            f"precision 'float8' needs torchao, which cannot be imported ({error}). pip install 'echelon[float8]', or take "
+            "precision='bf16'."
+        ) from error
+
+
+def convert(module: nn.Module, float8: Float8 | None, layout: str) -> None:
+    """Make the chosen linear layers compute in 8 bits, in place, before the module is made parallel.
+
+    Args:
+        float8: None converts nothing.
+        layout: the name of the one that follows.
+    Raises:
+        UsageError: no layer is chosen; a layout under which it was not tried.
+    """
+    if float8 is None:
+        return
+    torchao = _torchao()
+    if layout == "tp" or "tp=" in layout:
+        raise PrecisionError("precision 'float8' is not there under layout 'tp' yet. Take 'fsdp', or precision='bf16'.")
+    chosen = _chosen(module, float8)
+    if not chosen:
+        raise PrecisionError(
+            f"precision 'float8' finds no linear layer in {type(module).__name__} for it: in its repeated blocks, of sizes that "
+            f"are multiples of {_MULTIPLE}, and not in filter_fqns. Take precision='bf16'."
+        )
+    config = replace(
+        torchao.Float8LinearConfig.from_recipe_name(float8.recipe),
+        enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather and layout in _SHARDED,
+        emulate=float8.emulate,
+    )
+    torchao.convert_to_float8_training(module, config=config, module_filter_fn=lambda layer, name: name in chosen)
+
+
+def refuse_wrapped(module: nn.Module, float8: Float8 | None) -> None:
+    """
+    Raises:
+        UsageError: layers would be replaced, of which the wrapper of the module knows.
+    """
+    if float8 is None:
+        return
+    raise PrecisionError(
+        f"precision 'float8' replaces layers, and {type(module).__name__} is made parallel already. Pass the plain module with a "
+        "layout, or call torchao's convert_to_float8_training before you wrap it, and take precision='bf16'."
+    )
+
+
+def _chosen(module: nn.Module, float8: Float8) -> set[str]:
+    owners = names_of_each(module.named_parameters(remove_duplicate=False))
+    blocks = [f"{name}." for name, _ in blocks_to_shard(module)]
+    return {
+        name
+        for name, layer in module.named_modules()
+        if type(layer) is nn.Linear  # a subclass may compute something else
+        and name
+        and (not blocks or any(name.startswith(block) for block in blocks))
+        and not any(part in name for part in float8.filter_fqns)
+        and not (layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE)
+        and isinstance(layer.weight, nn.Parameter)
+        and len(owners[layer.weight]) == 1
+    }
+
+
+def scales_after_step(prepared: Prepared[Any], float8: Float8 | None) -> None:
+    """With weights that travel in 8 bits: their scales after each update in one all-reduce, instead of one for each weight."""
+    if float8 is not None and float8.enable_fsdp_float8_all_gather:
+        compute = _torchao().precompute_float8_dynamic_scale_for_fsdp
+        prepared.follow_step(lambda: compute(prepared.module))

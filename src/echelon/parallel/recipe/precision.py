@@ -1,0 +1,192 @@
+"""Compute precision: autocast's type, and the loss scaling that fp16 needs, with one verdict over all ranks.
+
+Parameters, gradients and optimizer state stay in float32, sharded or not; `compute_type` says what a sharded module
+gathers. In fp16 an update goes
+
+    backward of loss x scale  ->  unscale all gradients, look for inf and nan  ->  the ranks agree  ->  update, or skip it
+
+torch's scalers look at the gradients of an optimizer's parameters. Under a sharded optimizer a rank's optimizer has only
+some of them, and a rank has only some of the elements; so they are shown `Shards` in the optimizer's place.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from echelon.contracts.errors import PrecisionError, require
+from echelon.contracts.numbers import number, whole
+from echelon.parallel.prepared import NO_CONTEXT, Prepared
+from echelon.parallel.recipe.float8 import Float8
+from echelon.parallel.shards import is_split, local
+from echelon.world import agree
+
+__all__ = ["Precision", "Shards", "check_scaler"]
+
+logger = logging.getLogger(__name__)
+
+_NAMES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Parameters stay in float32; autocast computes in `dtype` where that is safe. None computes in float32.
+
+    Args:
+        dtype: None, torch.float16 or torch.bfloat16.
+        float8: with bfloat16: the blocks' matrix products in 8 bits, by torchao.
+        init_scale, growth_factor, backoff_factor, growth_interval: of fp16's loss scale, as in torch.amp.GradScaler: it starts
+            at `init_scale`, is multiplied by `backoff_factor` after an update with an inf, and by `growth_factor` after
+            `growth_interval` updates without.
+    Source: Micikevicius et al. 2018, "Mixed Precision Training".
+    """
+
+    dtype: torch.dtype | None = None
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    float8: Float8 | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, torch.float16, torch.bfloat16):
+            raise PrecisionError(f"dtype must be torch.float16, torch.bfloat16, or None for float32, got {self.dtype}.")
+        require(isinstance(self.float8, Float8 | None), "float8", "Float8(...) or None", self.float8)
+        if self.float8 is not None and self.dtype is not torch.bfloat16:
+            raise PrecisionError(f"float8 must go with dtype=torch.bfloat16, in which the rest computes, got {self.dtype}.")
+        number("init_scale", self.init_scale, "above 0", lambda scale: 0 < scale < math.inf)
+        number("growth_factor", self.growth_factor, "above 1", lambda factor: 1 < factor < math.inf)
+        number("backoff_factor", self.backoff_factor, "between 0 and 1", lambda factor: 0 < factor < 1)
+        object.__setattr__(self, "growth_interval", whole("growth_interval", self.growth_interval, at_least=1))
+
+    @classmethod
+    def of(cls, value: str | torch.dtype | Precision | Float8 | None) -> Precision:
+        """From "fp32", "bf16", "fp16", "float8", the torch dtype, a Float8 or a Precision.
+
+        Raises:
+            UsageError: anything else.
+        """
+        if isinstance(value, Precision):
+            return value
+        if value is None or value is torch.float32:
+            return cls()
+        if isinstance(value, Float8) or value == "float8":
+            return cls(torch.bfloat16, float8=value if isinstance(value, Float8) else Float8())
+        if isinstance(value, str) and value in _NAMES:
+            return cls(_NAMES[value])
+        if value in (torch.float16, torch.bfloat16) and isinstance(value, torch.dtype):
+            return cls(value)
+        raise PrecisionError(
+            f"precision must be 'fp32', 'bf16', 'fp16', 'float8', a torch dtype or ech.layouts.Precision(...), got {value!r}."
+        )
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        if self.dtype is None:
+            return NO_CONTEXT
+        return torch.autocast(device.type, dtype=self.dtype)
+
+    def look_at(self, device: torch.device) -> None:
+        """Warn of a device that only emulates this type.
+
+        Raises:
+            UsageError: float8 where it is not installed, or the device cannot.
+        """
+        if self.float8 is not None:
+            self.float8.check(device)
+        if self.dtype is not torch.bfloat16 or device.type != "cuda" or torch.version.hip is not None:
+            return
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            logger.warning(
+                "precision 'bf16': %s has no units for bfloat16 and emulates it, slower than float32. Take precision='fp16', "
+                "which brings its gradient scaler.",
+                torch.cuda.get_device_name(device),
+            )
+
+    def scaler(self, device: torch.device, prepared: Prepared[Any]) -> torch.amp.GradScaler | None:
+        """fp16's small gradients would vanish without a scaler; bf16 has float32's range and needs none."""
+        if self.dtype is not torch.float16:
+            return None
+        options: dict[str, Any] = {
+            "init_scale": self.init_scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+        }
+        if not agree.is_joined() or not (prepared.averaged_over > 1 or prepared.stages or _is_sharded(prepared)):
+            return torch.amp.GradScaler(device.type, **options)
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        # Its default for the group is the one that was there when torch's module was imported.
+        return ShardedGradScaler(device.type, process_group=None, **options)
+
+
+def check_scaler(scaler: torch.amp.GradScaler | None, precision: Precision, prepared: Prepared[Any]) -> None:
+    """Before training; warns of float16 without a scaler.
+
+    Raises:
+        UsageError: a scaler of the user's own that would see this rank's shards only, so that ranks part ways.
+    """
+    if scaler is None:
+        if torch.float16 in (precision.dtype, prepared.computes_in):
+            logger.warning(
+                "the forward pass computes in float16 and there is no gradient scaler: gradients below 6e-8 become 0. Give the "
+                "unit precision='fp16', which brings one, or compute in bfloat16."
+            )
+        return
+    if agree.is_joined() and _is_sharded(prepared):
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        if not isinstance(scaler, ShardedGradScaler):
+            raise PrecisionError(
+                f"grad_scaler is a {type(scaler).__name__}, which checks this rank's shards only, so that on an inf some "
+                "ranks would skip the update and others not. Choose its options with "
+                "precision=ech.layouts.Precision(torch.float16, init_scale=...)."
+            )
+
+
+def _is_sharded(prepared: Prepared[Any]) -> bool:
+    return any(is_split(p) for p in prepared.module.parameters())
+
+
+class Shards:
+    """What a gradient scaler sees in the place of an optimizer: this rank's part of every gradient, and the update itself.
+
+    Attributes:
+        optimizer: whose parts these are.
+        updated: whether the last `step` of the scaler changed the parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+        self.optimizer, self._parameters = optimizer, list(parameters)
+        self.updated = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{"params": list(self._parts())}]
+
+    def _parts(self) -> Iterator[torch.Tensor]:
+        # The optimizer's may be fewer (its part of them) or more (a temperature that is no part of the module), and may grow.
+        own = (p for group in self.optimizer.param_groups for p in group["params"])
+        for parameter in {id(p): p for p in (*self._parameters, *own)}.values():
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                part = gradient.detach()
+                part.grad = gradient  # as a parameter has it; the same memory
+                yield part
+
+    def step(self) -> Any:
+        self.updated = True
+        return self.optimizer.step()
+
+    def update_with(self, scaler: torch.amp.GradScaler) -> bool:
+        """The optimizer's step unless a rank has found an inf; then the scale's. Whether the parameters have changed."""
+        self.updated = False
+        scaler.step(self)  # type: ignore[arg-type]
+        scaler.update()
+        return self.updated

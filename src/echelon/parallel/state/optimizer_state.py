@@ -1,0 +1,239 @@
+"""The state of an optimizer, keyed by parameter name whatever the layout.
+
+A tied parameter has its first name here; a module's state has all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.contracts.errors import CheckpointMismatchError
+from echelon.parallel.names import plain_names
+from echelon.parallel.state import keys as state_keys
+from echelon.parallel.state.keys import Saved
+from echelon.parallel.state.low_bit import as_float, is_low_bit, quantise_again
+from echelon.parallel.state.partition import Partition, parameter_groups
+from echelon.parallel.state.stage_group import ranks_apart
+from echelon.world import agree
+
+__all__ = ["OptimizerState", "ZeroRedundancyState"]
+
+logger = logging.getLogger(__name__)
+
+
+class OptimizerState:
+    """An optimizer's state, keyed "state.<parameter>.<what>" and "param_groups.<parameter>.<option>".
+
+    What it trains and no module has, such as a learned weight of a loss, is in nobody else's state: "values.<parameter>".
+
+    Of an optimizer that is divided over the ranks each has the tensors of what it owns; the methods are collective then.
+
+    Args:
+        modules: those whose parameters it has, by their names.
+        optimizer: of a divided one, that of what this rank owns.
+        everyones: the parameters of each group, also those of other ranks, where no `Partition` knows.
+    """
+
+    keyed_by_name = True
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer,
+        everyones: list[list[nn.Parameter]] | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._is_divided = everyones is not None or Partition.of(optimizer) is not None
+        self._groups = parameter_groups(optimizer) if everyones is None else everyones
+        self._apart = next((group for module in modules.values() if (group := ranks_apart(module)) is not None), None)
+        # A parameter's name here, and the name of its value in the checkpoint.
+        self._names: dict[torch.Tensor, str] = {}
+        self._values: dict[torch.Tensor, str] = {}
+        for owner, module in modules.items():
+            for name, parameter in plain_names(module):
+                self._names[parameter] = name if len(modules) == 1 else f"{owner}.{name}"
+                self._values[parameter] = f"{owner}.{name}"
+        self._loose: dict[torch.Tensor, str] = {
+            p: f"~{i}" for i, p in enumerate(p for group in self._groups for p in group if p not in self._names)
+        }
+        self._names |= self._loose
+
+    def state_dict(self) -> dict[str, Any]:
+        mine = [p for group in self._optimizer.param_groups for p in group["params"] if self._owns(p)]
+        own: dict[str, Any] = {f"values.{self._loose[p]}": p.detach() for p in mine if p in self._loose}
+        for parameter in mine:
+            held = state_keys.leaves(f"state.{self._names[parameter]}", self._optimizer.state.get(parameter, {}))
+            own |= {key: as_float(value) for key, value in held.items()}
+        options = {
+            f"param_groups.{self._names[parameter]}.{key}": value
+            for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True)
+            for parameter in parameters
+            for key, value in group.items()
+            if key != "params"
+        }
+        if self._apart is not None:
+            return {**self._of_all_stages({**options, **own}), **options, **own}
+        if not self._is_divided:
+            return {**own, **options}
+        # Numbers are written by rank 0 alone, which does not own all of them.
+        numbers = agree.gather({k: v for k, v in own.items() if not isinstance(v, torch.Tensor)})
+        return {k: v for each in (*numbers, own, options) for k, v in each.items()}
+
+    def _of_all_stages(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What is no tensor, of the other stages' parameters as well: rank 0 writes it. Collective over the pipeline."""
+        told = agree.gather([[k, *_packed(v)] for k, v in state.items() if _packed(v)], self._apart)
+        return {k: tuple(v) if is_tuple else v for each in told for k, v, is_tuple in each}
+
+    def _owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank does, of what the optimizer's groups have here."""
+        partition = Partition.of(self._optimizer)
+        return partition is None or partition.owns(parameter)
+
+    def names_by_group(self) -> list[list[str]]:
+        """The parameters' names here, in the order in which torch counts them."""
+        return [[self._names[parameter] for parameter in group] for group in self._groups]
+
+    def full_names(self) -> dict[str, str]:
+        """By a parameter's name here, its name in the checkpoint."""
+        return {name: self._values[parameter] for parameter, name in self._names.items() if parameter in self._values}
+
+    def targets(self, me: str, saved: Saved, values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Tensors to be filled from a checkpoint, and parameters of which it knows nothing. Changes nothing yet.
+
+        What an optimizer has not computed with yet has no state, and is given what the checkpoint has, whatever that is: no
+        step is made to see what a state would be.
+
+        Args:
+            me: this state's name in the checkpoint.
+            values: what else it holds of this state.
+        """
+        by_parameter = state_keys.by_parameter(
+            (k.removeprefix(f"{me}.") for k in saved if k.startswith(f"{me}.")), self._names.values()
+        )
+        found: dict[str, torch.Tensor] = {}
+        for group in self._optimizer.param_groups:
+            for parameter in filter(self._owns, group["params"]):
+                name = self._names[parameter]
+                living = state_keys.leaves(f"state.{name}", self._optimizer.state.get(parameter, {}))
+                weight = saved.get(self._values.get(parameter, ""))
+                for key in by_parameter.get(name, ()):
+                    dtype, shape = saved[f"{me}.{key}"]
+                    _check_fused(group, parameter, f"{me}.{key}", shape)
+                    now = living.get(key)
+                    if isinstance(now, torch.Tensor) and list(now.shape) == shape and not is_low_bit(now):
+                        found[key] = now
+                        continue
+                    if weight is not None and dtype == weight[0]:
+                        dtype = parameter.dtype  # a state of its parameter's type, as torch's optimizers have it
+                    found[key] = _room(parameter, dtype, shape)
+        found |= state_keys.tensor_options(me, saved) | self._saved_values(me, saved)
+        known = state_keys.known((*values, *found))
+        everyones = [self._names[parameter] for group in self._groups for parameter in group]
+        return found, [f"param_groups.{name}" for name in everyones if name not in known]
+
+    def untrained(self, values: Mapping[str, Any]) -> list[str]:
+        """What the saved optimizer held, and this one does not, though it is not frozen.
+
+        Args:
+            values: what a checkpoint holds of this state besides tensors.
+        """
+        known, mine = state_keys.known(values), {p for group in self._groups for p in group}
+        left = (name for p, name in self._names.items() if name in known and p not in mine and p.requires_grad)
+        return [f"param_groups.{name}" for name in left]
+
+    def _saved_values(self, me: str, saved: Saved) -> dict[str, torch.Tensor]:
+        """The parameters that no module has, whose values a checkpoint holds; those of earlier echelons did not."""
+        values = {f"values.{name}": p.detach() for p, name in self._loose.items()}
+        found = {key: value for key, value in values.items() if f"{me}.{key}" in saved}
+        if len(found) < len(values):
+            logger.warning(
+                "%s of a %s belong to no module among the unit's attributes, and their values are not in this checkpoint: they "
+                "stay as they are",
+                "a parameter" if len(values) - len(found) == 1 else f"{len(values) - len(found)} parameters",
+                type(self._optimizer).__name__,
+            )
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of what `state_dict` knows; what it knows without a state has none then."""
+        known = state_keys.known(state_dict)
+        state: dict[int, dict[str, Any]] = {}
+        parameters: list[torch.Tensor] = []
+        groups: list[dict[str, Any]] = []
+        by_parameter = state_keys.by_parameter(state_dict, self._names.values())
+        for group, everyones in zip(self._optimizer.param_groups, self._groups, strict=True):
+            options = state_keys.options(group, [name for p in everyones if (name := self._names[p]) in known], state_dict)
+            numbers = range(len(parameters), len(parameters) + len(group["params"]))
+            groups.append({**options, "params": list(numbers)})
+            for parameter in group["params"]:
+                name, number = self._names[parameter], len(parameters)
+                parameters.append(parameter)
+                if not self._owns(parameter):
+                    continue
+                living = self._optimizer.state.get(parameter, {})
+                if name not in known and living:
+                    state[number] = living
+                elif keys := by_parameter.get(name):
+                    state[number] = state_keys.nested(f"state.{name}", {k: state_dict[k] for k in keys})
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for number, given in state.items():
+            _keep_types(self._optimizer.state[parameters[number]], given)
+            quantise_again(self._optimizer, parameters[number])
+
+
+class ZeroRedundancyState(OptimizerState):
+    """The state of torch's ZeroRedundancyOptimizer, which is that of the optimizer inside it."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], optimizer: Any) -> None:
+        super().__init__(modules, optimizer.optim, [list(group["params"]) for group in optimizer.param_groups])
+        self._outer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        self._give_options(self._outer, self._optimizer)  # a schedule's latest, which the next step would pass on
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._give_options(self._optimizer, self._outer)
+
+    @staticmethod
+    def _give_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+        for given, group in zip(source.param_groups, target.param_groups, strict=True):
+            group.update({key: value for key, value in given.items() if key != "params"})
+
+
+def _packed(value: Any) -> list[Any]:
+    """A plain value, and whether it is a tuple; nothing for what is not plain."""
+    parts = value if isinstance(value, tuple | list) else [value]
+    plain = all(each is None or isinstance(each, bool | int | float | str) for each in parts)
+    return [value, isinstance(value, tuple)] if plain else []
+
+
+def _keep_types(loaded: Any, given: Mapping[str, Any]) -> None:
+    """Undo that torch gives every tensor of a state its parameter's type."""
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            _keep_types(loaded[key], value)
+        elif isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype and key != "step":
+            loaded[key] = value.to(loaded[key].device)
+
+
+def _check_fused(group: Mapping[str, Any], parameter: torch.Tensor, key: str, shape: list[int]) -> None:
+    """Fused kernels on CPUs believe in the shapes of a state: of another, they read and write beyond its memory (torch 2.13)."""
+    wanted = [] if key.endswith(".step") else list(parameter.shape)
+    if group.get("fused") and shape != wanted:
+        raise CheckpointMismatchError(
+            f"{key} has the shape {shape}, and a fused optimizer wants {wanted}. Use fused=False, if it is meant."
+        )
+
+
+def _room(parameter: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    """An empty tensor for a state: cut as its parameter is, if it has its shape."""
+    if list(parameter.shape) == shape and shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype)

@@ -1,0 +1,103 @@
+"""The state of modules and optimizers, keyed by parameter name whatever the layout: what one wrote, any other can read.
+
+Names are those of the module as its author wrote it. A tied parameter has its first name in an optimizer's state, and all of
+them in the module's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.parallel.names import plain_buffers, plain_names, tied_names, unwrapped
+from echelon.parallel.registry import wrapper_of
+from echelon.parallel.shards import is_split, reshard
+from echelon.parallel.state.optimizer_state import OptimizerState, ZeroRedundancyState
+from echelon.parallel.state.partition import Partition, is_zero_redundancy, parameters_of
+from echelon.parallel.state.stage_group import ranks_apart
+
+__all__ = ["ModuleState", "states_by_name"]
+
+
+class ModuleState:
+    """Parameters and buffers of a module, by name; sharded ones as DTensors."""
+
+    keyed_by_name = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @property
+    def _is_bare(self) -> bool:
+        """Without parameters and buffers, as a loss: torch's functions take that for an error."""
+        return not any(True for tensors in (self._module.parameters(), self._module.buffers()) for _ in tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        return dict(self._module.state_dict() if self._is_bare else get_model_state_dict(self._module))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+        if self._is_bare:
+            self._module.load_state_dict(state_dict)
+            return
+        set_model_state_dict(self._module, state_dict)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks have other parameters altogether, as stages of a pipeline."""
+        return ranks_apart(self._module) is not None
+
+    @property
+    def of_first_rank(self) -> list[str]:
+        """Buffers, which a forward pass changes on every rank by itself before the next one makes them equal: rank 0's count."""
+        return [name for name, buffer in plain_buffers(self._module) if not is_split(buffer)]
+
+    def tied(self) -> list[list[str]]:
+        """Names of one and the same parameter, for each that has several."""
+        return tied_names(plain_names(self._module, every_name=True))
+
+
+def states_by_name(app_state: Mapping[str, Any]) -> dict[str, Any]:
+    """A unit's app state with its modules and optimizers behind their names; everything else as it is."""
+    modules = {name: m for name, m in app_state.items() if isinstance(m, nn.Module)}
+    for module in modules.values():
+        reshard(module)
+    states: dict[str, Any] = {}
+    for name, value in app_state.items():
+        if isinstance(value, nn.Module):
+            states[name] = module_state(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            states[name] = _optimizer_state(value, modules)
+        else:
+            states[name] = value
+    return states
+
+
+def module_state(module: nn.Module) -> ModuleState:
+    """A module's state, or that of the module in a wrapper which torch's functions do not know."""
+    kind = wrapper_of(module)
+    if kind is not None and kind.module_state is not None:
+        made: ModuleState = kind.module_state(module)
+        return made
+    return ModuleState(unwrapped(module) if kind is not None and kind.unknown_to_torch else module)
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> Any:
+    owners = _owners(parameters_of(optimizer), modules)
+    if is_zero_redundancy(optimizer):
+        return ZeroRedundancyState(owners, optimizer)
+    kinds = (wrapper_of(part) for module in owners.values() for part in module.modules())
+    own = next((kind.optimizer_state for kind in kinds if kind is not None and kind.optimizer_state is not None), OptimizerState)
+    return own(owners, Partition.behind(optimizer))
+
+
+def _owners(parameters: list[nn.Parameter], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules that hold the parameters. By identity: shards have no address of their own to compare."""
+    mine = {id(p) for p in parameters}
+    return {name: m for name, m in modules.items() if any(id(p) in mine for p in m.parameters())}

@@ -1,0 +1,1 @@
+"""Layers and sequences split over ranks that have the same samples."""

@@ -1,0 +1,247 @@
+"""A layer of which each rank has a part: its parameters are DTensors, its work is on this rank's plain tensors.
+
+torch's own styles pass DTensors through every operation of a layer, which takes longer than the operations of a small one, and
+send the gradient of an input once for each layer that reads it. Here only parameters are DTensors, and layers that read the same
+tensor share one message. A layer keeps its class, its name and its hooks; `forward` is replaced on the instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from echelon.parallel.axes import Axis
+from echelon.parallel.tensor import collectives as traffic
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from echelon.parallel.tensor.sequence_part import PartOfSequence
+
+__all__ = [
+    "exchanged",
+    "has_own_weights",
+    "install",
+    "is_transposed",
+    "shared_axis",
+    "split_dims",
+    "split_outputs",
+    "splits_logits",
+]
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether it is the Conv1D of transformers: a Linear whose weight is (inputs, outputs)."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf") and hasattr(layer, "nx")
+
+
+def has_own_weights(layer: nn.Module) -> bool:
+    """Whether weight and bias are parameters: weight_norm, other parametrizations and pruning compute them from others."""
+    own = {name for name, _ in layer.named_parameters(recurse=False)}
+    return "weight" in own and ("bias" in own or getattr(layer, "bias", None) is None)
+
+
+def split_dims(layer: nn.Module, style: str) -> dict[str, int]:
+    """Which dimension of which parameter a style splits. What is not in it stays whole."""
+    colwise = style.startswith("colwise")
+    if isinstance(layer, nn.Embedding):  # (words, features)
+        return {"weight": int(colwise)}
+    if style == "summed":
+        return {}
+    outputs = int(is_transposed(layer))
+    return {"weight": outputs, "bias": 0} if colwise else {"weight": 1 - outputs}
+
+
+def shared_axis(module: nn.Module) -> Axis | None:
+    """The ranks that share this module's layers; None if none is split here."""
+    replaced = (vars(layer).get("forward") for layer in module.modules())
+    return next((each.axis for each in replaced if isinstance(each, _Split)), None)
+
+
+def split_outputs(module: nn.Module) -> list[str]:
+    """The layers that leave each rank a part of their outputs as a plain tensor, which the next layer must take as such."""
+    replaced = ((name, vars(layer).get("forward")) for name, layer in module.named_modules())
+    return [name for name, each in replaced if isinstance(each, _Colwise) and each.style == "colwise"]
+
+
+def splits_logits(layer: nn.Module) -> bool:
+    """Whether its outputs are DTensors, by the style "colwise_logits"."""
+    replaced = vars(layer).get("forward")
+    return isinstance(replaced, _Colwise) and replaced.style == "colwise_logits"
+
+
+def install(layer: nn.Module, style: str, mesh: DeviceMesh, axis: Axis, sequence: PartOfSequence | None = None) -> None:
+    """Split a layer's parameters over the mesh, without traffic: all ranks have the same. Its forward is a part's from now on.
+
+    Args:
+        mesh: the ranks that share layers, 1-D.
+        axis: the same.
+        sequence: what the layer's input and output are a part of, where the sequence is split, too.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    own = dict(layer.named_parameters(recurse=False))  # not what another stage of a pipeline has, as a tied layer's bias
+    for name, dim in split_dims(layer, style).items():
+        if (parameter := own.get(name)) is not None:
+            parts = distribute_tensor(parameter, mesh, [Shard(dim)], src_data_rank=None)
+            layer.register_parameter(name, nn.Parameter(parts, requires_grad=parameter.requires_grad))
+    replace: Any
+    if style == "summed":
+        replace = _Summed(layer, axis)
+    elif isinstance(layer, nn.Embedding) and style == "rowwise":
+        replace = _Words(layer, axis)
+    elif style.startswith("colwise"):
+        replace = _Colwise(layer, axis, style, mesh, sequence)
+    else:
+        replace = _Rowwise(layer, axis, style == "rowwise_split", sequence)
+    vars(layer)["forward"] = replace
+
+
+class _Split:
+    """What stands in for a layer's `forward`."""
+
+    def __init__(self, layer: nn.Module, axis: Axis) -> None:
+        self.layer, self.axis = layer, axis
+        self._forward: Callable[..., torch.Tensor] = layer.forward
+        own = "forward" not in vars(layer)
+        self._is_linear = own and type(layer).forward is nn.Linear.forward
+        self._is_transposed = own and is_transposed(layer)
+        self._is_words = own and type(layer).forward is nn.Embedding.forward
+
+    def _run(self, x: torch.Tensor, rest: _Rest, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+        """The layer's own forward with these tensors in the place of its parameters."""
+        if self._is_linear:
+            return F.linear(x, tensors["weight"], tensors["bias"])  # type: ignore[arg-type]
+        if self._is_transposed:
+            return F.linear(x, tensors["weight"].t(), tensors["bias"])  # type: ignore[union-attr]
+        with exchanged(self.layer, tensors):
+            return rest.call(self._forward, x)
+
+
+class _Rest:
+    """The arguments of a call but the first, which may be given by name."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
+        self._name = None if args else next(iter(kwargs))
+        self.first: torch.Tensor = args[0] if self._name is None else kwargs[self._name]
+
+    def call(self, function: Callable[..., torch.Tensor], first: torch.Tensor) -> torch.Tensor:
+        if self._name is None:
+            return function(first, *self._args[1:], **self._kwargs)
+        return function(**{**self._kwargs, self._name: first})
+
+
+@contextmanager
+def exchanged(layer: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+    own: dict[str, Any] = vars(layer)["_parameters"]
+    before = dict(own)
+    own.update({name: tensor for name, tensor in tensors.items() if name in own})
+    try:
+        yield
+    finally:
+        own.update(before)
+
+
+class _Colwise(_Split):
+    """This rank's part of the outputs; "colwise_gather" puts them together, "colwise_logits" gives a DTensor."""
+
+    def __init__(self, layer: nn.Module, axis: Axis, style: str, mesh: DeviceMesh, sequence: PartOfSequence | None) -> None:
+        super().__init__(layer, axis)
+        self.style, self._mesh, self._sequence = style, mesh, sequence
+        self._reads_words = isinstance(layer, nn.Embedding)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rest = _Rest(args, kwargs)
+        # Of a sequence in parts, gradients are summed where the parts were put together.
+        in_parts = self._sequence is not None and self._sequence.is_split
+        x = rest.first if self._reads_words or in_parts else entered(rest.first, self.axis)
+        bias = getattr(self.layer, "bias", None)
+        out = self._run(x, rest, {"weight": _local(self.layer.weight), "bias": None if bias is None else _local(bias)})
+        if self.style == "colwise":
+            return out
+        if self.style == "colwise_gather":
+            return traffic.gathered(out, self.axis, -1)
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(out, self._mesh, [Shard(out.dim() - 1)], run_check=False)
+
+
+class _Rowwise(_Split):
+    """The sum of what each rank makes of its part of the inputs. The bias, which all have, is added once."""
+
+    def __init__(self, layer: nn.Module, axis: Axis, takes_part: bool, sequence: PartOfSequence | None) -> None:
+        super().__init__(layer, axis)
+        self._takes_part, self._sequence = takes_part, sequence
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rest = _Rest(args, kwargs)
+        x = traffic.part(rest.first, self.axis, -1) if self._takes_part else rest.first
+        out = self._run(x, rest, {"weight": _local(self.layer.weight), "bias": None})
+        bias: Any = getattr(self.layer, "bias", None)
+        if self._sequence is not None and self._sequence.is_split:
+            out = self._sequence.spread(out)
+            bias = None if bias is None else traffic.whole(bias, self.axis)  # of this rank's part of the sequence
+        else:
+            out = traffic.summed(out, self.axis)
+        return out if bias is None else out + bias.to(out.dtype)
+
+
+class _Words(_Split):
+    """An embedding of which each rank has some words; of the others it makes zeros, and the ranks add up."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rest = _Rest(args, kwargs)
+        layer: Any = self.layer
+        weight = _local(layer.weight)
+        here = rest.first - self.axis.rank * len(weight)
+        other = (here < 0) | (here >= len(weight))
+        padding, before = None, layer.padding_idx
+        if before is not None and 0 <= before - self.axis.rank * len(weight) < len(weight):
+            padding = before - self.axis.rank * len(weight)
+        words = here.masked_fill(other, 0)
+        if self._is_words:
+            out = F.embedding(words, weight, padding)
+        else:
+            layer.padding_idx = padding
+            try:
+                out = self._run(words, rest, {"weight": weight})
+            finally:
+                layer.padding_idx = before
+        return traffic.summed(out.masked_fill(other[..., None], 0), self.axis)
+
+
+class _Summed(_Split):
+    """A whole layer that works on this rank's part of the features: its gradient is the sum over the ranks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        own = self.layer.named_parameters(recurse=False)
+        with exchanged(self.layer, {name: traffic.whole(p, self.axis) for name, p in own}):
+            return self._forward(*args, **kwargs)
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    """This rank's part, which it always is: torch.compile does not see whether a parameter has the method."""
+    part: torch.Tensor = parameter.to_local()
+    return part
+
+
+_ENTERED = "_echelon_entered"
+
+
+def entered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """What a colwise layer reads: its gradient is summed over the ranks, once for all layers that read the same tensor."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    if torch.compiler.is_compiling():
+        return traffic.same(x, axis)
+    known = getattr(x, _ENTERED, None)  # it lives as long as the tensor
+    if known is None or known[0] is not axis or known[1] != x._version:
+        known = (axis, x._version, traffic.same(x, axis))
+        setattr(x, _ENTERED, known)
+    return known[2]

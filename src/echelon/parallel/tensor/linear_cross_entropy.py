@@ -1,0 +1,350 @@
+"""The loss of a language model's last layer, computed a few rows at a time: the logits of a batch never exist together.
+
+`cross_entropy(linear(hidden, weight), target)` keeps N x V logits three times over in float32; with 8k tokens and 128k words that
+is 12.9 GB. Here the rows are taken in chunks. For each chunk
+
+    logits = hidden weight^T + bias        p = softmax(logits)        loss_i = -log p_i[target_i]
+    d = s_i (p_i - onehot(target_i))       d_hidden_i = d weight      d_weight += d^T hidden
+
+where s_i is what the row counts: 1/(rows that count) for a mean. "mean" and "sum" know s_i in the forward pass up to one factor,
+so the gradients are computed there, from logits that are still at hand, and the backward pass multiplies them by that factor: no
+more multiplications than the usual way. "none", fp16 (whose gradient scaler must act before anything is rounded), a second
+backward pass and a compiled one compute the logits again instead.
+
+Communication: none, unless the words are split over tensor-parallel ranks. Then, for each chunk, the maxima and the sums of these
+ranks, and once the gradient of hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from echelon.contracts.errors import UsageError, require
+from echelon.contracts.numbers import number, whole
+from echelon.parallel.tensor.vocab_shards import WordShard, liger, split_words
+
+__all__ = ["linear_cross_entropy"]
+
+Reduction = Literal["mean", "sum", "none"]
+
+# Logits of a chunk: 512 MiB in float32 on a GPU, 1,024 rows of 128k words, where a multiplication is worth its traffic with
+# memory; 64 MiB on a CPU, which gains nothing by more (BENCHMARKS.md).
+_LOGITS_AT_ONCE = {"cpu": 2**24}
+_LOGITS_AT_ONCE_ELSEWHERE = 2**27
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    chunk_tokens: int | None = None,
+    kernel: Literal["torch", "liger"] = "torch",
+) -> torch.Tensor:
+    """`cross_entropy(linear(hidden, weight, bias), target)` in a fraction of the memory.
+
+    With the weight's rows split over tensor-parallel ranks it is collective over these; all of them have the same hidden and
+    target. A weight that `fully_shard` has split is gathered as in its module's forward, which is collective, too.
+
+    Args:
+        hidden: (..., D) of floats; as a DTensor it is made whole.
+        weight: (V, D), the embedding's own or not; also a DTensor.
+        target: (...) of int64: words from 0 to V - 1, or ignore_index.
+        bias: (V,), or None.
+        ignore_index: targets that count nothing.
+        label_smoothing: from 0 to 1: this part of the target is spread over all words, as in `torch.nn.functional.cross_entropy`.
+        reduction: "mean" over the targets that count (nan if none does), "sum", or "none": a loss per target.
+        chunk_tokens: rows whose logits exist together; by default so many that these take 512 MiB (64 MiB on a CPU).
+        kernel: "liger" takes Liger's Triton kernel on a GPU, if `liger-kernel` is installed and the words are not split. It is no
+            default: it waits for the device in each forward pass, and rounds logits and sums to the types of its arguments.
+    Returns:
+        the loss in float32, in float64 if hidden is. Multiplications are in autocast's type where it is on, else in hidden's;
+        sums over words and over chunks are in float32 or wider.
+    Raises:
+        UsageError: shapes or types that do not fit together; a target outside of the words, on a CPU; a kernel that is not there.
+    """
+    _check(hidden, weight, target, bias, reduction)
+    require(kernel in ("torch", "liger"), "kernel", "'torch' or 'liger'", kernel)
+    number("label_smoothing", label_smoothing, "from 0 to 1", lambda part: 0 <= part <= 1)
+    chunk = chunk_tokens if chunk_tokens is None else whole("chunk_tokens", chunk_tokens, at_least=1)
+    with split_words(hidden, weight, target, bias) as (shard, hidden, weight, target, bias):
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        flat = target.reshape(-1)
+        _check_target(flat, shard.words, ignore_index)
+        if kernel == "liger":
+            options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+            return liger(rows, shard)(rows, weight, flat, bias=bias, **options)
+        how = _How(reduction, ignore_index, label_smoothing, shard, torch.is_grad_enabled(), _type_of(rows))
+        how = replace(how, chunk=chunk or _rows_at_once(rows.device, max(1, len(weight))))
+        loss: torch.Tensor = _LinearCrossEntropy.apply(rows, weight, bias, flat, how)  # type: ignore[no-untyped-call]
+        return loss.view(target.shape) if reduction == "none" else loss
+
+
+@dataclass(frozen=True)
+class _How:
+    """What stays the same for all chunks.
+
+    Args:
+        trains: whether gradients are enabled.
+        computes_in: the type of the multiplications.
+        chunk: rows taken together.
+    """
+
+    reduction: Reduction
+    ignore_index: int
+    smoothing: float
+    shard: WordShard
+    trains: bool
+    computes_in: torch.dtype
+    chunk: int = 1
+
+    @property
+    def sums_in(self) -> torch.dtype:
+        return torch.promote_types(self.computes_in, torch.float32)
+
+    @property
+    def early(self) -> bool:
+        """Whether the forward pass can compute the gradients: they are one factor away from what the backward pass wants."""
+        return (
+            self.trains
+            and self.reduction != "none"
+            and self.computes_in is not torch.float16
+            and not torch.compiler.is_compiling()
+        )
+
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # of hidden, weight, bias
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """hidden (N, D), weight (V, D), bias (V,) or None, target (N,) -> the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, target: Any, how: _How) -> torch.Tensor:
+        counts = (target != how.ignore_index).to(how.sums_in)
+        total = counts.sum()
+        wanted = tuple(ctx.needs_input_grad[:3])
+        ctx.how, ctx.early = how, None
+        ctx.save_for_backward(hidden, weight, bias, target)
+        factors = counts
+        if how.reduction == "mean":  # a mean over nothing has gradients of zero, as torch's
+            factors = counts / total.clamp(min=1)
+        work = _Chunks(hidden, weight, bias, target, how, factors, wanted if how.early else (False, False, False))
+        losses = work.losses()
+        if how.early and any(wanted):
+            ctx.early = work.gradients()
+        if how.reduction == "none":
+            return losses
+        return losses.sum() if how.reduction == "sum" else losses.sum() / total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            raise UsageError("linear_cross_entropy has no second derivatives. Use cross_entropy(linear(...)) for these.")
+        wanted = tuple(ctx.needs_input_grad[:3])
+        early, ctx.early = ctx.early, None
+        if early is not None:  # nobody else has them, and they are as large as the weight: multiplied in place
+            for made in early:
+                if made is not None:
+                    made.mul_(gradient)
+            return (*early, None, None)
+        how: _How = ctx.how
+        hidden, weight, bias, target = ctx.saved_tensors
+        factors = (target != how.ignore_index).to(how.sums_in)
+        if how.reduction == "mean":
+            factors = factors / factors.sum().clamp(min=1)
+        # A loss that is not a number gives no gradient to rows that do not count.
+        factors = torch.where(factors == 0, torch.zeros_like(factors), factors * gradient.to(how.sums_in))
+        work = _Chunks(hidden, weight, bias, target, how, factors, wanted)
+        work.losses()
+        return (*work.gradients(), None, None)
+
+
+class _Chunks:
+    """One pass over all rows, chunk by chunk: their losses, and the gradients that are wanted.
+
+    Args:
+        factors: (N,): what a row's loss counts in the gradients.
+        wanted: which gradients: of hidden, weight, bias.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        how: _How,
+        factors: torch.Tensor,
+        wanted: tuple[bool, ...],
+    ) -> None:
+        self._hidden, self._weight, self._bias, self._target = hidden, weight, bias, target
+        self._how, self._factors = how, factors
+        self._types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        sums: dict[str, Any] = {"dtype": how.sums_in, "device": hidden.device}
+        self._of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        self._of_weight = torch.zeros(weight.shape, **sums) if wanted[1] else None
+        self._of_bias = torch.zeros(len(weight), **sums) if wanted[2] else None
+
+    def losses(self) -> torch.Tensor:
+        """(N,), 0 for rows that do not count. Computes the gradients on the way. Collective over the shards of the words."""
+        how = self._how
+        losses = torch.zeros(len(self._hidden), dtype=how.sums_in, device=self._hidden.device)
+        with torch.autocast(self._hidden.device.type, enabled=False):
+            weight = self._weight.to(how.computes_in)
+            for rows in _slices(len(self._hidden), how.chunk):
+                hidden, target = self._hidden[rows].to(how.computes_in), self._target[rows]
+                logits = _multiply(hidden, weight.t(), how.sums_in)
+                if self._bias is not None:
+                    logits += self._bias
+                counts = target != how.ignore_index
+                loss, probabilities, place = _softmax(logits, target, how)
+                losses[rows] = torch.where(counts, loss, torch.zeros_like(loss))
+                del logits
+                if self._of_hidden is not None or self._of_weight is not None or self._of_bias is not None:
+                    self._add(rows, hidden, weight, probabilities, place)
+        return losses
+
+    def _add(self, rows: slice, hidden: torch.Tensor, weight: torch.Tensor, p: torch.Tensor, place: _Place) -> None:
+        how = self._how
+        if how.smoothing:
+            p -= how.smoothing / how.shard.words
+        if p.shape[1]:
+            p.scatter_add_(1, place.index, place.own.to(p.dtype) * (how.smoothing - 1))
+        factors = self._factors[rows, None]
+        if self._of_bias is not None:
+            self._of_bias += (p * factors).sum(0)
+        p = p.to(how.computes_in)
+        if self._of_hidden is not None:
+            self._of_hidden[rows] = _multiply(p, weight, how.sums_in) * factors
+        if self._of_weight is not None:  # rows of hidden are shorter than rows of logits: they take the factors
+            _add_product(self._of_weight, p.t(), (hidden * factors).to(how.computes_in))
+
+    def gradients(self) -> Gradients:
+        """Collective over the shards of the words, each of which has a part of hidden's gradient."""
+        if self._of_hidden is not None and self._how.shard.size > 1:
+            dist.all_reduce(self._of_hidden, group=self._how.shard.group)
+        return (
+            self._of_hidden,
+            None if self._of_weight is None else self._of_weight.to(self._types[1]),
+            None if self._of_bias is None else self._of_bias.to(self._types[2]),
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the targets of a chunk are among this rank's words.
+
+    Args:
+        index: (n, 1); some word of this rank's where it has none of the target's.
+        own: (n, 1): whether this rank has the target.
+    """
+
+    index: torch.Tensor
+    own: torch.Tensor
+
+    @classmethod
+    def of(cls, target: torch.Tensor, shard: WordShard, here: int) -> _Place:
+        index = target[:, None] - shard.first
+        own = (index >= 0) & (index < here)
+        return cls(torch.where(own, index, torch.zeros_like(index)), own)
+
+
+def _softmax(logits: torch.Tensor, target: torch.Tensor, how: _How) -> tuple[torch.Tensor, torch.Tensor, _Place]:
+    """The loss of each row (n,), and the probabilities (n, V) of this rank's words. The logits are used up."""
+    place = _Place.of(target, how.shard, logits.shape[1])
+    if how.shard.size == 1:
+        logs = torch.log_softmax(logits, 1)
+        loss = -logs.gather(1, place.index)[:, 0]
+        if how.smoothing:
+            loss = (1 - how.smoothing) * loss - how.smoothing * logs.mean(1)
+        return loss, logs.exp_(), place
+    # Phase 1: the largest logit of all ranks, so that no exp overflows. A rank without words has none.
+    largest = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), float("-inf"))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=how.shard.group)
+    logits -= largest[:, None]
+    # Phase 2: the sums of all ranks. Only one has the target's logit.
+    of_target = torch.where(place.own, logits.gather(1, place.index), 0.0)[:, 0] if logits.shape[1] else logits.sum(1)
+    sums = [of_target, logits.sum(1) if how.smoothing else of_target]
+    logits.exp_()
+    together = torch.stack([logits.sum(1), *sums])
+    dist.all_reduce(together, group=how.shard.group)
+    total, of_target, of_all = together
+    loss = total.log() - of_target
+    if how.smoothing:
+        loss = (1 - how.smoothing) * loss + how.smoothing * (total.log() - of_all / how.shard.words)
+    return loss, logits.div_(total[:, None]), place
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, result: torch.dtype) -> torch.Tensor:
+    """a b, of type `result`: rounded once where the device can."""
+    if a.dtype is result:
+        return a @ b
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=result)
+    return (a @ b).to(result)
+
+
+def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    if a.dtype is into.dtype:
+        into.addmm_(a, b)
+    elif a.device.type == "cuda":
+        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
+    else:
+        into += a @ b
+
+
+def _slices(rows: int, at_once: int) -> Iterator[slice]:
+    """Chunks of nearly one size, none larger than `at_once`."""
+    size = -(-rows // max(1, -(-rows // at_once)))
+    return (slice(first, first + size) for first in range(0, rows, max(1, size)))
+
+
+def _rows_at_once(device: torch.device, words: int) -> int:
+    return max(1, _LOGITS_AT_ONCE.get(device.type, _LOGITS_AT_ONCE_ELSEWHERE) // words)
+
+
+def _type_of(hidden: torch.Tensor) -> torch.dtype:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
+
+
+def _check(hidden: Any, weight: Any, target: Any, bias: Any, reduction: Any) -> None:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
+        require(isinstance(tensor, torch.Tensor), name, "a tensor", tensor)
+    require(bias is None or isinstance(bias, torch.Tensor), "bias", "a tensor or None", bias)
+    require(reduction in ("mean", "sum", "none"), "reduction", "'mean', 'sum' or 'none'", reduction)
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        require(tensor.is_floating_point(), name, "of floating point", tensor.dtype)
+    require(
+        weight.dim() == 2, "weight", "of shape (words, features)", tuple(weight.shape), "Under fully_shard, give the parameter."
+    )
+    fits = hidden.dim() >= 1 and hidden.shape[-1] == weight.shape[1]
+    require(fits, "hidden", f"of shape (..., {weight.shape[1]}), as the weight is {tuple(weight.shape)}", tuple(hidden.shape))
+    require(target.dtype is torch.int64, "target", "of type int64", target.dtype, "Probabilities are no targets of it.")
+    require(target.shape == hidden.shape[:-1], "target", f"of shape {tuple(hidden.shape[:-1])}", tuple(target.shape))
+    if bias is not None:
+        require(bias.shape == weight.shape[:1], "bias", f"of shape ({len(weight)},)", tuple(bias.shape))
+
+
+def _check_target(target: torch.Tensor, words: int, ignore_index: int) -> None:
+    """On a CPU. Elsewhere a look would wait for the device, which stops at a wrong index by itself."""
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = (target != ignore_index) & ((target < 0) | (target >= words))
+    if wrong.any():
+        raise UsageError(
+            f"target must be from 0 to {words - 1}, or {ignore_index} for what does not count, got {int(target[wrong][0])}. "
+            "Is the vocabulary of the tokenizer larger than the weight?"
+        )

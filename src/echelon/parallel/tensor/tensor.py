@@ -1,0 +1,278 @@
+"""Tensor parallelism: single layers are split over ranks that work on the same samples.
+
+Communication: within the tensor-parallel ranks, an all-reduce of activations after every "rowwise" layer, and one of the
+gradient of what "colwise" layers read (see `tensor_layers`); over the data-parallel ranks what `fully_shard` does. All
+parameters, those that tensor parallelism leaves whole, too, are under `fully_shard`, if need be over groups of one rank: so that
+state, optimizers and clipping meet one kind of parameter. DistributedDataParallel would lose the split ones from the state dict.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.contracts.errors import TensorParallelError
+from echelon.parallel.axes import axes_of
+from echelon.parallel.names import matching, plain_name, tied_names
+from echelon.parallel.tensor.adapters import with_adapters
+from echelon.parallel.tensor.layers import has_own_weights, install, is_transposed, split_dims
+from echelon.parallel.tensor.plans import ALIASES, STYLES, Plan, plan_of
+from echelon.parallel.tensor.sequence import check_sequence, split_sequence
+from echelon.parallel.tensor.sequence_part import PartOfSequence
+from echelon.world.init import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = ["Chosen", "check_tensor", "equalize", "split_layers"]
+
+logger = logging.getLogger(__name__)
+
+_HEADS = ("heads", "num_heads", "n_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head")
+_TIED = (
+    "tensor-parallel plan: {0} and {1} are one tied parameter, but would be split differently. An nn.Embedding as 'rowwise' and "
+    "an nn.Linear as 'colwise' or 'colwise_gather' are split alike."
+)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What `check_tensor` found in order.
+
+    Args:
+        plan: as it was given or found.
+        styles: by name of the submodule, each once.
+        blocks: of which the sequence is split, too; empty without sequence parallelism.
+    """
+
+    plan: Plan
+    styles: Mapping[str, Any]
+    blocks: Sequence[str] = ()
+
+    def report(self, world: World) -> None:
+        """Say which plan was found, where the user did not give one: on rank 0's log."""
+        if world.rank == 0 and not self.plan.given:
+            logger.info("tensor parallelism %s", self.plan.text)
+
+    def of_stages(self, module: nn.Module) -> Chosen:
+        """Without the layers that stages of other ranks hold, whose parameters are gone."""
+
+        def is_here(name: str) -> bool:
+            return any(True for _ in module.get_submodule(name).parameters())
+
+        styles = {name: style for name, style in self.styles.items() if is_here(name)}
+        return replace(self, styles=styles, blocks=[name for name in self.blocks if is_here(name)])
+
+    @property
+    def torchs(self) -> bool:
+        """Whether torch's own styles split the layers, because the plan has some."""
+        return any(not isinstance(style, str) for style in self.styles.values())
+
+
+def check_tensor(module: nn.Module, plan: Mapping[str, Any] | None, tp_size: int, *, sequence_parallel: bool = False) -> Chosen:
+    """Everything that can be wrong about splitting a module's layers over `tp_size` ranks. No collective, nothing is changed.
+
+    Args:
+        plan: None for the module's own, transformers', or an inferred one.
+    Raises:
+        UsageError: with the layer's name and the numbers.
+    """
+    found = plan_of(module, plan, tp_size)
+    styles = with_adapters(module, _by_name(module, found))
+    chosen = Chosen(found, styles)
+    if sequence_parallel:
+        chosen = replace(chosen, blocks=check_sequence(module, styles))
+    _check(module, styles, tp_size)
+    if tp_size > 1:
+        _check_tied(module, styles)
+        _refuse_scalars(module)
+    return chosen
+
+
+def split_layers(module: nn.Module, chosen: Chosen, tp_mesh: DeviceMesh) -> None:
+    """Split a module's layers in place over the ranks of a 1-D mesh. Its values must be the same on all of them. No traffic."""
+    axis = axes_of(tp_mesh)[0]
+    tied = tied_names(module.named_parameters(remove_duplicate=False))
+    layers = {name: module.get_submodule(name) for name in chosen.styles}
+    if chosen.torchs:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        styles = {name: _torchs(layers[name], style) for name, style in chosen.styles.items()}
+        parallelize_module(module, tp_mesh, styles, src_data_rank=None)
+    else:
+        sequence = PartOfSequence(axis) if chosen.blocks else None
+        for name, layer in layers.items():
+            inside = any(name.startswith(f"{block}.") for block in chosen.blocks)
+            install(layer, chosen.styles[name], tp_mesh, axis, sequence if inside else None)
+        if sequence is not None:
+            split_sequence(module, chosen.blocks, chosen.styles, sequence)
+    _tie(module, tied)
+
+
+def _by_name(module: nn.Module, plan: Plan) -> dict[str, Any]:
+    """The plan with every pattern replaced by the names that it matches; a layer with several names has its first."""
+    first: dict[nn.Module, str] = {}
+    found_all = module.named_modules(remove_duplicate=False)
+    names = {plain: first.setdefault(m, name) for name, m in found_all if (plain := plain_name(name))}
+    styles: dict[str, Any] = {}
+    for pattern, style in plan.styles.items():
+        found = list(dict.fromkeys(names[name] for name in matching(plain_name(pattern), names)))
+        if not found:
+            raise TensorParallelError(
+                f"the tensor-parallel plan has {pattern!r}, which matches no submodule of {type(module).__name__}."
+            )
+        if isinstance(style, str):
+            style = ALIASES.get(style, style)
+            if style not in STYLES:
+                raise TensorParallelError(
+                    f"a style of the tensor-parallel plan must be {', '.join(map(repr, STYLES))} or one of torch's "
+                    f"ParallelStyle objects, got {style!r} for {pattern!r}."
+                )
+        for name in found:
+            styles.pop(name, None)  # the last pattern that matches counts
+            styles[name] = style
+    return styles
+
+
+def _check(module: nn.Module, styles: Mapping[str, Any], size: int) -> None:
+    torchs = any(not isinstance(style, str) for style in styles.values())
+    for name, style in styles.items():
+        layer, kind = module.get_submodule(name), type(module).__name__
+        if style == "summed" and not torchs:
+            continue
+        can = isinstance(layer, (nn.Linear, nn.Embedding)) or (is_transposed(layer) and not torchs)
+        if isinstance(style, str) and not can:
+            raise TensorParallelError(
+                f"tensor-parallel plan: {kind}.{name} is a {type(layer).__name__}; {style!r} splits nn.Linear and nn.Embedding. "
+                "Name the layers inside it, or give a ParallelStyle of torch."
+            )
+        _refuse_kind(module, name, style)
+        simple = _in_words(style)
+        if simple is None:
+            continue
+        if not has_own_weights(layer):
+            raise TensorParallelError(
+                f"tensor-parallel plan: the weight or bias of {kind}.{name} is no parameter but computed from others, as by "
+                "weight_norm, another parametrization or pruning: it cannot be split. Leave this layer out of the plan."
+            )
+        dim = split_dims(layer, simple)["weight"]
+        weight = layer.weight
+        if isinstance(weight, torch.Tensor) and weight.shape[dim] % size:
+            raise TensorParallelError(
+                f"tensor parallelism over {size} ranks does not divide dimension {dim} of {kind}.{name}.weight "
+                f"{tuple(weight.shape)}. Use a size that divides {weight.shape[dim]}, or leave this layer out of the plan."
+            )
+        if simple in ("colwise", "rowwise"):
+            _check_heads(module, name, size)
+
+
+def _in_words(style: Any) -> str | None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if isinstance(style, str):
+        return style if style != "summed" else None
+    return "colwise" if isinstance(style, ColwiseParallel) else "rowwise" if isinstance(style, RowwiseParallel) else None
+
+
+def _refuse_kind(module: nn.Module, name: str, style: Any) -> None:
+    layer, kind = module.get_submodule(name), type(module).__name__
+    parent = module.get_submodule(name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        raise TensorParallelError(
+            f"tensor-parallel plan: {kind}.{name} is a part of torch's MultiheadAttention, which takes the layer's weight itself "
+            "and has the others in one parameter. Write attention with three Linear layers and scaled_dot_product_attention."
+        )
+    if isinstance(layer, nn.Embedding) and isinstance(style, str):
+        odd = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, n)]
+        if odd or style in ("rowwise_split", "colwise_logits"):
+            said = f"has {odd[0]}" if odd else f"cannot be {style!r}"
+            raise TensorParallelError(
+                f"tensor-parallel plan: {kind}.{name} is an Embedding that {said}. Leave it out of the plan."
+            )
+
+
+def _check_tied(module: nn.Module, styles: Mapping[str, Any]) -> None:
+    """One parameter is split one way."""
+    if any(not isinstance(style, str) for style in styles.values()):
+        return  # `_tie` finds out
+    for group in tied_names(module.named_parameters(remove_duplicate=False)):
+        how = {}
+        for name in group:
+            holder, _, attribute = name.rpartition(".")
+            layer = module.get_submodule(holder)
+            own = [n for n in styles if module.get_submodule(n) is layer]
+            how[name] = split_dims(layer, styles[own[0]]).get(attribute) if own else None
+        if len(set(how.values())) > 1:
+            raise TensorParallelError(_TIED.format(*group))
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0 and parameter.requires_grad:
+            raise TensorParallelError(
+                f"{type(module).__name__}.{name} is a scalar. Whether the ranks that share a layer have all of its gradient or a "
+                "part of it depends on where it is used, which tensor parallelism cannot know. Make it a tensor of one element "
+                "for each feature, freeze it, or take layout 'fsdp'."
+            )
+
+
+def _check_heads(module: nn.Module, name: str, size: int) -> None:
+    """Features may divide where heads do not: then a rank would hold half a head."""
+    name = name.removesuffix(".base_layer")
+    parent = module.get_submodule(name.rpartition(".")[0])
+    holders: list[tuple[Any, str]] = [(parent, "")]
+    if hasattr(parent, "head_dim") or "attention" in type(parent).__name__.lower():
+        holders.append((getattr(parent, "config", None), "config"))
+    for holder, of in holders:
+        for attribute in _HEADS:
+            heads = getattr(holder, attribute, None)
+            if isinstance(heads, int) and not isinstance(heads, bool) and heads % size:
+                where = ".".join(filter(None, (type(module).__name__, name.rpartition(".")[0], of, attribute)))
+                raise TensorParallelError(
+                    f"tensor parallelism over {size} ranks does not divide {where} = {heads}. Use a size that divides the number "
+                    f"of heads, or leave {name} out of the plan."
+                )
+
+
+def _torchs(layer: nn.Module, style: Any) -> ParallelStyle:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if not isinstance(style, str):
+        return style  # type: ignore[no-any-return]
+    if style.startswith("rowwise"):
+        whole = isinstance(layer, nn.Embedding) or style == "rowwise_split"
+        return RowwiseParallel(input_layouts=Replicate()) if whole else RowwiseParallel()
+    if style == "colwise_logits":
+        return ColwiseParallel(use_local_output=False)
+    return ColwiseParallel(output_layouts=Replicate()) if style == "colwise_gather" else ColwiseParallel()
+
+
+def equalize(module: nn.Module, world: World, *, from_rank0: bool) -> None:
+    """What has values goes to the device; the same on all ranks."""
+    tensors = dict.fromkeys(t for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.device != world.device:
+                tensor.data = tensor.data.to(world.device)
+            if from_rank0 and world.size > 1:
+                dist.broadcast(tensor.detach(), src=0)
+
+
+def _tie(module: nn.Module, tied: list[list[str]]) -> None:
+    """Splitting makes a new parameter for each name; one takes the place of all that were one before."""
+    for first, *others in tied:
+        parameter = module.get_parameter(first)
+        for name in others:
+            other = module.get_parameter(name)
+            if getattr(parameter, "placements", None) != getattr(other, "placements", None):
+                raise TensorParallelError(_TIED.format(first, name))
+            holder, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(holder), attribute, parameter)
