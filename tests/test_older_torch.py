@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.contracts.errors import UsageError
-from echelon.parallel.fsdp.unshardable import unsplittable
+from echelon.parallel.fsdp.sharding import unsplittable
 from echelon.parallel.older_torch import ddp_options
 
 

@@ -15,7 +15,7 @@ import echelon as ech
 from echelon.compat.older_options import FSDPStrategy
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.contracts.errors import UsageError
-from echelon.parallel.fsdp.data_mesh import replicas_default
+from echelon.parallel.fsdp.fsdp import replicas_default
 from echelon.parallel.recipe.blocks import blocks_by_policy, without_shared
 from tests.conftest import Ranks
 from tests.models import Batch, batch, largest_difference, net, plain_training, whole

@@ -25,8 +25,8 @@ from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure
 from echelon.launcher.local import elastic, progress, watch
 from echelon.launcher.local.attempt import Attempt
+from echelon.launcher.local.elastic import Lingering
 from echelon.launcher.local.judge import record_end
-from echelon.launcher.local.lingering import Lingering
 from echelon.launcher.local.signs import Pulses, Seen, behind
 from echelon.launcher.local.watch import Watch
 from echelon.launcher.records import exit_record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, get_origin, get_type_hints
 
@@ -14,8 +14,10 @@ from torch import nn
 from echelon.checkpoint.layout import Stateful
 from echelon.contracts.errors import UnitError
 from echelon.loop.progress import Progress
+from echelon.parallel.names import without_compile
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.recognised import Recognised
+from echelon.parallel.registry import Kind, kind_of
+from echelon.world.init import World
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
@@ -334,3 +336,28 @@ class TestUnit(Unit, Generic[T], ABC):
 
     def get_next_test_batch(self, state: State, data_iter: Iterator[T]) -> Any:
         return _data_for(self.test_step, data_iter)
+
+
+# Which modules of a unit the user has made parallel by hand, and how: found once for each.
+
+
+class Recognised:
+    """The Prepared of modules by name: each is recognised once, until another takes its place.
+
+    A copy, or what another process gets of it, starts over.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[nn.Module, Kind | None, Prepared[Any]]] = {}
+
+    def of(self, modules: Mapping[str, nn.Module]) -> dict[str, Prepared[Any]]:
+        return {name: self._one(name, module) for name, module in modules.items()}
+
+    def _one(self, name: str, module: nn.Module) -> Prepared[Any]:
+        kind, known = kind_of(without_compile(module)), self._known.get(name)
+        if known is None or known[0] is not module or known[1] is not kind:  # `fully_shard` changes a module in place
+            known = self._known[name] = module, kind, Prepared.of(module, World.current(torch.device("cpu")))
+        return known[2]
+
+    def __reduce__(self) -> Any:
+        return Recognised, ()

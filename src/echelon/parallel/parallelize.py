@@ -21,7 +21,6 @@ from echelon.contracts.overrides import overrides
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.ddp.sync_batchnorm import on_host
 from echelon.parallel.fsdp.fsdp import FSDPStrategy
-from echelon.parallel.guards.embeddings import check_embeddings
 from echelon.parallel.guards.lost_hooks import refuse_lost
 from echelon.parallel.guards.stale_params import note
 from echelon.parallel.layouts import resolve
@@ -240,3 +239,30 @@ def prepare_ddp(module: nn.Module, device: torch.device, layout: DDPStrategy | N
 def prepare_fsdp(module: nn.Module, device: torch.device, layout: FSDPStrategy | None = None) -> nn.Module:
     """The module on `device`, sharded in place by `fully_shard`; its parameters are DTensors."""
     return _for_own_steps(parallelize(module, layout or FSDPStrategy(), device))
+
+
+# Embeddings that compute something else where a rank sees a part of the batch only.
+
+
+def check_embeddings(module: nn.Module) -> None:
+    """Before data-parallel ranks train it.
+
+    Raises:
+        UsageError: an embedding with max_norm, which writes into the rows that a rank looks up: other ones on each rank.
+    """
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or not part.weight.requires_grad:
+            continue
+        if part.max_norm is not None:
+            raise LayoutError(
+                f"{name or type(part).__name__}: max_norm must be None on several ranks, got {part.max_norm:g}. torch writes it "
+                "into the rows that are looked up, which are others on each rank, so that the ranks would train different "
+                "models. Bound what was looked up, in forward: "
+                "rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1); or train on one rank."
+            )
+        if part.scale_grad_by_freq:
+            logger.warning(
+                "%s: scale_grad_by_freq counts how often a row occurs on each rank, not in the global batch: the gradient is "
+                "another one than on one rank",
+                name or type(part).__name__,
+            )

@@ -9,20 +9,21 @@ wait for another. If one of these was handling an exception, that is why.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
+from echelon.contracts.pulse import Phase
 from echelon.contracts.stopping import REQUEUE, signal_name
 from echelon.contracts.terminal import one_line
 from echelon.launcher.explain import hung, mismatched
 from echelon.launcher.explain.batch import OUT_OF_MEMORY
-from echelon.launcher.explain.evidence import Evidence
+from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.failed import FROM_OUTSIDE, own_failure, summary
 from echelon.launcher.explain.flight import Wait, waits
 from echelon.launcher.explain.handling import handling, was_handling
 from echelon.launcher.explain.stacks import waits_in
-from echelon.launcher.explain.stood import stood
 from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
-from echelon.launcher.explain.words import USED_ON_SOME, in_call, place, sentence, short, together, who
+from echelon.launcher.explain.words import USED_ON_SOME, grouped, in_call, place, sentence, short, they_did, together, who
 from echelon.launcher.job import Failure
 
 __all__ = ["explain"]
@@ -217,3 +218,35 @@ def _unknown(evidence: Evidence) -> Verdict:
         text = f"{headline}{where}: {_words(first)} No rank ended before it that would explain this. "
         text += "If it comes again: `echelon doctor` tries the network between the ranks."
     return Verdict((), UNKNOWN, headline, text[:1].upper() + text[1:])
+
+
+# Ranks that all stood in code of their own, none of them in a call that waits for others.
+
+
+_DATA = (Phase.DATA, Phase.EVAL_DATA)
+_OF_LOADER = (
+    "A process that loads data gives nothing: num_workers=0 shows the line in which it stands, LoaderOptions(timeout_s=...) ends "
+    "the run with the sample's number."
+)
+
+
+def stood(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Verdict | None:
+    """All ranks together: each is where it would be without the others. A lone rank waits for no other, wherever it stands."""
+    ranks = [evidence.rank(number) for number in evidence.all_ranks]
+    if evidence.hang_after_s is None or evidence.failures or not ranks:
+        return None
+    if any(not place(rank) for rank in ranks) or (len(ranks) > 1 and (waits or not all(map(_by_itself, ranks)))):
+        return None
+    loads = any(waits_in(rank.stack) == "a DataLoader" for rank in ranks)
+    data = loads or all(rank.is_known and rank.standing is not None and rank.standing.phase in _DATA for rank in ranks)
+    texts = {rank.rank: f"was{f' {rank.standing},' if rank.is_known else ''}{place(rank)}" for rank in ranks}
+    headline = together([they_did(alike, text) for alike, text in grouped(texts)[:3]])
+    text = f"No rank made progress for {evidence.hang_after_s:.0f} s: {headline}."
+    lone = "" if len(ranks) == 1 else " None of them waited for another."
+    text += lone + (f" {_OF_LOADER}" if loads else "")
+    return Verdict(tuple(evidence.all_ranks), "slow data" if data else "stood still", headline, sentence(text))
+
+
+def _by_itself(rank: RankEvidence) -> bool:
+    """Whether its stack ends in a line of the user's, or in torch's loader. A backward pass may wait in C++, out of sight."""
+    return bool(rank.stack) and (not rank.stack[0].of_library or waits_in(rank.stack) == "a DataLoader")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +21,6 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import LoopModes
 from echelon.loop.own.kept import keep, kept_for
-from echelon.loop.own.methods import knowing, replace
 from echelon.loop.own.run import OwnRun
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
@@ -426,3 +427,24 @@ def _as_its_own_kind(scheduler: Any, protocol: int) -> tuple[Any, ...]:
     """How it is pickled and copied: the copy belongs to no session."""
     kind: Any = type(scheduler).__base__
     return kind.__new__, (kind,), vars(scheduler)
+
+
+# Methods of a loop's optimizer and scheduler that are left to a session to call.
+
+
+def replace(thing: Any, name: str, by: Callable[..., Any]) -> None:
+    original = getattr(thing, name)
+    if not getattr(original, "knows_window", False):  # or what wraps it does: `functools.wraps` copies the mark
+        setattr(thing, name, types.MethodType(knowing(original, by), thing))
+
+
+def knowing(original: Callable[..., Any], by: Callable[..., Any], bound_to: Any = None) -> Callable[..., Any]:
+    """A method in the place of `original`, that leaves it to `by` to call it."""
+    call = original if bound_to is None else functools.partial(original, bound_to)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        return by(call, *args, **options)
+
+    method.knows_window = True  # type: ignore[attr-defined]
+    return method

@@ -17,7 +17,6 @@ from torch import nn
 
 from echelon.contracts.arguments import several
 from echelon.contracts.errors import LayoutError, require
-from echelon.parallel.fsdp.data_mesh import flat_mesh, replica_mesh
 from echelon.parallel.fsdp.fsdp1 import precision_policies, sharding_named
 from echelon.parallel.fsdp.sharding import Reduction, Sharding, offloads, shard
 from echelon.parallel.fsdp.units import check_prefetch, check_reshard
@@ -26,6 +25,7 @@ from echelon.parallel.recipe.blocks import Blocks, blocks_by_policy, chosen_bloc
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
 from echelon.world.init import World, ensure_group, rank_info
+from echelon.world.mesh import ParallelDims
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -186,3 +186,36 @@ def _grid(shards: dist.ProcessGroup, copies: dist.ProcessGroup) -> torch.Tensor:
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(copies))]
     dist.all_gather(rows, row, group=copies)
     return torch.stack(rows)
+
+
+# The mesh of the data-parallel ranks that a layout shards over: all on one axis, or copies of shards.
+
+
+def flat_mesh(world: World) -> DeviceMesh:
+    """All ranks on one axis."""
+    ensure_group(world.device)
+    return ParallelDims.of(world.size).data_mesh(world.device)
+
+
+def replica_mesh(
+    world: World, replicate_size: int | None = None, shard_size: int | None = None, *, local_size: int
+) -> DeviceMesh:
+    """Ranks as (replicas, shards); what is not given follows from the other, or is `replicas_default`.
+
+    Raises:
+        UsageError: the sizes do not multiply to the world size.
+    """
+    ensure_group(world.device)
+    if replicate_size is None:
+        size = shard_size if shard_size is not None else replicas_default(world.size, local_size)
+        replicate_size = max(1, world.size // max(1, size))
+        shard_size = size
+    dims = ParallelDims.of(world.size, dp_replicate=replicate_size, dp_shard=shard_size)
+    return dims.data_mesh(world.device)
+
+
+def replicas_default(world_size: int, local_size: int) -> int:
+    """Ranks that split one copy: those of a machine, where traffic is fast; on one machine the most that leave two copies."""
+    if 1 < local_size < world_size and world_size % local_size == 0:
+        return local_size
+    return next((d for d in range(world_size // 2, 0, -1) if world_size % d == 0), 1)

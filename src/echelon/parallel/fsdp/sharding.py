@@ -7,13 +7,16 @@ a window's last micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from echelon.contracts.errors import LayoutError
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
@@ -23,9 +26,7 @@ from echelon.parallel.fsdp.compute_type import always_under_autocast, decides, p
 from echelon.parallel.fsdp.discard_grads import forget_gradients
 from echelon.parallel.fsdp.embedding_and_head import keep_readable
 from echelon.parallel.fsdp.move_and_sync import place
-from echelon.parallel.fsdp.second_derivatives import refuse_second_derivatives
 from echelon.parallel.fsdp.units import Unit, expert_units, experts_apart, prefetch, resharded, units_of
-from echelon.parallel.fsdp.unshardable import of_another_type, unsplittable
 from echelon.parallel.gradients.fixed_order import TreeReduceScatter
 from echelon.parallel.gradients.unreduced_params import AfterEachBackward
 from echelon.parallel.guards.call_order import SameCalls
@@ -36,6 +37,7 @@ from echelon.parallel.layer_drop import layer_drop
 from echelon.parallel.meta.materialize import materialize, remember
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import class_name
+from echelon.parallel.older_torch import shards_integers
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe.blocks import Blocks
 from echelon.parallel.recipe.recipe import Recipe
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 __all__ = ["FSDPPrepared", "Reduction", "Sharding", "offloads", "shard"]
+
+logger = logging.getLogger(__name__)
 
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741
@@ -365,3 +369,71 @@ def offloads(value: Any, option: str) -> tuple[bool, bool]:
     if isinstance(value, OffloadPolicy):
         return False, True
     raise LayoutError(f"{option} must be True, False, or torch's CPUOffload or CPUOffloadPolicy, got {type(value).__name__}.")
+
+
+# Parameters that `fully_shard` cannot split. They stay whole on every rank: `gradients/unreduced_params` averages theirs.
+
+
+def unsplittable(module: nn.Module) -> set[nn.Parameter]:
+    """Scalars and empty tensors, which `fully_shard` refuses or breaks on; complex ones, which it would gather as real numbers
+    where a precision is asked for; with an older torch, all that are no floating-point numbers.
+    """
+    integers = shards_integers()
+    return {
+        p
+        for p in module.parameters()
+        if p.dim() == 0 or p.numel() == 0 or p.is_complex() or not (integers or p.is_floating_point())
+    }
+
+
+def of_another_type(module: nn.Module, units: Iterable[Sequence[nn.Module]], ignored: set[nn.Parameter]) -> set[nn.Parameter]:
+    """Trained parameters of another type than most of those they are gathered with: `fully_shard` takes one type at a time.
+
+    Args:
+        units: modules that are gathered together; what is in none of them is gathered with the root.
+        ignored: parameters that stay whole already.
+    """
+    found: set[nn.Parameter] = set()
+    done = set(ignored)
+    for modules in (*units, (module,)):
+        mine = dict.fromkeys(p for each in modules for p in each.parameters() if p not in done)  # in order: the same on all ranks
+        done |= mine.keys()
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in mine:
+            sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
+        main = max(sizes, key=sizes.__getitem__, default=None)
+        found |= {p for p in mine if p.requires_grad and p.dtype is not main}
+    if found:
+        first = next(name for name, p in module.named_parameters() if p in found)
+        logger.warning(
+            "%s parameters, such as %s, are of another type than most of those around them: every rank holds them whole",
+            len(found),
+            first,
+        )
+    return found
+
+
+# Gradients of gradients, such as a gradient penalty's, of a module that `fully_shard` has split: refused.
+#
+# The first backward pass frees the parameters that were gathered for it, and the second would read them again: torch 2.13 ends
+# the process with SIGSEGV.
+
+
+def refuse_second_derivatives(module: nn.Module) -> None:
+    """From now on a backward pass with `create_graph=True` through the module raises UsageError."""
+    name = class_name(module)
+
+    def refuse(gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # in a backward pass: only where a graph of it is made
+            raise LayoutError(
+                f"create_graph=True must be left out in a backward pass through {name}, whose parameters are sharded: they are "
+                "freed after it, and the backward pass through its gradients would read them. Train it under 'ddp' or 'zero1'."
+            )
+
+    def listen(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:  # a parameter would keep its hooks for ever
+                    leaf.register_hook(refuse)
+
+    module.register_forward_hook(torch.compiler.disable(listen))
