@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from echelon.contracts.arguments import flags
@@ -30,7 +29,7 @@ from echelon.data.page_locked import Locking, locks
 from echelon.data.parts import Padding, share
 from echelon.data.reader import Reader, ReadFailure
 from echelon.data.views import Ordered
-from echelon.data.workers import Board, named, start_method
+from echelon.data.workers import Board, base_generator, named, start_method
 
 __all__ = ["Loader", "Padding", "share"]
 
@@ -177,8 +176,7 @@ class Loader(BaseLoader):
             collate_fn=Locking(reader.collate) if locking else reader.collate,
             pin_memory=locking or bool(self.pin_memory),
             worker_init_fn=partial(_begin_worker, board, self.worker_init_fn) if board else None,
-            # A generator of its own: the workers' seed must not be drawn from the stream that dropout uses.
-            generator=torch.Generator(),
+            generator=base_generator(*words),
             timeout=self.options.timeout_s if board else 0,
             multiprocessing_context=start_method() if board else None,
         )

@@ -26,7 +26,7 @@ from echelon.data.options import StreamOptions
 from echelon.data.page_locked import Lockable, locked, locks
 from echelon.data.reader import ReadFailure
 from echelon.data.streaming import Share, Stand, Streams
-from echelon.data.workers import Board, named, start_method
+from echelon.data.workers import Board, base_generator, named, start_method
 from echelon.world import agree
 
 __all__ = ["StreamLoader", "is_divided", "of_all_ranks"]
@@ -216,7 +216,7 @@ class StreamLoader(BaseLoader):
             collate_fn=Lockable if locking else _as_it_is,
             pin_memory=locking or bool(self.pin_memory),
             worker_init_fn=board.begin,
-            generator=torch.Generator(),  # nothing is drawn from the stream that dropout uses
+            generator=base_generator(self.epoch, self.dp[0]),
             timeout=self.options.timeout_s,
             multiprocessing_context=start_method(),
         )

@@ -29,7 +29,7 @@ from echelon.contracts.errors import DataError, LoaderError
 from echelon.contracts.machine import process_stat
 from echelon.contracts.stopping import SIGNALS, signal_name
 
-__all__ = ["Board", "explain", "method_for", "named", "said", "seed_worker", "start_method"]
+__all__ = ["Board", "base_generator", "explain", "method_for", "named", "said", "seed_worker", "start_method"]
 
 # Sent to a whole process group or job, by a terminal or Slurm, and meant for the rank: it may want to save, for which it needs
 # its workers. They end when it does.
@@ -220,10 +220,21 @@ def named(error: RuntimeError, board: Board | None, worker: int, timeout_s: floa
 
 def seed_worker(*words: Any) -> None:
     """Seed this worker's streams by what it is about to do, so that augmentation draws the same after a restart."""
-    seed = zlib.crc32(repr(words).encode())
+    seed = _seed_of(words)
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
+
+
+def base_generator(*words: Any) -> torch.Generator:
+    """What a DataLoader draws its workers' seeds from, `get_worker_info().seed`: not the stream that dropout uses, and not one
+    that is alike on all ranks and in all epochs.
+    """
+    return torch.Generator().manual_seed(_seed_of(words))
+
+
+def _seed_of(words: tuple[Any, ...]) -> int:
+    return zlib.crc32(repr(words).encode())
 
 
 def said(error: BaseException) -> str:

@@ -41,7 +41,7 @@ CAUSES = {
     "samples that depend on the rank": "ranks must read the same data in the same order: sort files, seed shuffles",
     "samples that ranks share": "each rank goes through all of the data by itself: give echelon.Loader, or a DistributedSampler",
     "identical dropout": "data-parallel ranks draw the same random numbers: when the model is built, seed each by its rank",
-    "identical augmentation": "ranks change their samples by the same random numbers: seed each by its rank",
+    "identical augmentation": "seed each rank by its own number, and data workers by get_worker_info().seed",
     "a forward pass that cannot be repeated": "the forward pass draws from a source that prove cannot find, or keeps state",
     "other random numbers in the backward pass": "what is computed again draws anew: the gradient is not that of the loss",
     "gradients that are still scaled": "clip and look at gradients after scaler.unscale_(optimizer)",
@@ -139,7 +139,7 @@ def _same_reading(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
         return [("samples that depend on the rank", f"{seen} {records[draws.index(False)]['rank']} it does not")]
     for a, b in combinations(records, 2):
         for name in a["reading"].keys() & b["reading"].keys():
-            if a["reading"][name] == b["reading"][name]:
+            if a["reading"][name] & b["reading"][name]:
                 seen = f"ranks {a['rank']} and {b['rank']} read their first samples with the same RNG state of {name}"
                 return [("identical augmentation", seen)]
     return []

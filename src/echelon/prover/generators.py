@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 __all__ = ["GLOBAL", "Sources", "drawn_between", "is_library", "own_frames", "own_modules"]
 
 GLOBAL = ("torch", "numpy", "python")
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "torchvision", "numpy", "echelon", "_pytest", "pytest"} - {"__main__"}
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "echelon", "_pytest", "pytest"} - {"__main__"}
 _MOST_OBJECTS = 20_000  # that are looked at in one search
 _MOST_ITEMS = 500  # of one container
 _DEEPEST = 10
@@ -217,7 +218,7 @@ _OPENED: tuple[tuple[type | tuple[type, ...], Callable[[Any], _Inside]], ...] = 
     (types.MethodType, _of_method),
     (functools.partial, _of_partial),
     (type, _of_class),
-    (nn.Module, _of_object),
+    ((nn.Module, Dataset), _of_object),
 )
 
 

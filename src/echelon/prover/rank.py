@@ -60,7 +60,6 @@ __all__ = [
     "run_row",
     "run_samples",
     "run_split",
-    "run_worker_draws",
 ]
 
 _FIRST_SAMPLES = 16  # reading draws in the first few or not at all
@@ -238,15 +237,6 @@ def run_samples(replay: Replay, count: int) -> dict[str, Any]:
             if sum(len(each.rows) for each in seen) >= count:
                 break
         return {"seen": seen}
-
-    return replay.instead_of_training(read, replay.dtype)
-
-
-def run_worker_draws(replay: Replay) -> dict[str, Any]:
-    """`draws`: from which RNGs reading samples and collating them draws."""
-
-    def read(unit: Any, dataloader: Any) -> dict[str, Any]:
-        return {"draws": sorted(drawn_by_reading(dataloader) or ())}
 
     return replay.instead_of_training(read, replay.dtype)
 

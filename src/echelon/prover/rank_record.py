@@ -46,8 +46,8 @@ class RankRecord:
     # Checksums before and after the first pass that drew, by name.
     streams: dict[str, tuple[int, int]] = field(default_factory=dict)
     resting: list[list[str]] = field(default_factory=list)  # by update: modules in evaluation mode as it begins
-    reading: dict[str, tuple[int, int]] = field(default_factory=dict)  # as `streams`, of reading the first samples
-    workers_began: dict[str, int] = field(default_factory=dict)  # RNG states of a DataLoader's first worker, by checksum
+    # As `streams`, of reading the first samples: in each process that does.
+    reading: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     plan: Plan | None = None  # which samples the first epoch has for this rank, if the loader tells
     rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
     step_s: list[float] = field(default_factory=list)

@@ -38,7 +38,7 @@ from echelon.prover.kept_state import ABSENT, KeptState, digests_of, of_loop
 from echelon.prover.micro import Micro, digest, widened
 from echelon.prover.peak import PeakMemory
 from echelon.prover.rank_record import RankRecord
-from echelon.prover.samples import Reading, plan_of, worker_streams
+from echelon.prover.samples import Reading, plan_of
 from echelon.prover.turns import Enough
 from echelon.prover.values import (
     is_replica,
@@ -86,7 +86,7 @@ class StepRecorder(Callback):
         self._began = self._spent = 0.0
         self._sources: Sources | None = None
         self._loader: Any = None
-        self._reading = Reading()
+        self._reading: Reading | None = None
         self._in_pass = False
         self._kept: KeptState | None = None
         self._kept_before: dict[str, Any] = {}
@@ -140,7 +140,7 @@ class StepRecorder(Callback):
         self._gradients = GradientWatch(unit)
         self._gradients.pause = self._paused
         self._gradients.looks = self._looks
-        self._reading = Reading.watch(dataloader)
+        self._reading = Reading(dataloader, self.folder / f"reading{self.rank}.txt")
         self._kept = KeptState(unit)
         self._kept_digests = digests_of(self._kept.values())
 
@@ -361,8 +361,6 @@ class StepRecorder(Callback):
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
         if self.record.plan is None and not self.record.updates:
             self.record.plan = plan_of(self._loader)
-            if isinstance(self._loader, DataLoader) and self._loader.num_workers:
-                self.record.workers_began = worker_streams(self._loader)
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         self._began = time.perf_counter()
@@ -421,8 +419,8 @@ class StepRecorder(Callback):
 
     def close(self) -> dict[str, Any]:
         """Write this rank's part; returns what fits into a message."""
-        self._reading.undo()
-        self.record.reading = self._reading.drawn
+        if self._reading is not None:
+            self.record.reading = self._reading.end()
         if self._gradients is not None:
             self._gradients.remove()
             self.record.held, self.record.strangers = self._gradients.held, self._gradients.strangers

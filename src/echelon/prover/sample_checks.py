@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import combinations
 from pathlib import Path
 
 from echelon.contracts.errors import RankFailedError
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import Result
 from echelon.prover.ran import Ran
-from echelon.prover.rank import Replay, run_epoch, run_samples, run_worker_draws
+from echelon.prover.rank import Replay, run_epoch, run_samples
 from echelon.prover.samples import Epoch, Seen, note_on, of_updates, unlike_an_epoch, unlike_one_process
 
 __all__ = ["SampleChecks"]
@@ -34,14 +33,6 @@ class SampleChecks:
         if len(ranks) < 2:
             return []
         replay = self._on_ranks.replay(ran, self.folder)
-        began = [r["workers_began"] for r in ranks]
-        alike = {name for a, b in combinations(began, 2) for name in a if a[name] == b.get(name)}
-        if alike:
-            with contextlib.suppress(RankFailedError):
-                drawn = sorted(alike.intersection(self._on_ranks.launch(run_worker_draws, 1, replay)["draws"]))
-                if drawn:
-                    said = f"data workers of several ranks begin with the same RNG state of {', '.join(drawn)}"
-                    return [("identical augmentation", f"{said}, from which reading a sample draws")]
         if ranks[0]["loader"] == "Loader" and not ranks[0]["left_out"] and joined:
             updates = of_updates(ranks)
             others = unlike_one_process(updates, self._of_one_process(replay, sum(len(seen.rows) for seen in updates)))

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.micro import Micro, checksums, digest, plain
@@ -94,51 +94,80 @@ def _checksum(dataset: Any) -> int:
     )
 
 
-@dataclass
 class Reading:
-    """The RNGs from which reading single samples draws, in this process: checksums before and after the first that drew."""
+    """The RNGs from which reading single samples draws: checksums before and after the first that drew.
 
-    drawn: dict[str, tuple[int, int]] = field(default_factory=dict)
-    undo: Callable[[], None] = lambda: None
+    In each process that reads, it looks over the shoulder of the dataset's class and of the collate function at the first
+    samples. It is a loader's `worker_init_fn`: workers that are not forked have nothing of what is replaced here.
 
-    @classmethod
-    def watch(cls, loader: Any) -> Reading:
-        """Look over the shoulder of the dataset's class, and of the collate function, at the first samples."""
-        reading, head = cls(), contextlib.ExitStack()
-        reading.undo = head.close
-        dataset = getattr(loader, "dataset", None)
-        with contextlib.suppress(TypeError):  # builtin types cannot be changed; they draw nothing
-            for name in ("__getitem__", "__getitems__"):
-                if hasattr(type(dataset), name):
-                    reading._watch_class(dataset, name, Sources(dataset, "dataset"), head)
+    Args:
+        file: where every process leaves what it saw.
+    """
+
+    def __init__(self, loader: Any, file: Path) -> None:
+        self._dataset, self._file = getattr(loader, "dataset", None), file
+        self._own = getattr(loader, "worker_init_fn", None)
+        self._looked, self._noted = 0, set[str]()
+        self._head: contextlib.ExitStack | None = None
+        self._begin()
         collate = getattr(loader, "collate_fn", None)
-        # Workers have copies of it, whose draws are not seen here.
-        if callable(collate) and collate is not default_collate and not getattr(loader, "num_workers", 0):
-            head.callback(setattr, loader, "collate_fn", collate)
-            loader.collate_fn = _Watched(reading, collate)
-        return reading
+        if callable(collate) and collate is not default_collate:
+            self._replace(loader, "collate_fn", _Watched(self, collate))
+        if hasattr(loader, "worker_init_fn"):
+            self._replace(loader, "worker_init_fn", self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_head": None}
+
+    def __call__(self, worker: int) -> None:
+        if self._own is not None:
+            self._own(worker)
+        if self._head is None:
+            self._begin()
+
+    def end(self) -> dict[str, set[tuple[str, str]]]:
+        """By RNG, what was seen of it: of each process of the first epoch that has one."""
+        assert self._head is not None
+        self._head.close()
+        first: dict[tuple[str, str], tuple[str, str]] = {}
+        for line in self._file.read_text().splitlines() if self._file.exists() else ():
+            stream, worker, before, after = line.split("\t")
+            first.setdefault((stream, worker), (before, after))
+        return {stream: {ends for (each, _), ends in first.items() if each == stream} for stream, _ in first}
 
     def note(self, before: dict[str, Any], after: dict[str, Any], but: Set[str] = frozenset()) -> None:
+        info = get_worker_info()
         for stream, state in drawn_between(before, after).items():
-            if stream not in but:
-                self.drawn.setdefault(stream, (digest(state), digest(after[stream])))
+            if stream not in but and stream not in self._noted:
+                self._noted.add(stream)
+                with self._file.open("a") as file:
+                    file.write(f"{stream}\t{info.id if info else ''}\t{digest(state)}\t{digest(after[stream])}\n")
 
-    def _watch_class(self, dataset: Any, name: str, sources: Sources, head: contextlib.ExitStack) -> None:
-        kind, looked = type(dataset), 0
-        own, original = vars(kind).get(name), getattr(kind, name)
+    def _begin(self) -> None:
+        self._head = contextlib.ExitStack()
+        kind = type(self._dataset)
+        with contextlib.suppress(TypeError):  # builtin types cannot be changed; they draw nothing
+            for name in ("__getitem__", "__getitems__"):
+                if hasattr(kind, name):
+                    self._replace(kind, name, self._watched(getattr(kind, name), Sources(self._dataset, "dataset")))
 
+    def _watched(self, original: Callable[[Any, Any], Any], sources: Sources) -> Callable[[Any, Any], Any]:
         def watched(read: Any, index: Any) -> Any:
-            nonlocal looked
-            if read is not dataset or looked >= _FIRST_SAMPLES:
+            if read is not self._dataset or self._looked >= _FIRST_SAMPLES:
                 return original(read, index)
-            looked += 1
+            self._looked += 1
             before = sources.states()
             value = original(read, index)
             self.note(before, sources.states())
             return value
 
-        setattr(kind, name, watched)
-        head.callback(*((delattr, kind, name) if own is None else (setattr, kind, name, own)))
+        return watched
+
+    def _replace(self, owner: Any, name: str, by: Any) -> None:
+        assert self._head is not None
+        own = vars(owner).get(name)
+        setattr(owner, name, by)
+        self._head.callback(*((delattr, owner, name) if own is None else (setattr, owner, name, own)))
 
 
 class _Watched:
@@ -155,7 +184,7 @@ class _Watched:
         before = self._sources.states()
         batch = self._collate(samples)
         after = self._sources.states()
-        if drawn_between(before, after).keys() - self._reading.drawn.keys():
+        if drawn_between(before, after):
             self._reading.note(before, after, self._for_the_batch(samples, before, after))
         return batch
 
@@ -324,26 +353,6 @@ def unlike_one_process(updates: list[Seen], one: list[Seen]) -> str | None:
             return f"update {k}: {lacking} of {len(seen.rows)} samples are others than one process has for it"
         begin = end
     return None
-
-
-def worker_streams(loader: DataLoader[Any]) -> dict[str, int]:
-    """The RNG states with which the first data worker begins, by checksum: as torch seeds it, and then `worker_init_fn`."""
-    sources = Sources((loader.dataset, loader.collate_fn), "loader")
-    before = sources.states()
-    own = None if loader.generator is None else loader.generator.get_state()
-    try:
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
-        random.seed(seed)
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        if loader.worker_init_fn is not None:
-            with contextlib.suppress(Exception):  # it may ask for its worker, which is none
-                loader.worker_init_fn(0)
-        return {name: digest(state) for name, state in sources.states().items()}
-    finally:
-        sources.restore(before)
-        if own is not None:
-            loader.generator.set_state(own)
 
 
 def reads_alike(loader: Any) -> bool:
