@@ -96,7 +96,7 @@ def _rates(optimizers: Any) -> list[Any]:
     return [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in optimizers]
 
 
-def _plainly(scheduled: bool = False, **how: Any) -> tuple[Tensors, Tensors]:
+def _plainly(scheduled: bool = False, batch: int = BATCH, **how: Any) -> tuple[Tensors, Tensors]:
     generator, critic = _gan()
     optimizers = _optimizers(generator, critic)
     pair = _Pair(generator, critic, optimizers, _rates(optimizers) if scheduled else ())
@@ -104,7 +104,7 @@ def _plainly(scheduled: bool = False, **how: Any) -> tuple[Tensors, Tensors]:
     def clip(optimizer: torch.optim.Optimizer) -> None:
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIP)
 
-    for update, data in enumerate(_batches()):
+    for update, data in enumerate(_batches(batch)):
         pair.step(data, update, lambda loss: loss.backward(), clip, **how)
     return pair.weights()
 
@@ -118,8 +118,8 @@ def _prepared(layout: str, *, scheduled: bool = False, loader: Any = None, **opt
     return _Pair(generator, critic, optimizers, schedulers), loader
 
 
-def _trained(layout: str, scheduled: bool = False, **how: Any) -> tuple[Tensors, Tensors]:
-    pair, loader = _prepared(layout, scheduled=scheduled)
+def _trained(layout: str, scheduled: bool = False, batch: int = BATCH, **how: Any) -> tuple[Tensors, Tensors]:
+    pair, loader = _prepared(layout, scheduled=scheduled, loader=_batches(batch))
     for _ in ech.epochs(loader, 1):
         for data in loader:
             with ech.window(pair.critic) as window:
@@ -136,6 +136,16 @@ def _agree(got: Any, want: Any) -> None:
 def test_each_optimizer_steps_on_the_gradients_of_its_own_loss(ranks: Ranks, layout: str, first: bool) -> None:
     want = _plainly(first=first)
     for got in ranks(2, _trained, layout, first=first):
+        _agree(got, want)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks_of_it"),
+    [("tp=2", 2), *(pytest.param(each, 4, marks=pytest.mark.full) for each in ("hsdp", "dp_shard=2,tp=2"))],
+)
+def test_where_ranks_share_samples_or_layers(ranks: Ranks, layout: str, ranks_of_it: int) -> None:
+    want = _plainly(first=True, batch=12)
+    for got in ranks(ranks_of_it, _trained, layout, first=True, batch=12):
         _agree(got, want)
 
 

@@ -317,15 +317,25 @@ def _adapt(unit: Any, row: Row) -> None:
 
 def _with_sgd(unit: Any, momentum: float) -> None:
     """Give an AutoUnit SGD over the groups of its own optimizer; learning rates and schedule stay."""
-    configure = getattr(unit, "configure_optimizers_and_lr_scheduler", None)
+    several = getattr(unit, "has_several", False) and not isinstance(unit, LoopUnit)
+    method = f"configure_optimizers_and_lr_scheduler{'s' if several else ''}"
+    configure = getattr(unit, method, None)
     if configure is None:
         raise ProveError(f"{type(unit).__name__} makes its own optimizer, so it has no row with SGD.")
 
-    def with_sgd(module: Any) -> tuple[torch.optim.Optimizer, None]:
-        own, _ = configure(module)
+    def sgd_of(own: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, None]:
         groups = [{"params": group["params"], "lr": 0.1} for group in own.param_groups]
         return torch.optim.SGD(groups, lr=0.1, momentum=momentum), None
 
-    unit.configure_optimizers_and_lr_scheduler = with_sgd
-    for made in ("optimizer", "lr_scheduler"):  # built already, by a script that looked at it or by TorchTNT's AutoUnit
+    def with_sgd(module: Any) -> Any:
+        if not several:
+            return sgd_of(configure(module)[0])
+        return {name: sgd_of(made[0] if isinstance(made, tuple) else made) for name, made in configure(module).items()}
+
+    setattr(unit, method, with_sgd)
+    for made in (
+        "optimizer",
+        "lr_scheduler",
+        "several",
+    ):  # built already, by a script that looked at it or by TorchTNT's AutoUnit
         vars(unit).pop(made, None)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,8 @@ class StepRecorder(Callback):
     def _describe(self, unit: Any, dataloader: Any) -> None:
         record = self.record
         record.kind = next(kind.__name__ for kind in (LoopUnit, AutoUnit, units.TrainUnit) if isinstance(unit, kind))
-        record.kind = "several optimizers" if getattr(unit, "has_several", False) else record.kind
+        if getattr(unit, "has_several", False):
+            record.kind = "several optimizers" if isinstance(unit, LoopUnit) else "optimizers in turn"
         record.is_replica = is_replica(unit)
         _place(record, unit)
         record.loader = type(dataloader).__name__
@@ -198,9 +199,32 @@ class StepRecorder(Callback):
             self._take(state, wholes[id(given)][1] if id(given) in wholes else data, weight, made[0], before)
             return made
 
+        compute_losses = unit.compute_losses
+
+        def watched_losses(state: State, data: Any) -> Generator[Any, None, Any]:
+            if state.active_phase is not ActivePhase.TRAIN:
+                return (yield from compute_losses(state, data))
+            data, total = widened(data, self.dtype, unit.device), torch.zeros(())
+            before = self._begin_pass()
+            passes = compute_losses(state, data)
+            while True:
+                try:
+                    names, loss = next(passes)
+                except StopIteration as end:
+                    outputs = end.value
+                    break
+                total = loss.detach() + total
+                yield names, loss
+            silent = record_is_replica or (state.train_state is not None and state.train_state.step.is_padding)
+            self._take(state, data, 0.0 if silent else float(unit.weight(data)), total, before)
+            return outputs
+
         wholes = self._watch_parts(unit)
         record_is_replica = self.record.is_replica
-        unit.compute_loss = watched_loss  # type: ignore[method-assign]
+        if unit.has_several:
+            unit.compute_losses = watched_losses  # type: ignore[method-assign]
+        else:
+            unit.compute_loss = watched_loss  # type: ignore[method-assign]
         self._watch_clipping(unit)
 
     def _watch_parts(self, unit: AutoUnit[Any]) -> dict[int, tuple[Any, Any]]:

@@ -87,7 +87,8 @@ def data_of(ran: Ran) -> tuple[Any, ...]:
     """What the reference of a row depends on. Rows with the same share it.
 
     As a rule the samples of each update alone, whichever ranks had them. Dropped units depend on the micro-batches and on the
-    RNGs in front of them; a step of one's own, which may accumulate, on which micro-batches came at the same time.
+    RNGs in front of them; a step of one's own, which may accumulate, on which micro-batches came at the same time, and so do
+    several optimizers, as a loss meets what has stepped before it.
     """
     row, first, merged = ran.row, ran.records[0], micros_in_order(ran.records)
     states = [{path: m.state[path] for path in sorted(row.restores & m.state.keys())} for u in merged for m in u]
@@ -95,10 +96,12 @@ def data_of(ran: Ran) -> tuple[Any, ...]:
     epochs = tuple(first["updates"][k][0].epoch for k in range(len(merged)))
     kept = row.restores, digest(states) if row.restores else 0
     how = ran.dtype, row.optimizer, row.narrow, row.workers, row.constant_draws, as_script, epochs, kept
-    if first["kind"] == "TrainUnit":
+    at_once = first["kind"] in ("TrainUnit", "optimizers in turn")
+    if not row.constant_draws and first["kind"] != "TrainUnit" and any(m.streams for u in merged for m in u):
+        sizes = tuple(tuple(map(len, by_index(ran.records, k))) for k in range(len(merged))) if at_once else ()
+        return how, sizes, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
+    if at_once:
         return how, tuple(tuple(map(_digest_of_samples, by_index(ran.records, k))) for k in range(len(merged)))
-    if not row.constant_draws and any(m.streams for u in merged for m in u):
-        return how, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
     return how, tuple(map(_digest_of_samples, merged))
 
 

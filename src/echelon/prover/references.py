@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 
 from echelon.contracts.errors import ProveError
 from echelon.loop.auto.auto import AutoUnit
+from echelon.loop.auto.several import Turn
 from echelon.loop.own.unit import LoopUnit, Plain
 from echelon.prover.gradients import GradientWatch
-from echelon.prover.reference import AutoReference, How, OwnReference, Pass, Reference, Shake
+from echelon.prover.kept_state import agreeing
+from echelon.prover.micro import Micro, NotJoinable, joined
+from echelon.prover.reference import AutoReference, How, OwnReference, Pass, Reference, Shake, by_index
 from echelon.prover.turns import Turns
 from echelon.prover.values import balance, forget_loads, parameters_of, switch_off_dropout
 
@@ -40,11 +44,7 @@ class LoopReference(AutoReference):
         if not self.keeps_dropout:
             switch_off_dropout(self.unit)  # so that one batch is one update, for loops that count them
         Reference.begin(self, write=write)
-        self.unit.configure()
-        self.module = self.unit.prepared.unwrapped
-        held = {id(p) for each in self.unit.optimizers for group in each.param_groups for p in group["params"]}
-        self.held = {n for n, p in parameters_of(self.unit) if id(p) in held}
-        self.watch = GradientWatch(self.unit)
+        self.watch = _watched(self)
 
     def epoch_ended(self) -> None:
         self.turns.end_epoch()
@@ -92,9 +92,112 @@ class LoopReference(AutoReference):
         return loss
 
 
+class SeveralReference(AutoReference):
+    """A unit with several optimizers: each loss goes back for all ranks before its optimizers step, and the next is computed."""
+
+    def begin(self, *, write: bool = True) -> None:
+        Reference.begin(self, write=write)
+        if self.records[0]["dropouts"]:
+            switch_off_dropout(self.unit)
+        self.watch = _watched(self)
+        self.turns: list[Turn] = self.unit.several.turns  # type: ignore[union-attr]
+
+    def _step_scheduler(self) -> None:
+        self.unit.step_lr_scheduler()
+
+    def update(self, k: int) -> dict[str, Any]:
+        self.enter_epoch(self.updates[k][0].epoch)
+        forget_loads(self.unit)
+        for turn in self.turns:
+            turn.reset()
+        loss, groups = 0.0, by_index(self.records, k)
+        for number, same in enumerate(groups, 1):
+            loss += self._in_turn(self._passes([m for m in same if m.weight > 0], k), steps=number == len(groups))
+        for turn in self.turns:
+            if turn.kept:  # the last micro-batch was padding on all ranks
+                self._step(turn)
+        gradients, self.rates = self.watch.take() or {}, self.watch.rates
+        balance(self.unit)
+        self._step_ended(k, loss, None)
+        if self.unit.lr_interval == "update":
+            self._step_scheduler()
+        self.step_done()
+        return {"loss": loss, "norm": None, "gradients": gradients}
+
+    def backward(self, passes: Sequence[Pass]) -> float:
+        """Add up the gradients of each optimizer's own loss, where nothing steps; returns the mean loss."""
+        mean = sum(self._in_turn([each], steps=False) for each in passes)
+        self.module.zero_grad()
+        for turn in self.turns:
+            turn.take_back()
+        return mean
+
+    def loss_of(self, data: Any) -> torch.Tensor:
+        return torch.stack([loss for _, loss in self.unit.compute_losses(self.state, self.as_given(data))]).sum()
+
+    def _passes(self, micros: list[Micro], k: int) -> list[Pass]:
+        total = sum(m.weight for m in self.updates[k])
+        if micros and self.joined and (self.constant_draws or not self.drew):
+            try:
+                state = self._own(agreeing(m.state for m in micros))
+                return [Pass(joined(micros), sum(m.weight for m in micros) / total, micros[0].streams, state)]
+            except NotJoinable:
+                self.joined = False
+        return [Pass(m.data, m.weight / total, m.streams, self._own(m.state)) for m in micros]
+
+    def _in_turn(self, passes: Sequence[Pass], *, steps: bool) -> float:
+        """Passes of different ranks at one time; returns their part of the mean loss."""
+        mean, turns = 0.0, list[Turn]()
+        every = [(each, self.unit.compute_losses(self.state, self.as_given(each.data))) for each in passes]
+        streams = [each.streams for each in passes]
+        while every:
+            turns.clear()
+            for i, (each, losses) in enumerate(every):
+                if i or not turns:
+                    self.put_back(replace(each, streams=streams[i]))
+                with self.computes.autocast(self.device):
+                    made = next(losses, None)
+                if each.streams:
+                    streams[i] = {name: self.sources.states()[name] for name in each.streams}
+                if made is None:
+                    self.note_draws(each)
+                    continue
+                if not turns:
+                    turns = self.unit.several.named(made[0])  # type: ignore[union-attr]
+                    for turn in turns:
+                        turn.optimizer.zero_grad()
+                (made[1] * each.share).backward(retain_graph=self.unit.retain_graph)
+                mean += float(made[1].detach()) * each.share
+            if not turns:
+                break
+            for turn in turns:
+                self._step(turn) if steps else turn.put_aside()
+        return mean
+
+    def _step(self, turn: Turn) -> None:
+        turn.take_back()
+        if self.unit.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(turn.parameters, self.unit.clip_grad_norm)
+        if self.unit.clip_grad_value is not None:
+            torch.nn.utils.clip_grad_value_(turn.parameters, self.unit.clip_grad_value)
+        turn.optimizer.step()
+        turn.updated = True
+
+
+def _watched(reference: AutoReference) -> GradientWatch:
+    """Make the unit's optimizers, whose steps are seen from now on."""
+    unit = reference.unit
+    unit.configure()
+    reference.module = unit.prepared.unwrapped
+    held = {id(p) for each in unit.optimizers for group in each.param_groups for p in group["params"]}
+    reference.held = {n for n, p in parameters_of(unit) if id(p) in held}
+    return GradientWatch(unit)
+
+
 def reference_of(unit: Any, records: list[dict[str, Any]], folder: Path, dtype: torch.dtype, how: How, shake: Shake) -> Reference:
     """The reference for this kind of unit."""
     if isinstance(unit, LoopUnit):
         return LoopReference(unit.turns, unit, records, folder, dtype, how, shake)
-    kind = AutoReference if isinstance(unit, AutoUnit) else OwnReference
+    kind: type[Reference] = AutoReference if isinstance(unit, AutoUnit) else OwnReference
+    kind = SeveralReference if getattr(unit, "has_several", False) else kind
     return kind(unit, records, folder, dtype, how, shake)

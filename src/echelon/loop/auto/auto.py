@@ -60,10 +60,12 @@ T = TypeVar("T")
 
 
 class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
-    """Training, evaluation, prediction and testing of one module with one optimizer.
+    """Training, evaluation, prediction and testing of one module.
 
     Write `compute_loss(state, data) -> (loss, outputs)`, with a *mean* loss, and
-    `configure_optimizers_and_lr_scheduler(module) -> (optimizer, scheduler or None)`. For several optimizers write a TrainUnit.
+    `configure_optimizers_and_lr_scheduler(module) -> (optimizer, scheduler or None)`. For several optimizers, as of a GAN, write
+    `compute_losses(state, data)`, which yields the name of one and its loss in turn, and
+    `configure_optimizers_and_lr_schedulers(module) -> {name: (optimizer, scheduler or None)}`; the module may hold several.
 
     Args:
         module: the model; `self.module` is what the layout made of it.
@@ -183,7 +185,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         if not self.training or self.several is not None or self.__dict__.get("optimizer") is not None:
             return  # None is what TorchTNT scripts may have set
         if self.has_several:
-            self.several = configured(self)
+            self.several = configured(self, own_schedule=_overrides(self, AutoUnit, "step_lr_scheduler"))
             return
         made = self.prepared.optimizer(self.configure_optimizers_and_lr_scheduler)
         check_made(type(self).__name__, made)

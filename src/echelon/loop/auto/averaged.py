@@ -112,7 +112,7 @@ class AveragedWeights:
         prepared.parameters_written()  # refuses here what could not be exchanged later
         fill_rest(prepared.module)
         # Once: sharded parameters are found under their names only while they are not gathered.
-        self._parameters = {f"parameters.{n}": p for n, p in prepared.unwrapped.named_parameters()}
+        self._parameters = {f"parameters.{n}": p for n, p in prepared.named_parameters()}
         sources = self._sources()
         self._averages = {n: t.detach().clone() for n, t in sources.items()}
         wanted = sources if params.use_buffers else self._parameters
@@ -122,7 +122,7 @@ class AveragedWeights:
 
     def _sources(self) -> dict[str, torch.Tensor]:
         """What is averaged, as it is now: modules may replace a buffer."""
-        return {**self._parameters, **{f"buffers.{n}": b for n, b in self._prepared.unwrapped.named_buffers()}}
+        return {**self._parameters, **{f"buffers.{n}": b for n, b in self._prepared.named_buffers()}}
 
     @property
     def begun(self) -> bool:

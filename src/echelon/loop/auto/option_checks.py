@@ -32,13 +32,16 @@ def check_made(unit: str, made: Any) -> None:
     where = f"{unit}.configure_optimizers_and_lr_scheduler returned"
     if not isinstance(made, tuple) or len(made) != 2:
         keys = f" with {', '.join(map(repr, made))}" if isinstance(made, dict) else ""
-        raise LoopError(f"{where} {type(made).__name__}{keys}. Return the pair (optimizer, scheduler or None).")
+        raise LoopError(
+            f"{where} {type(made).__name__}{keys}. Return the pair (optimizer, scheduler or None); several optimizers, by "
+            "name, are returned by configure_optimizers_and_lr_schedulers."
+        )
     optimizer, scheduler = made
     for what, thing in (("optimizer", optimizer), ("scheduler", scheduler)):
         if isinstance(thing, (list, tuple)):
             raise LoopError(
                 f"{where} a {type(thing).__name__} in the {what}'s place. Return the pair of one optimizer and one scheduler or "
-                "None; for several optimizers write a TrainUnit."
+                "None; for several optimizers write configure_optimizers_and_lr_schedulers and compute_losses."
             )
     if isinstance(scheduler, dict):
         interval = "update" if scheduler.get("interval") == "step" else "epoch"

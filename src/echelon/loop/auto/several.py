@@ -11,22 +11,28 @@ another optimizer leaves there, and is cleared before the next pass, is in none 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import LoopError, RanksDisagreeError, UsageError
+from echelon.contracts.errors import LoopError, LossError, RanksDisagreeError, UsageError
+from echelon.loop.auto.finite import check_loss
 from echelon.loop.auto.optimizer_checks import check_holds
+from echelon.loop.loss import problem_with
 from echelon.parallel.gradients import clip as gradients
 from echelon.parallel.gradients.fused import fuse
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.networks import Networks
 from echelon.parallel.state.partition import parameters_of
-from echelon.world import agree
+from echelon.world import agree, clock
+from echelon.world.clock import Part
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
 
 __all__ = ["Several", "Turn", "configured"]
 
@@ -90,6 +96,8 @@ class Several:
         self._loss: Any = None  # the sum of the passes of this micro-batch
         self._earlier: float = 0  # what the window's earlier micro-batches weigh on this rank
         self._weight: float = 0  # and this one
+        self.count = 0  # micro-batches so far in this window
+        self._ended = False  # the window has
         self.total: float | None = None  # what the window's global batch weighs, once the ranks have met
 
     def check(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -130,14 +138,13 @@ class Several:
     # --- a micro-batch
 
     def begin(self, weight: float) -> None:
-        window = self._unit.window
-        if window.count == 1:
+        if self._ended:
             self.discard()
-        self._loss, self._weight = None, weight
+        self._loss, self._weight, self.count = None, weight, self.count + 1
 
     def discard(self) -> None:
         """The micro-batches of an unfinished window are left out."""
-        self._loss, self._earlier, self._weight, self.total = None, 0, 0, None
+        self._loss, self._earlier, self._weight, self.total, self.count, self._ended = None, 0, 0, None, 0, False
         for turn in self.turns:
             turn.reset()
 
@@ -161,7 +168,7 @@ class Several:
 
     def keep(self, turn: Turn) -> None:
         """The step of an optimizer in a micro-batch that is not the window's last."""
-        if turn.times_kept == self._unit.window.count:
+        if turn.times_kept == self.count:
             raise _twice(turn)
         turn.times_kept += 1
         turn.put_aside()
@@ -172,13 +179,14 @@ class Several:
             return self.total != 0
         window, prepared = self._unit.window, self._unit.prepared
         assert isinstance(prepared, Networks) and window.reference is not None
-        if window.count > 1 and turn.stepped:
+        if self.count > 1 and turn.stepped:
             raise _twice(turn)
-        if turn.times_kept != window.count - 1:
+        if turn.times_kept != self.count - 1:
             raise LoopError(
                 f"step() of {turn} must be called in each batch of an update, got it in {turn.times_kept + 1} of "
-                f"{window.count}: it steps in the last one, and tells before which gradients are to be kept. Do not ask for "
-                "window.is_last before it; what happens in some updates only, choose by window.update."
+                f"{self.count}: it steps in the last one, and tells before which gradients are to be kept. Do not ask for "
+                "window.is_last before it; what happens in some updates only, choose by window.update, in a unit by "
+                "train_progress.num_updates_completed."
             )
         self.total = self._meet(turn.number, f"step() of {turn}")
         turn.take_back()
@@ -209,6 +217,85 @@ class Several:
         if self.settle(turn):
             gradients.clip_by_value_(turn.parameters, max_value)
 
+    # --- a micro-batch of a unit
+
+    def named(self, names: Any) -> list[Turn]:
+        """Those that `compute_losses` has named with a loss.
+
+        Raises:
+            UsageError: there is none of this name.
+        """
+        wanted, known = (names,) if isinstance(names, str) else names, {turn.name: turn for turn in self.turns}
+        if not isinstance(wanted, (tuple, list)) or not wanted or any(name not in known for name in wanted):
+            raise LoopError(
+                f"{type(self._unit).__name__}.compute_losses must yield the name of an optimizer, or a tuple of names, with each "
+                f"loss, got {names!r:.100}; there are {', '.join(map(repr, known))}."
+            )
+        return [known[name] for name in wanted]
+
+    def train(self, state: State, micro_batch: MicroBatch[Any]) -> Any:
+        """Each loss of `compute_losses` in its turn: the optimizers of its name step before the next is computed.
+
+        Returns what `compute_losses` returned.
+        """
+        unit = self._unit
+        passes, last = unit.compute_losses(state, micro_batch.data), micro_batch.is_last
+        if not isinstance(passes, Iterator):
+            raise LoopError(
+                f"{type(unit).__name__}.compute_losses must yield a name and a loss, `yield 'critic', loss`, for each in the "
+                f"order of their steps, got {type(passes).__name__} returned."
+            )
+        self.begin(float(micro_batch.weight))
+        state.logged.begins(0 if unit.prepared.is_replica else micro_batch.weight)
+        unit.prepared.forward_begins()
+        while True:
+            clock.enter(Part.FORWARD)
+            try:
+                with unit.autocast():
+                    made = next(passes)
+            except StopIteration as end:
+                outputs = end.value
+                break
+            names, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, torch.tensor(0.0))
+            turns = self.named(names)
+            if (problem := problem_with((loss, None), unit.module)) is not None:
+                raise LossError(f"{type(unit).__name__}.compute_losses yielded for {names!r} {problem}")
+            if unit.detect_anomaly:
+                check_loss(loss, micro_batch.weight, unit.train_progress.num_updates_completed)
+            self.log(state, turns, loss)
+            for turn in turns:
+                gradients.clear(turn.optimizer)  # of what another's loss has left there
+            clock.enter(Part.BACKWARD)
+            self.backward(loss, micro_batch, retain_graph=unit.retain_graph)
+            clock.enter(Part.OPTIMIZER)
+            for turn in turns:
+                if last:
+                    self._clip_as_unit(turn)
+                    self.step(turn, turn.optimizer.step)
+                else:
+                    self.keep(turn)
+        if self._loss is None:
+            raise LoopError(f"{type(unit).__name__}.compute_losses must yield a loss in each batch, got none.")
+        self.end_micro_batch(replica=unit.prepared.is_replica)
+        return outputs
+
+    def log(self, state: State, turns: Sequence[Turn], loss: torch.Tensor) -> None:
+        """A loss that is not that of all, which is logged as it is."""
+        if len(turns) < len(self.turns):
+            state.log(f"loss_{'_'.join(turn.name for turn in turns)}", loss.detach())
+
+    def _clip_as_unit(self, turn: Turn) -> None:
+        if self._unit.clip_grad_norm is not None:
+            self.clip(turn, self._unit.clip_grad_norm)
+        if self._unit.clip_grad_value is not None:
+            self.clip_value(turn, self._unit.clip_grad_value)
+
+    def advance(self, *, after_epoch: bool) -> None:
+        """The schedulers: after an update, of the optimizers that stepped in it."""
+        for turn in self.turns:
+            if turn.scheduler is not None and (after_epoch or turn.updated):
+                turn.scheduler.step()
+
     # --- its end
 
     def end_micro_batch(self, *, replica: bool) -> None:
@@ -223,6 +310,7 @@ class Several:
         Raises:
             UsageError: no optimizer has stepped, or one whose gradients were kept has not.
         """
+        self._ended = True
         missed = next((turn for turn in self.turns if turn.times_kept and not turn.stepped), None)
         stepped = any(turn.stepped for turn in self.turns)
         number = 0 if missed is None and stepped else len(self.turns) + 1
@@ -264,23 +352,26 @@ class Several:
         return {**rates, **norms}
 
 
-def configured(unit: Any) -> Several:
+def configured(unit: Any, *, own_schedule: bool) -> Several:
     """The optimizers that a unit's `configure_optimizers_and_lr_schedulers` gives, which become attributes of it. Collective.
 
+    Args:
+        own_schedule: the user's code steps the schedulers.
     Raises:
         UsageError: what it gives is not that; or an option that is for one optimizer.
     """
     for name, given in (
         ("precision='fp16'", unit.grad_scaler),
-        ("averages of weights", unit.swa_params),
-        ("deterministic='bitwise'", unit.window.fixed or None),
+        ("SWAParams(swalr_params=...)", unit.swa_params and unit.swa_params.swalr_params),
     ):
         if given is not None:
             raise LoopError(f"{name} must be left out with several optimizers, got it. Use one optimizer with parameter groups.")
     prepared = unit.prepared
     assert isinstance(prepared, Networks)
     made = prepared.optimizer(unit.configure_optimizers_and_lr_schedulers)
-    check_several(type(unit).__name__, made)
+    if isinstance(made, dict):
+        made = {name: (each, None) if isinstance(each, torch.optim.Optimizer) else each for name, each in made.items()}
+    check_several(type(unit).__name__, made, own_schedule=own_schedule)
     several = Several(unit, made)
     several.check({p: name for name, p in prepared.named_parameters()})
     for turn in several.turns:
@@ -293,7 +384,7 @@ def configured(unit: Any) -> Several:
     return several
 
 
-def check_several(unit: str, made: Any) -> None:
+def check_several(unit: str, made: Any, *, own_schedule: bool) -> None:
     """What `configure_optimizers_and_lr_schedulers` returned, if it is not what AutoUnit asks for."""
     where = f"{unit}.configure_optimizers_and_lr_schedulers must return"
     if not isinstance(made, dict) or not made or not all(isinstance(name, str) and f"_{name}".isidentifier() for name in made):
@@ -301,10 +392,11 @@ def check_several(unit: str, made: Any) -> None:
     for name, pair in made.items():
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], torch.optim.Optimizer):
             raise LoopError(f"{where} the pair (optimizer, scheduler or None) for {name!r}, got {type(pair).__name__}.")
-        if isinstance(pair[1], torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(pair[1] or pair[0], "step"):
+        plateau = isinstance(pair[1], torch.optim.lr_scheduler.ReduceLROnPlateau) and not own_schedule
+        if plateau or not hasattr(pair[1] or pair[0], "step"):
             raise LoopError(
                 f"{where} a scheduler that steps by itself, or None, for {name!r}, got a {type(pair[1]).__name__}. Step one that "
-                "follows a metric in on_eval_end."
+                "follows a metric in a step_lr_scheduler of your own."
             )
 
 

@@ -11,13 +11,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from echelon.contracts.errors import LossError
+from echelon.contracts.errors import LoopError, LossError
 from echelon.data.parts import Pieces
 from echelon.loop.auto.finite import check_loss
 from echelon.loop.auto.loss_scale import tell_of_scale
@@ -85,6 +86,39 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
 
         Called once, when it is first needed, after your class's whole constructor. Adam and AdamW are fused on a GPU by default.
         """
+
+    # --- instead, for several optimizers
+
+    def configure_optimizers_and_lr_schedulers(
+        self, module: torch.nn.Module
+    ) -> Mapping[str, torch.optim.Optimizer | tuple[torch.optim.Optimizer, Any]]:
+        """The optimizers by name, each over parameters of its own, or pairs of one and its scheduler or None.
+
+        They become attributes, `optimizer_NAME` and `lr_scheduler_NAME`.
+        """
+        raise NotImplementedError
+
+    def compute_losses(self, state: State, data: T) -> Generator[tuple[str | tuple[str, ...], torch.Tensor], None, Any]:
+        """Yield the name of an optimizer and the mean loss that it steps on, in the order of the steps.
+
+        Where the next loss is computed, that optimizer has stepped, in an update's last micro-batch. It trains on the gradients
+        of this loss alone, over the whole global batch. One loss of several optimizers is yielded with a tuple of their names:
+        as it is here, where all step on `compute_loss`. What may be returned at the end are outputs.
+        """
+        loss, outputs = self.compute_loss(state, data)
+        yield tuple(turn.name for turn in self.several.turns) if self.several is not None else (), loss
+        return outputs
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """What is written for several optimizers need not be written for one."""
+        super().__init_subclass__(**options)
+        if cls.configure_optimizers_and_lr_schedulers is AutoTrainUnit.configure_optimizers_and_lr_schedulers:
+            return
+        cls.has_several = True
+        if cls.configure_optimizers_and_lr_scheduler is AutoTrainUnit.configure_optimizers_and_lr_scheduler:
+            cls.configure_optimizers_and_lr_scheduler = _of_one  # type: ignore[assignment, method-assign]
+        if cls.compute_loss is AutoTrainUnit.compute_loss and cls.compute_losses is not AutoTrainUnit.compute_losses:
+            cls.compute_loss = _sum_of_losses  # type: ignore[assignment, method-assign]
 
     def weight(self, data: T) -> float | torch.Tensor:
         """What a micro-batch counts in the mean over the global batch: its samples, as many as the loader put into it, or as can
@@ -219,6 +253,11 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
     def _forward_backward(self, state: State, micro_batch: MicroBatch[T]) -> Any:
         """With the window's last, gradients are summed up over the ranks. Returns the outputs."""
         prepared, bitwise, last, anomaly = self.prepared, self._bitwise, micro_batch.is_last, self.detect_anomaly
+        if self.several is not None:
+            if self._routers is not None:
+                self._routers.begin_forward(micro_batch.weight)
+            with prepared.explaining(), prepared.accumulate(last), torch.autograd.set_detect_anomaly(bool(anomaly)):
+                return self.several.train(state, micro_batch)
         if bitwise is not None:
             bitwise.begin(self.window.updates, self.window.count - 1)
         forward, backward = partial(self._forward, state), partial(self._backward, state)
@@ -291,3 +330,17 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
             # a copy from the host, as `new_tensor` makes it, would wait for all kernels before.
             start = scale.to(loss) if isinstance(scale, torch.Tensor) else loss.new_full((), scale)
             loss.backward(gradient=start.reshape(()), retain_graph=self.retain_graph)
+
+
+def _of_one(unit: Any, module: torch.nn.Module) -> Any:
+    raise LoopError(f"{type(unit).__name__} has several optimizers, which configure_optimizers_and_lr_schedulers gives.")
+
+
+def _sum_of_losses(unit: Any, state: State, data: Any) -> tuple[torch.Tensor, Any]:
+    """In evaluations, where nothing steps in between."""
+    unit.configure()
+    losses = []
+    for names, loss in unit.compute_losses(state, data):
+        unit.several.log(state, unit.several.named(names), loss)
+        losses.append(loss)
+    return torch.stack(losses).sum(), None

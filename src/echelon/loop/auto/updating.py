@@ -82,7 +82,9 @@ class AutoUpdates(TrainUnit[T]):
 
         A ReduceLROnPlateau advances after each evaluation within `fit` instead, with `eval_loss`.
         """
-        if self.lr_scheduler is not None and not self._plateau:
+        if self.several is not None:
+            self.several.advance(after_epoch=self.lr_interval == "epoch")
+        elif self.lr_scheduler is not None and not self._plateau:
             self.lr_scheduler.step()
 
     def zero_grad(self, state: State) -> None:
@@ -125,15 +127,21 @@ class AutoUpdates(TrainUnit[T]):
 
     def _update(self, state: State) -> torch.Tensor | None:
         """Returns the gradient norm, if it is clipped."""
-        weight, loss = self._end_window(state)
-        if self.window.is_nothing:
-            self._leave_out(state)
-            return None
-        norm = self._clip()
-        updated = self._apply(state, weight, loss, norm)
+        norm = None
+        if self.several is not None:
+            updated = self._end_several(state)
+        else:
+            weight, loss = self._end_window(state)
+            if self.window.is_nothing:
+                self._leave_out(state)
+                return None
+            norm = self._clip()
+            updated = self._apply(state, weight, loss, norm)
         if not self.zero_grad_at_train_step_start:
             self.zero_grad(state)
-        scheduled = self.lr_scheduler is not None or self.swa_scheduler is not None or self._own_schedule
+        scheduled = (
+            self.several is not None or self.lr_scheduler is not None or self.swa_scheduler is not None or self._own_schedule
+        )
         if updated and scheduled and self.lr_interval == "update":
             self._advance()
         return norm
@@ -174,8 +182,8 @@ class AutoUpdates(TrainUnit[T]):
             window.reference = window.reference if window.fixed else float(weight)
         return weight, loss
 
-    def _end_several(self, state: State) -> None:
-        """The end of an update whose optimizers have stepped, each in its turn."""
+    def _end_several(self, state: State) -> bool:
+        """The end of an update whose optimizers have stepped, each in its turn. False if its global batch weighs nothing."""
         several, window = self.several, self.window
         assert several is not None
         several.meet_at_end()
@@ -184,13 +192,16 @@ class AutoUpdates(TrainUnit[T]):
         weight, loss = self._end_window(state)
         if window.is_nothing:
             self._leave_out(state)
-            return
+            return False
+        if self.swa_model is not None:
+            self.swa_model.step()
         self.latest_update, more = (loss, None), {**several.numbers(), **state.logged.settled()}
         if self._routers is not None:
             self._routers.end_window(updated=True)
             more = {**self._routers.measures(), **more}
         if state.recorder is not None:
             state.recorder.update(self.train_progress.num_updates_completed + 1, loss, weight, None, None, more)
+        return True
 
     def _leave_out(self, state: State) -> None:
         """An update of a global batch that weighs nothing, which all ranks know. It is counted, and trains nothing."""
