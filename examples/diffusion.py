@@ -15,6 +15,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import make_moons
 from torch import nn
 
 import echelon as ech
@@ -22,29 +23,24 @@ import echelon as ech
 STEPS = 50  # of noise
 
 
+# The share of the signal's variance that is left after each step: a cosine from 1 to almost 0.
+KEPT = ((torch.arange(1, STEPS + 1) / STEPS + 0.008) / 1.008 * math.pi / 2).cos().square().clamp(1e-3, 1.0)
+
+
 def moons(count: int, seed: int) -> torch.Tensor:
     """Points on two half circles, each reaching into the other: (count, 2)"""
-    generator = torch.Generator().manual_seed(seed)
-    angles, upper = math.pi * torch.rand(count, generator=generator), torch.rand(count, generator=generator) < 0.5
-    x = torch.where(upper, angles.cos() - 0.5, 0.5 - angles.cos())
-    y = torch.where(upper, angles.sin() - 0.25, 0.25 - angles.sin())
-    points = 1.5 * torch.stack([x, y], 1) + 0.03 * torch.randn(count, 2, generator=generator)
-    return points.to(torch.get_default_dtype())
+    points, _ = make_moons(count, noise=0.02, random_state=seed)
+    return torch.tensor(points - points.mean(0), dtype=torch.get_default_dtype())
 
 
 class Denoiser(nn.Module):
     """Noisy points (B, 2) and how noisy they are, 0 .. STEPS - 1 (B,) -> the noise in them (B, 2)"""
-
-    kept: torch.Tensor
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.steps, self.points = nn.Embedding(STEPS, width), nn.Linear(2 * 9, width)
         self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(depth))
         self.noise = nn.Linear(width, 2)
-        # The share of the signal's variance that is left after each step: a cosine from 1 to almost 0.
-        angles = (torch.arange(1, STEPS + 1) / STEPS + 0.008) / 1.008 * math.pi / 2
-        self.register_buffer("kept", angles.cos().square().clamp(1e-3, 1.0))
 
     def forward(self, x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
         waves = [wave(k * x) for k in (1, 2, 4, 8) for wave in (torch.sin, torch.cos)]  # for what is fine
@@ -62,7 +58,7 @@ class Diffusion(ech.AutoUnit[torch.Tensor]):
     def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, None]:
         step = torch.randint(STEPS, (len(data),), device=data.device)
         noise = torch.randn_like(data)
-        kept = self.kept[step, None]
+        kept = KEPT.to(data)[step, None]
         return F.mse_loss(self.module(kept.sqrt() * data + (1 - kept).sqrt() * noise, step), noise), None
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, object]:
@@ -72,20 +68,12 @@ class Diffusion(ech.AutoUnit[torch.Tensor]):
             optimizer, lambda update: 0.5 + 0.5 * math.cos(math.pi * min(1.0, update / self.updates))
         )
 
-    @property
-    def kept(self) -> torch.Tensor:
-        return self.prepared.unwrapped.kept
-
 
 @torch.no_grad()
 def sample(unit: Diffusion, count: int) -> torch.Tensor:
     """Points, from noise. Every rank calls it and draws alike: a sharded module computes on all of them at once."""
-    generator = torch.Generator().manual_seed(0)
-
-    def noise() -> torch.Tensor:
-        return torch.randn(count, 2, generator=generator, dtype=torch.float32).to(unit.kept)
-
-    x, kept = noise(), unit.kept
+    generator, kept = torch.Generator().manual_seed(0), KEPT.to(unit.device)
+    x = torch.randn(count, 2, generator=generator).to(unit.device)
     for step in reversed(range(STEPS)):
         before = kept[step - 1] if step else torch.ones_like(kept[0])
         guess = unit.swa_model(x, torch.full((count,), step, device=x.device))
@@ -93,13 +81,14 @@ def sample(unit: Diffusion, count: int) -> torch.Tensor:
         # The mean and variance of the step before, given this one and the clean points (Ho et al. 2020, equation 7).
         alpha = kept[step] / before
         x = (before.sqrt() * (1 - alpha) * clean + alpha.sqrt() * (1 - before) * x) / (1 - kept[step])
-        x = x + ((1 - before) / (1 - kept[step]) * (1 - alpha)).sqrt() * noise()
+        noise = torch.randn(count, 2, generator=generator).to(x)
+        x = x + ((1 - before) / (1 - kept[step]) * (1 - alpha)).sqrt() * noise
     return x.cpu()
 
 
 def distance(made: torch.Tensor, real: torch.Tensor) -> float:
     """How far a made point is from the nearest real one, in the mean."""
-    return float(torch.cdist(made, real).amin(1).mean())
+    return torch.cdist(made, real.to(made)).amin(1).mean().item()
 
 
 def main() -> None:
@@ -114,18 +103,14 @@ def main() -> None:
     ech.seed(0)  # every rank builds the same module
     count, width, depth = (2048, 64, 2) if args.toy else (32768, 256, 4)
     loader = ech.Loader(moons(count, seed=1), global_batch=64 if args.toy else 256)
-    unit = Diffusion(
-        module=Denoiser(width, depth),
-        layout=args.layout,
-        ema=0.99,
-        updates=args.epochs * loader.global_batches,
-    )
+    module = Denoiser(width, depth)
+    unit = Diffusion(module=module, layout=args.layout, ema=0.99, updates=args.epochs * loader.global_batches)
     ech.train(unit, loader, max_epochs=args.epochs, checkpoints=args.checkpoints)
 
     real, made = moons(4096, seed=2), sample(unit, 512)
-    if ech.RankInfo().rank == 0:
-        noise = distance(torch.randn(made.shape, dtype=made.dtype, generator=torch.Generator().manual_seed(3)), real)
-        print(f"made points are {distance(made, real):.3f} from the moons, in the mean; noise is {noise:.3f} from it")
+    if ech.is_main():
+        noise = torch.randn(512, 2, generator=torch.Generator().manual_seed(3))
+        print(f"made points are {distance(made, real):.3f} from the moons, in the mean; noise {distance(noise, real):.3f}")
 
 
 if __name__ == "__main__":

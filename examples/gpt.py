@@ -1,13 +1,10 @@
-"""Train a byte-level GPT on the source of Python's standard library, on any number of ranks.
+"""Train a byte-level GPT on the source of Python's standard library, or on text files of yours.
 
-    echelon run --ranks 2 examples/gpt.py                     FSDP over two processes
-    echelon run --ranks 2 examples/gpt.py --layout ddp
-    python examples/gpt.py --layout none                    one process, no launcher
-    echelon run --ranks 2 examples/gpt.py --data ~/texts      your own text files
-    echelon run --ranks 2 --name big --stop-after 50m examples/gpt.py     the same command once more goes on
-    echelon run --ranks 2 examples/gpt.py --resume            a new run that begins where the last one stopped
+    echelon run --ranks 2 examples/gpt.py                              FSDP over two processes
+    echelon run --ranks 2 examples/gpt.py --layout tp=2 --data ~/texts
+    python examples/gpt.py --layout none                               one process, no launcher
 
-The script says what is trained; how many processes there are, and how the model is split over them, is said elsewhere.
+Each start is a new run with checkpoints of its own. With `--name big` before the script, the same command goes on where it was.
 """
 
 from __future__ import annotations
@@ -23,13 +20,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.data import ByteText, split_files
 
-VOCABULARY = 256  # bytes
+BYTES = 256  # the vocabulary
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP. x: (B, T, D) -> (B, T, D)."""
+    """Pre-norm attention and MLP. (B, T, D) -> (B, T, D)"""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -39,11 +35,9 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, d = x.shape
         # Heads outermost and -1 of them: with tensor parallelism this rank has a part of the heads, with their q, k and v.
-        q, k, v = self.qkv(self.norm_1(x)).view(b, t, -1, 3, d // self.heads).permute(3, 0, 2, 1, 4)  # (B, H, T, D/H)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(2, (-1, 3, x.shape[2] // self.heads)).permute(3, 0, 2, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_2(x))
 
 
@@ -61,9 +55,9 @@ class GPT(nn.Module):
     def __init__(self, width: int, depth: int, heads: int, context: int) -> None:
         super().__init__()
         self.context = context
-        self.bytes, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
+        self.bytes, self.positions = nn.Embedding(BYTES, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, BYTES, bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:  # residual branches start small, so that depth does not change the scale of their sum
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if name.endswith(("out.weight", "mlp.2.weight")) else 0.02)
@@ -75,129 +69,76 @@ class GPT(nn.Module):
         return self.head(self.norm(h))
 
 
-class GPTUnit(ech.AutoUnit[tuple[torch.Tensor, torch.Tensor]]):
-    """Next-byte prediction. The loss is nats per byte."""
+class NextByte(ech.AutoUnit[Any]):  # its batches are pairs of inputs and targets: (B, T) each
+    """The loss is nats per byte."""
 
     weight_unit = "tokens"
 
-    def __init__(self, *, lr: float, steps: int, **options: Any) -> None:
-        super().__init__(clip_grad_norm=1.0, **options)
-        self.lr, self.steps = lr, steps
+    def __init__(self, *, updates: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.updates = updates
 
-    def compute_loss(self, state: ech.State, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = data  # (B, T)
-        logits = self.module(inputs)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()), logits
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
+        inputs, targets = data
+        return F.cross_entropy(self.module(inputs).flatten(0, 1).float(), targets.flatten()), None
 
-    def weight(self, data: tuple[torch.Tensor, torch.Tensor]) -> int:
-        return data[1].numel()  # a mean over tokens, not over windows
+    def weight(self, data: Any) -> int:
+        return data[1].numel()
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        matrices = [p for p in module.parameters() if p.dim() >= 2]
-        others = [p for p in module.parameters() if p.dim() < 2]
+        matrices, others = ([p for p in module.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=True)
-        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
+        optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), fused=True)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
 
-    def _schedule(self, step: int) -> float:
-        """Linear warm-up over the first 5%, then a cosine down to a tenth."""
-        warm_up = max(1, self.steps // 20)
-        if step < warm_up:
-            return (step + 1) / warm_up
-        done = min(1.0, (step - warm_up) / max(1, self.steps - warm_up))
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+    def schedule(self, update: int) -> float:
+        """A linear warm-up over the first 5%, and a cosine down to a tenth."""
+        done = min(1.0, update / self.updates)
+        return min(20 * (done + 1 / self.updates), 0.55 + 0.45 * math.cos(math.pi * done))
 
 
 @torch.no_grad()
-def continue_text(unit: GPTUnit, prompt: str, length: int, context: int, temperature: float = 0.8) -> str:
-    """Sample bytes after a prompt. Every rank calls it and draws alike: a sharded model computes on all of them at once."""
-    generator = torch.Generator().manual_seed(0)
-    text = torch.tensor([list(prompt.encode())])
+def continue_text(unit: NextByte, prompt: str, length: int, context: int) -> str:
+    """Bytes that the model draws after a prompt. Every rank calls it and draws alike, since a sharded model needs all of them."""
+    generator, text = torch.Generator().manual_seed(0), torch.tensor([list(prompt.encode())])
     for _ in range(length):
         logits = unit.module(text[:, -context:].to(unit.device))[0, -1].float().cpu()
-        following = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+        following = torch.multinomial(F.softmax(logits / 0.8, -1), 1, generator=generator)
         text = torch.cat([text, following[None]], 1)
-    written = bytes(text[0].tolist()).decode("utf-8", "replace")
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in written)  # an untrained model writes anything
-
-
-def another_run(own: Path, resume: str) -> Path:
-    """Checkpoints of the run that --resume names, or of the newest other run of this script."""
-    if resume:
-        given = Path(resume)
-        return given / "checkpoints" if (given / "checkpoints").is_dir() else given
-    newest = (ech.evidence.RunDir.current() or ech.evidence.RunDir(own.parent)).newest_sibling_with_checkpoint("gpt")
-    if newest is None:
-        raise SystemExit("--resume: no run of this script with a checkpoint is in runs/. Name its folder: --resume runs/NAME")
-    return newest.checkpoints
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in bytes(text[0].tolist()).decode("utf-8", "replace"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layout", default="fsdp", help="none, ddp, fsdp, ..., or axes: dp_shard=2,cp=2")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer updates")
+    parser.add_argument("--layout", default="fsdp", help="none, ddp, fsdp, hsdp, zero1, tp, cp, or axes: dp_shard=2,tp=2")
+    parser.add_argument("--updates", type=int, default=400)
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="text files to learn from; default: Python's own source")
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="RUN",
-        help="begin with the newest checkpoint of another run; default: the latest",
-    )
-    parser.add_argument("--batch", type=int, default=32, help="windows per update over all ranks")
-    parser.add_argument("--context", type=int, default=128, help="bytes a window")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per update and rank")
-    parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16")
-    parser.add_argument("--save-every", type=int, default=200, help="updates between checkpoints")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--toy", action="store_true", help="a narrow model and short rows: seconds")
     args = parser.parse_args()
 
     ech.init_from_env()
-    ech.seed(args.seed)
-    if args.data is None:
-        folder, pattern = Path(sysconfig.get_paths()["stdlib"]), "*.py"
-    else:
-        folder, pattern = args.data, "**/*"
-    train_files, held_out = split_files(folder, pattern)
-    train_set = ByteText(train_files, args.context)
-    eval_set = ByteText(held_out, args.context)
-    train_loader = ech.Loader(train_set, args.batch, seed=args.seed, accumulation=args.accumulate)
-    # A sample of the held-out windows, spread evenly: enough to tell the loss to one percent.
-    spread = range(0, len(eval_set), max(1, len(eval_set) // 512))
-    eval_loader = ech.Loader(torch.utils.data.Subset(eval_set, spread), args.batch, shuffle=False)
+    ech.seed(0)  # every rank builds the same model
+    width, depth, context, batch = (32, 2, 32, 8) if args.toy else (128, 4, 128, 32)
+    folder, pattern = (args.data, "**/*") if args.data else (Path(sysconfig.get_paths()["stdlib"]), "*.py")
+    train_files, held_out = ech.data.split_files(folder, pattern)
+    train_set, eval_set = ech.data.ByteText(train_files, context), ech.data.ByteText(held_out, context)
+    few = torch.utils.data.Subset(eval_set, range(0, len(eval_set), max(1, len(eval_set) // 512)))  # tells the loss to 1%
+    run = ech.evidence.RunDir.current()  # what the launcher made
+    checkpoints = run.checkpoints if run else Path("runs/gpt/checkpoints")
 
-    unit = GPTUnit(
-        module=GPT(args.width, args.depth, heads=max(1, args.width // 64), context=args.context),
-        layout=args.layout,
-        precision=args.precision,
-        lr=args.lr,
-        steps=args.steps,
+    unit = NextByte(
+        module=GPT(width, depth, heads=2, context=context), layout=args.layout, clip_grad_norm=1.0, updates=args.updates
     )
-    run = ech.evidence.RunDir.current()
-    own = run.checkpoints if run is not None else Path("runs") / "gpt" / "checkpoints"
-    # This run goes on where it was killed or stopped: started again by the launcher, by a cluster, or under the same --name.
-    restore = ech.DistributedCheckpointSaver.restore_from_latest
-    if not restore(own, unit, train_dataloader=train_loader) and args.resume is not None:
-        other = another_run(own, args.resume)
-        if not restore(other, unit, train_dataloader=train_loader):
-            raise SystemExit(f"--resume: {other} holds no checkpoint")
-    saver = ech.DistributedCheckpointSaver(
-        own, save_every_n_updates=args.save_every, keep_last_n_checkpoints=2, async_checkpoint=True
+    ech.train(
+        unit,
+        ech.Loader(train_set, global_batch=batch),
+        max_updates=args.updates,
+        checkpoints=ech.Checkpoints(checkpoints, every=max(1, args.updates // 2), keep=2, asynchronous=True),
     )
-
-    ech.train(unit, train_loader, max_updates=args.steps, callbacks=[saver])
-    ech.evaluate(unit, eval_loader)
-    in_stages = unit.prepared.stage[1] > 1  # of a pipeline, which computes losses and predictions of whole batches only
-    sample = "" if in_stages else continue_text(unit, "import os\n\n\ndef ", 200, args.context)
-    if ech.RankInfo().rank == 0:
-        size = len(train_set.bytes) / 1e6
-        print(f"\nheld-out loss {unit.eval_loss:.3f} nats per byte after {unit.window.updates} updates ({size:.1f} MB of text)")
-        print(
-            f"\n--- a continuation of 'def ' ---\n{sample}\n---" if sample else "no sample: the model is in stages of a pipeline"
-        )
+    ech.evaluate(unit, ech.Loader(few, global_batch=batch, shuffle=False))
+    text = continue_text(unit, "import os\n\n\ndef ", 200, context)
+    if ech.is_main():
+        print(f"\nheld-out loss {unit.eval_loss:.3f} nats per byte after {args.updates} updates\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""Fine-tune a causal language model of Hugging Face, in full or by LoRA, and write it for `from_pretrained`.
+"""Fine-tune all weights of a causal language model of Hugging Face, and write it for `from_pretrained`.
 
     echelon run --ranks 2 examples/hf_finetune.py --model ~/models/Llama-3.2-1B --data ~/texts --out tuned
     echelon run --ranks 4 examples/hf_finetune.py --model ~/models/Qwen3-8B --layout dp_shard=2,tp=2
-    echelon run --ranks 2 examples/hf_finetune.py --model ~/models/Qwen2.5-0.5B --lora 16 --out adapter
-    echelon run --ranks 2 examples/hf_finetune.py --model llama --layout tp       no download: see below
-    echelon run --ranks 2 examples/hf_finetune.py --model mixtral --layout ep=2   experts divided over the ranks
+    echelon run --ranks 2 examples/hf_finetune.py --model mixtral --layout ep=2   no download: see below
 
 --model is a local folder, as `hf download` leaves it: each rank reads its own part of the weights. Or it is "llama", "qwen2",
-"gpt2" or "mixtral" for a small untrained model over bytes. Needs `pip install transformers`, and peft for --lora. Started again,
-the script goes on from its newest checkpoint.
+"gpt2" or "mixtral" for a small untrained model over bytes. Needs `pip install transformers`. Started again, the script goes on
+from its newest checkpoint. LoRA and chat templates: chat.py.
 """
 
 from __future__ import annotations
@@ -40,17 +38,12 @@ def small_config(name: str, width: int) -> tf.PretrainedConfig:
     return kinds[name](**size, num_key_value_heads=2, **ends)
 
 
-def build(folder: Path, lora: int, width: int) -> torch.nn.Module:
+def build(folder: Path, width: int) -> torch.nn.Module:
     """The model; if there is a folder, without memory for its weights, which each rank then reads its own part of."""
     config = tf.AutoConfig.from_pretrained(folder) if folder.is_dir() else small_config(folder.name, width)
     with ech.on_meta(restores=True, on_device=True) if folder.is_dir() else contextlib.nullcontext():
         # float32, also of weights that are saved as bf16: small updates would be lost in them
-        model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
-        if lora:
-            import peft
-
-            model = peft.get_peft_model(model, peft.LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
-    return model
+        return tf.AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
 
 
 def rows_of(tokenizer: Any, files: list[Path], context: int, most: int) -> list[Batch]:
@@ -75,27 +68,21 @@ class FineTune(ech.AutoUnit[Batch]):
         return data["labels"].numel()
 
     def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        trained = [p for p in module.parameters() if p.requires_grad]  # with LoRA not the model itself
-        return torch.optim.AdamW(trained, lr=self.lr, weight_decay=0.0), None
+        return torch.optim.AdamW(module.parameters(), lr=self.lr, weight_decay=0.0), None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama", help="a local folder; or llama, qwen2, gpt2, mixtral: small and untrained")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank; default: all weights")
-    parser.add_argument("--merge", action="store_true", help="with --lora: write a whole model, with the adapters in its weights")
     parser.add_argument("--data", type=Path, help="a folder of text files; default: Python's own source")
     parser.add_argument("--out", type=Path, default=Path("runs/hf_finetune/model"), help="where the model is written")
     parser.add_argument(
         "--layout", default="fsdp", help="none, ddp, fsdp, hsdp, zero1, zero2, tp, cp, pp; or axes: dp_shard=2,tp=2, ep=2"
     )
     parser.add_argument("--updates", type=int, default=200)
-    parser.add_argument("--lr", type=float, help="default: 2e-5, with LoRA 2e-4; 1e-3 for an untrained model")
     parser.add_argument("--toy", action="store_true", help="a narrower model and short rows: seconds")
     parser.add_argument("--checkpoints", default="runs/hf_finetune/checkpoints")
     args = parser.parse_args()
-    if args.merge and not args.lora:
-        parser.error("--merge writes adapters into the weights: it needs --lora")
 
     ech.init_from_env()
     ech.seed(0)  # every rank builds the same model
@@ -107,26 +94,17 @@ def main() -> None:
     train_loader = ech.Loader(rows_of(tokenizer, train_files, context, 4096), global_batch=16)
     eval_loader = ech.Loader(rows_of(tokenizer, held_out, context, 128), global_batch=16, shuffle=False)
 
-    unit = FineTune(module=build(source, args.lora, width), layout=args.layout, clip_grad_norm=1.0)
-    unit.lr = args.lr or (1e-3 if not source.is_dir() else 2e-4 if args.lora else 2e-5)
-    # With LoRA a checkpoint has the adapters only; the model's own weights are read from its folder each time.
-    saver = ech.DistributedCheckpointSaver(
-        args.checkpoints,
-        save_every_n_updates=100,
-        keep_last_n_checkpoints=2,
-        options=ech.callbacks.SaveOptions(only_trained=bool(args.lora)),
-    )
-    if source.is_dir() and args.lora:
-        saver.restore(source, unit)
-    resumed = saver.restore_from_latest(args.checkpoints, unit, train_dataloader=train_loader)
-    if source.is_dir() and not args.lora and not resumed:
-        saver.restore(source, unit)
+    unit = FineTune(module=build(source, width), layout=args.layout, clip_grad_norm=1.0)
+    if source.is_dir():
+        ech.DistributedCheckpointSaver.restore(source, unit)  # each rank reads its own part of the weights
+    else:
+        unit.lr = 1e-3
     ech.evaluate(unit, eval_loader)
     before = unit.eval_loss
-    ech.train(unit, train_loader, max_updates=args.updates, callbacks=[saver])
+    ech.train(unit, train_loader, max_updates=args.updates, checkpoints=args.checkpoints)
     ech.evaluate(unit, eval_loader)
-    ech.save_pretrained(unit, args.out, merged=args.merge)  # every rank calls it
-    if ech.RankInfo().rank == 0:
+    ech.save_pretrained(unit, args.out)  # every rank calls it
+    if ech.is_main():
         if tokenizer is not None:
             tokenizer.save_pretrained(args.out)
         print(f"held-out loss {before:.3f} -> {unit.eval_loss:.3f} nats per token; written to {args.out}")

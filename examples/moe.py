@@ -96,15 +96,14 @@ def main() -> None:
     train_set, eval_set = ByteText(train_files, context), ByteText(held_out, context)
     few = range(0, len(eval_set), max(1, len(eval_set) // (32 if args.toy else 512)))
     loader = ech.Loader(train_set, batch, seed=0)
-    ranks = ech.RankInfo().world_size
     unit = Unit(
         module=Model(width, depth, args.experts, context),
-        layout=args.layout or (ech.Layout(ep=ranks) if ranks > 1 else "none"),
+        layout=args.layout or (f"ep={ech.world_size()}" if ech.world_size() > 1 else "none"),
         clip_grad_norm=1.0,
     )
     ech.train(unit, loader, max_updates=args.updates, checkpoints=args.checkpoints)
     ech.evaluate(unit, ech.Loader(torch.utils.data.Subset(eval_set, few), batch, shuffle=False))
-    if ech.RankInfo().rank == 0:
+    if ech.is_main():
         most = max(float(load.max()) * args.experts for load in ech.nn.expert_loads(unit.module).values())
         print(f"held-out loss {unit.eval_loss:.3f} nats per byte; the busiest expert had {most:.2f} times the mean load")
 

@@ -2,7 +2,6 @@
 
     echelon run --ranks 2 examples/pretrain.py
     echelon run --ranks 4 examples/pretrain.py --layout dp_shard=2,tp=2
-    echelon submit --nodes 4 --gpus-per-node 8 examples/pretrain.py --layout dp_replicate=4,dp_shard=4,tp=2
 
 The first start writes the token files: Python's own source, and the docstrings in it, as bytes. Started again, the script goes on
 from its newest checkpoint.
@@ -25,14 +24,12 @@ import echelon as ech
 
 
 def documents(files: list[Path], docstrings: bool) -> Iterator[bytes]:
-    for path in files:
-        text = path.read_text(errors="replace")
-        if not docstrings:
+    for text in (path.read_text(errors="replace") for path in files):
+        if docstrings:
+            documented = (n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.ClassDef)))
+            yield from (said.encode() for node in documented if (said := ast.get_docstring(node)))
+        else:
             yield text.encode()
-            continue
-        tree = ast.parse(text)
-        nodes = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)))
-        yield from (said.encode() for node in nodes if (said := ast.get_docstring(node)))
 
 
 def tokens(folder: Path, name: str, files: list[Path], docstrings: bool) -> ech.Tokens:
@@ -54,8 +51,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (self.heads, 3, -1)).permute(3, 0, 2, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=sees).transpose(1, 2).flatten(2)
-        x = x + self.out(mixed)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=sees).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.metrics import roc_auc_score
 from torch import nn
 
 import echelon as ech
@@ -48,26 +49,12 @@ class TableNet(nn.Module):
     def __init__(self, width: int = 64, embedding: int = 8) -> None:
         super().__init__()
         self.categories = nn.ModuleList(nn.Embedding(levels, embedding) for levels in LEVELS)
-        self.mlp = nn.Sequential(
-            nn.Linear(len(LEVELS) * embedding + NUMBERS, width),
-            nn.GELU(),
-            nn.Linear(width, width),
-            nn.GELU(),
-            nn.Linear(width, 1),
-        )
+        first = nn.Linear(len(LEVELS) * embedding + NUMBERS, width)
+        self.mlp = nn.Sequential(first, nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
 
     def forward(self, categories: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         vectors = [table(categories[:, i]) for i, table in enumerate(self.categories)]
         return self.mlp(torch.cat([*vectors, numbers], 1)).squeeze(1)
-
-
-def roc_auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """How often a positive row has a higher score than a negative one; ties count half."""
-    _, level, count = torch.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (count.cumsum(0) - (count - 1) / 2)[level].double()  # from 1; equal scores share theirs
-    positive = labels.bool()
-    p, n = int(positive.sum()), int((~positive).sum())
-    return float(ranks[positive].sum() - p * (p + 1) / 2) / (p * n)
 
 
 class Claims(ech.AutoUnit[Row]):
@@ -89,7 +76,7 @@ class Claims(ech.AutoUnit[Row]):
 
     def on_eval_epoch_end(self, state: ech.State) -> None:
         scores, labels = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
-        self.auc = roc_auc(ech.gather(scores), ech.gather(labels))
+        self.auc = float(roc_auc_score(ech.gather(labels).cpu(), ech.gather(scores).cpu()))
         self.seen.clear()
 
 
@@ -116,7 +103,7 @@ def main() -> None:
     epochs = unit.train_progress.num_epochs_completed
     ech.DistributedCheckpointSaver.restore_from_best(args.checkpoints, unit, "auc", "max")
     ech.evaluate(unit, eval_loader)
-    if ech.RankInfo().rank == 0:
+    if ech.is_main():
         print(f"AUC {unit.auc:.4f} over {held_out} held-out rows, the best of {epochs} epochs")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 import subprocess
 import sys
@@ -35,14 +34,18 @@ RUNS: dict[str, tuple[list[str], str, float, bool]] = {
     # By chance 0.5; no straight line has more than 0.65.
     "bare_loop.py": (["--epochs", "12"], r"accuracy (\d\.\d+) on 500 new points", 0.8, False),
     "gan.py": (["--epochs", "10"], r"from real points: (\d\.\d+); of noise", 0.2, True),
-    # By chance 0.25.
-    "vision.py": (["--epochs", "4"], r"accuracy (\d\.\d+) of the averaged weights on 128 new images", 0.5, False),
+    # ln 10 = 2.3 knows nothing.
+    "vision.py": (["--epochs", "4"], r"held-out loss (\d\.\d+) with averaged weights, on 450 images", 1.5, True),
     # Of an untrained module's points it is above 0.35.
     "diffusion.py": (["--epochs", "15"], r"made points are (\d\.\d+) from the moons", 0.3, True),
     # ln 256 = 5.55 knows nothing; how often each byte comes is about 3.3.
     "moe.py": (["--updates", "60"], r"held-out loss (\d\.\d+) nats per byte; the busiest expert had \d\.\d+ times", 3.2, True),
     # ln 256 = 5.55 knows nothing.
     "hf_finetune.py": (["--updates", "20"], r"held-out loss 5\.\d+ -> (\d\.\d+) nats per token", 5.0, True),
+    # Above 6 at first.
+    "chat.py": (["--epochs", "6"], r"held-out loss (\d\.\d+) nats per token of an answer; .* answers '[NY]", 2.0, True),
+    # ln 256 = 5.55 knows nothing.
+    "nodes.py": (["--updates", "60"], r"held-out loss (\d\.\d+) nats per byte after", 4.5, True),
     # ln 256 = 5.55 knows nothing.
     "pretrain.py": (["--updates", "100"], r"held-out loss (\d\.\d+) nats per byte", 4.0, True),
     # ln 2 = 0.693 prefers nothing.
@@ -57,7 +60,6 @@ RUNS: dict[str, tuple[list[str], str, float, bool]] = {
 NOT_PROVED = ("distill.py", "lightning_module.py")
 # Those that have a test of their own, there or below.
 ELSEWHERE = {
-    "bare_loop_before.py": __name__,
     "gpt.py": "test_gpt.py",
     "dragon_train.py": "test_group.py",
     "sweep.py": __name__,
@@ -102,19 +104,15 @@ def test_fsdp_learns_the_same(echelon_command: Command) -> None:
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in NOT_PROVED])
 def test_echelon_prove_agrees(echelon_command: Command, name: str) -> None:
     """Not with accumulation: batch norm and a contrastive loss are over the batch that is computed at once."""
-    options = ("--float64", "--layouts", "ddp,fsdp", "--ranks", "2", "--accumulation", "1", "--updates", "2")
-    done = echelon_command("prove", *options, "--json", str(EXAMPLES / name), "--toy", timeout_s=300.0)
+    options = ("--float64", "--layouts", "ddp,fsdp", "--accumulation", "1")
+    if name == "nodes.py":
+        options = ("--layouts", "pp=2,tp=2", "--accumulation", "4")
+    common = ("--ranks", "2", "--updates", "2", "--json")
+    done = echelon_command("prove", *options, *common, str(EXAMPLES / name), "--toy", timeout_s=300.0)
     rows = json.loads(done.stdout)["rows"]
     # And with SGD in place of its optimizer; not of a step of its own. The layout of the experts is a row more.
-    assert done.returncode == 0 and len(rows) == {"moe.py": 5}.get(name, 4), done.stdout + done.stderr
+    assert done.returncode == 0 and len(rows) == {"moe.py": 5, "nodes.py": 6}.get(name, 4), done.stdout + done.stderr
     assert {row["verdict"] for row in rows} == {"agrees"}, rows
-
-
-def test_the_bare_loop_learns_before_it_is_moved(tmp_path: Path) -> None:
-    with forked.instead_of_new():
-        command = [sys.executable, str(EXAMPLES / "bare_loop_before.py"), "--toy", *RUNS["bare_loop.py"][0]]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90, env=clean_environment())
-    _assert_learned("bare_loop.py", done.stdout + done.stderr)
 
 
 # --- contrastive: the gradient
@@ -178,23 +176,18 @@ def test_the_gathered_gradient_is_that_of_one_process(ranks: Ranks, monkeypatch:
 
 
 def _batches() -> list[Any]:
-    """Four global batches of 8 images, their labels mixed."""
-    import vision
-
-    drawn = vision.draw(32, 16, seed=3)
-    images, labels = (t.double() for t in drawn.tensors)
-    share = torch.linspace(0.5, 1.0, 32, dtype=torch.float64)
-    images = images * share.view(-1, 1, 1, 1) + images.flip(0) * (1 - share).view(-1, 1, 1, 1)
-    labels = labels * share.view(-1, 1) + labels.flip(0) * (1 - share).view(-1, 1)
-    return list(zip(images.split(8), labels.split(8), strict=True))
+    """Four global batches of 8 images."""
+    generator = torch.Generator().manual_seed(3)
+    images = torch.rand(32, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return list(zip(images.split(8), torch.randint(4, (32,), generator=generator).split(8), strict=True))
 
 
-def _small(norms: bool) -> nn.Module:
+def _network() -> nn.Module:
     import vision
 
     torch.manual_seed(0)
-    module: nn.Module = vision.small(4).double()
-    return nn.SyncBatchNorm.convert_sync_batchnorm(module) if norms else module
+    module: nn.Module = vision.network(3, 4, width=4).double()
+    return module
 
 
 def _saw(layouts: list[str]) -> list[dict[str, torch.Tensor]]:
@@ -206,22 +199,22 @@ def _saw(layouts: list[str]) -> list[dict[str, torch.Tensor]]:
 
     found, rank, size = [], dist.get_rank(), dist.get_world_size()
     for layout in layouts:
-        unit = vision.Classify(module=_small(True), device=torch.device("cpu"), layout=layout, updates=4)
-        mine = [(images[rank::size], labels[rank::size]) for images, labels in _batches()]
-        ech.train(unit, mine, max_epochs=1)
+        unit = vision.Classify(module=_network(), device=torch.device("cpu"), layout=layout)
+        ech.train(unit, [(images[rank::size], labels[rank::size]) for images, labels in _batches()], max_epochs=1)
         state = unit.prepared.unwrapped.state_dict()
         found.append({n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in state.items()})
     return found
 
 
 def test_batch_norm_over_two_ranks_trains_as_over_one_and_as_plain_pytorch(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, weights and batch statistics, of batches whose labels are mixed."""
+    """In float64, weights and batch statistics."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    module = _small(False)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    for update, (images, labels) in enumerate(_batches()):
-        done = (update + 1) / 4
-        optimizer.param_groups[0]["lr"] = 0.1 * min(5 * done, 0.5 + 0.5 * math.cos(math.pi * done))
+    monkeypatch.setattr(nn.SyncBatchNorm, "convert_sync_batchnorm", lambda module: module)
+    module = _network()
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3, weight_decay=0.05)
+    for images, labels in _batches():
         optimizer.zero_grad()
         nn.functional.cross_entropy(module(images), labels).backward()
         optimizer.step()
@@ -230,18 +223,16 @@ def test_batch_norm_over_two_ranks_trains_as_over_one_and_as_plain_pytorch(ranks
         for found in ranks(size, _saw, ["ddp", "fsdp"] if size == 2 else ["ddp"]):
             for state in found:
                 assert state.keys() == want.keys()
-                assert max(float((state[n] - t).abs().max()) for n, t in want.items()) < 1e-11
+                assert max(float((state[n] - t).abs().max()) for n, t in want.items()) < 1e-9
 
 
 # --- fine-tuning: what is written
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by a name that is going out of use
 def test_what_was_fine_tuned_is_loaded_and_tuned_further(echelon_command: Command, tmp_path: Path) -> None:
-    """GPT-2, tied, in full; then its folder, from which each rank reads its part; then adapters for it."""
+    """GPT-2, tied; then its folder, from which each rank reads its part."""
     transformers = pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
     few = ("--updates", "10")
     _start(echelon_command, "hf_finetune.py", *few, "--model", "gpt2", "--out", "first")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
@@ -249,11 +240,36 @@ def test_what_was_fine_tuned_is_loaded_and_tuned_further(echelon_command: Comman
     text = _start(echelon_command, "hf_finetune.py", *few, "--model", "first", "--out", "second", "--checkpoints", "second-c")
     ends = re.search(r"held-out loss (\d\.\d+) -> (\d\.\d+)", text)
     assert ends is not None and float(ends[2]) < float(ends[1]) < 5.4, text  # it began with what was written
-    options = ("--model", "first", "--lora", "4", "--out", "adapter", "--checkpoints", "adapter-c", "--layout", "ddp")
-    _start(echelon_command, "hf_finetune.py", *few, *options)
-    tuned = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by a name that is going out of use
+def test_a_chat_tunes_the_adapter_of_a_folder_alone_and_no_prompt_counts(
+    echelon_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import chat
+
+    tokenizer = chat.tokenizer_of(None)
+    sample = chat.sample(tokenizer, 6)
+    counted = [token for token, label in zip(sample["input_ids"], sample["labels"], strict=True) if label != -100]
+    assert tokenizer.decode(counted) == "Yes.<|end|>"
+    assert tokenizer.decode(sample["input_ids"]) == "<|user|>Is 6 even?<|end|><|assistant|>Yes.<|end|>"
+
+    base = chat.base_of(None, len(tokenizer))
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    text = _start(echelon_command, "chat.py", "--epochs", "2", "--model", "base", "--layout", "fsdp")
+    assert re.search(r"held-out loss [345]\.\d+ nats", text), text
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "runs" / "chat" / "adapter")
     assert any(float(p.abs().max()) > 0 for n, p in tuned.named_parameters() if "lora_B" in n)
-    assert "already" not in _start(echelon_command, "hf_finetune.py", *few, *options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp=2", "ddp", "fsdp"])
+def test_a_script_for_several_nodes_runs_on_two_ranks_under_other_layouts(echelon_command: Command, layout: str) -> None:
+    _assert_learned("nodes.py", _start(echelon_command, "nodes.py", *RUNS["nodes.py"][0], "--layout", layout))
 
 
 @pytest.mark.full
@@ -370,10 +386,12 @@ def test_an_example_imports_from_no_deeper_than_a_user_does(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_is_short_and_has_the_same_flags_as_the_others(path: Path) -> None:
     text = path.read_text()
-    if path.name in ("gpt.py", "dragon_train.py", "bare_loop_before.py"):  # older than the others, or plain PyTorch
-        return
-    assert len(text.splitlines()) < 150
-    for flag in ("--layout", "--toy", "--checkpoints"):
-        assert f'"{flag}"' in text, flag
-    assert '"--epochs"' in text or '"--updates"' in text
+    assert len(text.splitlines()) <= (145 if path.name == "gpt.py" else 120)  # which has a model and a sampler of its own
     assert f"examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
+    if path.name == "dragon_train.py":  # starts its ranks by itself, and saves nothing
+        return
+    flags = ["--layout", "--toy", *([] if path.name == "gpt.py" else ["--checkpoints"])]  # gpt.py's are in the run's folder
+    assert [flag for flag in flags if f'"{flag}"' not in text] == []
+    assert '"--epochs"' in text or '"--updates"' in text
+    inner = r"unit\.(prepared|window|swa_averager)\b|\b_[a-z]\w*\(|from echelon\.(?!data|compat|nn)"
+    assert re.findall(inner, re.sub(r"def __init__|super\(\)\.__init__", "", text)) == []
