@@ -20,20 +20,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import LoopError, UsageError
+from echelon.contracts.errors import LoopError, RanksDisagreeError, UsageError
 from echelon.loop.loss import weighted
 from echelon.loop.progress import Progress
 from echelon.loop.records.logged import NOBODY
 from echelon.parallel.guards.call_order import SAME, SameCalls
 from echelon.parallel.guards.rng_sync import SameDraws
 from echelon.parallel.guards.trained_params import SameTrained
-from echelon.world.agree import gather
+from echelon.world import agree
 
 __all__ = ["Window"]
 
 
 # What a rank in doubt sends in the place of its loss: that all are is known by the sum.
 _IN_DOUBT = 2.0**60
+_ALL_BATCHES = (
+    "Let all ranks `continue` and `break` at the same batches: decide by what all of them know, such as `ech.all_mean`."
+)
 # If so many updates of a run have no weight, and no other had one, nothing will be trained at all.
 _NONE_IN = 10
 
@@ -57,6 +60,7 @@ class Window:
         drawn: the sum of what they said of it.
         is_nothing: the latest update's global batch is known to weigh nothing, on all ranks; what a device knows takes waiting.
         empty: how many updates of the run were so.
+        passed_over: batches that a loop of one's own has left out since the ranks compared what they trained on.
         own_loss: this rank's part of the latest update's loss: the mean of its one micro-batch, or the weighted sum of several.
     """
 
@@ -65,7 +69,7 @@ class Window:
         self.fixed = fixed
         self.may_be_empty = self.is_nothing = False
         self.group: dist.ProcessGroup | None = None
-        self.count = self.updates = self.empty = 0
+        self.count = self.updates = self.empty = self.passed_over = 0
         self.reference: float | None = None
         self.latest_loss: Any = None
         self.own_loss: Any = None
@@ -90,7 +94,7 @@ class Window:
         if self.fixed:
             self.reference = 1.0
             return
-        first = gather(float(weight)) if over_ranks else [float(weight)]
+        first = agree.gather(float(weight)) if over_ranks else [float(weight)]
         self.reference = (sum(first) * self.size) or 1.0
 
     def discard(self) -> None:
@@ -133,19 +137,47 @@ class Window:
             calls: knows what this rank has done with the module.
             trained: knows whether it trains other parameters than before. Only a rank that does waits for the others here.
         Raises:
-            RanksDisagreeError: this rank has frozen or unfrozen a parameter, and others have not.
+            RanksDisagreeError: this rank has left out a batch, frozen or unfrozen a parameter, and others have not.
         """
-        in_doubt = trained is not None and trained.in_doubt
+        freezes = trained is not None and trained.in_doubt
+        in_doubt = freezes or self.passed_over > 0
         called = SAME if calls is None else calls.signature()
         more = (*called, *logged)
         has_more = wants_stop or any(logged) or (calls is not None and calls.has_news)
         drawn = () if self.draws is None else (self.draws.signature(),)
         told = _IN_DOUBT if in_doubt else None
         self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, more, has_more, drawn, self.group, told)
-        if trained is not None and in_doubt:
+        if in_doubt:
             if not self._reduction.all_told(_IN_DOUBT):
-                raise trained.differs_from_some()
-            trained.check()
+                raise (
+                    self._differs("the others trained on") if self.passed_over or trained is None else trained.differs_from_some()
+                )
+            self._compare_batches(f"in update {self.updates}")
+            if trained is not None:
+                trained.check()
+
+    def settle_batches(self, *, left: bool) -> None:
+        """At the end of an epoch. Collective where the loop left the epoch or batches of it, by the message that others may send
+        in a window.
+
+        Raises:
+            RanksDisagreeError: others have trained on more batches.
+        """
+        if self.group is not None and (left or self.passed_over):
+            drawn = () if self.draws is None else (0.0,)
+            told = _Reduction(0.0, torch.zeros((), dtype=torch.float64), False, (), False, drawn, self.group, _IN_DOUBT)
+            if not told.all_told(_IN_DOUBT):
+                raise self._differs("the others go on with" if left else "the others trained on")
+            self._compare_batches(f"at the end of an epoch, after update {self.updates}")
+        self.passed_over = 0
+
+    def _compare_batches(self, where: str) -> None:
+        passed, self.passed_over = self.passed_over, 0
+        agree.same_on_all("the batches that they train on", f"{passed} left out {where}", _ALL_BATCHES)
+
+    def _differs(self, what: str) -> RanksDisagreeError:
+        did = f"left out {self.passed_over} of the batches that" if self.passed_over else "left the loop over the batches, which"
+        return RanksDisagreeError(f"rank {agree.rank()} {did} {what}, after update {self.updates}. {_ALL_BATCHES}")
 
     def _weighted_sum(self) -> torch.Tensor:
         """In float64, as a sum over many ranks needs."""

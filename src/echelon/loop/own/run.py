@@ -36,7 +36,7 @@ class OwnRun(Run):
         state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=loader, max_epochs=epochs))
         state.logged = logged
         super().__init__(state, unit, list(callbacks), ["train"])
-        self.stage = self._stages["train"]
+        self.stage, self._window = self._stages["train"], unit.window
         self.took_step = self.only_looks = self.is_left = self.is_finished = self.has_failed = False
         self._steps: Steps | None = None  # of an epoch under way, or left by a `break`
         self._is_whole = False  # the loop has had all batches of an epoch that has not been closed
@@ -69,6 +69,7 @@ class OwnRun(Run):
             if whole and not rolled_back and (not closes or self.has_only_looked):
                 self._is_whole = True
             else:
+                self._window.settle_batches(left=False)
                 self._epoch_ended(self.stage, whole=whole)
         if state.recorder is not None:
             state.recorder.flush()
@@ -103,6 +104,7 @@ class OwnRun(Run):
         if steps is not None:
             steps.close()
         self._let_go()
+        self._window.passed_over = 0
         self.stage.progress.load_state_dict(self._before)
         self.stage.hooks.step_end = self._step_end
 
@@ -112,10 +114,12 @@ class OwnRun(Run):
         self.stage.hooks.step_end = self._step_end
         if self._is_whole:
             self._is_whole = False
+            self._window.settle_batches(left=False)
             self._epoch_ended(self.stage, whole=True)
             return
         if steps is None:
             return
+        self._window.settle_batches(left=not self.took_step or steps.feed.used != steps.feed.total)
         progress = self.stage.progress
         if self.took_step:
             progress.increment_step(updated=self._inner.has_updated)

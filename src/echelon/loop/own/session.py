@@ -263,6 +263,7 @@ class Session:
         window, self.window, self._in_batch, batch = self.window, None, False, self.batch
         self.batch = None
         if window is None:
+            self.unit.window.passed_over += self.unit.plain is None
             return
         if window.error is not None:
             raise OwnLoopError(

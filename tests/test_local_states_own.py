@@ -1,0 +1,104 @@
+"""Ranks that stand differently in a loop of one's own: they end with one error, or one of them does and ends all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import echelon as ech
+from echelon.contracts.errors import RankFailedError
+from tests.conftest import Ranks
+from tests.models import whole
+
+Leaves = Callable[[int, bool], str]
+
+
+def _loop(leaves: Leaves, layout: str, accumulation: int = 1, epochs: int = 2) -> Any:
+    """`leaves(batch, odd)` says what the loop does before the window of a batch, which it counts from 1."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    data = TensorDataset(torch.randn(32, 3).double(), torch.randn(32, 1).double())
+    optimizer: Any = torch.optim.SGD(module.parameters(), 0.1)
+    loader: Any = ech.Loader(data, global_batch=8, accumulation=accumulation)
+    model, optimizer, loader = ech.prepare(module, optimizer, loader, layout=layout)
+    batch = 0
+    for _ in ech.epochs(loader, epochs):
+        for x, y in loader:
+            batch += 1
+            what = leaves(batch, dist.get_rank() == 1)
+            if what == "continue":
+                continue
+            if what == "break":
+                break
+            with ech.window(model) as window:
+                window.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    return batch, whole(model)
+
+
+def _continues_at(at: int) -> Leaves:
+    return lambda batch, odd: "continue" if odd and batch == at else ""
+
+
+def _break_of_one(batch: int, odd: bool) -> str:
+    return "break" if odd and batch == 3 else ""  # behind the second, at which DDP lays its buckets out
+
+
+def _of_all(batch: int, odd: bool) -> str:
+    return {2: "continue", 4: "continue", 6: "break"}.get(batch, "")
+
+
+@pytest.mark.parametrize(
+    ("leaves", "layout", "accumulation", "said"),
+    [
+        (_continues_at(2), "ddp", 1, "rank 1 left out 1 of the batches that the others trained on"),
+        (_continues_at(2), "ddp", 2, "rank 1 left out 1 of the batches that the others trained on"),
+        (_continues_at(2), "fsdp", 1, "rank 1 left out 1 of the batches that the others trained on"),
+        (_continues_at(4), "ddp", 1, "rank 1 left out 1 of the batches that the others trained on"),  # an epoch's last
+        (_break_of_one, "ddp", 1, "rank 1 left the loop over the batches, which the others go on with"),
+    ],
+    ids=["continue-ddp", "continue-accumulation", "continue-fsdp", "continue-last", "break-ddp"],
+)
+def test_a_batch_that_one_rank_leaves_out_ends_all(
+    ranks: Ranks, leaves: Leaves, layout: str, accumulation: int, said: str
+) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        ranks(2, _loop, leaves, layout, accumulation)
+    assert f"RanksDisagreeError: {said}" in str(caught.value)
+
+
+@pytest.mark.standing_ranks
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_batches_that_all_leave_out_are_left_out(ranks: Ranks, layout: str, accumulation: int) -> None:
+    (batches, mine), (others_batches, others) = ranks(2, _loop, _of_all, layout, accumulation)
+    assert batches == others_batches
+    assert all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+def _leaves_other_numbers(batch: int, odd: bool) -> str:
+    return "continue" if batch in ((1, 2) if odd else (1,)) else ""
+
+
+def _outcome(*args: Any) -> tuple[str, str]:
+    try:
+        _loop(*args)
+    except ech.errors.RanksDisagreeError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.standing_ranks
+def test_other_numbers_of_batches_are_told_to_all(ranks: Ranks) -> None:
+    def at_the_end(batch: int, odd: bool) -> str:  # of an epoch: both meet there
+        return "continue" if batch in ((3, 4) if odd else (4,)) else ""
+
+    got = ranks(2, _outcome, _leaves_other_numbers, "ddp")
+    assert got[0] == got[1] and "rank 0: 1 left out" in got[0][1] and "rank 1: 2 left out" in got[0][1]
