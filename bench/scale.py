@@ -5,7 +5,7 @@ ranks would say. Time is the processor's, of the library alone, without the netw
 
     python bench/scale.py [--ranks 16 256 4096 16384] [--only WORD ...] [--json]
 
-tests/test_scale.py checks without a clock that nothing here grows faster than the ranks.
+tests/launcher/test_scale.py checks without a clock that nothing here grows faster than the ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draw the plots of the site from the tables of BENCHMARKS.md: `python docs/make_plots.py` writes docs/plots/*.svg.
 
 No number is written here: each is read from the table under its heading, and a table that has changed its form is an error.
-tests/test_site.py draws them again and compares, so a plot cannot fall behind its table.
+tests/docs/test_site.py draws them again and compares, so a plot cannot fall behind its table.
 """
 
 from __future__ import annotations

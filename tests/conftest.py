@@ -30,8 +30,8 @@ import torch.distributed as dist
 from echelon.launcher.functions import run as function
 from echelon.launcher.functions.run import launch
 from echelon.launcher.local.server import ForkServer
-from tests import forked
-from tests.standing import StandingRanksBySize
+from tests.kit import forked
+from tests.kit.standing import StandingRanksBySize
 
 TIMEOUT_S = 60.0
 
@@ -160,7 +160,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Ranks | StandingRan
 
 @pytest.fixture(scope="module")
 def standing_ranks(request: pytest.FixtureRequest) -> Iterator[StandingRanksBySize]:
-    """Ranks that wait for the next function when one has ended; they end with the module. See tests/standing.py."""
+    """Ranks that wait for the next function when one has ended; they end with the module. See tests/kit/standing.py."""
     # A short path: it holds a Unix socket.
     with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
         ranks = StandingRanksBySize(lambda: server_with(request.module.__name__), Path(folder))
@@ -188,7 +188,7 @@ def server_with(module: str) -> ForkServer:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Any]:
-    from tests.started import Started  # which imports this module
+    from tests.kit.started import Started  # which imports this module
 
     programs = Started(tmp_path)
     yield programs

@@ -17,8 +17,8 @@ import echelon as ech
 from echelon.contracts.errors import RanksDisagreeError, UsageError
 from echelon.contracts.files import read_lines
 from tests.conftest import Ranks
-from tests.models import largest_difference
-from tests.models import whole as whole_of_one
+from tests.kit.models import largest_difference
+from tests.kit.models import whole as whole_of_one
 
 pytestmark = pytest.mark.standing_ranks
 

@@ -26,10 +26,10 @@ def run(setting: Setting, notes: Notes) -> None:
     import pytest  # noqa: F401  # says here that it is missing
 
     os.chdir(ROOT)
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py") if "mark.gpu" in path.read_text())
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
     if setting.device == "cpu":
         os.environ["ECHELON_GPU_TESTS_ON"] = "cpu"
-        files = ["tests/test_gpu.py"]
+        files = ["tests/shape/test_gpu.py"]
     os.environ.pop("CI", None)  # where a skipped test fails
     seen: dict[str, dict[str, Any]] = {}
     end = time.monotonic() + setting.limit_s - 5.0

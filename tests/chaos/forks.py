@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests import forked
+from tests.kit import forked
 
 ROOT = Path(__file__).parents[2]
 LANES = 2

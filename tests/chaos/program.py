@@ -22,8 +22,8 @@ from echelon.checkpoint import manifest
 from echelon.contracts.errors import CheckpointError, CheckpointInUseError
 from tests.chaos import forks
 from tests.chaos.forks import COUNT, FAIL, KILL, TEAR, arm, calls
-from tests.models import batch, net
-from tests.units import Regression
+from tests.kit.models import batch, net
+from tests.kit.units import Regression
 
 Saver = ech.DistributedCheckpointSaver
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from tests import forked
 from tests.chaos.train import GLOBAL_BATCH, SAMPLES
 from tests.conftest import clean_environment
+from tests.kit import forked
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("train.py"))

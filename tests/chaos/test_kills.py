@@ -12,7 +12,7 @@ import pytest
 from tests.chaos import runs
 from tests.chaos.runs import every_sample_once, history, until_done, values
 from tests.chaos.survival import survive
-from tests.models import largest_difference
+from tests.kit.models import largest_difference
 
 
 @pytest.mark.parametrize(

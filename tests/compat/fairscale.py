@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.compat.fairscale.optim import OSS
-from tests.models import Batch, batch
+from tests.kit.models import Batch, batch
 
 
 def updates(size: int, dtype: torch.dtype = torch.float64, steps: int = 10) -> list[list[Batch]]:

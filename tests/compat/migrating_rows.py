@@ -22,8 +22,8 @@ from torch import nn
 import echelon as ech
 from echelon.contracts.errors import CheckpointError, EchelonError, UsageError
 from tests.compat.fairscale import far, loss, mine, oss, updates, values
-from tests.models import batch, largest_difference, net
-from tests.units import Regression
+from tests.kit.models import batch, largest_difference, net
+from tests.kit.units import Regression
 
 ALONE: dict[str, Callable[[Path], None]] = {}  # in one process; each gets an empty folder
 TOGETHER: dict[str, Callable[[], None]] = {}  # on two ranks

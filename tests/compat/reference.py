@@ -17,7 +17,7 @@ from torch import nn
 from echelon.launcher.explain import Evidence, explain
 from tests.compat.programs import dragon_training
 from tests.conftest import clean_environment
-from tests.models import Batch, largest_difference
+from tests.kit.models import Batch, largest_difference
 
 __all__ = ["check_dragon_training", "in_order", "plain", "run_programs"]
 

@@ -22,8 +22,8 @@ from echelon.compat.fairscale.nn.checkpoint.checkpoint_activations import disabl
 from echelon.compat.fairscale.optim.grad_scaler import GradScaler, ShardedGradScaler
 from tests.compat.fairscale import mine, oss, updates, values
 from tests.conftest import Ranks
-from tests.models import largest_difference, net, plain_training
-from tests.units import Regression
+from tests.kit.models import largest_difference, net, plain_training
+from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 

@@ -16,7 +16,7 @@ from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
 from echelon.compat.fairscale.optim import OSS, AdaScale, AdaScaleWrapper
 from tests.compat.fairscale import loss, mine, updates, values
 from tests.conftest import Ranks
-from tests.models import Batch, Net, largest_difference, net
+from tests.kit.models import Batch, Net, largest_difference, net
 
 pytestmark = pytest.mark.standing_ranks
 

@@ -17,7 +17,7 @@ from echelon.compat.fairscale.optim import OSS
 from echelon.contracts.errors import UsageError
 from tests.compat.fairscale import loss, mine, oss, updates, values
 from tests.conftest import Ranks
-from tests.models import Batch, batch, largest_difference, net, plain_training
+from tests.kit.models import Batch, batch, largest_difference, net, plain_training
 
 pytestmark = pytest.mark.standing_ranks
 

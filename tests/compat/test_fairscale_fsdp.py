@@ -20,7 +20,7 @@ from echelon.compat.fairscale.nn.wrap.auto_wrap import ConfigAutoWrap
 from echelon.contracts.errors import UsageError
 from tests.compat.fairscale import far, loss, mine, updates
 from tests.conftest import Ranks
-from tests.models import batch, largest_difference, net, plain_training
+from tests.kit.models import batch, largest_difference, net, plain_training
 
 pytestmark = pytest.mark.standing_ranks
 

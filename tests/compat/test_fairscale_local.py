@@ -19,7 +19,7 @@ from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel impor
 from echelon.contracts.errors import UsageError
 from tests.compat.fairscale import loss
 from tests.conftest import Ranks
-from tests.models import batch, largest_difference, net
+from tests.kit.models import batch, largest_difference, net
 
 pytestmark = pytest.mark.standing_ranks
 

@@ -20,7 +20,7 @@ from echelon.compat.fairscale.optim import OSS
 from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, UsageError
 from tests.compat.fairscale import far, loss, mine, same, updates, values
 from tests.conftest import Ranks, clean_environment
-from tests.models import Batch, Net, batch, largest_difference, net, plain_training
+from tests.kit.models import Batch, Net, batch, largest_difference, net, plain_training
 
 pytestmark = pytest.mark.standing_ranks
 

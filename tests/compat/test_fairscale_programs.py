@@ -16,7 +16,7 @@ from echelon import launch
 from tests.compat.programs import fairscale_checkpoint_scaler as with_scaler
 from tests.compat.programs import fairscale_sharded_ddp as sharded
 from tests.conftest import clean_environment
-from tests.models import largest_difference
+from tests.kit.models import largest_difference
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -15,7 +15,7 @@ from echelon.compat.fairscale.nn import FullyShardedDataParallel, auto_wrap, def
 from echelon.compat.fairscale.nn.data_parallel import TrainingState, auto_wrap_bn, get_fsdp_instances
 from echelon.compat.fairscale.nn.wrap.auto_wrap import ConfigAutoWrap
 from tests.conftest import Ranks
-from tests.models import batch, net
+from tests.kit.models import batch, net
 
 pytestmark = pytest.mark.standing_ranks
 

@@ -16,8 +16,8 @@ from echelon.compat.lightning.pytorch import Callback, LightningModule, Trainer
 from echelon.compat.lightning.pytorch.callbacks import ModelCheckpoint
 from echelon.contracts.errors import CheckpointMismatchError, UsageError
 from echelon.contracts.overrides import Overrides, impose
-from tests.models import largest_difference
-from tests.units import Regression
+from tests.kit.models import largest_difference
+from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 

@@ -25,7 +25,7 @@ from echelon.contracts.errors import CheckpointUnreadableError, EchelonError, Us
 from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Autoencoder, Classifier, Transformer, images, loader_of, made, plainly
 from tests.conftest import clean_environment
-from tests.models import largest_difference
+from tests.kit.models import largest_difference
 
 pytestmark = [pytest.mark.standing_ranks, pytest.mark.usefixtures("forked_programs")]
 

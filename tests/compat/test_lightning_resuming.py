@@ -24,7 +24,7 @@ from echelon.contracts.errors import CheckpointInUseError, EchelonError, UsageEr
 from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Classifier, loader_of, made
 from tests.conftest import clean_environment
-from tests.models import largest_difference
+from tests.kit.models import largest_difference
 
 pytestmark = [pytest.mark.standing_ranks, pytest.mark.usefixtures("forked_programs")]
 

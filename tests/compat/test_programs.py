@@ -18,7 +18,7 @@ from torch import nn
 from tests.compat.programs import lightning_trainer, pytorch_raw, torchtnt_auto_unit, torchtnt_by_hand
 from tests.compat.reference import check_dragon_training, in_order, plain
 from tests.compat.reference import run_programs as run
-from tests.models import largest_difference
+from tests.kit.models import largest_difference
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -23,8 +23,8 @@ from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobO
 from echelon.compat.torchtnt.framework.utils import get_timing_context
 from echelon.loop.state import IterationTimer
 from tests.conftest import clean_environment
-from tests.models import batch
-from tests.units import Regression
+from tests.kit.models import batch
+from tests.kit.units import Regression
 
 HERE = "echelon.compat.torchtnt"
 

@@ -26,8 +26,8 @@ from echelon.compat.torchtnt.utils import checkpoint
 from echelon.compat.torchtnt.utils.checkpoint import BestCheckpointConfig, CheckpointManager, CheckpointPath, MetricData, Phase
 from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 from tests.conftest import Ranks
-from tests.models import largest_difference, whole
-from tests.units import Regression
+from tests.kit.models import largest_difference, whole
+from tests.kit.units import Regression
 
 DATA = [torch.randn(2, 2) for _ in range(5)]
 

@@ -36,9 +36,9 @@ from echelon.compat.torchtnt.utils.data.iterators import (
 from echelon.compat.torchtnt.utils.data.synthetic_data import generate_random_square_image_tensor
 from echelon.contracts.errors import RanksDisagreeError, UsageError
 from echelon.data.parts import Padding
-from tests import models
 from tests.conftest import Ranks
-from tests.units import Regression
+from tests.kit import models
+from tests.kit.units import Regression
 
 ALL = StoppingMechanism.ALL_DATASETS_EXHAUSTED
 SMALLEST = StoppingMechanism.SMALLEST_DATASET_EXHAUSTED

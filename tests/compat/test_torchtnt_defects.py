@@ -21,8 +21,8 @@ import echelon as ech
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
 from tests.conftest import Ranks
-from tests.models import batch, largest_difference, net, whole
-from tests.units import Regression
+from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.units import Regression
 
 TESTS = Path(__file__).resolve().parents[1]
 

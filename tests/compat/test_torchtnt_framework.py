@@ -22,7 +22,7 @@ from echelon.compat.torchtnt.utils.device_mesh import GlobalMeshCoordinator
 from echelon.compat.torchtnt.utils.prepare_module import TPStrategy
 from echelon.contracts.errors import UnitError, UsageError
 from tests.conftest import Ranks
-from tests.models import whole
+from tests.kit.models import whole
 
 
 class Classes(AutoUnit[Any]):

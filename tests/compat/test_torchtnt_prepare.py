@@ -39,8 +39,8 @@ from echelon.compat.torchtnt.utils.swa import AveragedModel
 from echelon.contracts.errors import UsageError
 from tests.compat.fairscale import mine, updates
 from tests.conftest import Ranks
-from tests.models import Net, batch, largest_difference, net, plain_training, whole
-from tests.units import Regression
+from tests.kit.models import Net, batch, largest_difference, net, plain_training, whole
+from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 

@@ -28,8 +28,8 @@ from echelon.compat.torchtnt.utils.timer import (
 )
 from echelon.contracts.errors import UsageError
 from tests.conftest import Ranks
-from tests.models import batch
-from tests.units import Regression
+from tests.kit.models import batch
+from tests.kit.units import Regression
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from echelon.parallel.fsdp.fsdp import FSDPStrategy
 from echelon.world import rng
 from tests.compat.reference import in_order, plain, run_programs
 from tests.conftest import server_with
-from tests.models import largest_difference
+from tests.kit.models import largest_difference
 
 program: Any = pytest.importorskip("tests.compat.programs.transformers_trainer", reason="pip install transformers")
 pytest.importorskip("accelerate", reason="pip install 'echelon[accelerate]'")

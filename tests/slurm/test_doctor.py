@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.started import wait_until
 from tests.slurm.conftest import Cluster
-from tests.started import wait_until
 
 # Each rank imports torch, on as many cores as there are.
 DOCTOR = f"{sys.executable} -m echelon doctor --quick --json --time-limit 5m"

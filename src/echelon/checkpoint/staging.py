@@ -6,7 +6,7 @@ stream, in which whatever changes them comes afterwards: the program need not wa
 
 Another thread of the program can still write while this one copies. What it changes by torch's operations is noticed by torch's
 count of changes in place, `Tensor._version`, and copied again. There is no public name for that count. Used with torch 2.13; a
-test in tests/test_checkpoint_async.py notices a change.
+test in tests/checkpoint/test_checkpoint_async.py notices a change.
 """
 
 from __future__ import annotations

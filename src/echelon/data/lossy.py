@@ -2,7 +2,7 @@
 
 Hugging Face `datasets` gives a streamed dataset with `.shuffle(buffer_size=...)` a state that says where its source stands, and
 not what the buffer held: a run that resumes from it misses up to a buffer of samples. The state does not say so, and there is no
-public name for a dataset's stages; used with datasets 5, and a test in tests/test_data_hf.py notices a change.
+public name for a dataset's stages; used with datasets 5, and a test in tests/data/test_data_hf.py notices a change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What launcher/ does to other libraries for want of a supported way: all of it, and nothing else.
 
 Each entry says what goes wrong without it, the versions in which that was seen, the upstream issue, and why no public name
-will do. For each, a test in tests/test_workarounds.py fails when it is no longer needed, or no longer possible: then it goes.
+will do. For each, a test in test_workarounds.py fails when it is no longer needed, or no longer possible: then it goes.
 """
 
 from __future__ import annotations

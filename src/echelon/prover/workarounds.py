@@ -1,6 +1,6 @@
 """What prove replaces in other libraries while a script runs, for want of a supported way: all of it, and nothing else.
 
-All are needed with CPython 3.11 to 3.14, torch 2.13.0 and numpy 2; no upstream issue is known. tests/test_observer.py
+All are needed with CPython 3.11 to 3.14, torch 2.13.0 and numpy 2; no upstream issue is known. tests/prover/test_observer.py
 fails when one of them is no longer needed or possible.
 """
 

@@ -2,7 +2,7 @@
 
 The compiler's configuration is `torch._inductor.config`, whose name is private; its environment variable is read when that module
 is imported, which is only when something is compiled. So the variable is set, and the module's value where it is loaded already.
-Used with torch 2.13; tests/test_bitwise.py notices a change.
+Used with torch 2.13; tests/loop/test_bitwise.py notices a change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The history of CUDA's allocator, for pytorch.org/memory_viz.
 
 torch documents these functions ("Understanding CUDA Memory Usage") and keeps them under names with an underscore; there is no
-other way to the history. Called with the arguments that torch 2.11 to 2.13 take; tests/test_profile.py notices when they are
+other way to the history. Called with the arguments that torch 2.11 to 2.13 take; test_profile.py notices when they are
 gone.
 """
 

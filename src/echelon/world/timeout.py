@@ -3,7 +3,7 @@
 torch gives these its own default, 10 minutes for NCCL and 30 for gloo, whatever `init_process_group` was told: a run that asked
 for one minute would hang for 30 in a mesh's axis. There is no public way to read a group's timeout, nor to set one after
 `init_device_mesh` has made it: hence `options._timeout` of a group's backends and `_set_pg_timeout`. Used with torch 2.13; a test
-in tests/test_init.py notices a change. Where they are missing, groups keep torch's default.
+in tests/world/test_init.py notices a change. Where they are missing, groups keep torch's default.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The elastic agent of this machine: torchelastic's agent over ranks that are forked instead of started.
 
 torchelastic documents `SimpleElasticAgent` as the class to extend, by four methods with a leading underscore; they and
-`_remaining_restarts` are all that is used of it (tests/test_elastic_seam.py notices a change; tested with torch 2.13.0).
+`_remaining_restarts` are all that is used of it (tests/launcher/test_elastic_seam.py notices a change; tested with torch 2.13.0).
 It keeps the decisions (ranks, restarts, when a group is done); ours are how a rank starts, stops and is heard to end.
 
 With `launcher.local.rendezvous` the only module of this room that imports torch at its top; `launcher.local.run` imports it

@@ -4,7 +4,7 @@ torch keeps the last collectives of every process group, on gloo and NCCL, witho
 them: its debug server opens a port for everybody, and its analyser stumbles over gloo's. `torch._C._distributed_c10d` has
 `_dump_fr_trace_json` (torch 2.13.0) and, where torch was built with NCCL, `_dump_nccl_trace_json`. Gloo's does not say which
 ranks are in a group: `torch.distributed.distributed_c10d._world` does. This file is all that uses these names. Without them, or
-with another form, there is no record, and nothing else changes; tests/test_evidence.py notices.
+with another form, there is no record, and nothing else changes; tests/contracts/test_evidence.py notices.
 
 Imports no torch: a rank that has none loaded has called no collective.
 """

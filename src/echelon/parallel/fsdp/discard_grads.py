@@ -1,7 +1,7 @@
 """Forget the gradients of an accumulation window that is given up, where `fully_shard` keeps them beside the parameters.
 
 `FSDPModule.reset_iter_state` (torch 2.13) forgets what waits for an all-reduce; whole gradients that wait for their
-reduce-scatter stay, and have no public name. Tested with torch 2.13; tests/test_accumulation.py notices a change.
+reduce-scatter stay, and have no public name. Tested with torch 2.13; tests/loop/test_accumulation.py notices a change.
 """
 
 from __future__ import annotations

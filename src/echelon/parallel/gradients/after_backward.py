@@ -1,7 +1,7 @@
 """Call something when the backward pass that is under way ends.
 
 torch has no public way to learn of that; DistributedDataParallel and FSDP queue their last work in this one. Tested with torch
-2.13; tests/test_after_backward.py notices a change.
+2.13; tests/parallel/test_after_backward.py notices a change.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def _by_function(root: nn.Module, policy: Callable[..., bool], ignored: set[nn.P
 
 
 def _by_custom_policy(module: nn.Module, policy: Any) -> Blocks:
-    """torch's CustomPolicy can be asked by its `_run_policy` only (torch 2.13; tests/test_strategies.py notices a change)."""
+    """torch's CustomPolicy can be asked by its `_run_policy` only (torch 2.13; test_strategies.py notices a change)."""
     run = getattr(policy, "_run_policy", None)
     if run is None:
         raise LayoutError(f"auto_wrap_policy must be a set of module classes or a policy function, got {type(policy).__name__}.")

@@ -4,7 +4,7 @@ So it goes on under any layout, on any number of ranks, or with another optimize
 stop, as in every step: a run that goes on is not bit-equal.
 
 torchao 0.18 has no public way to make an empty state: `_new_buffer` decides which parameters are large enough for one.
-tests/test_low_bit.py fails when that changes.
+tests/parallel/test_low_bit.py fails when that changes.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def unit_of(parameter: torch.Tensor) -> nn.Module | None:
     """The innermost module given to `fully_shard` with this parameter among its shards; None if it is no such shard.
 
     torch has no public way from a parameter to its module, nor a list of sharded modules. `_module_state_mapping` has them as
-    its keys (torch 2.11 to 2.13; tests/test_linear_cross_entropy.py notices a change).
+    its keys (torch 2.11 to 2.13; tests/parallel/test_linear_cross_entropy.py notices a change).
     """
     from torch.distributed._composable_state import _module_state_mapping
 

@@ -1,0 +1,369 @@
+"""Commit: what was damaged is found and named, one run per folder, and what may be removed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import echelon as ech
+from echelon.checkpoint import commit, manifest
+from echelon.checkpoint.lease import Lease
+from echelon.checkpoint.policy import Keep
+from echelon.contracts.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointInUseError,
+    CheckpointNotFoundError,
+    CheckpointUnreadableError,
+    CheckpointWriteError,
+    UsageError,
+)
+from tests.conftest import Ranks
+from tests.kit.models import largest_difference, whole
+from tests.kit.saving import HOLD, make_loader, make_unit, train_and_save, uninterrupted
+
+Saver = ech.DistributedCheckpointSaver
+
+
+def _train(folder: Path | str, steps: int, unit: Any = None, **options: Any) -> Any:
+    unit = unit or make_unit("none")
+    ech.train(unit, make_loader(), max_updates=steps, callbacks=[Saver(folder, **options)])
+    return unit
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("two")
+    _train(folder, 4, save_every_n_updates=2)
+    return folder
+
+
+def _flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+FILES = ["index.json", "manifest.json", "rank-00000.safetensors", "state.safetensors", "tensors-00000.safetensors"]
+
+
+def test_a_checkpoint_consists_of_these(two: Path) -> None:
+    assert sorted(p.name for p in (two / "step-00000004").iterdir()) == FILES
+    facts = manifest.read(two / "step-00000004")
+    assert sorted(facts["files"]) == [name for name in FILES if name != "manifest.json"]
+    assert facts["format"] == 2 and facts["step"] == 4
+    assert facts["config"]["world_size"] == 1 and facts["config"]["optimizers"] == {"optimizer": "AdamW"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_bit_and_every_cut_is_found_and_the_file_named(two: Path, tmp_path: Path, name: str) -> None:
+    """Thirty bits and ten cuts of each kind of file, and the file swapped for the other checkpoint's, and removed."""
+    folder = tmp_path / "step-00000004"
+    shutil.copytree(two / "step-00000004", folder)
+    whole_file, dice = (folder / name).read_bytes(), random.Random(0)
+
+    def damaged() -> str:
+        with pytest.raises((CheckpointCorruptError, CheckpointNotFoundError)) as caught:
+            commit.verify(folder)
+        (folder / name).write_bytes(whole_file)
+        return str(caught.value)
+
+    for bit in [0, 8 * len(whole_file) - 1, *(dice.randrange(8 * len(whole_file)) for _ in range(28))]:
+        _flip(folder / name, bit)
+        assert name in damaged(), bit
+    for at in [0, len(whole_file) - 1, *(dice.randrange(len(whole_file)) for _ in range(8))]:
+        (folder / name).write_bytes(whole_file[:at])
+        assert name in damaged(), at
+    (folder / name).unlink()
+    assert name in damaged()
+    other = (two / "step-00000002" / name).read_bytes()
+    if other != whole_file:
+        (folder / name).write_bytes(other)
+        assert "step-00000004" in damaged()
+    commit.verify(folder)
+
+
+def _restored(folder: Path, **options: Any) -> int:
+    unit = make_unit("none", seed=9)
+    assert Saver.restore_from_latest(folder, unit, **options)
+    return unit.train_progress.num_steps_completed
+
+
+def test_a_damaged_newest_is_named_and_the_older_one_taken(two: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "c"
+    shutil.copytree(two, folder)
+    _flip(folder / "step-00000004" / "tensors-00000.safetensors", 80_000)
+    with caplog.at_level(logging.WARNING):
+        assert _restored(folder) == 2
+    assert "tensors-00000.safetensors is not what was written" in caplog.text and "went on from" in caplog.text
+    with pytest.raises(CheckpointCorruptError, match=r"step-00000004.*tensors-00000"):
+        _restored(folder, fall_back=False)
+    # The run goes on from step 2 and saves step 4 again; the damaged one is kept for whoever wants to see it.
+    unit = make_unit("none", seed=9)
+    Saver.restore_from_latest(folder, unit)
+    _train(folder, 6, unit, save_every_n_updates=2)
+    assert largest_difference(whole(unit.module), uninterrupted("none", 6)) == 0
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "corrupt-step-00000004",
+        "step-00000002",
+        "step-00000004",
+        "step-00000006",
+    ]
+    assert _restored(folder) == 6
+
+
+def test_all_damaged_is_an_error_and_never_a_fresh_start(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two, tmp_path / "c")
+    (tmp_path / "c" / "step-00000004" / "manifest.json").unlink()
+    (tmp_path / "c" / "step-00000002" / "index.json").unlink()
+    with pytest.raises(CheckpointCorruptError, match=r"every checkpoint in .* is corrupt.*manifest.json.*index.json is missing"):
+        Saver.restore_from_latest(tmp_path / "c", make_unit("none"))
+
+
+def test_a_newer_format_says_so(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(two, tmp_path / "c")
+    path = tmp_path / "c" / "step-00000004" / "manifest.json"
+    newer = json.loads(path.read_text())
+    monkeypatch.setattr(manifest, "FORMAT", 3)
+    path.write_bytes(manifest.render({k: v for k, v in newer.items() if k not in ("format", "checksum")}))
+    monkeypatch.setattr(manifest, "FORMAT", 2)
+    with pytest.raises(CheckpointError, match=r"has format 3, but this echelon reads formats up to 2. Update echelon"):
+        _restored(tmp_path / "c")
+
+
+def test_absent_unreadable_and_corrupt_are_three_answers(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a refusal of the system: as root, modes refuse nothing."""
+    with pytest.raises(CheckpointNotFoundError, match="there is no such folder"):
+        Saver.restore(tmp_path / "step-00000001", make_unit("none"))
+    real = os.open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(path).name == refused:
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for refused in ("tensors-00000.safetensors", "manifest.json"):
+        with pytest.raises(CheckpointUnreadableError, match=rf"{refused} is there but cannot be read: Permission denied"):
+            _restored(two)
+    monkeypatch.setattr(Path, "iterdir", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(CheckpointUnreadableError, match="is there but cannot be read"):
+        Saver.restore_from_latest(two, make_unit("none"))
+
+
+def _restore_damaged(folder: Path) -> tuple[str, int]:
+    unit = make_unit("ddp", seed=9)
+    try:
+        Saver.restore_from_latest(folder, unit, fall_back=False)
+    except CheckpointCorruptError as error:
+        Saver.restore_from_latest(folder, unit)
+        return str(error), unit.train_progress.num_steps_completed
+    return "", -1
+
+
+def test_two_ranks_share_the_reading_and_both_know_the_result(ranks: Ranks, two: Path, tmp_path: Path) -> None:
+    """Whichever rank had the damaged file for its share."""
+    for name in ("index.json", "state.safetensors"):
+        shutil.copytree(two, tmp_path / name)
+        _flip(tmp_path / name / "step-00000004" / name, 99)
+        for text, step in ranks(2, _restore_damaged, tmp_path / name):
+            assert f"{name} is not what was written" in text and step == 2
+
+
+# --- one run per folder
+
+
+def test_a_second_run_is_refused_while_the_first_lives_and_takes_over_when_it_died(tmp_path: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        (tmp_path / ".staged-step-00000009").mkdir()  # of the save that the first run is making
+        with pytest.raises(CheckpointInUseError, match=rf"another run: process {first.pid} of .* on .*, since"):
+            _train(tmp_path, 2)
+        assert (tmp_path / ".staged-step-00000009").exists()
+    finally:
+        first.kill()
+        first.wait()
+        first.stdout.close()
+    _train(tmp_path, 2)  # its lease is still lying there
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def no_locks(*_: Any) -> None:
+    raise OSError(38, "Function not implemented")
+
+
+def test_without_locks_the_text_of_the_lease_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.fcntl", no_locks)
+    mine = Lease(tmp_path)
+    mine.acquire()
+    text = json.loads((tmp_path / ".lease").read_text())
+    assert text["pid"] == os.getpid()
+    mine.release()
+
+    def left(**changes: Any) -> None:
+        (tmp_path / ".lease").write_text(json.dumps({**text, **changes}))
+
+    parent = os.getppid()
+    from echelon.contracts.machine import started_at
+
+    left(pid=parent, start=started_at(parent))
+    with pytest.raises(CheckpointInUseError):
+        Lease(tmp_path).acquire()
+    left(host="elsewhere", seen=time.time())
+    with pytest.raises(CheckpointInUseError, match="on elsewhere"):
+        Lease(tmp_path).acquire()
+    for dead in (
+        {"pid": parent, "start": "1"},
+        {"host": "elsewhere", "seen": time.time() - 3600},
+        {"boot": "an older one", "pid": parent},
+    ):
+        left(**dead)
+        taken = Lease(tmp_path)
+        taken.acquire()
+        taken.release()
+
+
+def test_a_run_that_ends_leaves_no_lease_whatever_ended_it(tmp_path: Path) -> None:
+    class Bad(ech.Callback):
+        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+            raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        ech.train(make_unit("none"), make_loader(), max_updates=2, callbacks=[Saver(tmp_path, save_every_n_updates=1), Bad()])
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_restart_sets_the_older_runs_checkpoints_aside(tmp_path: Path) -> None:
+    train_and_save(tmp_path, "none", 4)
+    with pytest.raises(CheckpointError, match=r"SaveOptions\(restart=True\)"):
+        _train(tmp_path, 2)
+    _train(tmp_path, 2, options=ech.callbacks.SaveOptions(restart=True))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["replaced-step-00000004", "step-00000002"]
+
+
+# --- what stays
+
+
+def test_which_checkpoints_go() -> None:
+    config = ech.callbacks.BestCheckpointConfig
+    metrics = {s: {"loss": v} for s, v in {1: 5.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 3.0}.items()}
+    steps = [1, 2, 3, 4, 5]
+    assert Keep().doomed(steps, {}) == []
+    assert Keep(2).doomed(steps, {}) == [1, 2, 3]
+    assert Keep(1, every_updates=2).doomed(steps, {}) == [1, 3]
+    assert Keep(2, best=config("loss")).doomed(steps, metrics) == [1, 4]  # 2 and 3 are best, 5 is the newest
+    assert Keep(1, best=config("loss", "max")).doomed(steps, metrics) == [2, 3, 4]
+    assert Keep(1).doomed([7], {}) == []
+    # A metric that is not a number leaves as many as were asked for: the newest.
+    assert Keep(3, best=config("loss")).doomed(steps, {}) == [1, 2]
+    assert Keep(3, best=config("loss")).doomed(steps, {2: {"loss": 1.0}}) == [1, 3]
+    with pytest.raises(UsageError, match="'min' or 'max'"):
+        config("loss", "least")  # type: ignore[arg-type]
+
+
+def test_the_best_stays_and_can_be_restored(tmp_path: Path) -> None:
+    class Rising(ech.Callback):
+        def on_train_step_start(self, state: ech.State, unit: Any) -> None:
+            unit.score = float([5, 1, 9, 0, 2, float("nan")][unit.train_progress.num_steps_completed])
+
+    best = ech.callbacks.BestCheckpointConfig("score", "max")
+    saver = Saver(tmp_path, save_every_n_updates=1, keep_last_n_checkpoints=2, best_checkpoint_config=best)
+    ech.train(make_unit("none"), make_loader(), max_updates=6, callbacks=[Rising(), saver])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003", "step-00000006"]
+    unit = make_unit("none")
+    assert Saver.restore_from_best(tmp_path, unit, "score", "max")
+    assert unit.train_progress.num_steps_completed == 3
+    assert not Saver.restore_from_best(tmp_path, unit, "other")
+
+
+def test_nothing_is_removed_before_the_new_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _train(tmp_path, 2)
+    unit = make_unit("none")
+    Saver.restore_from_latest(tmp_path, unit)
+    monkeypatch.setattr(commit, "commit", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(CheckpointWriteError, match="No space left on device"):
+        _train(tmp_path, 4, unit, save_every_n_updates=1, keep_last_n_checkpoints=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+    commit.verify(tmp_path / "step-00000002")
+
+
+def _fails_on(rank: int, folder: Path, **options: Any) -> tuple[str, int, int]:
+    """Two saves fail on one rank in the middle of training, the later ones do not."""
+    from echelon.checkpoint.snapshot import Snapshot
+
+    real, failed = Snapshot.write, []
+
+    def write(self: Any, folder: Any) -> Any:
+        if self.rank == rank and len(failed) < 2:
+            failed.append(1)
+            raise OSError(28, "No space left on device")
+        return real(self, folder)
+
+    Snapshot.write = write  # type: ignore[method-assign]
+    unit, text = make_unit("ddp"), ""
+    saver = Saver(folder, save_every_n_updates=1, **options)
+    try:
+        ech.train(unit, make_loader(), max_updates=6, callbacks=[saver])
+    except CheckpointWriteError as error:
+        text = str(error)
+    return text, unit.train_progress.num_steps_completed, saver.failures
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_on_one_rank_is_told_to_all_and_training_goes_on(ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+    options = {"async_checkpoint": asynchronous}
+    assert ranks(2, _fails_on, 1, tmp_path / "c", **options) == [("", 6, 0)] * 2
+    left = sorted(p.name for p in (tmp_path / "c").iterdir())
+    assert left == [manifest.named(step) for step in (3, 4, 5, 6)]
+    for text, step, failures in ranks(
+        2, _fails_on, 1, tmp_path / "d", options=ech.callbacks.SaveOptions(tolerated_failures=0), **options
+    ):
+        assert "rank 1: OSError: [Errno 28] No space left on device" in text and "GB free" in text
+        assert failures == 1 and step <= 3
+    assert commit.latest(tmp_path / "d") is None
+
+
+def test_torch_is_not_needed_to_list_and_to_verify() -> None:
+    code = "import sys, echelon.checkpoint.manifest, echelon.cli.ckpt; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_blocks_cover_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from echelon.checkpoint import checksum, tensorfile
+
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(checksum, "BLOCK_BYTES", 1000)
+    values = torch.arange(2000, dtype=torch.int32)
+    entry = tensorfile.write(tmp_path / "f", [("a", values.dtype, values.shape, lambda: values)])
+    assert len(entry["crc32"]) == 9 and entry["size"] == (tmp_path / "f").stat().st_size
+    facts = {"files": {"f": entry}}
+    assert manifest.problems(tmp_path, facts) == []
+    _flip(tmp_path / "f", 8 * 5500)
+    found = [manifest.problems(tmp_path, facts, part, 3) for part in range(3)]
+    assert sorted(map(len, found)) == [0, 0, 1]  # one part of three had the block
+
+
+def test_ranks_divide_what_all_of_them_have(ranks: Ranks, tmp_path: Path) -> None:
+    """Under ddp every tensor is on both ranks: one of them writes it, and both write about as much."""
+    ranks(2, train_and_save, tmp_path / "c", "ddp", 2)
+    facts = manifest.read(tmp_path / "c" / "step-00000002")
+    first, second = (facts["files"][f"tensors-{rank:05d}.safetensors"]["size"] for rank in range(2))
+    assert abs(first - second) < 0.2 * (first + second)
+    index = json.loads((tmp_path / "c" / "step-00000002" / "index.json").read_text())
+    assert all(len(entry["pieces"]) == 1 for entry in index.values())
+    names = [set(load_file(tmp_path / "c" / "step-00000002" / f"tensors-{rank:05d}.safetensors")) for rank in range(2)]
+    assert not names[0] & names[1] and names[0] | names[1] == set(index)

@@ -1,0 +1,454 @@
+"""`Checkpoints`: one value for restoring, saving when it is due, and keeping the newest and the best."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+import echelon as ech
+from echelon.checkpoint import manifest
+from echelon.contracts.errors import CheckpointError, RanksDisagreeError, UsageError
+from echelon.loop.checkpointing.timetable import Timetable
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+DATA = TensorDataset(*batch(24, 0))
+UPDATES = 3  # of an epoch
+
+
+def _saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in Path(folder).glob("step-*"))
+
+
+def _numbers(folder: Path) -> dict[int, dict[str, Any]]:
+    return {step: manifest.read(folder / manifest.named(step)).get("metrics", {}) for step in _saved(folder)}
+
+
+# --- the value
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": "soon"}, "every must be a number of updates, 'epoch', or a duration"),
+        ({"every": 0}, "every must be"),
+        ({"keep": 0}, "keep must be"),
+        ({"best": "quality"}, "best must be a pair such as \\('quality', 'max'\\)"),
+        ({"best": ("quality", "most")}, "'min' or 'max'"),
+        ({"best": 3}, "best must be the name of a number"),
+        ({"save_options": {}}, "save_options must be"),
+        ({"restore_options": {}}, "restore_options must be"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_where_it_is_written(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ech.Checkpoints("a", **options)
+
+
+def test_it_is_a_value() -> None:
+    one = ech.Checkpoints("a", every="10min", best=("reward", "max"))
+    assert one == ech.Checkpoints("a", every="10min", best=("reward", "max")) != ech.Checkpoints("a", every="1h")
+    with pytest.raises(AttributeError):
+        one.keep = 5  # type: ignore[misc]
+    with pytest.raises(UsageError, match=r"checkpoints must be a folder"):
+        _loop("", 1)
+
+
+# --- when the clock says so
+
+
+def _saves(every_s: float, seconds: float, updates: int, share: float | None = None, cost: float = 0.0) -> tuple[list[int], int]:
+    """The updates after which a run saves whose updates take so long, and how often ranks spoke about it."""
+    clock, looks = [0.0], 0
+
+    def now() -> float:
+        nonlocal looks
+        looks += 1
+        return clock[0]
+
+    table, saved = Timetable(every_s, share, now), []
+    for update in range(1, updates + 1):
+        clock[0] += seconds
+        if table.is_due():
+            saved.append(update)
+            clock[0] += cost
+            table.saved(cost)
+    return saved, looks
+
+
+def test_the_clock_is_looked_at_seldom_and_the_saves_come_in_time() -> None:
+    saved, looks = _saves(600, 0.5, 10_000)
+    assert len(saved) == 8 and all(abs((b - a) * 0.5 - 600) < 6 for a, b in zip([0, *saved], saved, strict=False))
+    assert looks < 200
+    assert _saves(600, 1000, 4)[0] == [1, 2, 3, 4]  # updates that take longer than that
+
+
+def test_by_default_saving_takes_a_small_share_of_the_time() -> None:
+    saved, _ = _saves(600, 1, 20_000, share=0.05, cost=300)
+    assert saved[0] <= 606 and all(5700 <= b - a <= 6060 for a, b in itertools.pairwise(saved))
+
+
+def _with_clocks_of_their_own(folder: Path) -> list[int]:
+    """Rank 1's would be due at once, and rank 0's at each other update."""
+    times = iter(range(0, 1000, 5)) if dist.get_rank() == 0 else iter(range(0, 10**6, 1000))
+    table = Timetable(10.0, None, lambda: float(next(times)))
+    found = []
+    for update in range(8):
+        if table.is_due():
+            found.append(update)
+            table.saved(0.0)
+    return found
+
+
+def test_a_dear_save_at_an_epochs_end_waits_until_it_is_worth_its_time() -> None:
+    clock = [0.0]
+    table = Timetable(600, 0.05, lambda: clock[0])
+    found = []
+    for cost, seconds in ((0.5, 1), (30, 1), (30, 500), (30, 700)):
+        table.saved(cost)
+        clock[0] += seconds
+        found.append(table.affords_one())
+    assert found == [True, False, False, True]
+
+
+def test_ranks_agree_on_a_clock(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, _with_clocks_of_their_own, tmp_path)
+    assert first == second != []
+
+
+# --- in a loop of one's own
+
+
+def _loop(
+    checkpoints: Any, epochs: int, *, kill_at: int | None = None, logs: Any = None, layout: str = "none", **how: Any
+) -> Any:
+    """Numbers of evaluations: those of `logs` by epoch, rank r's by r greater."""
+    model = net(dropout=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    held_out = torch.utils.data.DataLoader(TensorDataset(*batch(4, 1)), 2)
+    loader = ech.Loader(DATA, 8, seed=1)
+    model, optimizer, loader, held_out = ech.prepare(
+        model, optimizer, loader, held_out, layout=layout, checkpoints=checkpoints, **how
+    )
+    me = dist.get_rank() if dist.is_initialized() else 0
+    done = 0
+    for epoch in ech.epochs(loader, epochs):
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            done += 1
+            if done == kill_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if logs is not None:
+            with ech.evaluating(model) as evaluation:
+                for _ in held_out:
+                    evaluation.log("accuracy", logs[epoch] + me)
+    return whole(model)
+
+
+def test_the_end_is_saved_and_resumed_from_and_few_stay(tmp_path: Path) -> None:
+    for every, expected in (
+        ("epoch", [6, 9, 12]),
+        (5, [5, 10, 12]),
+        (1000, [12]),
+        ("1h", [12]),
+        ("0.000001s", [10, 11, 12]),
+    ):
+        folder = tmp_path / str(every)
+        _loop(ech.Checkpoints(folder, every=every), 4)
+        assert _saved(folder) == expected, every
+    wanted = _loop(None, 5)
+    assert largest_difference(_loop(tmp_path / "epoch", 5), wanted) == 0
+    assert _saved(tmp_path / "epoch") == [9, 12, 15]
+
+
+def _stopped(folder: Path, **options: Any) -> Any:
+    try:
+        return _loop(folder, 3, layout="ddp", **options)
+    except SystemExit as ended:
+        return ended.code
+
+
+@pytest.mark.fresh_ranks
+def test_a_signal_saves_and_the_same_line_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, _stopped, tmp_path, kill_at=4) == [75, 75]
+    assert _saved(tmp_path)[-1] == 5  # the update by whose message the ranks agree
+    for one, other in zip(ranks(2, _stopped, tmp_path), ranks(2, _stopped, None), strict=True):
+        assert largest_difference(one, other) == 0
+
+
+def test_the_best_of_a_loops_own_evaluations_stays(ranks: Ranks, tmp_path: Path) -> None:
+    """keep=1: the newest and the best; the number is the mean over the ranks, of the weights that were evaluated."""
+    best = ech.Checkpoints(tmp_path / "c", keep=1, best="accuracy")
+    ranks(2, _loop, best, 4, logs=[1, 3, 2, 0], layout="ddp")
+    assert _numbers(tmp_path / "c") == {6: {"accuracy": 3.5}, 12: {"accuracy": 0.5}}
+    ranks(2, _loop, best, 5, logs=[1, 3, 2, 0, 9], layout="ddp")  # goes on, with what is known of older ones
+    assert _numbers(tmp_path / "c") == {15: {"accuracy": 9.5}}
+
+
+def _counts_itself(folder: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best = ech.Checkpoints(folder, keep=1, best="accuracy")
+    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 8), layout="none", checkpoints=best)
+    for epoch in range(4):
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        with ech.evaluating(model) as evaluation:
+            evaluation.log("accuracy", [1, 3, 2, 0][epoch])
+        assert evaluation.numbers == {"accuracy": [1, 3, 2, 0][epoch]}
+
+
+def test_a_loop_that_counts_its_epochs_itself_keeps_the_best_too(tmp_path: Path) -> None:
+    _counts_itself(tmp_path)
+    assert _numbers(tmp_path) == {6: {"accuracy": 3}, 12: {"accuracy": 0}}
+
+
+def _within_an_epoch(folder: Path, where: str) -> str:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best = ech.Checkpoints(folder, keep=2, best="accuracy")
+    loader = ech.Loader(DATA, 8, accumulation=2 if where == "accumulating" else 1)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="none", checkpoints=best)
+    numbers = iter([5.0, 7.0, 6.0] + [0.0] * 9)
+
+    def evaluate() -> None:
+        with ech.evaluating(model) as evaluation:
+            evaluation.log("accuracy", next(numbers))
+
+    try:
+        for _ in ech.epochs(loader, 2):
+            for x, y in loader:
+                if where == "before":
+                    evaluate()
+                with ech.window(model) as window:
+                    window.backward(torch.nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if where != "before":
+                    evaluate()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_an_evaluation_within_an_epoch_is_of_the_weights_that_are_saved_or_refused(tmp_path: Path) -> None:
+    assert not _within_an_epoch(tmp_path / "after", "after")
+    assert {step: each["accuracy"] for step, each in _numbers(tmp_path / "after").items()} == {2: 7.0, 5: 0.0, 6: 0.0}
+    assert "before its batch was trained on" in _within_an_epoch(tmp_path / "before", "before")
+    assert "between the batches of an update" in _within_an_epoch(tmp_path / "accumulating", "accumulating")
+
+
+def _some_ranks_only(folder: Path) -> str:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best = ech.Checkpoints(folder, best="accuracy")
+    model, optimizer, _loader = ech.prepare(model, optimizer, ech.Loader(DATA, 8), layout="ddp", checkpoints=best)
+    with pytest.raises(RanksDisagreeError) as caught, ech.evaluating(model) as evaluation:
+        if dist.get_rank() == 0:
+            evaluation.log("accuracy", 1.0)
+    return str(caught.value)
+
+
+def test_a_number_of_some_ranks_only_is_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, _some_ranks_only, tmp_path)
+    assert first == second and "rank 0: accuracy, rank 1: nothing" in first
+
+
+def test_a_name_that_no_evaluation_logs_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"got 'f1'.*eval_accuracy"):
+        _loop(ech.Checkpoints(tmp_path, best="f1"), 2, logs=[1, 2])
+
+
+def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
+    _loop(tmp_path, 2)
+    with pytest.raises(CheckpointError):
+        model = torch.nn.Linear(3, 1)
+        ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), ech.Loader(DATA, 8), layout="none", checkpoints=tmp_path)
+
+
+# --- with a unit
+
+
+class Scored(Regression):
+    """Logs an accuracy in evaluations: what `scores` has for the update that is evaluated, 0 on average over the ranks else."""
+
+    def __init__(self, scores: dict[int, float] | None = None, name: str = "accuracy", **options: Any) -> None:
+        super().__init__(optimizer="AdamW", module=net(dropout=0.2), **options)
+        self.scores, self.named = scores or {}, name
+        self.stops_at: tuple[int, int] | None = None  # an update, and a step of its evaluation
+
+    def on_eval_step_end(self, state: ech.State, data: Any, step: int, loss: Any, outputs: Any) -> None:
+        me = dist.get_rank() - 0.5 if dist.is_initialized() else 0.0
+        update = self.train_progress.num_updates_completed
+        state.log(self.named, self.scores.get(update, 0.0) + me)
+        if self.stops_at == (update, self.eval_progress.num_steps_completed_in_epoch):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _train(checkpoints: Any, epochs: int, unit: Scored | None = None, evaluate: Any = (1,), **how: Any) -> Any:
+    unit = unit or Scored(layout="ddp" if dist.is_initialized() else None)
+    held_out = [batch(2, n) for n in evaluate]
+    try:
+        ech.train(
+            unit,
+            ech.Loader(DATA, 8, seed=1, **how),
+            max_epochs=epochs,
+            eval=held_out or None,
+            checkpoints=checkpoints,
+        )
+    except SystemExit as ended:
+        return ended.code
+    return whole(unit.module)
+
+
+SCORES = {3: 1.0, 6: 3.0, 9: 2.0, 12: 0.0}
+
+
+def _best_of(folder: Any, epochs: int, scores: dict[int, float] = SCORES, **options: Any) -> Any:
+    return _train(ech.Checkpoints(folder, keep=1, best="accuracy", **options), epochs, Scored(scores, layout="ddp"))
+
+
+def test_the_best_by_a_logged_number_stays_beside_the_newest_at_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    for asynchronous in (False, True):
+        folder = tmp_path / str(asynchronous)
+        ranks(2, _best_of, folder, 4, asynchronous=asynchronous)
+        assert _numbers(folder) == {6: {"accuracy": 3.0}, 12: {"accuracy": 0.0}}
+        best = ech.Checkpoints(folder, keep=1, best="accuracy", asynchronous=asynchronous)
+        _train(best, 5, Scored({15: 2.5}))  # on one rank
+        assert _numbers(folder) == {6: {"accuracy": 3.0}, 15: {"accuracy": 2.5}}
+
+
+def test_one_line_restores_and_the_numbers_are_those_of_a_run_in_one_go(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = ranks(2, _train, None, 4)[0]
+    for every in (None, "epoch", 2):
+        checkpoints = ech.Checkpoints(tmp_path / str(every), every=every)
+        ranks(2, _train, checkpoints, 2)
+        assert largest_difference(ranks(2, _train, checkpoints, 4)[0], wanted) == 0
+        assert _saved(tmp_path / str(every)) == {None: [6, 12], "epoch": [6, 9, 12], 2: [8, 10, 12]}[every]
+
+
+def test_updates_are_counted_whatever_they_accumulate(tmp_path: Path) -> None:
+    unit = Scored()
+    ech.train(unit, ech.Loader(DATA, 8, accumulation=2), max_updates=5, checkpoints=ech.Checkpoints(tmp_path, every=2))
+    assert _saved(tmp_path) == [2, 4, 5]
+
+
+def _stopped_in_evaluation(folder: Path, at: tuple[int, int] | None) -> Any:
+    unit = Scored(SCORES, layout="ddp")
+    unit.stops_at = at
+    return _train(ech.Checkpoints(folder, best="accuracy"), 3, unit, evaluate=range(6))
+
+
+@pytest.mark.fresh_ranks
+def test_an_evaluation_that_a_signal_cuts_short_gives_no_number_and_the_resumed_one_does(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, _stopped_in_evaluation, tmp_path, (6, 2)) == [75, 75]
+    assert _numbers(tmp_path) == {3: {"accuracy": 1.0}, 6: {}}
+    wanted = ranks(2, _train, None, 3, evaluate=range(6))
+    assert largest_difference(ranks(2, _stopped_in_evaluation, tmp_path, None)[0], wanted[0]) == 0
+    assert _numbers(tmp_path) == {3: {"accuracy": 1.0}, 6: {"accuracy": 3.0}, 9: {"accuracy": 2.0}}
+
+
+def _names_another(folder: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        _train(ech.Checkpoints(folder, best="f1"), 2, Scored(layout="ddp"))
+    return str(caught.value)
+
+
+def test_a_best_that_nothing_logs_is_refused_after_the_first_evaluation(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, _names_another, tmp_path)
+    assert first == second and "got 'f1'" in first and "eval_accuracy" in first and "eval_loss" in first
+
+
+def test_the_loss_can_be_the_number_of_evaluations_or_of_training(tmp_path: Path) -> None:
+    _train(ech.Checkpoints(tmp_path / "eval", best="loss"), 2)
+    assert all(set(each) == {"loss"} for each in _numbers(tmp_path / "eval").values())
+    _train(ech.Checkpoints(tmp_path / "train", every="epoch", best="loss"), 2, evaluate=())
+    assert all(set(each) == {"loss"} for each in _numbers(tmp_path / "train").values())
+
+
+def test_a_number_stays_with_the_weights_that_it_was_measured_of(tmp_path: Path) -> None:
+    """Saves between evaluations have none."""
+    checkpoints = ech.Checkpoints(tmp_path, every=1, keep=None, best="accuracy")
+    _train(checkpoints, 2, Scored(SCORES))
+    assert _numbers(tmp_path) == {1: {}, 2: {}, 3: {"accuracy": 1.0}, 4: {}, 5: {}, 6: {"accuracy": 3.0}}
+
+
+def test_a_unit_that_has_trained_goes_on_from_where_it_stands(tmp_path: Path) -> None:
+    unit, loader = Scored(), ech.Loader(DATA, 8)
+    ech.train(unit, loader, max_updates=2, checkpoints=tmp_path)
+    with torch.no_grad():
+        unit.module.get_parameter(next(n for n, _ in unit.module.named_parameters())).zero_()
+    changed = whole(unit.module)
+    ech.train(unit, loader, max_updates=2, checkpoints=tmp_path)
+    assert largest_difference(whole(unit.module), changed) == 0
+    other = Scored()
+    ech.train(other, ech.Loader(DATA, 8), max_updates=1)
+    with pytest.raises(CheckpointError, match="ahead of this run"):
+        ech.train(other, ech.Loader(DATA, 8), max_updates=3, checkpoints=tmp_path)
+
+
+def _plateau(name: str) -> float:
+    unit = Scored(
+        {3 * n: float(n) for n in range(1, 9)},
+        layout="ddp",
+        schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "min", factor=0.5, patience=0),
+        options=ech.UnitOptions(lr_monitor=name),
+    )
+    _train(None, 3, unit)
+    return float(unit.optimizer.param_groups[0]["lr"])
+
+
+def _plateaus() -> list[Any]:
+    with pytest.raises(UsageError, match=r"lr_monitor must be .* got 'nothing'.*eval_accuracy"):
+        _plateau("nothing")
+    return [_plateau("accuracy"), _plateau("eval_accuracy")]
+
+
+def test_a_plateau_scheduler_follows_what_was_logged(ranks: Ranks) -> None:
+    """It grows, where less would be better, so each evaluation after the first halves the rate."""
+    assert ranks(2, _plateaus) == [[0.025, 0.025]] * 2
+
+
+def test_an_object_store_will_do(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    url = f"memory://{tmp_path.name}"
+    checkpoints = ech.Checkpoints(url, keep=1, best="accuracy")
+    _train(checkpoints, 3, Scored(SCORES))
+    wanted = _train(None, 4)
+    assert largest_difference(_train(checkpoints, 4, Scored(SCORES)), wanted) == 0
+    from echelon.checkpoint.location import location
+
+    assert sorted(path.name for path in location(url).iterdir() if path.name.startswith("step-")) == [
+        "step-00000006",
+        "step-00000012",
+    ]
+
+
+def test_a_trainer_resumes_by_itself(tmp_path: Path) -> None:
+    def trained(epochs: int) -> int:
+        unit = Scored()
+        trainer = ech.Trainer(
+            1, accelerator="cpu", max_epochs=epochs, checkpoints=ech.Checkpoints(tmp_path, every="epoch", keep=2)
+        )
+        trainer.fit(unit, ech.Loader(DATA, 8, seed=1))
+        return unit.train_progress.num_updates_completed
+
+    assert (trained(2), _saved(tmp_path)) == (6, [3, 6])
+    assert (trained(3), _saved(tmp_path)) == (9, [6, 9])

@@ -1,0 +1,349 @@
+"""Parts that work alone, together: savers with evaluations, loaders with evaluations, other programs' loaders, moving folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon as ech
+from echelon.checkpoint import commit, manifest
+from echelon.checkpoint.policy import BestCheckpointConfig
+from echelon.contracts.errors import CheckpointError, CheckpointMismatchError
+from echelon.loop.progress import Progress
+from echelon.world import rng
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.units import KINDS, Regression, under_each
+
+pytestmark = pytest.mark.standing_ranks
+
+Saver = ech.DistributedCheckpointSaver
+DATA = torch.utils.data.TensorDataset(*batch(48, 0), torch.arange(48))
+
+
+class Numbered(Regression):
+    """Remembers which samples it trained on."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(module=net(dropout=options.pop("dropout", 0.0)), optimizer="AdamW", **options)
+        self.seen: list[int] = []
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        if self.module.training:
+            self.seen += data[2].tolist()
+        return super().compute_loss(state, data[:2])
+
+
+def test_an_evaluation_on_the_same_loader_changes_neither_the_samples_nor_what_is_saved(tmp_path: Path) -> None:
+    """The last, short batch of each epoch is looked up after an evaluation, which is in an epoch of its own."""
+    data = torch.utils.data.Subset(DATA, range(46))
+    unit, loader = Numbered(), ech.Loader(data, 8, seed=1)
+    saver = Saver(tmp_path, save_every_n_updates=5)
+    ech.fit(unit, loader, loader, max_epochs=3, evaluate_every_n_updates=2, evaluate_every_n_epochs=None, callbacks=[saver])
+    assert set(Counter(unit.seen).values()) == {3}
+    again, loader = Numbered(), ech.Loader(data, 8, seed=1)
+    Saver.restore(tmp_path / "step-00000010", again, train_dataloader=loader)
+    ech.fit(again, loader, loader, max_epochs=3, evaluate_every_n_updates=2, evaluate_every_n_epochs=None)
+    assert again.seen == unit.seen[78:]
+    assert largest_difference(whole(again.module), whole(unit.module)) == 0
+
+
+def _streams_after_looking_at_the_loader() -> tuple[int, int]:
+    ech.seed(7)
+    loader = ech.Loader(DATA, 8)
+    before = torch.initial_seed()
+    loader.state_dict()  # its fingerprint reads samples
+    assert torch.initial_seed() == before
+    rng.separate(dist.get_rank())
+    return dist.get_rank(), torch.initial_seed()
+
+
+def test_to_look_at_a_loader_leaves_ranks_without_a_stream_of_their_own(ranks: Ranks) -> None:
+    """Else the ranks of a resumed run would drop the same units of different samples."""
+    (_, first), (_, second) = ranks(2, _streams_after_looking_at_the_loader)
+    assert first == 7 and second != first
+
+
+class Foreign:
+    """Another program's loader: every rank has shards, and a position, of its own."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.at = samples, 0
+
+    def __len__(self) -> int:
+        return 6 - self.at
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 6:
+            self.at += 1
+            yield tuple(t[:4] for t in DATA[self.samples : self.samples + 4])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "shard": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.samples = state["at"], state["shard"]
+
+
+def _with_shards(folder: Path) -> None:
+    saver = Saver(folder)
+    ech.train(Numbered(layout="ddp"), Foreign(4 * dist.get_rank()), max_updates=2, callbacks=[saver])
+
+
+def _shards_restored(folder: Path) -> tuple[int, int]:
+    loader = Foreign(40)
+    Saver.restore_from_latest(folder, Numbered(layout="ddp"), train_dataloader=loader)
+    return loader.at, loader.samples
+
+
+def test_a_foreign_loader_with_a_state_of_each_rank_gets_its_own_back(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _with_shards, tmp_path / "c")
+    assert ranks(2, _shards_restored, tmp_path / "c") == [(2, 0), (2, 4)]
+    with pytest.raises(CheckpointMismatchError, match="each rank saved the state of its own Foreign"):
+        Saver.restore_from_latest(tmp_path / "c", Numbered(layout="none"), train_dataloader=Foreign(0))
+
+
+def test_a_program_that_changes_its_folder_saves_where_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    unit, saver = Numbered(), Saver("c", save_every_n_updates=2)
+    unit.on_train_epoch_start = lambda state: os.chdir("elsewhere")  # type: ignore[method-assign]
+    ech.train(unit, ech.Loader(DATA, 8, seed=1), max_updates=4, callbacks=[saver])
+    assert [p.name for p in commit.committed(tmp_path / "c")] == ["step-00000002", "step-00000004"]
+    assert not (tmp_path / "elsewhere" / "c").exists()
+
+
+class SaveAtStart(ech.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.saver = Saver(folder)
+
+    def on_train_start(self, state: ech.State, unit: Any) -> None:
+        self.saver.save(state, unit)
+
+
+def test_a_save_before_the_first_batch_after_a_restore_knows_the_position(tmp_path: Path) -> None:
+    ech.train(Numbered(), Foreign(0), max_updates=2, callbacks=[Saver(tmp_path / "a")])
+    unit, loader = Numbered(), Foreign(0)
+    Saver.restore_from_latest(tmp_path / "a", unit, train_dataloader=loader)
+    ech.train(unit, loader, max_updates=4, callbacks=[SaveAtStart(tmp_path / "b")])
+    loader = Foreign(0)
+    Saver.restore_from_latest(tmp_path / "b", Numbered(), train_dataloader=loader)
+    assert loader.at == 2
+
+
+def test_the_metric_of_a_checkpoint_is_that_of_its_weights(tmp_path: Path) -> None:
+    """Both are due at step 3: the evaluation comes first. At the end of training, no evaluation comes any more."""
+    unit = Numbered()
+    evaluated: dict[int, float] = {}
+    unit.on_eval_epoch_end = lambda state: evaluated.update({unit.train_progress.num_steps_completed: unit.eval_loss})  # type: ignore[method-assign]
+    saver = Saver(tmp_path, save_every_n_updates=3, best_checkpoint_config=BestCheckpointConfig("eval_loss", "min"))
+    loader = ech.Loader(DATA, 8, seed=1)
+    ech.fit(
+        unit,
+        loader,
+        ech.Loader(DATA, 8),
+        max_updates=6,
+        evaluate_every_n_updates=3,
+        evaluate_every_n_epochs=None,
+        callbacks=[saver],
+    )
+    told = {commit.step_of(p): manifest.read(p)["metrics"]["eval_loss"] for p in commit.committed(tmp_path)}
+    assert told == evaluated and list(told) == [3, 6]
+
+
+def test_of_equally_good_checkpoints_the_older_is_best() -> None:
+    """A newer one may only repeat a number that was not measured since."""
+    best = BestCheckpointConfig("loss", "min")
+    assert best.best_first({1: {"loss": 2.0}, 2: {"loss": 1.0}, 3: {"loss": 1.0}, 4: {}}) == [2, 3, 1]
+
+
+class Besides(Regression):
+    """Trains what is in no module among its attributes: a parameter, and modules in a list."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(5)
+        self.weight_of_loss = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.heads = [torch.nn.Linear(1, 1).double() for _ in range(2)]
+        super().__init__(**options)
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        out = self.module(data[0])
+        out = (self.heads[0](out) + self.heads[1](out)) * self.weight_of_loss
+        return torch.nn.functional.mse_loss(out, data[1]), None
+
+    def besides(self) -> list[torch.nn.Parameter]:
+        return [self.weight_of_loss, *(p for head in self.heads for p in head.parameters())]
+
+    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> Any:
+        return torch.optim.AdamW([*module.parameters(), *self.besides()], lr=0.05), None
+
+
+def _trained_besides(layout: str, folder: Path, steps: list[int]) -> list[Any]:
+    """In as many runs, of which each but the first goes on from the last one's checkpoint."""
+    for step in steps:
+        unit, loader = Besides(layout=layout), ech.Loader(DATA, 8, seed=1)
+        saver = Saver(folder / f"{layout}-{len(steps)}", save_every_n_updates=100)
+        saver.restore_from_latest(folder / f"{layout}-{len(steps)}", unit, train_dataloader=loader)
+        ech.train(unit, loader, max_updates=step, callbacks=[saver])
+    return [p.tolist() for p in (*whole(unit.module).values(), *unit.besides())]
+
+
+def _both_ways(layout: str, folder: Path) -> bool:
+    return _trained_besides(layout, folder, [6]) == _trained_besides(layout, folder, [2, 6])
+
+
+def test_what_an_optimizer_trains_besides_the_modules_goes_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """Its values were in no checkpoint: it began again, under its old momentum."""
+    for of_rank in ranks(2, under_each, KINDS, _both_ways, tmp_path):
+        assert of_rank == dict.fromkeys(KINDS, True)
+    alone = Besides()  # on another number of ranks
+    Saver.restore_from_latest(tmp_path / "fsdp-1", alone)
+    assert [p.tolist() for p in alone.besides()] != [p.tolist() for p in Besides().besides()]
+    assert dict(alone.optimizer.state[alone.weight_of_loss])["step"] == 6
+
+
+def _drawing_before_it_trains(folder: Path, steps: list[int]) -> dict[str, torch.Tensor]:
+    """As a script that evaluates first: to iterate over a torch DataLoader draws a number, whether it shuffles or not."""
+    for step in steps:
+        ech.seed(3)
+        unit, loader = Numbered(dropout=0.4, layout="ddp"), ech.Loader(DATA, 8, seed=1)
+        saver = Saver(folder / str(len(steps)))
+        saver.restore_from_latest(saver.dirpath, unit, train_dataloader=loader)
+        ech.evaluate(unit, torch.utils.data.DataLoader(DATA, 8))
+        ech.train(unit, loader, max_updates=step, callbacks=[saver])
+        ech.train(unit, loader, max_updates=step + 2)  # that goes on from where it is
+    return whole(unit.module)
+
+
+def test_what_a_script_draws_before_it_resumes_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    """Dropout was another after each restart, if anything was drawn between the restore and the first step."""
+    once, again = (ranks(2, _drawing_before_it_trains, tmp_path, steps) for steps in ([8], [3, 8]))
+    assert [largest_difference(a, b) for a, b in zip(once, again, strict=True)] == [0, 0]
+
+
+class InSteps(Progress):
+    """As it was before updates were counted: limits, and the names of checkpoints, were those of micro-batches."""
+
+    num_updates_completed = property(lambda self: self.num_steps_completed, lambda self, value: None)  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if "updates" not in name}
+
+
+def _older(unit: Any) -> Any:
+    unit.train_progress = InSteps()
+    return unit
+
+
+def _with_fewer_micro_batches(folder: Path, elsewhere: bool) -> dict[str, torch.Tensor]:
+    """Three updates of two micro-batches in an older version, then updates of one in this, in two runs."""
+    for accumulation, updates in ((2, 6), (1, 4), (1, 5)):
+        unit = Numbered(layout="ddp", gradient_accumulation_steps=accumulation)
+        unit = _older(unit) if accumulation == 2 else unit
+        loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+        saver = Saver(folder, save_every_n_updates=accumulation)
+        saver.restore_from_latest(folder, unit, train_dataloader=loader)
+        if elsewhere and accumulation == 1:
+            folder = folder.with_name("elsewhere")
+            saver = Saver(folder)
+        ech.train(unit, loader, max_updates=updates, callbacks=[saver])
+    return whole(unit.module)
+
+
+def test_a_run_that_counted_micro_batches_goes_on_in_its_folder(ranks: Ranks, tmp_path: Path) -> None:
+    """What it called step 6 is update 3: the newest would be refused as ahead of the run."""
+    got = ranks(2, _with_fewer_micro_batches, tmp_path / "here", False)
+    wanted = ranks(2, _with_fewer_micro_batches, tmp_path / "there", True)
+    assert [largest_difference(a, b) for a, b in zip(got, wanted, strict=True)] == [0, 0]
+    names = ["replaced-step-00000004", "replaced-step-00000006", *(f"step-{step:08d}" for step in (2, 3, 4, 5))]
+    assert sorted(path.name for path in (tmp_path / "here").glob("*step*")) == names
+    steps = [manifest.read(tmp_path / "here" / name)["config"]["data"]["accumulation"] for name in names]
+    assert steps == [2, 2, 2, 1, 1, 1]
+
+
+class Killed(ech.Callback):
+    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_the_one_checkpoint_that_stays_is_the_one_that_is_counted_anew(tmp_path: Path) -> None:
+    """It had the smaller number, and was removed as an older one; then the other was set aside, and nothing was left."""
+    for accumulation, more in ((2, []), (1, [Killed()])):
+        unit = Numbered(gradient_accumulation_steps=accumulation)
+        unit = _older(unit) if accumulation == 2 else unit
+        loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+        saver = Saver(tmp_path, save_every_n_updates=2, keep_last_n_checkpoints=1)
+        saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
+        with contextlib.suppress(KeyboardInterrupt):
+            ech.train(unit, loader, max_updates=6, callbacks=[*more, saver])
+    assert {path.name for path in tmp_path.glob("*step*")} == {"replaced-step-00000006", "step-00000003"}
+
+
+def test_what_is_counted_anew_has_the_streams_of_what_it_is_made_of(tmp_path: Path) -> None:
+    """It had what the script had drawn by then, and the next run that began from it drew otherwise."""
+
+    def run(folder: Path, accumulation: int, steps: int, *more: ech.Callback) -> dict[str, torch.Tensor]:
+        ech.seed(3)
+        unit = Numbered(dropout=0.4, gradient_accumulation_steps=accumulation)
+        unit = _older(unit) if accumulation == 2 else unit
+        loader, saver = ech.Loader(DATA, 8, seed=1, accumulation=accumulation), Saver(folder)
+        saver.restore_from_latest(folder, unit, train_dataloader=loader)
+        torch.rand(3)
+        with contextlib.suppress(KeyboardInterrupt):
+            ech.train(unit, loader, max_updates=steps, callbacks=[*more, saver])
+        return whole(unit.module)
+
+    run(tmp_path / "once", 2, 6)
+    shutil.copytree(tmp_path / "once", tmp_path / "again")
+    run(tmp_path / "again", 1, 6, Killed())
+    assert (tmp_path / "again/step-00000003").is_dir()
+    assert largest_difference(run(tmp_path / "again", 1, 6), run(tmp_path / "once", 1, 6)) == 0
+
+
+def test_a_run_that_takes_weights_only_sets_nothing_aside(tmp_path: Path) -> None:
+    """It begins at step 0, and its source was taken for a checkpoint whose steps were smaller."""
+    ech.train(Numbered(), ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(tmp_path)])
+    unit = Numbered()
+    Saver.restore_from_latest(tmp_path, unit, restore_options=ech.callbacks.RestoreOptions.weights_only())
+    with pytest.raises(CheckpointError, match="step-00000002 is ahead of this run, which is at update 0"):
+        ech.train(unit, ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(tmp_path)])
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000002"]
+
+
+def _restored_twice(folder: Path) -> list[float]:
+    """From a checkpoint of this number of ranks, and then from one of another number, which has no streams for them."""
+    unit = Numbered(layout="ddp")
+    Saver.restore(folder / "two/step-00000002", unit)
+    Saver.restore(folder / "one/step-00000002", unit)
+    drawn = torch.random.get_rng_state()
+    before = torch.rand(2).tolist()
+    torch.random.set_rng_state(drawn)
+    seen: list[float] = []
+
+    class Look(ech.Callback):
+        def on_train_step_start(self, state: ech.State, unit: Any) -> None:
+            seen.extend(torch.rand(2).tolist())
+
+    ech.train(unit, ech.Loader(DATA, 8), max_updates=3, callbacks=[Look()])
+    return [*before, *seen]
+
+
+def _two_steps(folder: Path) -> None:
+    ech.seed(5)
+    ech.train(Numbered(layout="ddp"), ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(folder)])
+
+
+def test_the_streams_of_a_checkpoint_that_was_left_again_are_not_taken_up(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _two_steps, tmp_path / "two")
+    ranks(1, _two_steps, tmp_path / "one")
+    (*first, a, b), _ = ranks(2, _restored_twice, tmp_path)
+    assert first == [a, b]

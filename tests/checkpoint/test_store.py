@@ -1,0 +1,272 @@
+"""The store in which ranks meet: on an address of its own, and every key of one start begins with a token of that start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.contracts.run_dir import RunDir, read_json
+from echelon.launcher.calls import checksum
+from echelon.launcher.cluster.conclude import conclude
+from echelon.launcher.explain import Evidence, explain
+from echelon.launcher.job import JobSpec
+from echelon.launcher.protocol import write_spec
+from tests.conftest import clean_environment, ends_of
+from tests.kit.started import wait_until
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import torch, torch.distributed as dist, echelon as ech
+ech.init_from_env()
+dist.all_reduce(torch.ones(1))
+info = ech.RankInfo()
+stranger = dist.TCPStore(info.master_addr, info.master_port, is_master=False, wait_for_workers=False)
+if info.rank == 0:
+    said = {"address": info.master_addr, "keys": stranger.list_keys()}
+    Path(f"keys{info.restart_count}.json").write_text(json.dumps(said))
+dist.barrier()
+if info.restart_count == 0:
+    sys.exit(3)
+"""
+
+
+def test_every_key_of_a_start_begins_with_its_own_token(echelon_command: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    said = echelon_command("run", "--ranks", "2", "--max-restarts", "1", "train.py")
+    assert said.returncode == 0, said.stderr
+    tokens = []
+    for attempt in range(2):
+        seen = json.loads((tmp_path / f"keys{attempt}.json").read_text())
+        assert seen["address"] == "127.0.0.1" and len(seen["keys"]) >= 2
+        begins = {tuple(key.split("/")[:2]) for key in seen["keys"]}
+        assert len(begins) == 1, seen["keys"]
+        token, number = begins.pop()
+        assert len(token) == 32 and number == str(attempt)
+        tokens.append((token, number))
+    assert tokens[0] != tokens[1]
+
+
+# The interpreter tells of every class and function that is looked up while something is unpickled, in every process of the job.
+SITE = """
+import os, sys, traceback
+def hear(event, args):
+    if event == "pickle.find_class":
+        with open(os.environ["UNPICKLED"], "a") as file:
+            file.write(f"{args}\\n{''.join(traceback.format_stack())}")
+sys.addaudithook(hear)
+"""
+
+
+@pytest.mark.full
+def test_two_nodes_share_one_store_by_a_token_and_restart_together(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("sys.exit(3)", "sys.exit(3 * info.rank)"))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
+    run = RunDir.create(tmp_path, "a", begin=False)
+    write_spec(run, JobSpec(str(tmp_path / "train.py"), nodes=2, max_restarts=1), launcher="slurm", cwd=str(tmp_path), id="7")
+    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,localhost"}
+    env |= {"UNPICKLED": str(tmp_path / "unpickled"), "PYTHONPATH": f"{tmp_path / 'site'}:{env.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
+    with open(tmp_path / "said", "w") as said:
+        nodes = [
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env={**env, "SLURM_NODEID": str(n)})
+            for n in range(2)
+        ]
+        codes = ends_of(nodes)
+    assert codes == [0, 0], (tmp_path / "said").read_text()
+    token = str((read_json(run.path / "job" / "meeting-7.0.json") or {})["token"])
+    seen = [json.loads((tmp_path / f"keys{attempt}.json").read_text()) for attempt in range(2)]
+    assert len(token) == 32 and {key.split("/")[0] for each in seen for key in each["keys"]} == {token}
+    assert [{f"{token}/{n}" for n in range(2) if any(k.startswith(f"{token}/{n}/") for k in each["keys"])} for each in seen] == [
+        {f"{token}/0"},
+        {f"{token}/0", f"{token}/1"},
+    ]
+    assert not (tmp_path / "unpickled").exists(), (tmp_path / "unpickled").read_text()
+    assert conclude(run, 0, "7.0") == 0
+    first, last = (read_json(run.path / "attempts" / n / "exit.json") or {} for n in ("000", "001"))
+    assert (first["exit_code"], first["first_failure"]["rank"], last["exit_code"]) == (3, 1, 0)
+
+
+MEETS = """
+import os, time
+import torch, torch.distributed as dist, echelon as ech
+from pathlib import Path
+ech.init_from_env()
+calls = 0
+while not os.path.exists("go"):
+    dist.all_reduce(torch.ones(1))
+    calls += 1
+    Path("calls" + os.environ["RANK"]).write_text(str(calls))
+    time.sleep(0.05)
+"""
+
+
+def _calls(folder: Path, rank: int) -> int:
+    path = folder / f"calls{rank}"
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+@contextlib.contextmanager
+def two_networks() -> Iterator[tuple[str, str]]:
+    """The names of two network namespaces with the addresses 10.77.0.1 and 10.77.0.2, joined by a link."""
+    names = f"echelon-a-{os.getpid()}", f"echelon-b-{os.getpid()}"
+
+    def ip(words: str) -> None:
+        subprocess.run(["ip", *words.split()], check=True, capture_output=True)
+
+    try:
+        try:
+            for name in names:
+                ip(f"netns add {name}")
+            ip(f"link add link0 netns {names[0]} type veth peer name link0 netns {names[1]}")
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("no network namespace can be made: install iproute2, and run the tests as root")
+        for number, name in enumerate(names, 1):
+            ip(f"-n {name} addr add 10.77.0.{number}/24 dev link0")
+            for link in ("lo", "link0"):
+                ip(f"-n {name} link set {link} up")
+        yield names
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+CALLED = """
+import echelon as ech
+@ech.slurm_fn
+def meets():
+    exec(open("train.py").read(), {})
+if __name__ == "__main__":
+    meets[ech.SlurmConfig(mode="slurm")]()
+"""
+TORCHRUN = (
+    "torchrun --nnodes {num_machines} --nproc-per-node 1 --node-rank {machine_rank} "
+    "--master-addr {main_process_ip} --master-port {main_process_port} main.py"
+)
+
+
+def _by_a_command(folder: Path) -> JobSpec:
+    """What `slurm_fn` submits of CALLED."""
+    (folder / "main.py").write_text(CALLED)
+    text = json.dumps({"call": {"number": 0, "function": "meets", "earlier": []}, "argv": []}).encode()
+    (folder / "call.json").write_bytes(text)
+    words, file = TORCHRUN.split(), str(folder / "call.json")
+    return JobSpec("meets", "command", args=words, code=file, sha256=checksum(text), nodes=2, hang_timeout_s=20)
+
+
+@pytest.mark.parametrize("kind", ["script", "command"])
+@pytest.mark.full
+def test_a_link_that_goes_dead_ends_both_sides_and_the_job_is_queued_again(tmp_path: Path, kind: str) -> None:
+    """Where restarts are allowed, the second node's main thread stands in a call to the store of the first."""
+    (tmp_path / "train.py").write_text(MEETS)
+    run = RunDir.create(tmp_path, "a", begin=False)
+    spec = JobSpec(str(tmp_path / "train.py"), nodes=2, max_restarts=1, hang_timeout_s=20)
+    spec = spec if kind == "script" else _by_a_command(tmp_path)
+    write_spec(run, spec, launcher="slurm", cwd=str(tmp_path), id="7")
+    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "10.77.0.1,10.77.0.2"}
+    said = [tmp_path / f"said{node}" for node in range(2)]
+    nodes = []
+    with two_networks() as names:
+        for node, name in enumerate(names):
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
+            with open(said[node], "w") as file:
+                more = {"SLURM_NODEID": str(node)}
+                nodes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**env, **more}))
+        try:
+            wait_until(lambda: min(_calls(tmp_path, rank) for rank in range(2)) > 5, "the ranks meet", 120.0)
+            subprocess.run(["ip", "-n", names[1], "link", "set", "link0", "down"], check=True)
+            codes = [process.wait(180.0) for process in nodes]
+        finally:
+            ends_of(nodes, 1.0)
+    texts = [path.read_text() for path in said]
+    assert all(codes), texts
+    for node, other in ((0, "node 1 (10.77.0.2)"), (1, "node 0 (10.77.0.1)")):
+        assert f"nothing was heard of {other}" in texts[node]
+        record = read_json(RunDir(run.path).node_exit(node)) or {}
+        assert record["exit_code"] == 75 and f"nothing was heard of {other}" in record["stopped"]
+    first = explain(Evidence.of(run.path, 0))
+    assert conclude(run, 1, "7.0") == 75
+    for verdict in (first, explain(Evidence.of(run.path, 0))):
+        assert verdict.cause == "launcher" and verdict.guilty == ()
+        assert "node 1 (10.77.0.2)" in verdict.paragraph and "since 20" in verdict.paragraph
+
+
+@pytest.mark.full
+def test_ranks_that_come_on_are_not_ended_while_a_launcher_is_silent(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEETS)
+    run = RunDir.create(tmp_path, "a", begin=False)
+    spec = JobSpec(str(tmp_path / "train.py"), nodes=2, hang_timeout_s=8)
+    write_spec(run, spec, launcher="slurm", cwd=str(tmp_path), id="7")
+    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,localhost"}
+    command = [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
+    with open(tmp_path / "said", "w") as said:
+        nodes = [
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env={**env, "SLURM_NODEID": str(n)})
+            for n in range(2)
+        ]
+    try:
+        wait_until(lambda: min(_calls(tmp_path, rank) for rank in range(2)) > 5, "the ranks meet", 120.0)
+        nodes[1].send_signal(signal.SIGSTOP)
+        named = "nothing was heard of node 1 (localhost)"
+        wait_until(lambda: named in (tmp_path / "said").read_text(), named, 120.0)
+        since = _calls(tmp_path, 0)
+        wait_until(lambda: _calls(tmp_path, 0) > since + 200, "the ranks come on", 120.0)
+        assert nodes[0].poll() is None
+    finally:
+        nodes[1].send_signal(signal.SIGCONT)
+        (tmp_path / "go").touch()
+        codes = ends_of(nodes)
+    assert codes == [0, 0], (tmp_path / "said").read_text()
+
+
+TRAINS_ON = """
+import os, time
+import echelon as ech
+from pathlib import Path
+ech.init_from_env()
+Path("ready" + os.environ["RANK"]).touch()
+while not os.path.exists("go"): time.sleep(0.05)
+"""
+
+
+@pytest.mark.full
+def test_a_node_of_which_nothing_is_heard_is_named_and_one_that_is_heard_of_again(tmp_path: Path) -> None:
+    """Its launcher stands, as if the link to it were dead; either half says so."""
+    (tmp_path / "train.py").write_text(TRAINS_ON)
+    run = RunDir.create(tmp_path, "a", begin=False)
+    write_spec(run, JobSpec(str(tmp_path / "train.py"), nodes=2), launcher="slurm", cwd=str(tmp_path), id="7")
+    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,localhost"}
+    command = [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
+    said = [tmp_path / f"said{node}" for node in range(2)]
+    nodes = []
+    for node, path in enumerate(said):
+        with open(path, "w") as file:
+            more = {"SLURM_NODEID": str(node)}
+            nodes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**env, **more}))
+    try:
+        wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)), "the ranks run")
+        for other in (1, 0):
+            nodes[other].send_signal(signal.SIGSTOP)
+            words = f"nothing was heard of node {other} "
+            wait_until(lambda path=said[1 - other], words=words: words in path.read_text(), words, 120.0)
+            nodes[other].send_signal(signal.SIGCONT)
+            words = f"node {other} (localhost) is heard of again"
+            wait_until(lambda path=said[1 - other], words=words: words in path.read_text(), words, 120.0)
+            assert "nothing was heard" not in said[other].read_text() or other == 0
+    finally:
+        for process in nodes:
+            process.send_signal(signal.SIGCONT)
+        (tmp_path / "go").touch()
+        codes = ends_of(nodes)
+    assert codes == [0, 0], [path.read_text() for path in said]

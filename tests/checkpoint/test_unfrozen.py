@@ -1,0 +1,194 @@
+"""What a run unfreezes, freezes or gives to its optimizer while it trains is so again when it resumes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import echelon as ech
+from echelon.checkpoint import manifest
+from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+Saver = ech.DistributedCheckpointSaver
+ROWS, EPOCHS = 24, 3  # batches of 8: three updates an epoch
+DATA = TensorDataset(*batch(ROWS, 0))
+
+
+class Tuning(Regression):
+    """A frozen body; the optimizer holds all parameters, or those alone that are trained at first."""
+
+    all_at_once = True
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        trained = [p for p in module.parameters() if p.requires_grad or self.all_at_once]
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9), None
+
+
+class Grouping(Tuning):
+    all_at_once = False
+
+
+class Changes(ech.Callback):
+    """Changes what is trained as the second epoch begins, and only then or from then on; ends a run in its middle."""
+
+    def __init__(self, how: str, stop_after: int | None) -> None:
+        self.how, self.stop_after = how, stop_after
+
+    def on_train_epoch_start(self, state: ech.State, unit: Any) -> None:
+        done, first = unit.train_progress.num_epochs_completed, unit.prepared.unwrapped.first
+        if done == 1 or (done > 1 and self.how == "from then on"):
+            first.requires_grad_(self.how != "frozen")
+            if self.how == "grouped":
+                unit.optimizer.add_param_group({"params": first.parameters(), "lr": 0.02})
+
+    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+        if unit.train_progress.num_steps_completed == self.stop_after:
+            state.stop()
+
+
+def _run(folder: str, how: str, layout: str, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+    module = net()
+    if how == "frozen":
+        module.blocks[0].requires_grad_(False)
+    else:
+        module.first.requires_grad_(False)
+    unit = (Grouping if how == "grouped" else Tuning)(module=module, layout=layout)
+    loader = ech.Loader(DATA, 8, seed=1)
+    Saver.restore_from_latest(folder, unit, train_dataloader=loader)
+    callbacks = [Changes(how, stop_after), Saver(folder, save_every_n_updates=1)]
+    ech.train(unit, loader, max_epochs=EPOCHS, callbacks=callbacks)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("how", ["from then on", "once", "frozen", "grouped"])
+def test_a_resumed_run_trains_what_the_saved_one_did(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    for layout in ("ddp", "fsdp", *(["zero1"] if how == "grouped" else [])):
+        wanted = ranks(2, _run, str(tmp_path / f"{layout}-whole"), how, layout)[0]
+        folder = str(tmp_path / f"{layout}-parts")
+        for stop_after in (4, 7):  # in the middle of the second epoch, and of the third
+            ranks(2, _run, folder, how, layout, stop_after)
+        assert largest_difference(ranks(2, _run, folder, how, layout)[0], wanted) == 0, layout
+
+
+def test_on_another_layout_as_well(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = _run(str(tmp_path / "whole"), "grouped", "none")
+    ranks(2, _run, str(tmp_path / "parts"), "grouped", "fsdp", 5)
+    assert largest_difference(_run(str(tmp_path / "parts"), "grouped", "none"), wanted) < 1e-12
+
+
+class Stop(Exception):
+    pass
+
+
+def _loop(folder: str, counts: str, groups: bool, layout: str, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+    """The same in a loop of one's own, whose line in front of the batches runs again in an epoch that is resumed."""
+    model = net()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad or not groups], lr=0.1, momentum=0.9)
+    saver = Saver(folder, save_every_n_updates=1)
+    built = model
+    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 8, seed=1), layout=layout, checkpoints=saver)
+    steps = 0
+    try:
+        for epoch in ech.epochs(loader, EPOCHS) if counts == "epochs" else range(EPOCHS):
+            if epoch == 1:
+                built.first.requires_grad_(True)
+                if groups:
+                    optimizer.add_param_group({"params": list(built.first.parameters()), "lr": 0.02})
+            for x, y in loader:
+                if stop_after is not None and steps == stop_after:
+                    raise Stop
+                with ech.window(model) as window:
+                    window.backward(nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                steps += 1
+    except Stop:
+        pass
+    return whole(model)
+
+
+@pytest.mark.parametrize("counts", ["epochs", "range"])
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_loop_of_ones_own_goes_on_so(ranks: Ranks, tmp_path: Path, counts: str, groups: bool) -> None:
+    for layout in ("ddp", "fsdp"):
+        wanted = ranks(2, _loop, str(tmp_path / f"{layout}-whole"), counts, groups, layout)[0]
+        folder = str(tmp_path / f"{layout}-parts")
+        ranks(2, _loop, folder, counts, groups, layout, 4)
+        ranks(2, _loop, folder, counts, groups, layout, 3)
+        assert largest_difference(ranks(2, _loop, folder, counts, groups, layout)[0], wanted) == 0, layout
+
+
+def _two_stages(folder: str, *, body: bool) -> dict[str, bool]:
+    """A script that was changed between runs: it trains its body from the beginning now."""
+    module = net()
+    module.first.requires_grad_(body)
+    unit = Tuning(module=module)
+    Saver.restore_from_latest(folder, unit)
+    ech.train(unit, ech.Loader(DATA, 8), max_epochs=2 if not body else 3, callbacks=[Changes("once", 4), Saver(folder)])
+    return {name: p.requires_grad for name, p in module.named_parameters()}
+
+
+def test_a_script_that_was_changed_has_its_own_choice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _two_stages(str(tmp_path), body=False)
+    with caplog.at_level(logging.WARNING):
+        assert all(_two_stages(str(tmp_path), body=True).values())
+    assert "this script's choice" in caplog.text
+
+
+class Replaces(ech.Callback):
+    """Unfreezes as the second epoch begins, and trains all with another optimizer."""
+
+    def __init__(self, momentum: float) -> None:
+        self.momentum = momentum
+
+    def on_train_epoch_start(self, state: ech.State, unit: Any) -> None:
+        if unit.train_progress.num_epochs_completed == 1:
+            unit.prepared.unwrapped.first.requires_grad_()
+            unit.optimizer = torch.optim.SGD(unit.module.parameters(), lr=0.1, momentum=self.momentum)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_that_lacks_what_was_trained_is_refused_with_a_remedy(tmp_path: Path, momentum: float) -> None:
+    def unit() -> Grouping:
+        module = net()
+        module.first.requires_grad_(False)
+        return Grouping(module=module)
+
+    ech.train(unit(), ech.Loader(DATA, 8), max_epochs=2, callbacks=[Replaces(momentum), Saver(tmp_path)])
+    with pytest.raises(CheckpointMismatchError, match="2 parameters that the saved optimizer trained"):
+        Saver.restore_from_latest(tmp_path, unit())
+
+
+def test_only_weights_leave_alone_what_is_frozen(tmp_path: Path) -> None:
+    _run(str(tmp_path), "once", "none")
+    module = net()
+    module.first.requires_grad_(False)
+    newest = max(tmp_path.glob("step-*"))
+    weights = ech.callbacks.RestoreOptions(restore_train_progress=False, restore_optimizers=False, restore_lr_schedulers=False)
+    Saver.restore(newest, Tuning(module=module), restore_options=weights)
+    assert not module.first.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    "trained", [[], "all", {"built": {}}, {"built": {"module": 1}, "groups": {}, "unfrozen": [], "frozen": {}}]
+)
+def test_a_manifest_that_says_nonsense_is_corrupt(tmp_path: Path, trained: Any) -> None:
+    _run(str(tmp_path), "once", "none")
+    path = max(tmp_path.glob("step-*")) / "manifest.json"
+    content = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
+    path.write_bytes(manifest.render({**content, "trained": trained}))
+    with pytest.raises(CheckpointCorruptError, match="trained parameters cannot be read"):
+        Saver.restore(path.parent, Tuning(module=net()))

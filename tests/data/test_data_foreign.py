@@ -1,0 +1,213 @@
+"""Loaders and streams of others: exact where their state lets them be, and told where not."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import echelon as ech
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.units import Regression, under_each
+
+Saver = ech.DistributedCheckpointSaver
+DATA = torch.utils.data.TensorDataset(*batch(48, 0))
+
+
+class Augmented(Dataset[Any]):
+    """Draws from every stream at every sample."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = DATA[index]
+        return x + torch.rand(4, dtype=torch.float64) * random.random() * float(np.random.rand()), y
+
+
+class Flow(IterableDataset[Any]):
+    """Knows where it stands; draws at its beginning and, if it is told, at every sample."""
+
+    def __init__(self, augments: bool) -> None:
+        self.at, self.augments = 0, augments
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.rand(())
+        return self._samples()
+
+    def _samples(self) -> Iterator[Any]:
+        begin, self.at = self.at, 0
+        for i in range(begin, 48):
+            self.at = i + 1
+            x, y = DATA[i]
+            yield (x + torch.rand(4, dtype=torch.float64) * float(np.random.rand()) if self.augments else x), y
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def _theirs(dataset: Any, workers: int, **options: Any) -> Any:
+    return StatefulDataLoader(dataset, batch_size=8, num_workers=workers, **options)
+
+
+LOADERS: dict[str, Any] = {
+    "a shuffled table": lambda: _theirs(Augmented(), 0, shuffle=True),
+    "a stream": lambda: _theirs(Flow(augments=False), 0),
+    "a stream in a worker": lambda: _theirs(Flow(augments=False), 1),
+    "ours over a stream": lambda: ech.StreamLoader(Flow(augments=True), 8),
+}
+
+
+def _trained(make: Any, steps: int, folder: Path, begin: int | None) -> dict[str, Any]:
+    ech.seed(3)
+    unit = Regression(module=net(dropout=0.4), optimizer="AdamW", lr=0.05)
+    loader = make()
+    if begin is not None:
+        ech.seed(50)
+        Saver.restore(folder / f"step-{begin:08d}", unit, train_dataloader=loader)
+    callbacks = [Saver(folder, save_every_n_updates=1)] if begin is None else []
+    ech.train(unit, loader, max_updates=steps, callbacks=callbacks)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_run_goes_on_to_the_bit_in_mid_epoch(tmp_path: Path, kind: str) -> None:
+    """With dropout, and with augmentation where the loader is not read ahead."""
+    want = _trained(LOADERS[kind], 6, tmp_path, None)
+    for begin in (1, 4, 5):
+        assert largest_difference(_trained(LOADERS[kind], 6, tmp_path, begin), want) == 0, begin
+
+
+def test_a_length_that_is_wrong_after_a_restart_loses_no_batch(tmp_path: Path) -> None:
+    """Some loaders give the rest of an epoch and its length, some end before their length says."""
+
+    class Rest(list[Any]):
+        def __init__(self, length: int) -> None:
+            super().__init__(batch(8, i) for i in range(6))
+            self.at, self.length = 0, length
+
+        def __len__(self) -> int:
+            return self.length if self.at else 6
+
+        def __iter__(self) -> Iterator[Any]:
+            for i in range(self.at, 6):
+                self.at = i + 1
+                yield self[i]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.at = state["at"]
+
+    for length in (2, 4, 6, 9):
+        loader, unit = Rest(length), Regression(module=net())
+        folder = tmp_path / str(length)
+        ech.train(unit, loader, max_updates=2, callbacks=[Saver(folder)])
+        again, unit = Rest(length), Regression(module=net())
+        Saver.restore_from_latest(folder, unit, train_dataloader=again)
+        ech.train(unit, again, max_epochs=1)
+        assert unit.train_progress.num_steps_completed == 6, length
+
+
+class Bare:
+    """Can be iterated over again, and knows nothing of where it stands."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (DATA[i] for i in range(48))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: ech.StreamLoader(Bare(), 8), "Bare has no state: a run cannot go on from here"),
+        (lambda: DataLoader(DATA, batch_size=8), "DataLoader has no state: a run that goes on from here starts the epoch over"),
+        (lambda: [batch(8, i) for i in range(6)], "list has no state"),
+        (lambda: ech.Loader(DATA, 8), None),
+        (lambda: ech.StreamLoader(Flow(augments=False), 8), None),
+        (lambda: StatefulDataLoader(DATA, batch_size=8), None),
+    ],
+)
+def test_a_save_from_which_no_run_can_go_on_exactly_is_told_once(
+    tmp_path: Path, make: Any, text: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[int] = []
+
+    class Watch(ech.Callback):
+        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+            told.append(sum("middle of an epoch" in r.message for r in caplog.records))
+
+    with caplog.at_level(logging.WARNING):
+        saver = Saver(tmp_path, save_every_n_updates=3, save_every_n_epochs=1)
+        ech.train(Regression(module=net()), make(), max_epochs=2, callbacks=[saver, Watch()])
+    assert told == ([0] * 12 if text is None else [0, 0] + [1] * 10)
+    assert text is None or text in caplog.text
+
+
+class Uneven:
+    """Batches of a bucketing sampler that has not counted the last."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3, 4], [5]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_batches_beyond_a_loaders_length_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    unit = Regression()
+    ech.train(unit, DataLoader(DATA, batch_sampler=Uneven()), max_epochs=1)
+    assert unit.train_progress.num_steps_completed == 2
+    assert "more batches than its length, 2, which are left out" in caplog.text
+
+
+def _told(loader: str) -> str:
+    rank = torch.distributed.get_rank()
+    mine = torch.utils.data.TensorDataset(*(t[rank::2] for t in DATA.tensors))
+    made: Any = {
+        "shuffled": lambda: DataLoader(DATA, batch_size=4, shuffle=True),
+        "augmented": lambda: DataLoader(Augmented(), batch_size=4),
+        "own parts": lambda: DataLoader(mine, batch_size=4, shuffle=True),
+        "sampler": lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA)),
+        "one rank": lambda: DataLoader(DATA, batch_size=2 if rank else 4, sampler=DistributedSampler(DATA) if rank else None),
+    }
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("echelon.loop.duplicate_data")
+    log.addHandler(handler)
+    try:
+        ech.train(Regression(layout="ddp"), made[loader](), max_updates=2)
+    finally:
+        log.removeHandler(handler)
+    return "".join(records)
+
+
+def test_ranks_that_all_train_on_all_samples_are_told(ranks: Ranks) -> None:
+    loaders = ["shuffled", "augmented", "own parts", "sampler", "one rank"]
+    said, others = ranks(2, under_each, loaders, _told)
+    assert said.pop("shuffled") == (
+        "each of 2 ranks trains on all 48 samples of the DataLoader in every epoch, instead of its share: nothing divides them. "
+        "Give echelon.Loader(dataset, global_batch=8), or a DataLoader with a DistributedSampler"
+    )
+    assert set(said.values()) == set(others.values()) == {""}
+
+
+def test_at_the_end_of_an_epoch_there_is_nothing_to_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ech.train(
+        Regression(module=net()), DataLoader(DATA, batch_size=8), max_epochs=2, callbacks=[Saver(tmp_path, save_every_n_epochs=1)]
+    )
+    assert "middle of an epoch" not in caplog.text

@@ -1,0 +1,239 @@
+"""What fails while data is read is named: the sample, the epoch, the rank, the worker; and nothing hangs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+import echelon as ech
+from echelon.contracts.errors import DataError
+from echelon.data.workers import method_for
+from tests.conftest import clean_environment
+from tests.kit import forked
+
+
+class Trap:
+    """Sample i is i, until `at`, where `what` happens, in a worker only if `in_worker`."""
+
+    def __init__(self, at: int, what: Any) -> None:
+        self.at, self.what = at, what
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            self.what()
+        return index
+
+
+class TrapAtOnce(Trap):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[i] for i in indices]
+
+
+def _wrong() -> None:
+    raise ValueError("the picture is torn")
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _exit() -> None:
+    os._exit(3)
+
+
+def _loader(dataset: Any, workers: int, *, timeout_s: float = 300.0) -> ech.Loader:
+    options = ech.data.LoaderOptions(dp=(1, 2), timeout_s=timeout_s)
+    loader = ech.Loader(dataset, 8, shuffle=False, num_workers=workers, options=options)
+    loader.set_epoch(3)
+    return loader
+
+
+# A worker's end is told by a signal, whose handler, torch's, raises wherever this process is: also where multiprocessing has just
+# made a socket, which nobody closes then.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Such a socket goes with its test, and not in whichever later one Python collects garbage."""
+    yield
+    gc.collect()
+
+
+# Rank 1 of two is given samples 4 .. 7, 12 .. 15, 20 .. 23, ...; with two workers 12 .. 15 are worker 1's.
+
+
+@pytest.mark.parametrize("kind", [Trap, TrapAtOnce])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_names_sample_epoch_and_rank_and_keeps_its_traceback(kind: type[Trap], workers: int) -> None:
+    with pytest.raises(DataError) as caught:
+        list(_loader(kind(13, _wrong), workers))
+    text = str(caught.value)
+    assert text.startswith("sample 13 (epoch 3, data rank 1) could not be read: ValueError: the picture is torn")
+    if workers:
+        assert "In worker 1 (pid " in text and "in _wrong" in text
+    else:
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_do_not_fit_together_are_named(workers: int) -> None:
+    ragged = [torch.zeros(2 if i == 13 else 1) for i in range(40)]
+    with pytest.raises(
+        DataError, match=r"a batch of 4 samples \(epoch 3, data rank 1\) could not be collated: RuntimeError: stack"
+    ):
+        list(_loader(ragged, workers))
+
+
+def test_too_few_samples_at_once_are_noticed() -> None:
+    class Short(Trap):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return indices[1:]
+
+    with pytest.raises(DataError, match=r"Short.__getitems__ gave 3 samples for 4 \(epoch 3, data rank 1\)"):
+        list(_loader(Short(-1, None), 0))
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize(("what", "ended"), [(_kill, "was killed by SIGKILL"), (_exit, "exited with code 3")])
+def test_a_worker_that_dies_is_named_within_seconds(what: Any, ended: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(DataError) as caught:
+        list(_loader(Trap(13, what), 2))
+    text = str(caught.value)
+    assert "loader worker 1 (pid " in text and "which was reading sample 13 (epoch 3, data rank 1)" in text and ended in text
+    assert ("out of memory" in text) == (what is _kill)
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.usefixtures("collected")
+def test_a_worker_that_stops_ends_in_a_named_error_and_is_gone() -> None:
+    began = time.monotonic()
+    with pytest.raises(DataError) as caught:
+        list(_loader(Trap(13, _stop), 2, timeout_s=2))
+    text = str(caught.value)
+    assert "loader worker 1 (pid " in text and "which was reading sample 13 (epoch 3, data rank 1)" in text
+    assert "gave no batch for 2 s; its process was stopped" in text
+    assert time.monotonic() - began < 60
+    pid = int(text.partition("(pid ")[2].partition(")")[0])
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.usefixtures("collected")
+def test_a_worker_that_dies_during_a_step_is_named_by_the_loop() -> None:
+    """torch's signal handler raises wherever the program is; here, in the unit's step."""
+
+    class Slow(ech.TrainUnit[torch.Tensor]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: BaseException | None = None
+
+        def train_step(self, state: ech.State, data: torch.Tensor) -> None:
+            time.sleep(5)
+
+        def on_exception(self, state: ech.State, exc: BaseException) -> None:
+            self.seen = exc
+
+    unit, loader = Slow(), ech.Loader(Trap(5, _kill), 4, shuffle=False, num_workers=1)
+    with pytest.raises(DataError, match=r"loader worker 0 \(pid \d+\), which was reading sample 5 \(epoch 0, data rank 0\)"):
+        ech.train(unit, loader, max_epochs=1)
+    assert isinstance(unit.seen, DataError)
+
+
+class Augmented:
+    """Samples with noise from all three streams."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        import random
+
+        assert get_worker_info() is not None
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+def test_augmentation_in_workers_draws_the_same_after_a_restart() -> None:
+    def batches(at: int = 0) -> list[torch.Tensor]:
+        loader = ech.Loader(Augmented(), 4, num_workers=2, options=ech.data.LoaderOptions(dp=(0, 1), fingerprint="none"))
+        loader.seek(at)
+        return list(loader)
+
+    whole = batches()
+    assert all(torch.equal(a, b) for a, b in zip(whole[3:], batches(3), strict=True))
+    assert len(torch.cat(whole)[:, 1:].flatten().unique()) == 120  # and no two samples alike
+
+
+@pytest.mark.parametrize(
+    ("chosen", "version", "method"),
+    [(None, (3, 11), None), ("forkserver", (3, 13), None), ("spawn", (3, 14), None), ("fork", (3, 15), None)]
+    + [(chosen, version, "fork") for chosen in (None, "forkserver") for version in ((3, 14), (3, 15))],
+)
+def test_workers_are_forked_unless_the_program_says_otherwise(
+    chosen: str | None, version: tuple[int, int], method: str | None
+) -> None:
+    assert method_for(chosen, version) == method
+
+
+FORKSERVER = """
+import multiprocessing, sys
+multiprocessing.set_start_method("forkserver")
+sys.version_info = (3, 14)  # what it has by default
+import echelon as ech
+
+class Squares:  # of a script that has no `if __name__ == "__main__"`
+    def __len__(self): return 8
+    def __getitem__(self, i): return float(i * i)
+
+loader = ech.Loader(Squares(), global_batch=4, num_workers=2, shuffle=False)
+print([batch.tolist() for batch in loader], loader.state_dict()["samples"])
+"""
+
+
+def test_a_plain_scripts_workers_start_where_python_forks_no_more(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FORKSERVER)
+    done = forked.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "[[0.0, 1.0, 4.0, 9.0], [16.0, 25.0, 36.0, 49.0]] 8\n"), done.stderr
+
+
+LONG = """
+import torch, echelon as ech
+if __name__ == "__main__":
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    for method in (None, "spawn"):
+        if method:
+            torch.multiprocessing.set_start_method(method, force=True)
+        for batch in ech.Loader(data, global_batch=4, num_workers=1, shuffle=False):
+            print(batch[0].sum().item(), flush=True)
+    import tempfile
+    print(len(tempfile.gettempdir()) > 100)
+"""
+
+
+def test_workers_hand_over_tensors_whatever_the_length_of_tmpdir(started: Any) -> None:
+    folder = started.folder / ("x" * 100)
+    folder.mkdir()
+    program = started.python(started.script(LONG), fresh=True, env={"TMPDIR": str(folder)})
+    out, err = program.communicate(timeout=100)
+    assert sorted(out.decode().split()) == sorted(["6.0", "22.0"] * 2 + ["True"]), err.decode()

@@ -1,0 +1,146 @@
+"""The order of samples of torch's and torchdata's loaders after a resume, compared with a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import echelon as ech
+from tests.kit.models import batch, net
+from tests.kit.units import Regression
+
+SAMPLES, EPOCHS = 12, 4
+
+
+def _data() -> TensorDataset:
+    return TensorDataset(*batch(SAMPLES, 0), torch.arange(SAMPLES))
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "stateful": lambda: StatefulDataLoader(_data(), batch_size=3, shuffle=True),
+    "stateful with workers": lambda: StatefulDataLoader(_data(), batch_size=3, shuffle=True, num_workers=2),
+    "stateful with a generator": lambda: StatefulDataLoader(_data(), batch_size=3, shuffle=True, generator=_generator()),
+    "torch": lambda: DataLoader(_data(), batch_size=3, shuffle=True),
+    "torch with a generator": lambda: DataLoader(_data(), batch_size=3, shuffle=True, generator=_generator()),
+    "a sampler with a generator": lambda: DataLoader(
+        _data(), batch_size=3, sampler=RandomSampler(_data(), generator=_generator())
+    ),
+    "a weighted sampler": lambda: DataLoader(
+        _data(), batch_size=3, sampler=WeightedRandomSampler(torch.ones(SAMPLES).tolist(), SAMPLES, generator=_generator())
+    ),
+}
+
+
+class Seeing(Regression):
+    """Writes down which samples it was given; drops out, so that the random numbers count, too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(module=net(dropout=0.5), lr=0.001, **options)
+        self.seen: list[list[int]] = []
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if state.active_phase is ech.units.ActivePhase.TRAIN:
+            self.seen.append(data[2].tolist())
+        return super().compute_loss(state, data[:2])
+
+
+class Dying(ech.Callback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_step_start(self, state: ech.State, unit: Any) -> None:
+        if unit.train_progress.num_steps_completed == self.at:
+            raise KeyError("died")
+
+
+def _run(make: Callable[[], Any], folder: str | None, saves: dict[str, int], dies: int | None, evaluates: int | None) -> Any:
+    torch.manual_seed(3)
+    loader, unit, callbacks = make(), Seeing(), []
+    torch.manual_seed(4)
+    if folder is not None:
+        saver = ech.DistributedCheckpointSaver(folder, **saves)
+        saver.restore_from_latest(folder, unit, train_dataloader=loader)
+        callbacks.append(saver)
+    if dies is not None:
+        callbacks.append(Dying(dies))
+    with contextlib.suppress(KeyError):
+        ech.fit(
+            unit,
+            loader,
+            DataLoader(_data(), batch_size=5, shuffle=True),
+            max_epochs=EPOCHS,
+            callbacks=callbacks,
+            evaluate_every_n_epochs=evaluates,
+        )
+    return unit.seen, [p.detach().tolist() for p in unit.module.parameters()]
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_an_epochs_end_is_gone_on_from(name: str, tmp_path: Path) -> None:
+    """With the order of the next epoch, and not that of the first; twice, so that a resumed run saves it as well."""
+    seen, trained = _run(LOADERS[name], None, {}, None, None)
+    again: list[list[int]] = []
+    for dies in (4, 10, None):
+        own, parameters = _run(LOADERS[name], str(tmp_path), {"save_every_n_epochs": 1}, dies, None)
+        again = again[: len(again) // 4 * 4] + own
+    assert again == seen and parameters == trained
+    assert sorted(sum(seen[:4], [])) == list(range(SAMPLES)) or name == "a weighted sampler"
+    assert seen[:4] != seen[4:8]
+
+
+# Not with a generator for loader and sampler together: torchdata by itself goes on with another order in the epoch after.
+@pytest.mark.parametrize("name", ["stateful", "stateful with workers"])
+def test_the_middle_of_an_epoch_is_gone_on_from(name: str, tmp_path: Path) -> None:
+    seen, trained = _run(LOADERS[name], None, {}, None, None)
+    again: list[list[int]] = []
+    for dies in (2, 4, 6, 11, None):
+        own, parameters = _run(LOADERS[name], str(tmp_path), {"save_every_n_updates": 1}, dies, None)
+        again += own
+    assert again == seen and parameters == trained
+
+
+@pytest.mark.parametrize("name", ["torch", "torch with a generator", "stateful"])
+def test_an_evaluation_more_or_less_changes_no_order(name: str, tmp_path: Path) -> None:
+    """Its loader draws random numbers, too."""
+    seen, trained = _run(LOADERS[name], None, {}, None, None)
+    assert _run(LOADERS[name], None, {}, None, 1) == (seen, trained)
+    before, _ = _run(LOADERS[name], str(tmp_path), {"save_every_n_epochs": 1}, 8, 1)
+    behind, parameters = _run(LOADERS[name], str(tmp_path), {"save_every_n_epochs": 1}, None, 2)
+    assert before + behind == seen and parameters == trained
+
+
+def _own(folder: str, stops: int | None) -> list[list[int]]:
+    torch.manual_seed(3)
+    module, seen = net(), []
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.001)
+    loader: Any = LOADERS["stateful"]()
+    model, optimizer, loader = ech.prepare(
+        module, optimizer, loader, layout="none", checkpoints=ech.Checkpoints(folder, every="epoch")
+    )
+    for _ in ech.epochs(loader, EPOCHS):
+        if stops is not None and len(seen) >= stops:
+            break
+        for x, y, which in loader:
+            seen.append(which.tolist())
+            with ech.window(model) as window:
+                optimizer.zero_grad()
+                window.backward((model(x) - y).square().mean())
+                optimizer.step()
+    return seen
+
+
+def test_a_loop_of_ones_own_goes_on_as_well(tmp_path: Path) -> None:
+    seen = _own(str(tmp_path / "whole"), None)
+    again = _own(str(tmp_path / "two"), 8)
+    assert again + _own(str(tmp_path / "two"), None) == seen and len(seen) == 16

@@ -1,0 +1,1 @@
+"""What tests share: ranks that stand by, small models, runs in folders."""

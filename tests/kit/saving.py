@@ -1,0 +1,74 @@
+"""A small run with checkpoints: trained and saved, gone on with, or left alone; for the tests of checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import echelon as ech
+from tests.kit.models import batch, net, whole
+from tests.kit.units import Regression
+
+DATA = torch.utils.data.TensorDataset(*batch(48, 0))
+
+
+def make_unit(layout: str, seed: int = 0, **options: Any) -> Regression:
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
+
+    return Regression(
+        module=net(seed, dropout=options.pop("dropout", 0.0)),
+        layout=layout,
+        optimizer="AdamW",
+        lr=0.05,
+        schedule=schedule,
+        step_lr_interval="step",
+        **options,
+    )
+
+
+def make_loader() -> ech.Loader:
+    return ech.Loader(DATA, 8, seed=1)
+
+
+def train_and_save(folder: Path, layout: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    unit = make_unit(layout, **options)
+    ech.train(unit, make_loader(), max_updates=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
+    return whole(unit.module)
+
+
+def resume(folder: Path, layout: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    unit, loader = make_unit(layout, seed=99, **options), make_loader()
+    assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
+    ech.train(unit, loader, max_updates=steps)
+    assert unit.train_progress.num_steps_completed == steps
+    return whole(unit.module)
+
+
+def uninterrupted(layout: str, steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    unit = make_unit(layout, **options)
+    ech.train(unit, make_loader(), max_updates=steps)
+    return whole(unit.module)
+
+
+class Marked:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (exec, (f"open({str(self.path)!r}, 'w').close()",))
+
+
+# A program that holds the lease of the folder that it is given.
+HOLD = """
+import sys, time
+from pathlib import Path
+from echelon.checkpoint.lease import Lease
+Lease(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""

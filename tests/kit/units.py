@@ -1,0 +1,76 @@
+"""Units over the shared model, with what they saw written down."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ech
+from echelon.parallel import LAYOUTS
+from tests.kit.models import Batch, net
+
+# Layouts over several ranks, each on its own share of the data.
+PARALLEL = [name for name in LAYOUTS if name not in ("none", "local_sgd", "diloco")]
+
+# In `make test` a test of one layout each has ddp, zero1 and fsdp: whole parameters, with the optimizer whole or divided, and
+# shards. The others are forms of fsdp; that all train the same numbers is tests/parallel/test_equivalence.py's.
+KINDS = ["ddp", "zero1", "fsdp"]
+FORMS = [name for name in PARALLEL if name not in KINDS]
+EACH = [pytest.param(name, marks=() if name in KINDS else pytest.mark.full) for name in PARALLEL]
+# Likewise for a test of several layouts in one launch.
+SEVERAL = [pytest.param(KINDS, id="kinds"), pytest.param(FORMS, id="forms", marks=pytest.mark.full)]
+
+
+def under_each(layouts: list[str], fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """`fn(layout, *args)` for each of them: all in one launch."""
+    return {layout: fn(layout, *args) for layout in layouts}
+
+
+class Regression(ech.AutoUnit[Batch]):
+    """Least squares with SGD; remembers the loss and the norm of each update."""
+
+    def __init__(self, *, lr: float = 0.1, optimizer: str = "SGD", schedule: Any = None, **options: Any) -> None:
+        options.setdefault("module", net())
+        device = options.pop("device", torch.device("cpu"))
+        given = options.get("options") or ech.UnitOptions()
+        options["options"] = dataclasses.replace(given, device=device) if isinstance(given, ech.UnitOptions) else given
+        super().__init__(**options)
+        self.lr, self.kind, self.schedule = lr, optimizer, schedule
+        self.norms: list[float] = []
+        self.steps: list[int] = []
+
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = data
+        out = self.module(x)
+        return nn.functional.mse_loss(out.to(y.dtype), y), out  # torch 2.11 has no gradient of two types
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        kind = getattr(torch.optim, self.kind)
+        optimizer = kind(module.parameters(), lr=self.lr, **({"momentum": 0.9} if self.kind == "SGD" else {}))
+        return optimizer, (self.schedule(optimizer) if self.schedule else None)
+
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.units.TrainStepResults) -> None:
+        self.steps.append(step)
+        if results.total_grad_norm is not None:
+            self.norms.append(float(results.total_grad_norm))
+
+
+class Numbers(ech.TrainUnit[Any], ech.EvalUnit[Any], ech.PredictUnit[Any], ech.units.TestUnit[Any]):
+    """Its batches are numbers; each step writes its number down, and sets it as `value`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.value: Any = None
+
+    def train_step(self, state: ech.State, data: Any) -> Any:
+        self.seen.append(data)
+        self.value = data
+        return data
+
+    eval_step = predict_step = test_step = train_step

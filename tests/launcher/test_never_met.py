@@ -1,0 +1,49 @@
+"""What `echelon run` says at the end of a program whose ranks trained without each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kit.started import Started
+
+TRAIN = """
+import torch
+
+def main():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 2)).mean().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), "model.pt")
+
+"""
+WORD = "nothing was distributed: the 2 ranks never met"
+MEET = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+
+PROGRAMS = {
+    "alone": (TRAIN + "main()\n", True),
+    "fails": (TRAIN + "main()\nraise ValueError('late')\n", True),
+    "rank of a matrix": (TRAIN + "rank = 8\nmain()\n", True),
+    "meets": (TRAIN + MEET + "main()\n", False),
+    "has met": (TRAIN + MEET + "main()\ndist.destroy_process_group()\n", False),
+    "by ech": ("import echelon as ech\n" + TRAIN + "ech.init_from_env()\nmain()\n", False),
+    "on purpose": (TRAIN + "import os\ntorch.manual_seed(int(os.environ['RANK']))\nmain()\n", False),
+    "starts others": ("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)'], check=True)\n", False),
+    "trains nothing": ("import torch\nprint(torch.ones(2).sum())\n", False),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ranks_that_train_without_each_other_are_told_so_and_no_others(started: Started, name: str) -> None:
+    text, said = PROGRAMS[name]
+    launcher = started.run("--ranks", "2", started.script(text))
+    _, err = launcher.communicate(timeout=90)
+    assert launcher.returncode == (1 if name == "fails" else 0), err.decode()
+    assert (WORD in err.decode()) == said, err.decode()
+
+
+def test_a_program_whose_own_module_knows_of_ranks_is_not_told(started: Started) -> None:
+    (started.folder / "mine.py").write_text("import os\nSEED = int(os.environ['RANK'])\n")
+    launcher = started.run("--ranks", "2", started.script("import mine\n" + TRAIN + "main()\n"))
+    _, err = launcher.communicate(timeout=90)
+    assert launcher.returncode == 0 and WORD not in err.decode(), err.decode()

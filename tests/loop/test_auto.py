@@ -1,0 +1,511 @@
+"""AutoUnit: precision, schedulers, recompute, compile, RNGs, wrapped modules, and its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import LossError, NonFiniteError, UsageError
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net, plain_training, whole
+from tests.kit.units import PARALLEL, SEVERAL, Regression, under_each
+
+pytestmark = pytest.mark.standing_ranks
+
+
+def _step_schedule(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def _rate_after(interval: str, size: int = 2, layout: str | None = None) -> float:
+    unit = Regression(lr=1.0, layout=layout, schedule=_step_schedule, step_lr_interval=interval, gradient_accumulation_steps=size)
+    ech.train(unit, [batch(2, i) for i in range(4)], max_epochs=2)
+    return float(unit.optimizer.param_groups[0]["lr"])
+
+
+def test_schedulers_step_per_update_or_per_epoch() -> None:
+    assert _rate_after("step") == 0.5**4  # two epochs of two updates
+    assert _rate_after("epoch") == 0.5**2
+
+
+def test_the_schedule_is_the_same_on_two_ranks(ranks: Ranks) -> None:
+    """Accelerate steps it once per process and step."""
+    assert ranks(2, _rate_after, "step", layout="ddp") == [0.5**4] * 2
+
+
+def _alone(layout: str | None) -> dict[str, torch.Tensor]:
+    unit = Regression(layout=layout)
+    ech.train(unit, [batch(4, dist.get_rank())], max_epochs=1)
+    return whole(unit.module)
+
+
+def test_several_ranks_without_a_strategy_are_refused(ranks: Ranks) -> None:
+    """Each would train a model of its own; peers do so without a word."""
+    with pytest.raises(ech.EchelonError, match="layout must be given for several ranks"):
+        raise ranks_error(ranks, _alone, None)
+
+
+def ranks_error(ranks: Ranks, fn: Any, *args: Any) -> BaseException:
+    from echelon.contracts.errors import RankFailedError
+
+    with pytest.raises(RankFailedError) as caught:
+        ranks(2, fn, *args)
+    assert caught.value.__cause__ is not None
+    return caught.value.__cause__
+
+
+def test_ranks_that_train_models_of_their_own_on_purpose_get_whole_gradients(ranks: Ranks) -> None:
+    for rank, got in enumerate(ranks(2, _alone, "none")):
+        want, _, _ = plain_training([[batch(4, rank)]])
+        assert largest_difference(got, want) < 1e-12
+
+
+def _inner_ddp() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.parallel.DistributedDataParallel(nn.Linear(4, 1)))
+    Regression(module=module)
+
+
+def test_a_module_of_which_a_part_is_wrapped_is_refused(ranks: Ranks) -> None:
+    assert "Sequential.1 is a DistributedDataParallel, but the whole module is not" in str(ranks_error(ranks, _inner_ddp))
+
+
+@pytest.mark.parametrize(("name", "value"), [("weight", 0.5), ("window", 3), ("prepared", None)])
+def test_an_attribute_that_hides_autounits_is_named(name: str, value: Any) -> None:
+    unit = Regression()
+    setattr(unit, name, value)
+    with pytest.raises(UsageError, match=f"Regression.{name} hides"):
+        ech.train(unit, [batch(2, 0)], max_epochs=1)
+
+
+def test_an_optimizer_set_to_none_in_the_constructor_is_built() -> None:
+    unit = Regression()
+    unit.optimizer = None  # type: ignore[assignment]
+    ech.train(unit, [batch(2, 0)], max_epochs=1)
+    assert isinstance(unit.optimizer, torch.optim.SGD)
+
+
+class CountsRows(Regression):
+    seen = 0
+
+    def on_eval_step_end(self, state: ech.State, data: Any, step: int, loss: Any, outputs: Any) -> None:
+        self.seen += len(data[0])
+
+    on_test_step_end = on_eval_step_end
+
+
+def _rows_seen(entry: str) -> int:
+    unit = CountsRows(layout="ddp")
+    loader = ech.Loader(torch.utils.data.TensorDataset(*batch(5, 0)), 4, shuffle=False)
+    getattr(ech if entry == "evaluate" else ech.units, entry)(unit, loader)
+    return unit.seen
+
+
+@pytest.mark.parametrize("entry", ["evaluate", "test"])
+def test_hooks_see_each_sample_once_and_no_padding(ranks: Ranks, entry: str) -> None:
+    assert sum(ranks(2, _rows_seen, entry)) == 5
+
+
+def test_the_epoch_schedule_does_not_depend_on_overridden_hooks() -> None:
+    class Overrides(Regression):
+        def on_train_epoch_end(self, state: ech.State) -> None:
+            pass  # without super()
+
+    unit = Overrides(lr=1.0, schedule=_step_schedule)
+    ech.train(unit, [batch(2, 0)], max_epochs=2)
+    assert float(unit.optimizer.param_groups[0]["lr"]) == 0.25
+
+
+# The usual 65536 overflows by itself in the first steps of so small a model.
+FP16 = ech.layouts.Precision(torch.float16, init_scale=1024.0)
+
+
+def _train_fp32(layout: str | None, precision: str, updates: int = 3) -> tuple[dict[str, torch.Tensor], set[torch.dtype], Any]:
+    chosen = FP16 if precision == "fp16" else precision
+    unit = Regression(module=net(dtype=torch.float32), layout=layout, precision=chosen, optimizer="AdamW", lr=0.01)
+    seen: set[torch.dtype] = set()
+    unit.compute = unit.compute_loss
+
+    def compute(state: ech.State, data: Any) -> Any:
+        loss, out = unit.compute(state, data)
+        seen.add(out.dtype)
+        return loss, out
+
+    unit.compute_loss = compute  # type: ignore[method-assign]
+    world = ech.launching.World.current()
+    ech.train(unit, [batch(64, 10 * world.rank + i, torch.float32) for i in range(updates)], max_epochs=1)
+    scale = unit.grad_scaler.get_scale() if unit.grad_scaler is not None else None
+    kinds = {v.dtype for s in unit.optimizer.state.values() for k, v in s.items() if k != "step"}
+    assert kinds == {torch.float32}  # master weights and optimizer state stay float32
+    return whole(unit.module), seen, scale
+
+
+@pytest.mark.parametrize("layouts", SEVERAL)
+def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks, layouts: list[str]) -> None:
+    full = ranks(2, under_each, layouts, _train_fp32, "fp32")[0]
+    for precision, dtype in {"bf16": torch.bfloat16, "fp16": torch.float16}.items():
+        low, low_1 = ranks(2, under_each, layouts, _train_fp32, precision)
+        for layout, (trained, seen, _) in low.items():
+            assert seen == {dtype}, layout
+            assert largest_difference(trained, low_1[layout][0]) == 0, layout
+            assert 0 < largest_difference(full[layout][0], trained) < 0.05, layout
+
+
+class Overflows(Regression):
+    """An inf in the gradient of the blocks, on rank 1 only, at the second step."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        loss, out = super().compute_loss(state, data)
+        if self.train_progress.num_steps_completed == 1 and ech.launching.World.current().rank == 1:
+            loss = loss * 1e30 * 1e30
+        return loss, out
+
+
+def _overflow(layout: str) -> tuple[dict[str, torch.Tensor], float]:
+    unit = Overflows(module=net(dtype=torch.float32), layout=layout, precision=FP16)
+    ech.train(unit, [batch(64, i, torch.float32) for i in range(3)], max_epochs=1)
+    assert unit.grad_scaler is not None
+    return whole(unit.module), unit.grad_scaler.get_scale()
+
+
+def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: Ranks) -> None:
+    one, other = ranks(2, under_each, PARALLEL, _overflow)
+    for layout, (first, scale) in one.items():
+        second, scale_1 = other[layout]
+        assert scale == scale_1 == 512, layout  # halved once
+        assert largest_difference(first, second) == 0, layout
+        assert all(v.isfinite().all() for v in first.values()), layout
+
+
+def test_recompute_changes_no_gradient_and_no_name() -> None:
+    data = [batch(4, i) for i in range(3)]
+    unit = Regression(activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
+    ech.train(unit, data, max_epochs=1)
+    want, _, _ = plain_training([[b] for b in data])
+    assert largest_difference(whole(unit.module), want) < 1e-12
+
+
+def _recompute_sharded() -> dict[str, torch.Tensor]:
+    unit = Regression(layout="fsdp", activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
+    ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
+    return whole(unit.module)
+
+
+def test_recompute_works_under_sharding(ranks: Ranks) -> None:
+    want, _, _ = plain_training([[batch(4, i)] for i in range(3)])
+    assert largest_difference(ranks(2, _recompute_sharded)[0], want) < 1e-12
+
+
+def test_recompute_really_forgets_activations() -> None:
+    calls = []
+    module = net()
+    module.blocks[0][0].register_forward_hook(lambda *a: calls.append(1))
+    unit = Regression(module=module, activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    assert len(calls) == 2
+
+
+def test_compile_changes_no_name_and_no_number() -> None:
+    """With dynamo's own "eager" backend: what inductor makes of a graph is torch's business, and takes half a minute."""
+    data = [batch(4, i) for i in range(3)]
+    unit = Regression(torch_compile_params=ech.layouts.TorchCompileParams(backend="eager"))
+    ech.train(unit, data, max_epochs=1)
+    want, _, _ = plain_training([[b] for b in data])
+    assert largest_difference(whole(unit.module), want) < 1e-12
+
+
+def _dropout_masks(layout: str) -> tuple[list[float], list[float]]:
+    ech.seed(5)
+    unit = Regression(module=net(dropout=0.5), layout=layout)
+    before = whole(unit.module)["blocks.0.0.weight"].flatten().tolist()
+    masks = []
+    hook = nn.Dropout(0.5)
+    unit.on_train_step_end = lambda *a: masks.append(hook(torch.ones(64)).tolist())  # type: ignore[method-assign]
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    return before, masks[0]
+
+
+def test_ranks_start_alike_and_drop_differently(ranks: Ranks) -> None:
+    """Accelerate, Lightning and TorchTNT drop the same units on every rank."""
+    ech.seed(5)
+    alone = _dropout_masks("none")
+    first, second = ranks(2, under_each, PARALLEL, _dropout_masks)
+    for layout, (params_1, mask_1) in second.items():
+        params_0, mask_0 = first[layout]
+        assert params_0 == params_1, layout
+        assert mask_0 != mask_1, layout
+        assert alone == (params_0, mask_0), layout  # rank 0 draws what one process would
+
+
+def _unequal_start(layout: str) -> dict[str, torch.Tensor]:
+    module = net(seed=dist.get_rank())
+    return whole(Regression(module=module, layout=layout).module)
+
+
+def test_models_that_were_seeded_apart_start_from_rank_0s(ranks: Ranks) -> None:
+    want = {n: p.detach() for n, p in net(seed=0).named_parameters()}
+    for started in ranks(2, under_each, PARALLEL, _unequal_start):
+        assert {s: d for s, got in started.items() if (d := largest_difference(got, want))} == {}
+
+
+def _wrapped_by_hand(how: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    module: Any = net(dtype=dtype)
+    if how == "ddp":
+        module = nn.parallel.DistributedDataParallel(module)
+    elif how == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        module = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in module.blocks:
+            fully_shard(block)
+        fully_shard(module)
+    unit = Regression(module=module, gradient_accumulation_steps=2, clip_grad_norm=0.5)
+    ech.train(unit, [batch(4, 10 * dist.get_rank() + i, dtype) for i in range(3)], max_epochs=1)
+    if how == "fsdp1":
+        with FullyShardedDataParallel.summon_full_params(module):
+            return {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in module.named_parameters()}
+    return whole(module)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp1", "fully_shard"])
+def test_modules_that_users_wrapped_train_just_as_well(ranks: Ranks, how: str) -> None:
+    # The older FSDP computes its norm in float32 and refuses float64.
+    dtype, tolerance = (torch.float32, 1e-6) if how == "fsdp1" else (torch.float64, 1e-9)
+    rows = [[batch(4, 10 * r + i, dtype) for r in range(2)] for i in range(3)]
+    want, _, _ = plain_training([rows[0] + rows[1], rows[2]], clip=0.5, module=net(dtype=dtype))
+    assert largest_difference(ranks(2, _wrapped_by_hand, how, dtype)[0], want) < tolerance
+
+
+def _strategy_on_wrapped() -> str:
+    with pytest.raises(UsageError) as caught:
+        Regression(module=nn.parallel.DistributedDataParallel(net()), layout="fsdp")
+    return str(caught.value)
+
+
+def test_a_strategy_for_a_wrapped_module_is_refused(ranks: Ranks) -> None:
+    assert "made parallel already" in ranks(2, _strategy_on_wrapped)[0]
+
+
+def test_an_unknown_layout_names_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"layout must be one of 'none', 'ddp', 'fsdp', .*, got 'ddpp'"):
+        Regression(layout="ddpp")
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out: out, r"loss of shape \(2, 1\); it must be a scalar"),
+        (lambda out: out.mean().detach(), "loss without a gradient"),
+        (lambda out: 3.0, "loss of type float"),
+    ],
+)
+def test_a_loss_that_cannot_be_differentiated_is_named(loss: Any, message: str) -> None:
+    class Odd(Regression):
+        def compute_loss(self, state: ech.State, data: Any) -> Any:
+            out = self.module(data[0])
+            return loss(out), out
+
+    with pytest.raises(LossError, match=f"Odd.compute_loss returned a {message}"):
+        ech.train(Odd(), [batch(2, 0)], max_epochs=1)
+
+
+def test_a_loss_without_outputs_is_named() -> None:
+    class Single(Regression):
+        def compute_loss(self, state: ech.State, data: Any) -> Any:
+            return self.module(data[0]).mean()
+
+    with pytest.raises(LossError, match=r"returned Tensor; return the pair \(loss, outputs\)"):
+        ech.train(Single(), [batch(2, 0)], max_epochs=1)
+
+
+class NaNOnRank1(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        loss, out = super().compute_loss(state, data)
+        if self.train_progress.num_steps_completed == 2 and ech.launching.World.current().rank == 1:
+            loss = loss * float("nan")
+        return loss, out
+
+
+def _nan(layout: str) -> tuple[str, bool]:
+    unit = NaNOnRank1(layout=layout, detect_anomaly=True)
+    with pytest.raises(NonFiniteError) as caught:
+        ech.train(unit, [batch(2, i) for i in range(5)], max_epochs=1)
+    return str(caught.value), all(bool(p.isfinite().all()) for p in whole(unit.module).values())
+
+
+def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks) -> None:
+    for said in ranks(2, under_each, PARALLEL, _nan):
+        for layout, (text, finite) in said.items():
+            assert "update 2" in text and "rank 1: nan" in text and "rank 0" not in text, layout
+            assert finite, layout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 0}, "accumulate must be a whole number of at least 1, or None for the loader's, got 0"),
+        ({"step_lr_interval": "batch"}, "lr_interval must be 'update' or 'epoch', got 'batch'"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm must be above 0, or None for no clipping, got 0.0"),
+        ({"clip_grad_value": -1.0}, "clip_grad_value must be above 0, or None for no clipping, got -1.0"),
+        ({"precision": "fp8"}, "precision must be .*, got 'fp8'"),
+        ({"deterministic": True}, "deterministic must be 'bitwise' or None, got True"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Regression(**options)
+
+
+def test_accumulation_of_loader_and_unit_must_agree() -> None:
+    data = torch.utils.data.TensorDataset(*batch(16, 0))
+    with pytest.raises(UsageError, match="2 micro-batches a rank, but the unit accumulates 1"):
+        ech.train(Regression(accumulate=1), ech.Loader(data, 8, accumulation=2), max_epochs=1)
+
+
+def test_a_unit_without_training_builds_no_optimizer() -> None:
+    unit = Regression(training=False)
+    assert "optimizer" not in unit.app_state()
+    ech.evaluate(unit, [batch(2, 0)])
+    with pytest.raises(UsageError, match="training=False"):
+        ech.train(unit, [batch(2, 0)], max_epochs=1)
+
+
+def test_the_optimizer_is_built_once_over_the_final_module() -> None:
+    class Counts(Regression):
+        built = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rate = 0.25  # set after super().__init__(), used when the optimizer is built
+
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+            assert module is self.module
+            self.built += 1
+            return torch.optim.SGD(module.parameters(), lr=self.rate), None
+
+    unit = Counts()
+    assert unit.optimizer.param_groups[0]["lr"] == 0.25
+    ech.train(unit, [batch(2, 0)], max_epochs=1)
+    assert unit.built == 1
+
+
+def test_a_scheduler_alone_is_not_taken_for_the_pair() -> None:
+    class Forgets(Regression):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+            return torch.optim.SGD(module.parameters(), lr=0.1)
+
+    with pytest.raises(UsageError, match="Return the pair"):
+        Forgets().configure()
+
+
+def test_gradients_stay_for_hooks_when_they_are_cleared_at_the_start() -> None:
+    unit = Regression(zero_grad_at_train_step_start=True)
+    ech.train(unit, [batch(2, 0)], max_epochs=1)
+    assert all(p.grad is not None for p in unit.module.parameters())
+    other = Regression()
+    ech.train(other, [batch(2, 0)], max_epochs=1)
+    assert all(p.grad is None for p in other.module.parameters())
+
+
+def test_steps_are_counted_for_the_hook_as_torchtnt_does() -> None:
+    unit = Regression()
+    ech.train(unit, [batch(2, i) for i in range(3)], max_epochs=1)
+    assert unit.steps == [0, 1, 2]
+
+
+def _mean_of_metrics() -> tuple[float, float]:
+    mean, constant = ech.Mean(), ech.Mean()
+    for i in range(3 - dist.get_rank()):
+        mean.update(torch.tensor(100.0 if i == 0 and dist.get_rank() == 0 else 0.0))
+        constant.update(1.0, weight=7)
+    return mean.compute(), constant.compute()
+
+
+def test_metrics_are_sums_over_counts_not_means_of_means(ranks: Ranks) -> None:
+    """Lightning reports 1.25 for the constant and 33.3 for the mean."""
+    assert ranks(2, _mean_of_metrics) == [(20.0, 1.0)] * 2
+
+
+def test_auto_predict_unit_moves_and_predicts() -> None:
+    outputs = []
+
+    class Predicts(ech.units.AutoPredictUnit[torch.Tensor]):
+        def on_predict_step_end(self, state: ech.State, data: Any, step: int, out: Any) -> None:
+            outputs.append((step, tuple(out.shape)))
+
+    ech.predict(Predicts(module=net(), device=torch.device("cpu")), [batch(3, 0)[0], batch(2, 1)[0]])
+    assert outputs == [(0, (3, 1)), (1, (2, 1))]
+
+
+def test_rows_are_found_in_any_structure() -> None:
+    from dataclasses import dataclass
+
+    from echelon.loop.loss import rows
+
+    @dataclass
+    class Sample:
+        name: str
+        x: torch.Tensor
+
+    x = torch.zeros(5, 2)
+    assert [rows(b) for b in (x, (x, 1), {"a": [x]}, Sample("s", x), "text", torch.tensor(1.0))] == [5, 5, 5, 5, 1, 1]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_mean_counts_in_double_whatever_its_weights_are(kind: torch.dtype) -> None:
+    mean = ech.Mean()
+    for _ in range(1000):
+        mean.update(torch.ones(()), torch.tensor(100.0, dtype=kind))
+    assert mean.compute() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda o, s: (o, {"scheduler": s, "interval": "step"}),
+            r"Lightning's dict for a scheduler. Write\n    return optimizer, scheduler\nthere, and .*lr_interval='update'",
+        ),
+        (lambda o, s: (o, {"scheduler": s}), "lr_interval='epoch'"),
+        (lambda o, s: {"optimizer": o, "lr_scheduler": s}, "returned dict with 'optimizer', 'lr_scheduler'. Return the pair"),
+        (lambda o, s: ([o], [s]), "a list in the optimizer's place. Return the pair of one optimizer"),
+        (lambda o, s: (o, [s]), "a list in the scheduler's place"),
+        (lambda o, s: o, "returned SGD. Return the pair"),
+        (lambda o, s: (o, 0.1), r"a scheduler of type float, which has no step\(\)"),
+    ],
+)
+def test_what_lightning_returns_for_a_scheduler_is_answered_with_the_lines_to_write(made: Any, message: str) -> None:
+    class Foreign(Regression):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+            return made(*super().configure_optimizers_and_lr_scheduler(module))
+
+    with pytest.raises(UsageError, match=message):
+        ech.train(Foreign(schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)), [batch(2, 0)], max_epochs=1)
+
+
+def test_a_module_that_is_frozen_as_a_whole_is_not_blamed_on_detach() -> None:
+    unit = Regression(module=net().requires_grad_(False))
+    with pytest.raises(LossError, match=r"all are frozen \(requires_grad=False\)"):
+        ech.train(unit, [batch(2, 0)], max_epochs=1)
+
+
+@pytest.mark.parametrize("layout", [{"name": "ddp"}, ["ddp"], 3])
+def test_a_strategy_that_is_no_name_is_refused(layout: Any) -> None:
+    with pytest.raises(UsageError, match="must be one of 'none'"):
+        Regression(layout=layout)
+    with pytest.raises(UsageError, match="must be one of 'none'"):
+        ech.layouts.prepare_module(net(), torch.device("cpu"), layout=layout)
+
+
+def test_a_hook_that_is_set_on_the_unit_itself_is_called() -> None:
+    unit, seen = Regression(), []
+    unit.on_train_step_end = lambda state, data, step, results: seen.append(step)  # type: ignore[method-assign]
+    ech.train(unit, [batch(4, 0), batch(4, 1)], max_epochs=1)
+    assert seen == [0, 1]

@@ -1,0 +1,546 @@
+"""Callbacks that end a run or hold ranks together: all ranks do the same, whatever one of them sees."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import echelon as ech
+from echelon.compat.torchtnt.framework import callbacks as theirs
+from echelon.compat.torchtnt.framework.callbacks import (
+    EmptyDataloaderDetectorCallback,
+    Lambda,
+    PeriodicDistributedSync,
+    SlowRankDetector,
+    TimeLimitInterrupter,
+    slow_rank_detector,
+    time_limit_interrupter,
+)
+from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
+from echelon.contracts.errors import DataError, RanksDisagreeError, UsageError
+from echelon.loop import callbacks
+from echelon.loop.callbacks import EarlyStopping
+from echelon.loop.early_stop import EarlyStopChecker
+from tests.conftest import Ranks
+from tests.kit.models import batch, net
+from tests.kit.units import Numbers, Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def test_only_what_may_stop_costs_a_message_between_ranks_at_each_step() -> None:
+    kinds = [getattr(room, name) for room in (callbacks, theirs) for name in room.__all__]
+    watching = {k for k in kinds if issubclass(k, ech.Callback)} - {
+        EarlyStopping,
+        theirs.EarlyStopping,
+        Lambda,
+        TimeLimitInterrupter,
+    }
+    assert not [k.__name__ for k in watching if k.may_stop and k is not theirs.BaseCSVWriter]  # which has no hook of training
+    checker = EarlyStopChecker("min", 1)
+    assert [EarlyStopping("a", checker, interval).may_stop for interval in ("step", "epoch")] == [True, False]
+    assert [TimeLimitInterrupter("00:01:00", interval=interval).may_stop for interval in ("step", "epoch")] == [True, False]
+
+
+# --- EarlyStopChecker
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "stops_at"),
+    [
+        ({"patience": 2}, [3, 2, 2, 1, 1, 1], 5),
+        ({"patience": 2, "mode": "max"}, [1, 2, 2, 3, 2, 1], 5),
+        ({"patience": 1, "min_delta": 0.5}, [3, 2, 1.6], 2),
+        ({"patience": 1, "min_delta": 0.1, "threshold_mode": "rel"}, [100, 89, 81], 2),
+        ({"patience": 1, "min_delta": 0.1, "threshold_mode": "rel"}, [-1.0, -1.2, -1.25], 2),
+        ({"patience": 1, "min_delta": 0.1, "threshold_mode": "rel"}, [-1.0, -0.95], 1),  # TorchTNT: an improvement
+        ({"patience": 9}, [1, math.nan], 1),
+        ({"patience": 2, "check_finite": False}, [1, math.nan, math.inf], 2),
+        ({"patience": 9, "stopping_threshold": 0.0}, [1, 0.5, -0.1], 2),
+        ({"patience": 9, "divergence_threshold": 10}, [1, 10, 11], 2),
+        ({"patience": 1}, [torch.tensor([3.0]), torch.tensor(2), 1], None),
+    ],
+)
+def test_the_checker_stops_when_it_should(options: dict[str, Any], values: list[Any], stops_at: int | None) -> None:
+    checker = EarlyStopChecker(**{"mode": "min", **options})
+    answers = [checker.check(value) for value in values]
+    assert answers.index(True) == stops_at if stops_at is not None else not any(answers)
+
+
+def test_the_checker_refuses_what_cannot_work() -> None:
+    for options in ({"mode": "least"}, {"patience": -1}, {"min_delta": -0.1}, {"threshold_mode": "both"}):
+        with pytest.raises(UsageError):
+            EarlyStopChecker(**{"mode": "min", "patience": 1, **options})
+    with pytest.raises(UsageError, match="must be one number, got a tensor of 2"):
+        EarlyStopChecker("min", 1).check(torch.zeros(2))
+
+
+def test_the_checker_remembers_across_a_resume(tmp_path: Any) -> None:
+    """As an attribute of the unit it is part of a checkpoint: a resumed run does not get its patience anew."""
+
+    def unit() -> Any:
+        made = Regression()
+        made.checker = EarlyStopChecker("min", patience=3)
+        return made
+
+    first = unit()
+    for value in (1.0, 2.0, 2.0):
+        first.checker.check(value)
+    data = [batch(2, i) for i in range(2)]
+    ech.train(first, data, max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    second = unit()
+    assert ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, second)
+    assert second.checker.check(2.0)
+
+
+# --- EarlyStopping
+
+
+def test_training_stops_when_the_number_no_longer_improves() -> None:
+    unit = Numbers()
+    stopping = EarlyStopping("value", EarlyStopChecker("min", patience=2), interval="step")
+    ech.train(unit, [5, 4, 4, 4, 1, 1], max_epochs=1, callbacks=[stopping])
+    assert unit.seen == [5, 4, 4, 4]
+
+
+def test_interval_phase_and_frequency_say_what_is_checked() -> None:
+    checks: dict[tuple[str, str, int], list[Any]] = {}
+
+    class Recording(EarlyStopChecker):
+        def check(self, val: Any) -> bool:
+            checks[key].append(val)
+            return False
+
+    for key in [("step", "train", 2), ("epoch", "train", 1), ("step", "eval", 1), ("epoch", "eval", 2)]:
+        checks[key] = []
+        interval, phase, every = key
+        stopping = EarlyStopping("value", Recording("min", 1), interval, phase, every)  # type: ignore[arg-type]
+        ech.fit(Numbers(), [1, 2, 3], [7, 8], max_epochs=2, callbacks=[stopping])
+    assert checks == {
+        ("step", "train", 2): [2, 1, 3],
+        ("epoch", "train", 1): [3, 3],
+        ("step", "eval", 1): [7, 8, 7, 8],
+        ("epoch", "eval", 2): [8],
+    }
+
+
+def _stop_early(phase: str, interval: str) -> tuple[int, int]:
+    """Rank 0 sees 5, 4, 4, 4, ...; rank 1 sees what would stop at once."""
+    numbers = [5, 4, 4, 4, 4, 4] if rank() == 0 else [1, 9, 9, 9, 9, 9]
+    unit = Numbers()
+    stopping = EarlyStopping("value", EarlyStopChecker("min", 2), interval, phase)  # type: ignore[arg-type]
+    if interval == "epoch":
+        epochs = iter(numbers)
+
+        class Epoch(Numbers):
+            def on_train_epoch_end(self, state: ech.State) -> None:
+                self.value = next(epochs)
+
+        unit = Epoch()
+        numbers = [0]
+    if phase == "train":
+        ech.train(unit, numbers, max_epochs=6 if interval == "epoch" else 1, callbacks=[stopping])
+    else:
+        ech.fit(unit, [0], numbers, max_epochs=9, callbacks=[stopping])
+    return unit.train_progress.num_steps_completed, stopping.checker._patience_count
+
+
+def _stop_early_in_each_way() -> list[tuple[int, int]]:
+    return [_stop_early(*kind) for kind in (("train", "step"), ("train", "epoch"), ("eval", "step"))]
+
+
+def test_rank_0_decides_and_all_ranks_remember_the_same(ranks: Ranks) -> None:
+    # The message that cuts an evaluation short is read one step later.
+    assert ranks(2, _stop_early_in_each_way) == [[(4, 2), (4, 2), (1, 3)]] * 2
+
+
+def _early_stop_without_attribute(name: str, phase: str, interval: str) -> str:
+    unit = Numbers()
+    if rank() == 1:
+        unit.other = 1.0  # type: ignore[attr-defined]
+    stopping = EarlyStopping(name, EarlyStopChecker("min", 2), interval, phase)  # type: ignore[arg-type]
+    try:
+        ech.fit(unit, ["two", "numbers"], [1, 2, 3], max_epochs=2, callbacks=[stopping])
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def _early_stops_without_attribute() -> list[str]:
+    return [
+        _early_stop_without_attribute(*case)
+        for case in (("other", "train", "epoch"), ("other", "eval", "step"), ("value", "train", "step"))
+    ]
+
+
+def test_a_missing_attribute_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+    """In TorchTNT rank 0 raises, and the others wait for it."""
+    first, second = ranks(2, _early_stops_without_attribute)
+    assert first == second
+    assert all("no such number" in text for text in first[:2])
+    assert "no single number: str" in first[2]
+
+
+# --- Lambda
+
+
+def test_lambda_runs_functions_at_hooks() -> None:
+    log: list[Any] = []
+    hooks = Lambda(
+        on_train_start=lambda state, unit: log.append("start"),
+        on_train_step_end=lambda state, unit: log.append(unit.value),
+        on_eval_end=lambda state, unit: log.append("evaluated"),
+        on_exception=lambda state, unit, exc: log.append(str(exc)),
+        on_train_end=None,
+    )
+    ech.fit(Numbers(), [1, 2], [0], max_epochs=1, callbacks=[hooks])
+    with pytest.raises(ZeroDivisionError):
+        ech.train(Numbers(), [1], max_epochs=1, callbacks=[Lambda(on_train_step_end=lambda *_: 1 / 0), hooks])
+    assert log == ["start", 1, 2, "evaluated", "start", "division by zero"]
+    with pytest.raises(UsageError, match="on_step_end"):
+        Lambda(on_step_end=print)
+
+
+class Silent(ech.AutoUnit[Any]):
+    """Without hooks, so that its own messages carry the wish to stop, and come a step later."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
+        return self.module(data[0]).mean(), None
+
+    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+
+
+def _stop_from_a_lambda(hook: str, layout: str | None) -> int:
+    unit = Numbers() if layout is None else Silent(module=net(), device=torch.device("cpu"), layout=layout)
+    data = list(range(6)) if layout is None else [batch(2, i) for i in range(6)]
+
+    def stop(state: ech.State, unit: Any) -> None:
+        if rank() == 1 and unit.train_progress.num_steps_completed == 2:
+            state.stop()
+
+    ech.train(unit, data, max_epochs=1, callbacks=[Lambda(**{hook: stop})])
+    return unit.train_progress.num_steps_completed
+
+
+def _stops_from_lambdas() -> list[int]:
+    hooks = [f"on_train_{name}" for name in ("step_end", "step_start", "get_next_batch_end", "get_next_batch_start")]
+    return [_stop_from_a_lambda(hook, layout) for layout in (None, "ddp") for hook in hooks]
+
+
+def test_a_stop_from_a_lambda_of_one_rank_stops_all_after_the_step(ranks: Ranks) -> None:
+    assert ranks(2, _stops_from_lambdas) == [[2, 3, 3, 3] * 2] * 2
+
+
+# --- TimeLimitInterrupter
+
+
+def test_a_time_limit_stops_training_and_a_restored_run_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchTNT closes the epoch when it stops: a resumed run leaves out the rest of it."""
+    now = [0.0]
+    monkeypatch.setattr(time_limit_interrupter, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def minute(state: ech.State, unit: Any) -> None:
+        now[0] += 60
+
+    data = TensorDataset(*batch(8, 0))
+    saver = ech.DistributedCheckpointSaver(tmp_path)
+
+    def run(epochs: int) -> Any:
+        unit, loader = Regression(), ech.Loader(data, 2, options=ech.data.LoaderOptions(dp=(0, 1)))
+        saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
+        limit = TimeLimitInterrupter("00:00:03", interval="step")
+        now[0] += 3600  # until training begins
+        ech.train(unit, loader, max_epochs=epochs, callbacks=[Lambda(on_train_step_start=minute), limit, saver])
+        return unit.train_progress
+
+    first = run(2)
+    assert (first.num_epochs_completed, first.num_steps_completed) == (0, 3)
+    assert run(2).num_steps_completed == 6
+    last = run(2)
+    assert (last.num_epochs_completed, last.num_steps_completed) == (2, 8)
+
+
+def test_a_time_of_day_is_a_limit_after_epochs() -> None:
+    unit = Numbers()
+    over = TimeLimitInterrupter(timestamp=datetime.now(UTC) - timedelta(hours=1), interval_freq=2)
+    ech.train(unit, [1, 2], max_epochs=5, callbacks=[over])
+    assert unit.train_progress.num_epochs_completed == 2
+    later = TimeLimitInterrupter(timedelta(days=1), datetime.now(UTC) + timedelta(days=1), "step")
+    ech.train(unit, [1, 2], max_epochs=5, callbacks=[later])
+    assert unit.train_progress.num_epochs_completed == 5
+
+
+def test_time_limits_that_cannot_work_are_refused() -> None:
+    wrong: list[dict[str, Any]] = [
+        {},
+        {"duration": "1:2:3"},
+        {"duration": "00:24:00"},
+        {"timestamp": datetime(2030, 1, 1)},
+        {"duration": "00:01:00", "interval": "minute"},
+        {"duration": "00:01:00", "interval_freq": 0},
+    ]
+    for options in wrong:
+        with pytest.raises(UsageError):
+            TimeLimitInterrupter(**options)
+
+
+def _time_is_up_on(which: int) -> int:
+    unit = Numbers()
+    if which == rank():
+        limit = TimeLimitInterrupter(timedelta(0), interval="step")
+    else:
+        limit = TimeLimitInterrupter(timedelta(days=1), interval="step")
+    ech.train(unit, list(range(10)), max_epochs=1, callbacks=[limit])
+    return len(unit.seen)
+
+
+def _time_is_up() -> list[int]:
+    return [_time_is_up_on(0), _time_is_up_on(1)]
+
+
+def test_rank_0s_clock_stops_all_ranks_and_no_others(ranks: Ranks) -> None:
+    assert ranks(2, _time_is_up) == [[1, 10]] * 2
+
+
+# --- PeriodicDistributedSync
+
+
+def _in_step(phase: str) -> tuple[float, float]:
+    """Rank 1 sleeps in its third step; when had each done its fourth, by one clock?"""
+    done: list[float] = []
+
+    class Sleepy(Numbers):
+        def train_step(self, state: ech.State, data: Any) -> None:
+            if rank() == 1 and data == 2:
+                time.sleep(0.5)
+                done.append(time.monotonic())
+            if rank() == 0 and data == 4:
+                done.append(time.monotonic())
+
+        eval_step = predict_step = train_step
+
+    sync = PeriodicDistributedSync(sync_every_n_steps=3)
+    run = {"eval": ech.evaluate, "predict": ech.predict}[phase]
+    run(Sleepy(), list(range(6)), callbacks=[sync])
+    return done[0]
+
+
+def _each_in_step() -> list[Any]:
+    return [_in_step("eval"), _in_step("predict")]
+
+
+def test_ranks_wait_for_the_slowest_now_and_then(ranks: Ranks) -> None:
+    first, second = ranks(2, _each_in_step)
+    assert all(after > slept for after, slept in zip(first, second, strict=True))
+
+
+def _uneven_sync() -> str:
+    try:
+        ech.predict(Numbers(), list(range(4 + rank())), callbacks=[PeriodicDistributedSync(2)])
+    except RanksDisagreeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_other_numbers_of_batches_are_told_so_and_do_not_hang(ranks: Ranks) -> None:
+    assert all("rank 0: 4, rank 1: 5" in text for text in ranks(2, _uneven_sync))
+
+
+# --- SlowRankDetector
+
+
+def _slow_rank(own_group: bool) -> tuple[dict[int, Any], list[str]]:
+    """Rank r takes 0.1 s x r a step, and its clock is a year ahead of the one before it."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(slow_rank_detector.__name__)
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    now = [rank() * 3.2e7]
+    slow_rank_detector.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment]
+
+    class Slow(Numbers):
+        def train_step(self, state: ech.State, data: Any) -> None:
+            now[0] += 0.1 * rank()
+
+    group = torch.distributed.new_group([0, 1]) if own_group else None
+    logger = InMemoryLogger()
+    try:
+        detector = SlowRankDetector(check_every_n_steps=2, check_every_n_epochs=1, pg=group, logger=logger)
+        ech.train(Slow(), list(range(4)), max_epochs=1, callbacks=[detector])
+    finally:
+        slow_rank_detector.time = time  # type: ignore[assignment]
+        log.removeHandler(handler)
+    return logger.log_buffer, records
+
+
+def _slow_ranks() -> list[Any]:
+    return [_slow_rank(False), _slow_rank(True)]
+
+
+def test_the_slow_rank_is_found_though_clocks_are_apart(ranks: Ranks) -> None:
+    """TorchTNT compares the hosts' uptimes, in float32: at 3.2e7 s it has a resolution of 2 s."""
+    first, second = ranks(2, _slow_ranks)
+    for (rows, told), (nothing, silent) in zip(first, second, strict=True):
+        assert list(rows) == [2, 4] and not nothing and not silent  # the end of the epoch was checked already
+        for row in rows.values():
+            assert row["Difference between fastest/slowest rank (seconds)"] == pytest.approx(0.2, abs=1e-6)
+        assert len(told) == 2 and all("fastest rank (0: " in t and "slowest rank (1: " in t for t in told)
+
+
+def test_a_slow_rank_detector_must_check_sometimes() -> None:
+    for options in ({"check_every_n_steps": None, "check_every_n_epochs": None}, {"check_every_n_steps": 0}):
+        with pytest.raises(UsageError):
+            SlowRankDetector(**options)
+    ech.train(Numbers(), [1, 2], max_epochs=1, callbacks=[SlowRankDetector(check_every_n_steps=1)])
+
+
+# --- EmptyDataloaderDetectorCallback
+
+
+def test_epochs_without_a_batch_end_the_run() -> None:
+    unit, used_up = Numbers(), iter([1, 2])
+    with pytest.raises(DataError, match="Detected 2 consecutive empty train epochs, which exceeds the threshold of 2"):
+        ech.train(unit, used_up, max_epochs=9, callbacks=[EmptyDataloaderDetectorCallback()])
+    assert unit.train_progress.num_epochs_completed == 3
+    detector = EmptyDataloaderDetectorCallback(threshold=2)
+    for loader in ([], [1], []):
+        ech.predict(unit, loader, callbacks=[detector])
+    with pytest.raises(DataError, match="2 consecutive empty predict epochs"):
+        ech.predict(unit, [], callbacks=[detector])
+
+
+class Broken(Regression):
+    @property
+    def latest(self) -> float:
+        return {}["nothing"]  # type: ignore[no-any-return]
+
+
+def test_a_property_that_fails_is_an_error_of_early_stopping() -> None:
+    stopping = EarlyStopping("latest", EarlyStopChecker("min", 1))
+    with pytest.raises(UsageError, match="reading it failed: KeyError: 'nothing'"):
+        ech.train(Broken(), [batch(2, 0)], max_epochs=1, callbacks=[stopping])
+
+
+def test_the_fourth_argument_of_torchtnts_release_is_a_frequency() -> None:
+    from echelon.compat.torchtnt.framework.callbacks import EarlyStopping as Theirs
+
+    stopping = Theirs("loss", EarlyStopChecker("min", 1), "step", 3)
+    assert (stopping.phase, stopping.interval_freq) == ("train", 3)
+
+
+class Logs(Regression):
+    """Its accuracy is logged alone: in evaluations 1, 2, 3, 2, 2, 2, ..., the same over the ranks only on average."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(lr=0.0, **options)
+        self.logs_on = (0, 1)
+
+    def on_eval_step_end(self, state: ech.State, data: Any, step: int, loss: Any, outputs: Any) -> None:
+        me = rank() if torch.distributed.is_initialized() else 0
+        if me in self.logs_on:
+            epoch = self.eval_progress.num_epochs_completed
+            state.log("accuracy", min(epoch, 2) - (epoch > 2) + me)
+
+
+def _stops_by_what_was_logged(name: str, mode: Any, **options: Any) -> tuple[int, dict[str, Any]]:
+    unit = Logs(layout="ddp")
+    stopping = EarlyStopping(name, mode=mode, patience=3, **options)
+    ech.fit(unit, [batch(2, 0)], [batch(2, 1)], max_epochs=20, callbacks=[stopping])
+    return unit.train_progress.num_epochs_completed, unit.train_progress.early_stopping
+
+
+def _stops_by_each_name() -> list[Any]:
+    return [_stops_by_what_was_logged(*each) for each in (("accuracy", None), ("eval_accuracy", "max"))]
+
+
+def test_what_was_logged_in_evaluations_stops_a_run_by_its_name(ranks: Ranks) -> None:
+    """The third value is the best; three checks later it ends. The number is the mean over the ranks, on each of them."""
+    for found in ranks(2, _stops_by_each_name):
+        assert found == [(6, {"accuracy": [3, 2.5]}), (6, {"eval_accuracy": [3, 2.5]})]
+
+
+def _names_nothing() -> str:
+    with pytest.raises(UsageError) as caught:
+        _stops_by_what_was_logged("acuracy", "max")
+    return str(caught.value)
+
+
+def test_a_name_that_is_none_is_refused_with_those_that_there_are(ranks: Ranks) -> None:
+    first, second = ranks(2, _names_nothing)
+    assert first == second and "'acuracy'" in first
+    assert all(name in first for name in ("eval_accuracy", "eval_loss", "loss"))
+
+
+def test_early_stopping_says_what_is_better_or_asks() -> None:
+    assert EarlyStopping("val_accuracy").checker.mode == "max" and EarlyStopping("eval_loss").checker.mode == "min"
+    with pytest.raises(UsageError, match="mode must be 'min' or 'max' for 'quality'"):
+        EarlyStopping("quality")
+    with pytest.raises(UsageError, match="left out with patience"):
+        EarlyStopping("quality", EarlyStopChecker("min", 1), patience=2)
+
+
+class OfTraining(Regression):
+    """Logs in training, also at an epoch's end."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        state.log("steps", 1.0)
+        return super().compute_loss(state, data)
+
+    def on_train_epoch_end(self, state: ech.State) -> None:
+        state.log("epochs", 1.0)
+
+
+def test_numbers_of_training_and_of_its_epochs_ends_can_be_monitored() -> None:
+    for name, mode in (("steps", "min"), ("epochs", "max"), ("loss", "max")):
+        unit = OfTraining(lr=0.0)
+        ech.train(unit, [batch(2, 0)] * 2, max_epochs=9, callbacks=[EarlyStopping(name, mode=mode, patience=2)])  # type: ignore[arg-type]
+        assert unit.train_progress.num_epochs_completed == 3, name
+
+
+def test_the_simple_form_remembers_across_a_resume(tmp_path: Path) -> None:
+    def trained(patience: int) -> int:
+        unit, loader = Regression(lr=0.0), ech.Loader(torch.utils.data.TensorDataset(*batch(8, 0)), 8)
+        saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=1)
+        saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
+        ech.train(unit, loader, max_epochs=20, callbacks=[EarlyStopping("loss", patience=patience, min_delta=1e-6), saver])
+        return unit.train_progress.num_epochs_completed
+
+    assert [trained(patience) for patience in (2, 2, 4)] == [3, 3, 5]
+
+
+class Stalls(Regression):
+    """A unit that never improves, and remembers it."""
+
+    def __init__(self, patience: int) -> None:
+        super().__init__(lr=0.0)
+        self.checker = EarlyStopChecker("min", patience)
+        self.value = 1.0
+
+
+def test_a_run_that_was_stopped_early_trains_no_more_when_it_is_started_again(tmp_path: Path) -> None:
+    """With more patience it goes on."""
+
+    def trained(patience: int) -> int:
+        unit, loader = Stalls(patience), ech.Loader(torch.utils.data.TensorDataset(*batch(8, 0)), 8)
+        saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=1)
+        saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
+        ech.train(unit, loader, max_epochs=20, callbacks=[EarlyStopping("value", unit.checker), saver])
+        return unit.train_progress.num_epochs_completed
+
+    assert [trained(patience) for patience in (2, 2, 2, 4)] == [3, 3, 3, 5]

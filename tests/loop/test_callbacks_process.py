@@ -1,0 +1,171 @@
+"""Callbacks that change the process around a run: everything is as before when it ends, however it ends."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import echelon as ech
+from echelon.compat.torchtnt.framework.callbacks import (
+    EmptyCudaCache,
+    EnableTensorFloat32,
+    Lambda,
+    MemorySnapshot,
+    TorchCompile,
+)
+from echelon.contracts.errors import UsageError
+from echelon.loop.callbacks import GarbageCollector, PyTorchProfiler
+from tests.kit.units import Numbers
+
+ENDS = [None, ValueError, KeyboardInterrupt]
+
+
+def run(entry: str, end: type[BaseException] | None, callback: ech.Callback, during: Any = None) -> None:
+    """Three steps of training, or two of each other phase; the last raises."""
+    hook = {"evaluate": "on_eval_step_end", "predict": "on_predict_step_end", "test": "on_test_step_end"}
+    count = 0
+
+    def step_ended(state: ech.State, unit: Any) -> None:
+        nonlocal count
+        count += 1
+        if during is not None:
+            during()
+        if count == 2 and end is not None:
+            raise end
+
+    after = Lambda(**{hook.get(entry, "on_train_step_end"): step_ended})
+    unit = Numbers()
+    try:
+        if entry == "fit":
+            ech.fit(unit, [1, 2, 3], [1, 2], max_epochs=1, evaluate_every_n_updates=1, callbacks=[callback, after])
+        elif entry == "train":
+            ech.train(unit, [1, 2, 3], max_epochs=1, callbacks=[callback, after])
+        else:
+            getattr(ech.units if entry == "test" else ech, entry)(unit, [1, 2], callbacks=[callback, after])
+    except (ValueError, KeyboardInterrupt):
+        assert end is not None
+    else:
+        assert end is None
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("entry", ["train", "fit", "evaluate", "predict", "test"])
+def test_garbage_collection_is_on_again(entry: str, end: type[BaseException] | None) -> None:
+    """In TorchTNT it stays off after an exception."""
+    seen: list[bool] = []
+    try:
+        run(entry, end, GarbageCollector(1), lambda: seen.append(gc.isenabled()))
+        assert set(seen) == {False} and gc.isenabled()
+        gc.disable()  # a user who wants it off
+        run(entry, end, GarbageCollector(1))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_garbage_is_collected_at_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    generations: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: generations.append(generation) or 0)
+    ech.fit(Numbers(), [1, 2, 3, 4], [1], max_epochs=1, callbacks=[GarbageCollector(3)])
+    assert generations == [1, 1, 2, 1, 1]  # four steps of training, one of evaluation
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("entry", ["train", "fit", "evaluate", "predict", "test"])
+def test_tensorfloat32_is_only_used_during_the_run(entry: str, end: type[BaseException] | None) -> None:
+    """In TorchTNT the flags stay after an exception."""
+
+    def flags() -> tuple[str, bool]:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+    before, seen = flags(), []
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        run(entry, end, EnableTensorFloat32("medium"), lambda: seen.append(flags()))
+        assert set(seen) == {("medium", True)} and flags() == ("highest", False)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+    with pytest.raises(UsageError, match="'highest', 'high' or 'medium'"):
+        EnableTensorFloat32("low")
+
+
+class Profiler:
+    """Stands for torch's: writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def step(self) -> None:
+        self.log.append("step")
+
+    def stop(self) -> None:
+        self.log.append("stop")
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("entry", ["train", "fit", "evaluate", "predict", "test"])
+def test_a_profiler_is_started_and_stopped_once(entry: str, end: type[BaseException] | None) -> None:
+    profiler = Profiler()
+    run(entry, end, PyTorchProfiler(profiler))
+    assert profiler.log[0] == "start" and profiler.log[-1] == "stop"
+    steps = {"train": 3, "fit": 9}.get(entry, 2) if end is None else {"fit": 4}.get(entry, 2)
+    assert profiler.log[1:-1] == ["step"] * steps
+
+
+def test_torchs_profiler_sees_the_steps() -> None:
+    traces: list[Any] = []
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    profiler = torch.profiler.profile(activities=cpu, schedule=schedule, on_trace_ready=lambda p: traces.append(p.key_averages()))
+
+    class Multiplies(Numbers):
+        def train_step(self, state: ech.State, data: Any) -> None:
+            torch.ones(4, 4) @ torch.ones(4, 4)
+
+    ech.train(Multiplies(), [1, 2, 3], max_epochs=1, callbacks=[PyTorchProfiler(profiler)])
+    assert len(traces) == 1 and any(event.key == "aten::mm" and event.count == 1 for event in traces[0])
+
+
+def test_a_memory_profiler_is_told_of_each_step() -> None:
+    profiler = Profiler()
+    snapshot = MemorySnapshot(memory_snapshot_profiler=profiler)
+    ech.fit(Numbers(), [1, 2], [1], max_epochs=1, callbacks=[snapshot])
+    ech.predict(Numbers(), [1], callbacks=[snapshot])
+    assert profiler.log == ["step"] * 4
+
+
+def test_the_gpus_cache_is_emptied_every_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    unit = Numbers()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(unit.train_progress.num_steps_completed))
+    ech.fit(unit, [1, 2, 3], [1, 2], max_epochs=1, callbacks=[EmptyCudaCache(2)])
+    assert calls == [2, 3]  # the fourth of all is the first of the evaluation, after the third of training
+    ech.predict(unit, [1, 2, 3, 4], callbacks=[EmptyCudaCache(4)])
+    assert calls == [2, 3, 3]
+
+
+def test_compile_workers_end_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit, calls = Numbers(), []
+    fake = SimpleNamespace(shutdown_compile_workers=lambda: calls.append(unit.train_progress.num_steps_completed))
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", fake)
+    ech.train(unit, [1, 2, 3], max_epochs=1, callbacks=[TorchCompile(2)])
+    assert calls == [2]
+    monkeypatch.undo()
+    import torch._inductor.async_compile as compiler
+
+    assert callable(compiler.shutdown_compile_workers)  # the name that we rely on
+
+
+@pytest.mark.parametrize("kind", [GarbageCollector, EmptyCudaCache, TorchCompile])
+def test_an_interval_of_no_steps_is_refused(kind: Any) -> None:
+    with pytest.raises(UsageError, match="must be a whole number of at least 1, got 0"):
+        kind(0)

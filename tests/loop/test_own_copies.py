@@ -1,0 +1,160 @@
+"""Copies of a model beside a loop of one's own, such as averages and targets; and values that are put into parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+import echelon as ech
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net, whole
+
+pytestmark = pytest.mark.standing_ranks
+
+X, Y = batch(16, 0)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, is_plain: bool) -> None:
+    if is_plain:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return
+    with ech.window(model) as window:
+        window.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _lerp(average: Any, model: Any) -> None:
+    for e, p in zip(average.parameters(), model.parameters(), strict=True):
+        e.lerp_(p, 0.1)
+
+
+def _scaled(average: Any, model: Any) -> None:
+    for e, p in zip(average.parameters(), model.parameters(), strict=True):
+        e.mul_(0.9).add_(p, alpha=0.1)
+
+
+def _data(average: Any, model: Any) -> None:
+    for e, p in zip(average.parameters(), model.parameters(), strict=True):
+        e.data = 0.9 * e.data + 0.1 * p.data
+
+
+def _states(average: Any, model: Any) -> None:
+    theirs = getattr(model, "module", model).state_dict()
+    for name, e in average.state_dict().items():
+        e.copy_(0.9 * e + 0.1 * theirs[name])
+
+
+def _target(average: Any, model: Any) -> None:
+    average.load_state_dict(getattr(model, "module", model).state_dict())
+
+
+WAYS: dict[str, Callable[[Any, Any], None]] = {
+    "lerp": _lerp,
+    "scaled": _scaled,
+    "data": _data,
+    "states": _states,
+    "target": _target,
+    "averaged": lambda average, model: average.update_parameters(model),
+}
+
+
+def _averaged(way: str, layout: str, folder: Path | None = None, epochs: int = 3, until: int = 3) -> tuple[Any, list[float]]:
+    """Plain PyTorch if the layout is "plain". Of the average: its weights, and what it computes after each epoch."""
+    model: Any = net()
+    average: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if way == "averaged" else copy.deepcopy(model)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(X, Y), 8)
+    is_plain = layout == "plain"
+    if not is_plain:
+        model, average, optimizer, loader = ech.prepare(
+            model, average, optimizer, loader, layout=layout, checkpoints=folder and ech.Checkpoints(folder, every="epoch")
+        )
+    computed = []
+    for epoch in range(epochs) if is_plain else ech.epochs(loader, epochs):
+        if epoch == until:
+            break
+        for x, y in loader:
+            update(model, optimizer, x, y, is_plain)
+            with torch.no_grad():
+                WAYS[way](average, model)
+        average.eval()
+        with torch.no_grad():
+            computed.append(float(average(X).sum()))
+    return whole(average), computed
+
+
+def _ways(layout: str) -> dict[str, tuple[Any, list[float]]]:
+    return {way: _averaged(way, layout) for way in WAYS}
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "ddp", pytest.param("zero2", marks=pytest.mark.full)])
+def test_a_copy_that_prepare_is_given_is_split_as_the_model_is(ranks: Ranks, layout: str) -> None:
+    want = _ways("plain")
+    for got in ranks(2, _ways, layout):
+        for way, (weights, computed) in got.items():
+            assert largest_difference(weights, want[way][0]) < 1e-12, way
+            assert computed == pytest.approx(want[way][1], abs=1e-11), way
+
+
+def test_an_average_is_saved_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    straight = ranks(2, _averaged, "averaged", "fsdp")
+    ranks(2, _averaged, "averaged", "fsdp", tmp_path, until=2)
+    for got, want in zip(ranks(2, _averaged, "averaged", "fsdp", tmp_path), straight, strict=True):
+        assert largest_difference(got[0], want[0]) == 0 and got[1] == want[1][2:]
+
+
+def _with_teacher() -> bool:
+    teacher, model = nn.Linear(4, 1).double().requires_grad_(False), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ech.prepare(model, teacher, optimizer, DataLoader(TensorDataset(X, Y), 8), layout="fsdp")
+    return hasattr(teacher.weight, "device_mesh")
+
+
+def test_a_teacher_of_another_kind_stays_whole(ranks: Ranks) -> None:
+    assert ranks(2, _with_teacher) == [False, False]
+
+
+# --- values that are put into parameters
+
+
+class Older(torch.optim.Optimizer):
+    """Puts new tensors into parameters, as scripts of long ago do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data = p.data - 0.1 * p.grad.data
+
+
+def _put(layout: str) -> dict[str, torch.Tensor]:
+    model: Any = net()
+    optimizer: Any = Older(model.parameters())
+    loader: Any = DataLoader(TensorDataset(X, Y), 8)
+    is_plain = layout == "plain"
+    if not is_plain:
+        model, optimizer, loader = ech.prepare(model, optimizer, loader, layout=layout)
+    for x, y in loader:
+        update(model, optimizer, x, y, is_plain)
+        for p in model.parameters():
+            p.data = p.data.clamp(-0.4, 0.4)
+    return whole(model)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp", "tp"])
+def test_values_that_are_put_into_parameters_are_there(ranks: Ranks, layout: str) -> None:
+    want = _put("plain")
+    for got in ranks(2, _put, layout):
+        assert largest_difference(got, want) < 1e-12

@@ -1,0 +1,571 @@
+"""A training loop of one's own, as other people write it: what stands behind an epoch's batches, other orders, several loops."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import re
+import signal
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, TensorDataset
+
+import echelon as ech
+from echelon.contracts.errors import EchelonError, UsageError
+from echelon.contracts.stopping import REQUEUE
+from echelon.loop.target import Target
+from echelon.prover.matrix import matrix
+from echelon.prover.prove import prove_target
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net, whole
+
+pytestmark = pytest.mark.standing_ranks
+
+DATA = TensorDataset(*batch(22, 0))  # with batches of 8: two whole ones and one of 6
+
+
+def _strategy() -> str:
+    return "fsdp" if dist.is_initialized() else "none"
+
+
+def _step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
+    with ech.window(model) as window:
+        window.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(window.loss)
+
+
+# --- what stands behind the batches of an epoch
+
+
+class Tally:
+    """What the loop counts, to be saved."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rates = list(state["rates"])
+
+
+class Killed(Exception): ...
+
+
+def _by_epoch(folder: Path, at: tuple[int, str] = (-1, ""), *, signals: bool = False, counts: bool = False) -> tuple[Any, ...]:
+    """A rate that falls by epoch, behind an evaluation; it ends in the epoch, at the place, by an error or a signal."""
+    model, tally, code = net(dropout=0.2), Tally(), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, scheduler, tally, loader, held_out = ech.prepare(
+        *(model, optimizer, scheduler, tally, DataLoader(DATA, 8, shuffle=True), DataLoader(DATA, 8)),
+        layout=_strategy(),
+        checkpoints=folder,
+    )
+
+    def passes(*here: Any) -> None:
+        if here == at and signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif here == at:
+            raise Killed
+
+    try:
+        for epoch in range(3) if counts else ech.epochs(loader, 3):
+            for i, (x, y) in enumerate(loader):
+                _step(model, optimizer, x, y)
+                passes(epoch, f"step {i}")
+            with ech.evaluating(model):
+                for x, _ in held_out:
+                    model(x)
+                passes(epoch, "evaluation")
+            scheduler.step()
+            tally.rates.append(scheduler.get_last_lr()[0])
+            passes(epoch, "end")
+    except Killed:
+        pass
+    except SystemExit as ended:
+        code = ended.code
+    return whole(model), optimizer.param_groups[0]["lr"], tally.rates, code
+
+
+PLACES = ["step 0", "step 2", "evaluation", "end"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_an_epoch_does_behind_its_batches_is_in_its_checkpoint(tmp_path: Path, place: str) -> None:
+    """A rate by epoch was one step behind after a restart: the epoch had been saved before it."""
+    want, rate, rates, _ = _by_epoch(tmp_path / "straight")
+    assert _by_epoch(tmp_path / "killed", (1, place))[1] > rate
+    got, *rest = _by_epoch(tmp_path / "killed")
+    assert largest_difference(got, want) == 0 and rest == [rate, rates, None]
+    for counts in (False, True):  # a loop that counts its epochs itself repeats what is behind them, but for the schedule
+        got, resumed_rate, resumed_rates, _ = _resumed(_by_epoch, tmp_path / str(counts), (1, place), counts=counts)
+        assert largest_difference(got, want) == 0 and resumed_rate == rate
+        assert counts or resumed_rates == rates
+
+
+def _resumed(loop: Callable[..., Any], folder: Path, at: tuple[int, str], counts: bool) -> Any:
+    loop(folder, at, counts=counts)
+    return loop(folder, counts=counts)
+
+
+@pytest.mark.fresh_ranks
+@pytest.mark.parametrize("place", ["step 2", "evaluation", pytest.param("end", marks=pytest.mark.full)])
+def test_a_signal_behind_the_batches_waits_for_the_epochs_end(ranks: Ranks, tmp_path: Path, place: str) -> None:
+    want = ranks(2, _by_epoch, tmp_path / "straight")
+    stopped = ranks(2, _by_epoch, tmp_path / "stopped", (1, place), signals=True)
+    assert [code for *_, code in stopped] == [REQUEUE] * 2 and len(stopped[0][2]) == 2
+    for (got, *rest), (wanted, *others) in zip(ranks(2, _by_epoch, tmp_path / "stopped"), want, strict=True):
+        assert largest_difference(got, wanted) == 0 and rest == others
+
+
+def _broken_off(folder: Path, dies: bool) -> float:
+    """Epochs that a `break` ends, counted by the loop."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, scheduler, loader = ech.prepare(
+        model, optimizer, scheduler, DataLoader(DATA, 8), layout="none", checkpoints=folder
+    )
+    for epoch in range(4):
+        for i, (x, y) in enumerate(loader):
+            if dies and epoch == 2:
+                return 0.0
+            _step(model, optimizer, x, y)
+            if i == 1:
+                break
+        scheduler.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_a_schedule_by_epochs_that_a_break_ends_is_resumed(tmp_path: Path) -> None:
+    _broken_off(tmp_path, True)
+    assert _broken_off(tmp_path, False) == 0.1 / 2**4
+
+
+# --- other orders
+
+PLAIN_RATES = [0.1, 0.05, 0.05, 0.025, 0.025, 0.0125]
+
+
+def _schedule_first(place: str, accumulation: int) -> list[float]:
+    model, rates = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    loader = ech.Loader(DATA, 8, accumulation=accumulation)
+    model, optimizer, scheduler, loader = ech.prepare(model, optimizer, scheduler, loader, layout="none")
+    for _ in ech.epochs(loader, 2):
+        for x, y in loader:
+            if place == "top":
+                scheduler.step()
+            with ech.window(model) as window:
+                window.backward(nn.functional.mse_loss(model(x), y))
+                if place == "window":
+                    scheduler.step()
+                if window.is_last:
+                    rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                optimizer.zero_grad()
+    return rates
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("place", ["top", "window"])
+def test_a_schedule_that_steps_before_the_optimizer_steps_once_an_update(place: str) -> None:
+    """It was never stepped, without a word."""
+    for accumulation in (1, 2):
+        assert _schedule_first(place, accumulation) == PLAIN_RATES
+
+
+def _zeroed(layout: str) -> dict[str, torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=layout)
+    for x, y in loader:
+        optimizer.zero_grad(set_to_none=False)
+        with ech.window(model) as window:
+            window.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+    return whole(model)
+
+
+def test_gradients_may_be_set_to_zero_in_place(ranks: Ranks) -> None:
+    for layout in ("ddp", "fsdp", "zero1"):
+        assert largest_difference(ranks(2, _zeroed, layout)[0], _zeroed("none")) < 1e-12, layout
+
+
+# --- several loops
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "a batch": lambda loader: next(iter(loader)),
+    "all": list,
+    "nothing": lambda loader: None,
+}
+
+
+def _looks_first(look: str, folder: Path | None = None, counts: bool = False) -> tuple[list[float], list[str]]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saver = None if folder is None else ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=_strategy(), checkpoints=saver)
+    losses = []
+    LOOKS[look](loader)
+    saved = [] if folder is None or not folder.exists() else [each.name for each in folder.iterdir() if each.is_dir()]
+    for _ in range(2) if counts else ech.epochs(loader, 2):
+        losses += [_step(model, optimizer, x, y) for x, y in loader]
+    return losses, saved
+
+
+@pytest.mark.parametrize("look", ["a batch", "all"])
+def test_looking_at_the_data_first_changes_nothing(ranks: Ranks, tmp_path: Path, look: str) -> None:
+    """It counted as an epoch, or was refused."""
+    want, _ = _looks_first("nothing")
+    for counts in (False, True):
+        losses, saved = _looks_first(look, tmp_path / str(counts), counts)
+        assert losses == want and not [name for name in saved if not name.startswith(".")]
+    assert ranks(2, _looks_first, look)[0][0] == pytest.approx(want, rel=1e-12)
+
+
+def test_prove_runs_a_loop_that_looks_at_its_data_first() -> None:
+    rows = matrix(["ddp"], [2], [1], sgd=False)
+    target = Target(script=str(Path(__file__).parents[1] / "planted" / "own_loop.py"), args=["looks"])
+    (row,) = prove_target(target, rows, 3, True).results
+    assert row.is_equal, (row.verdict, row.message)
+
+
+def _two_loops(folder: Path, dies_in: int = -1) -> tuple[list[tuple[int, int]], dict[str, torch.Tensor]]:
+    model, seen = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = ech.prepare(
+        model, optimizer, DataLoader(DATA, 8, shuffle=True), layout="none", checkpoints=ech.Checkpoints(folder, every="epoch")
+    )
+    for phase, number in enumerate((1, 2)):
+        for epoch in ech.epochs(loader, number):
+            seen.append((phase, epoch))
+            for x, y in loader:
+                _step(model, optimizer, x, y)
+                if len(seen) == dies_in:
+                    return seen, whole(model)
+    return seen, whole(model)
+
+
+def test_a_second_loop_trains_its_own_epochs(tmp_path: Path) -> None:
+    """In place of range(number): it trained none, or fewer."""
+    seen, want = _two_loops(tmp_path / "straight")
+    assert seen == [(0, 0), (1, 0), (1, 1)]
+    assert _two_loops(tmp_path / "died", 3)[0] == seen
+    seen, got = _two_loops(tmp_path / "died")
+    assert seen == [(1, 1)] and largest_difference(got, want) == 0
+
+
+# --- what is refused
+
+
+def _twice_an_epoch(model: Any, optimizer: Any, loader: Any) -> None:
+    for _ in ech.epochs(loader, 2):
+        for _ in range(2):
+            for x, y in loader:
+                _step(model, optimizer, x, y)
+
+
+def _goes_on_after_an_error(model: Any, optimizer: Any, loader: Any) -> None:
+    for x, y in loader:
+        with contextlib.suppress(RuntimeError), ech.window(model) as window:
+            window.backward(nn.functional.mse_loss(model(x), y))
+            raise RuntimeError("out of memory")
+
+
+def _prepared_again(model: Any, optimizer: Any, loader: Any) -> None:
+    ech.prepare(model, optimizer, loader)
+
+
+def _odd_batches(model: Any, optimizer: Any, loader: Any) -> None:
+    model = net()
+    ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 3))
+
+
+def _part_of_the_data(model: Any, optimizer: Any, loader: Any) -> None:
+    model = net()
+    part = DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=8))
+    ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), part)
+
+
+def _in_pairs(model: Any, optimizer: Any, loader: Any) -> None:
+    for (x, y), _ in zip(loader, loader, strict=True):
+        _step(model, optimizer, x, y)
+
+
+REFUSED = {
+    _in_pairs: "by one loop at a time",
+    _twice_an_epoch: "iterated over once in each epoch of echelon.epochs.*, got a second time",
+    _goes_on_after_an_error: "the next batch after RuntimeError: out of memory",
+    _prepared_again: "new to prepare.*, got a DistributedDataParallel that an earlier call was given",
+    _odd_batches: "batch_size must be a multiple of the 2 ranks that share each batch, got 3",
+    _part_of_the_data: "RandomSampler must draw every sample, got 8 of 22",
+}
+
+
+def _refusals() -> list[str]:
+    told = []
+    for body in REFUSED:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            body(*ech.prepare(model, optimizer, DataLoader(DATA, 8)))
+            told.append("nothing")
+        except EchelonError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_would_train_something_else_is_refused_by_name(ranks: Ranks) -> None:
+    for told in ranks(2, _refusals):
+        for (body, words), text in zip(REFUSED.items(), told, strict=True):
+            assert re.search(words, text), (body.__name__, text)
+
+
+# --- what stays
+
+
+def _let_go() -> list[bool]:
+    left = []
+    for layout in ("ddp", "zero1", "fsdp"):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        held = [weakref.ref(model), weakref.ref(optimizer)]
+        model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=layout)
+        for x, y in loader:
+            _step(model, optimizer, x, y)
+        copied = copy.deepcopy(model) if layout == "ddp" else None
+        del optimizer, loader
+        with ech.evaluating(model):  # which the model alone is enough for
+            model(x)
+        del model
+        gc.collect()
+        left += [each() is not None for each in held]
+        del copied
+    return left
+
+
+def test_a_model_that_is_dropped_is_freed(ranks: Ranks) -> None:
+    """Each call of prepare kept its model and optimizer for good."""
+    assert ranks(2, _let_go) == [[False] * 6] * 2
+
+
+# --- random numbers
+
+
+def _drawing(folder: Path, stops_after: int, counts: bool) -> dict[str, torch.Tensor]:
+    """Draws before its first epoch, and before each epoch's batches."""
+    torch.manual_seed(0)
+    model = net(dropout=0.4)
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=_strategy(), checkpoints=saver)
+    held_out = list(DataLoader(DATA, 8))  # its order draws a number
+    steps = 0
+    for _ in range(3) if counts else ech.epochs(loader, 3):
+        assert held_out and float(torch.rand(())) < 1
+        for x, y in loader:
+            _step(model, optimizer, x, y)
+            steps += 1
+            if steps == stops_after:
+                return {}
+    return whole(model)
+
+
+@pytest.mark.parametrize(("stops_after", "counts"), [(2, False), (4, False), (5, True)])
+def test_what_a_loop_draws_before_its_batches_changes_no_resumed_run(
+    ranks: Ranks, tmp_path: Path, stops_after: int, counts: bool
+) -> None:
+    """Dropout was another after each restart, if anything was drawn between `prepare` and the first batch."""
+    wanted = ranks(2, _drawing, tmp_path / "once", -1, counts)
+    ranks(2, _drawing, tmp_path / "again", stops_after, counts)
+    got = ranks(2, _drawing, tmp_path / "again", -1, counts)
+    assert [largest_difference(a, b) for a, b in zip(wanted, got, strict=True)] == [0, 0]
+
+
+# --- what scripts do with what `prepare` returned
+
+
+def _as_scripts_do(layout: str) -> tuple[Any, ...]:
+    """As scripts for DistributedDataParallel ask and tell their loaders."""
+    ranks = max(1, dist.get_world_size() if dist.is_initialized() else 1)
+    data = TensorDataset(*batch(16, 0))
+    sampler = DistributedSampler(data, num_replicas=ranks, rank=dist.get_rank() if dist.is_initialized() else 0, shuffle=True)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = DataLoader(data, 8 // ranks, sampler=sampler), DataLoader(data, 4)
+    model, optimizer, loader, held_out = ech.prepare(model, optimizer, *given, layout=layout)
+    assert (loader.batch_size, held_out.batch_size, loader.dataset, len(loader)) == (8 // ranks, 4, data, 2)
+    assert loader.sampler is sampler and loader.batch_sampler.sampler is sampler and not loader.drop_last
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = loader.no_such_thing
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        loader.batch_sampler.sampler.set_epoch(epoch)
+        for x, y in loader:
+            _step(model, optimizer, x, y)
+    return (whole(model),)
+
+
+def test_a_loader_can_be_asked_and_told_as_before(ranks: Ranks) -> None:
+    ((wanted,),) = [_as_scripts_do("none")]
+    for (got,) in ranks(2, _as_scripts_do, "ddp"):
+        assert largest_difference(got, wanted) < 1e-12
+
+
+def _sets_epochs(folder: str, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+    """`set_epoch` is called for epochs that were trained, too, before the run comes to where it goes on."""
+    model = net()
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = ech.prepare(
+        model, optimizer, ech.Loader(TensorDataset(*batch(24, 0)), 8), checkpoints=saver, layout="none"
+    )
+    steps = 0
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for x, y in loader:
+            if steps == stop_after:
+                return whole(model)
+            _step(model, optimizer, x, y)
+            steps += 1
+    return whole(model)
+
+
+def test_epochs_that_a_script_sets_do_not_undo_where_a_run_goes_on(tmp_path: Path) -> None:
+    wanted = _sets_epochs(str(tmp_path / "whole"))
+    _sets_epochs(str(tmp_path / "parts"), stop_after=4)
+    assert largest_difference(_sets_epochs(str(tmp_path / "parts")), wanted) == 0
+
+
+def test_a_scheduler_can_be_pickled_and_copied_after_prepare() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    ech.prepare(model, optimizer, scheduler, [batch(2, 0)], layout="none")
+    for copied in (pickle.loads(pickle.dumps(scheduler)), copy.deepcopy(scheduler)):
+        assert type(copied) is torch.optim.lr_scheduler.StepLR and copied.state_dict() == scheduler.state_dict()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own: a copy of an optimizer does not know who counts its steps
+            copied.step()
+        assert copied.last_epoch == 1 and scheduler.last_epoch == 0
+
+
+def _second_prepare(layout: str, what: str) -> float | str:
+    model = original = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(*batch(8, 0))
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(data, 4), layout=layout)
+    for x, y in loader:
+        _step(model, optimizer, x, y)
+    try:
+        if what == "the same":
+            made = ech.prepare(model, optimizer, DataLoader(data, 4), layout=layout)
+        elif what == "the original":
+            again = torch.optim.SGD(original.parameters(), lr=0.1)
+            made = ech.prepare(original, again, DataLoader(data, 4), layout=layout)
+        else:
+            again = torch.optim.SGD(model.parameters(), lr=0.1)
+            made = ech.prepare(model, again, DataLoader(data, 4), layout=None)
+    except UsageError as error:
+        return str(error)
+    model, optimizer, loader = made
+    for x, y in loader:
+        _step(model, optimizer, x, y)
+    return float(whole(model)["last.bias"])
+
+
+def test_a_second_prepare_says_what_to_make_anew(ranks: Ranks) -> None:
+    for layout in ("ddp", "fsdp"):
+        for what in ("the same", "the original"):
+            for said in ranks(2, _second_prepare, layout, what):
+                assert isinstance(said, str) and "must be new to prepare()" in said and "as for each fold" in said
+        a, b = ranks(2, _second_prepare, layout, "another optimizer")
+        assert isinstance(a, float) and a == b
+
+
+def test_a_sampler_of_a_subset_is_refused_with_the_subset(ranks: Ranks) -> None:
+    model = net()
+    loader = DataLoader(DATA, 4, sampler=SubsetRandomSampler([0, 1, 2, 3]))
+    with pytest.raises(UsageError, match=r"Subset\(dataset, indices\)"):
+        ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="none")
+
+
+def _epochs_in(folder: Path, epochs: int, checkpoints: Any = None) -> list[str]:
+    model = net()
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 11)
+    model, optimizer, loader = ech.prepare(
+        *parts, layout="none", checkpoints=checkpoints or ech.Checkpoints(folder, every="epoch")
+    )
+    for _ in ech.epochs(loader, epochs):
+        for x, y in loader:
+            _step(model, optimizer, x, y)
+    return sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+
+
+def test_a_folder_keeps_the_last_checkpoints_and_what_others_put_there(tmp_path: Path) -> None:
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    (folder / "best.pt").write_bytes(b"mine")
+    wanted = [f"step-{2 * epoch:08d}" for epoch in range(1, 9)]
+    assert _epochs_in(folder, 5) == ["best.pt", *wanted[2:5]]
+    assert _epochs_in(folder, 7) == ["best.pt", *wanted[4:7]]  # over restarts as well
+    assert _epochs_in(folder, 8, ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)) == ["best.pt", *wanted[4:8]]
+
+
+def test_checkpoints_that_a_run_meant_to_keep_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "ck"
+    kept = _epochs_in(folder, 4, ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1))
+    now = _epochs_in(folder, 9)
+    assert len(kept) == 4 and now[:4] == kept and now[4:] == [f"step-{2 * epoch:08d}" for epoch in (7, 8, 9)]
+
+
+def _resumed_by_hand(kind: str, layout: str, late: bool = False) -> dict[str, torch.Tensor]:
+    """The script has loaded its own files before `prepare`, or the optimizer's after it."""
+    options = {"momentum": 0.9} if kind == "SGD" else {"amsgrad": True} if kind == "AdamW" else {}
+    files: list[Any] = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = net()
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+        if files:
+            model.load_state_dict(files[0])
+            if not late:
+                optimizer.load_state_dict(files[1])
+            break
+        for x, y in DataLoader(DATA, 8):
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        files = [copy.deepcopy(each.state_dict()) for each in (model, optimizer)]
+    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=layout)
+    if late:
+        optimizer.load_state_dict(files[1])
+    for x, y in loader:
+        _step(model, optimizer, x, y)
+    return whole(model)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])
+def test_a_script_may_resume_by_files_of_its_own(ranks: Ranks, kind: str, late: bool) -> None:
+    wanted = _resumed_by_hand(kind, "none")
+    for layout in ("ddp", "fsdp"):
+        for got in ranks(2, _resumed_by_hand, kind, layout, late):
+            assert largest_difference(got, wanted) < 1e-12, layout

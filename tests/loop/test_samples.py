@@ -1,0 +1,298 @@
+"""What a batch weighs by default: its samples, whatever form it has."""
+
+from __future__ import annotations
+
+import logging
+from collections import UserDict, deque, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import echelon as ech
+from echelon.loop.samples import samples_of
+from tests.conftest import Ranks
+from tests.kit.models import largest_difference, net, whole
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+SAMPLES, BATCH, EPOCHS = 11, 8, 2
+
+
+class Boxes(Dataset[Pair]):
+    """Samples of several rows each, of various numbers, with one target: (k, 4), (1,)."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(0)
+        sizes = [3, 1, 4, 2, 6, 5, 1, 2, 7, 3, 5][:samples]
+        self.x = [torch.randn(k, 4, generator=generator, dtype=torch.float64) for k in sizes]
+        self.y = torch.randn(samples, 1, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, at: int) -> Pair:
+        return self.x[at], self.y[at]
+
+
+Named = namedtuple("Named", ["boxes", "target"])
+
+
+@dataclass(slots=True)
+class Slotted:
+    boxes: list[torch.Tensor]
+    target: torch.Tensor
+
+
+@attrs.define
+class Attrs:
+    boxes: list[torch.Tensor]
+    target: torch.Tensor
+
+
+class Graphs:
+    """All rows of all samples together, and to which sample each belongs."""
+
+    def __init__(self, samples: list[Pair]) -> None:
+        self.x = torch.cat([x for x, _ in samples])
+        self.edges = torch.zeros(2, 13, dtype=torch.long)
+        self.owner = torch.cat([torch.full((len(x),), i) for i, (x, _) in enumerate(samples)])
+        self.target = torch.stack([y for _, y in samples])
+
+
+def xs(samples: list[Pair]) -> list[torch.Tensor]:
+    return [x for x, _ in samples]
+
+
+def means(samples: list[Pair]) -> torch.Tensor:
+    return torch.stack([x.mean(0) for x in xs(samples)])
+
+
+def ys(samples: list[Pair]) -> torch.Tensor:
+    return torch.stack([y for _, y in samples])
+
+
+# What collates samples, and what reads (mean of the rows, target) from the batch.
+KINDS: dict[str, tuple[Callable[[list[Pair]], Any], Callable[[Any], Pair]]] = {
+    "samples as they are": (list, lambda b: (means(b), ys(b))),
+    "tensors of each sample": (lambda s: (xs(s), ys(s)), lambda b: (torch.stack([x.mean(0) for x in b[0]]), b[1])),
+    "tensors of each sample first in a dict": (
+        lambda s: {"boxes": xs(s), "targets": [{"y": y} for _, y in s]},
+        lambda b: (torch.stack([x.mean(0) for x in b["boxes"]]), torch.stack([t["y"] for t in b["targets"]])),
+    ),
+    "images": (  # whose three colours are alike, and of which the last row is the target
+        lambda s: [torch.cat([x, y.expand(1, 4)]).expand(3, -1, -1) for x, y in s],
+        lambda b: (torch.stack([x[0, :-1].mean(0) for x in b]), torch.stack([x[0, -1, :1] for x in b])),
+    ),
+    "names first": (
+        lambda s: {"name": [f"file{i}.png" for i in range(len(s))], "x": means(s), "y": ys(s)},
+        lambda b: (b["x"], b["y"]),
+    ),
+    "time first": (lambda s: (means(s)[None].repeat(5, 1, 1), ys(s)[None].repeat(5, 1, 1)), lambda b: (b[0][0], b[1][0])),
+    "time first, targets not": (lambda s: {"x": means(s)[None].repeat(5, 1, 1), "y": ys(s)}, lambda b: (b["x"][0], b["y"])),
+    "packed": (
+        lambda s: (pack_sequence(xs(s), enforce_sorted=False), ys(s)),
+        lambda b: (_unpacked(b[0]), b[1]),
+    ),
+    "arrays": (
+        lambda s: {"x": means(s).numpy(), "y": ys(s).numpy()},
+        lambda b: (torch.from_numpy(b["x"]), torch.from_numpy(b["y"])),
+    ),
+    "numbers": (
+        lambda s: {"y": [float(y) for _, y in s], "x": means(s).tolist()},
+        lambda b: (torch.tensor(b["x"], dtype=torch.float64), torch.tensor(b["y"], dtype=torch.float64)[:, None]),
+    ),
+    "slots": (lambda s: Slotted(xs(s), ys(s)), lambda b: (torch.stack([x.mean(0) for x in b.boxes]), b.target)),
+    "attrs": (lambda s: Attrs(xs(s), ys(s)), lambda b: (torch.stack([x.mean(0) for x in b.boxes]), b.target)),
+    "a named tuple": (lambda s: Named(xs(s), ys(s)), lambda b: (torch.stack([x.mean(0) for x in b.boxes]), b.target)),
+    "weights of classes first": (
+        lambda s: {"class_weights": torch.ones(3), "x": means(s), "y": ys(s)},
+        lambda b: (b["x"], b["y"]),
+    ),
+    "another mapping": (lambda s: UserDict(text=["a"] * len(s), x=means(s), y=ys(s)), lambda b: (b["x"], b["y"])),
+    "graphs": (Graphs, lambda b: (torch.stack([b.x[b.owner == i].mean(0) for i in range(len(b.target))]), b.target)),
+    "nested": (
+        lambda s: {"boxes": torch.nested.nested_tensor(xs(s), layout=torch.jagged), "y": ys(s)},
+        lambda b: (torch.stack([x.mean(0) for x in b["boxes"].unbind()]), b["y"]),
+    ),
+    "a deque": (lambda s: deque(s), lambda b: (means(list(b)), ys(list(b)))),
+    "two views": (lambda s: ((means(s), means(s)), ys(s)), lambda b: (b[0][0], b[1])),
+}
+
+
+def _unpacked(packed: PackedSequence) -> torch.Tensor:
+    padded, lengths = pad_packed_sequence(packed, batch_first=True)
+    return torch.stack([row[:n].mean(0) for row, n in zip(padded, lengths, strict=True)])
+
+
+class Unit(ech.AutoUnit[Any]):
+    def __init__(self, read: Callable[[Any], Pair], **options: Any) -> None:
+        super().__init__(module=net(), device=torch.device("cpu"), **options)
+        self.read = read
+
+    def move_data_to_device(self, state: ech.State, data: Any, non_blocking: bool = False) -> Any:
+        return data
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
+        x, y = self.read(data)
+        return nn.functional.mse_loss(self.module(x), y), None
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+
+
+def _plain() -> tuple[dict[str, torch.Tensor], float]:
+    module, data = net(), Boxes()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x, y = means(list(data)), data.y  # type: ignore[call-overload]
+    for _ in range(EPOCHS):
+        for at in range(0, SAMPLES, BATCH):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(module(x[at : at + BATCH]), y[at : at + BATCH]).backward()
+            optimizer.step()
+    loss = nn.functional.mse_loss(module(x), y)
+    return {n: p.detach() for n, p in module.named_parameters()}, float(loss.detach())
+
+
+def _trained(layout: str | None, accumulation: int, *, foreign: bool) -> dict[str, tuple[Any, ...]]:
+    found = {}
+    for name, (collate, read) in KINDS.items():
+        unit = Unit(read, layout=layout, gradient_accumulation_steps=accumulation)
+        train: Any = ech.Loader(Boxes(), BATCH, shuffle=False, accumulation=accumulation, collate_fn=collate)
+        if foreign:
+            train = DataLoader(Boxes(), BATCH // accumulation, collate_fn=collate)
+        test = ech.Loader(Boxes(), BATCH, shuffle=False, collate_fn=collate)
+        ech.fit(unit, train, test, max_epochs=EPOCHS)
+        found[name] = whole(unit.module), unit.eval_loss
+    return found
+
+
+@pytest.mark.parametrize(("layout", "accumulation"), [("ddp", 1), ("fsdp", 2)])
+def test_the_mean_is_over_samples_in_whatever_form_they_come(ranks: Ranks, layout: str, accumulation: int) -> None:
+    """A short last batch, whose parts differ in size, with rows of various numbers."""
+    want, loss = _plain()
+    for found in ranks(2, _trained, layout, accumulation, foreign=False):
+        for name, (ours, eval_loss) in found.items():
+            assert largest_difference(ours, want) < 1e-12 and eval_loss == pytest.approx(loss, rel=1e-12), name
+
+
+def test_a_torch_loader_says_as_much(caplog: pytest.LogCaptureFixture) -> None:
+    want, loss = _plain()
+    for name, (ours, eval_loss) in _trained(None, 2, foreign=True).items():
+        assert largest_difference(ours, want) < 1e-12 and eval_loss == pytest.approx(loss, rel=1e-12), name
+    assert "samples" not in caplog.text
+
+
+def _own(layout: str) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name, (collate, read) in KINDS.items():
+        module = net()
+        loader = ech.Loader(Boxes(), BATCH, shuffle=False, collate_fn=collate)
+        model, optimizer, loader = ech.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), loader, layout=layout)
+        for _ in ech.epochs(loader, EPOCHS):
+            for batch in loader:
+                x, y = read(batch)
+                with ech.window(model) as window:
+                    optimizer.zero_grad()
+                    window.backward(nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+        found[name] = whole(model)
+    return found
+
+
+def test_a_loop_of_ones_own_weighs_the_same(ranks: Ranks) -> None:
+    want, _ = _plain()
+    for found in ranks(2, _own, "ddp"):
+        for name, ours in found.items():
+            assert largest_difference(ours, want) < 1e-12, name
+
+
+# --- filtered batches
+
+
+def _filtered(samples: list[Pair]) -> Pair | None:
+    kept = [(x.mean(0), y) for x, y in samples if len(x) > 1]
+    return (torch.stack(xs(kept)), torch.stack([y for _, y in kept])) if kept else None
+
+
+def _read_filtered(batch: Pair | None) -> Pair:
+    return batch if batch is not None else (torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [8, 2])
+def test_samples_that_a_collate_function_leaves_out_count_for_nothing(ranks: Ranks, size: int) -> None:
+    """With a global batch of two, whole shares of a rank are left out: `None` weighs nothing."""
+
+    module, data = net(), Boxes()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for at in range(0, SAMPLES, size):
+        part = _filtered([data[i] for i in range(at, min(at + size, SAMPLES))])
+        if part is not None:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(module(part[0]), part[1]).backward()
+            optimizer.step()
+    want = {n: p.detach() for n, p in module.named_parameters()}
+    for ours in ranks(2, _train_filtered, size):
+        assert largest_difference(ours, want) < 1e-12
+
+
+def _train_filtered(size: int) -> dict[str, torch.Tensor]:
+    unit = Unit(_read_filtered, layout="ddp")
+    ech.train(unit, ech.Loader(Boxes(), size, shuffle=False, collate_fn=_filtered), max_epochs=1)
+    return whole(unit.module)
+
+
+# --- what a batch tells where no loader does
+
+
+def test_what_batches_tell_by_themselves() -> None:
+    x, y = torch.zeros(8, 3), torch.zeros(8)
+    clear: list[tuple[Any, int | None, int]] = [
+        (x, None, 8),
+        ([x, y], None, 8),
+        ({"text": ["a"] * 8, "x": x}, None, 8),
+        ([[x, x, x], y], None, 8),
+        ({"images": [torch.zeros(3, 5, 5), torch.zeros(3, 4, 4)], "targets": [{}, {}]}, None, 2),
+        ([torch.zeros(3), torch.zeros(5), torch.zeros(4), torch.zeros(6)], None, 4),
+        ([{"x": torch.zeros(3)}, {"x": torch.zeros(5)}], None, 2),
+        (np.zeros((6, 2)), None, 6),
+        ([0.5, 1.5, 2.5], None, 3),
+        (pack_sequence([torch.zeros(3), torch.zeros(2)]), None, 2),
+        ({}, None, 0),
+        ([], 4, 0),
+        (None, 4, 0),
+        (None, None, 1),
+        ("text", None, 1),
+        (3, None, 1),
+        ({"x": x[:5], "y": y[:5]}, 8, 5),
+        ({"tokens": torch.zeros(1, 40), "labels": torch.zeros(1, 40)}, 4, 1),
+        ([torch.zeros(3, 5, 5)] * 4, 4, 4),
+        (torch.zeros(20, 4, 6), 4, 4),
+        ((torch.zeros(16, 3), torch.zeros(16)), 8, 16),
+    ]
+    for data, given, want in clear:
+        assert samples_of(data, given) == (want, None), (data, given)
+    unclear = {"class_weights": torch.zeros(3), "x": x, "y": y}
+    found, doubts = samples_of(unclear)
+    assert found == 8 and doubts is not None and "3" in doubts
+    assert samples_of(unclear, 8) == (8, None)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(3):
+            yield {"class_weights": torch.ones(3), "x": torch.ones(2, 4).double(), "y": torch.ones(2, 1).double()}
+
+
+def test_a_batch_that_is_not_clear_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    unit = Unit(lambda b: (b["x"], b["y"]))
+    with caplog.at_level(logging.WARNING):
+        ech.train(unit, DataLoader(Stream(), batch_size=None), max_epochs=2)
+    told = [record.getMessage() for record in caplog.records if "weight(data)" in record.getMessage()]
+    assert len(told) == 1 and "3, 2, 2" in told[0]

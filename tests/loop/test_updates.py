@@ -1,0 +1,409 @@
+"""One unit of count: limits, evaluations, checkpoints, schedules and records count updates, whatever each accumulates."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import echelon as ech
+from echelon.contracts.errors import RanksDisagreeError, UsageError
+from echelon.contracts.events import read_lines
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net, plain_training, whole
+from tests.kit.units import Numbers, Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+DATA = torch.utils.data.TensorDataset(*batch(40, 0))
+Saver = ech.DistributedCheckpointSaver
+
+
+def _counts(unit: Any) -> tuple[int, int]:
+    return unit.train_progress.num_updates_completed, unit.train_progress.num_steps_completed
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
+class Heard(ech.Callback):
+    """After how many updates each thing happened."""
+
+    may_stop = False
+
+    def __init__(self) -> None:
+        self.evaluated: list[int] = []
+        self.epochs: list[int] = []
+
+    def on_eval_end(self, state: ech.State, unit: Any) -> None:
+        self.evaluated.append(unit.train_progress.num_updates_completed)
+
+    def on_train_epoch_end(self, state: ech.State, unit: Any) -> None:
+        self.epochs.append(unit.train_progress.num_updates_completed)
+
+
+def _each_way(folder: Path) -> dict[str, tuple[dict[str, torch.Tensor], tuple[int, int], list[str]]]:
+    """The accumulation is said once, by the loader."""
+    found = {}
+    for way in ("train", "fit", "Trainer", "said twice"):
+        unit = Regression(layout="ddp", **({"gradient_accumulation_steps": 2} if way == "said twice" else {}))
+        loader, saver = ech.Loader(DATA, 8, seed=1, accumulation=2), Saver(folder / way, save_every_n_updates=2)
+        if way == "fit":
+            ech.fit(unit, loader, [batch(2, 1)], max_updates=5, callbacks=[saver])
+        elif way == "Trainer":
+            ech.Trainer(max_updates=5, callbacks=[saver]).fit(unit, loader)
+        else:
+            ech.train(unit, loader, max_updates=5, callbacks=[saver])
+        found[way] = whole(unit.module), _counts(unit), _names(folder / way)
+    return found
+
+
+def test_each_way_to_train_makes_as_many_updates_as_it_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    order = ech.Loader(DATA, 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order
+    x, y = DATA.tensors
+    rows = [torch.as_tensor(order.at(0, torch.arange(8 * k, 8 * k + 8).numpy())) for k in range(5)]
+    want = plain_training([[(x[each], y[each])] for each in rows])[0]
+    for of_rank in ranks(2, _each_way, tmp_path):
+        for way, (got, counts, names) in of_rank.items():
+            assert largest_difference(got, want) < 1e-12, way
+            assert counts == (5, 10), way
+            assert names == ["step-00000002", "step-00000004", "step-00000005"], way
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (batch(2, i) for i in range(10))
+
+
+def _ten(kind: str) -> Any:
+    """Ten micro-batches an epoch."""
+    if kind == "list":
+        return [batch(2, i) for i in range(10)]
+    if kind == "iterable dataset":
+        return DataLoader(Stream(), batch_size=None)
+    if kind == "stream":
+        return ech.StreamLoader(Rows(), 6, accumulation=3)
+    return ech.Loader(DATA, 12, seed=1, accumulation=3)
+
+
+class Rows(IterableDataset[Any]):
+    """Twenty samples, with a position."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = batch(20, 0)
+        while self.at < 20:
+            self.at += 1
+            yield x[self.at - 1], y[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("kind", ["list", "iterable dataset", "stream", "loader"])
+def test_an_epochs_short_last_update_is_one_and_a_second_call_goes_on(kind: str) -> None:
+    """Ten micro-batches and three to an update make four updates an epoch; a limit may end one in its middle."""
+    options = {} if kind in ("stream", "loader") else {"gradient_accumulation_steps": 3}
+    once, loader, heard = Regression(**options), _ten(kind), Heard()
+    ech.train(once, loader, max_updates=10, callbacks=[heard])
+    steps = once.train_progress.num_steps_completed
+    assert _counts(once)[0] == 10 and heard.epochs == [4, 8]
+    assert steps == 26 or kind in ("stream", "loader")
+    assert once.train_progress.num_epochs_completed == 2 and once.window.updates == 10
+    if kind == "iterable dataset":  # it has no position to go on from
+        return
+    twice, loader = Regression(**options), _ten(kind)
+    for limit in (2, 7, 10):
+        ech.train(twice, loader, max_updates=limit)
+        assert twice.train_progress.num_updates_completed == limit
+    if kind != "list":
+        assert largest_difference(whole(twice.module), whole(once.module)) == 0 and _counts(twice) == _counts(once)
+
+
+def test_an_epoch_may_be_of_so_many_updates() -> None:
+    unit, heard = Regression(gradient_accumulation_steps=3), Heard()
+    ech.train(unit, _ten("list"), max_epochs=3, updates_per_epoch=2, callbacks=[heard])
+    assert heard.epochs == [2, 4, 6] and _counts(unit) == (6, 18)
+    more = Regression(gradient_accumulation_steps=3)
+    ech.train(more, _ten("list"), max_epochs=2, updates_per_epoch=4)  # of which the last is short
+    assert _counts(more) == (8, 20) and more.train_progress.num_epochs_completed == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_updates": 7, "eval_every": 3}, [3, 6, 7]),
+        ({"max_epochs": 2, "eval_every": 3}, [3, 6, 8]),  # the end, too
+        ({"max_epochs": 2}, [4, 8]),
+        ({"max_updates": 6}, [4, 6]),
+        ({"max_epochs": 2, "eval_every": 4}, [4, 8]),  # once each
+    ],
+)
+def test_evaluations_are_after_so_many_updates(options: dict[str, Any], expected: list[int]) -> None:
+    unit, heard = Regression(gradient_accumulation_steps=3), Heard()
+    ech.train(unit, _ten("list"), eval=[batch(3, 9)], callbacks=[heard], **options)
+    assert heard.evaluated == expected
+
+
+def test_what_eval_every_may_be() -> None:
+    for wrong in ("epochs", 0, 2.5, True):
+        with pytest.raises(UsageError, match="eval"):
+            ech.train(Regression(), [batch(2, 0)], max_updates=1, eval=[batch(2, 1)], eval_every=wrong)  # type: ignore[arg-type]
+
+
+def test_the_schedule_and_the_records_go_by_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ech.evidence.RunDir.create(tmp_path, "here")
+    for name, value in run.to_env().items():
+        monkeypatch.setenv(name, value)
+    unit = Regression(
+        gradient_accumulation_steps=3,
+        step_lr_interval="step",
+        schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+    )
+    ech.train(unit, _ten("list"), max_updates=6, eval=[batch(3, 9)], eval_every=4)
+    records = read_lines(run.metrics)
+    assert [(r["step"], r["lr"]) for r in records if "loss" in r] == [(n + 1, 0.1 * 0.5 ** (n // 2)) for n in range(6)]
+    assert [r["step"] for r in records if "eval_loss" in r] == [4, 6]
+    events = {e["event"]: e for e in read_lines(run.events(0))}
+    assert events["train_start"]["total_steps"] == 6 and events["train_end"]["step"] == 6
+
+
+class Two(ech.TrainUnit[Any]):
+    """Two optimizers, each of which steps in every training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 1).double(), nn.Linear(4, 1).double()
+        self.first_optimizer = torch.optim.SGD(self.first.parameters(), 0.1)
+        self.second_optimizer = torch.optim.SGD(self.second.parameters(), 0.1)
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        for module, optimizer in ((self.first, self.first_optimizer), (self.second, self.second_optimizer)):
+            optimizer.zero_grad()
+            (module(data[0]) - data[1]).square().mean().backward()
+            optimizer.step()
+
+
+class ByHand(Regression):
+    """An AutoUnit whose own step makes an update of each batch, whatever its window would."""
+
+    def train_step(self, state: ech.State, data: Any) -> Any:
+        loss, out = self.compute_loss(state, data)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach(), out
+
+
+class Around(Regression):
+    def train_step(self, state: ech.State, data: Any) -> Any:
+        return super().train_step(state, data)
+
+
+class Pairs(Regression):
+    """Fetches two batches for a step."""
+
+    def get_next_train_batch(self, state: ech.State, data_iter: Iterator[Any]) -> Any:
+        (x, y), (u, v) = next(data_iter), next(data_iter)
+        return torch.cat([x, u]), torch.cat([y, v])
+
+
+class Iterates(Numbers):
+    def train_step(self, state: ech.State, data: Iterator[Any]) -> Any:  # type: ignore[override]
+        self.seen.append(next(data))
+        return None
+
+
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [
+        (Two, 5),
+        (Iterates, 5),
+        (lambda: ByHand(gradient_accumulation_steps=3), 5),
+        (lambda: Around(gradient_accumulation_steps=3), 13),
+        (lambda: Pairs(gradient_accumulation_steps=2), 9),  # five steps an epoch, three updates
+    ],
+)
+def test_a_step_of_ones_own_is_an_update_unless_a_window_says_otherwise(make: Any, steps: int, tmp_path: Path) -> None:
+    unit, saver = make(), Saver(tmp_path, save_every_n_updates=2)
+    ech.train(unit, _ten("list"), max_updates=5, callbacks=[saver])
+    assert _counts(unit) == (5, steps)
+    assert _names(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+class Empty(Regression):
+    def weight(self, data: Any) -> float:
+        return 0.0 if float(data[0][0, 0]) == float(batch(2, 1)[0][0, 0]) else 2.0
+
+
+def test_an_update_that_is_left_out_is_counted(tmp_path: Path) -> None:
+    """Its global batch weighs nothing, or fp16 overflows: the next update has the next global batch all the same."""
+    unit = Empty()
+    ech.train(unit, [batch(2, i) for i in range(4)], max_updates=3, callbacks=[Saver(tmp_path, save_every_n_updates=1)])
+    assert _counts(unit) == (3, 3) and _names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+    half = Regression(module=net(dtype=torch.float32), precision="fp16", gradient_accumulation_steps=2)
+    data = [tuple(each.float() * (1e30 if i < 2 else 1) for each in batch(2, i)) for i in range(6)]
+    ech.train(half, data, max_updates=3)
+    assert _counts(half) == (3, 6)
+
+
+def _saved_and_resumed(folder: Path, accumulation: int, size: int, limits: list[int]) -> dict[str, Any]:
+    unit, loader = Regression(layout="ddp", optimizer="AdamW"), ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+    Saver.restore_from_latest(folder, unit, train_dataloader=loader)
+    for limit in limits:
+        ech.train(unit, loader, max_updates=limit, callbacks=[Saver(folder, save_every_n_updates=2)])
+    return {"module": whole(unit.module), "counts": _counts(unit), "names": _names(folder)}
+
+
+@pytest.mark.parametrize("accumulations", [(1, 2), (2, 4), (4, 1), (2, 1)])
+def test_a_run_goes_on_elsewhere_with_other_micro_batches(ranks: Ranks, tmp_path: Path, accumulations: tuple[int, int]) -> None:
+    """In the middle of an epoch of five updates, twice; the loader alone says how many micro-batches there are."""
+    before, after = accumulations
+    want = ranks(2, _saved_and_resumed, tmp_path / "once", before, 2, [13])[0]
+    ranks(2, _saved_and_resumed, tmp_path / "c", before, 2, [3])
+    (got,) = ranks(1, _saved_and_resumed, tmp_path / "c", after, 1, [8, 13])
+    assert largest_difference(got["module"], want["module"]) < 1e-12
+    assert got["counts"] == (13, 13 * after)
+    assert got["names"][:2] == ["step-00000002", "step-00000003"] and got["names"][-1] == "step-00000013"
+
+
+def test_a_stop_within_an_update_comes_after_it() -> None:
+    class Stops(ech.Callback):
+        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+            if unit.train_progress.num_steps_completed == 4:
+                state.stop()
+
+    unit = Regression(gradient_accumulation_steps=3)
+    ech.train(unit, _ten("list"), max_epochs=2, callbacks=[Stops()])
+    assert _counts(unit) == (2, 6)
+
+
+def _own(folder: Path) -> tuple[list[int], list[str]]:
+    """A batch that a loop leaves out is no update; one with several micro-batches is one."""
+    module = net()
+    model, optimizer, loader = ech.prepare(
+        module,
+        torch.optim.SGD(module.parameters(), 0.1),
+        ech.Loader(DATA, 8, seed=1, accumulation=2),
+        checkpoints=Saver(folder, save_every_n_updates=2),
+    )
+    steps = []
+    for _ in ech.epochs(loader, 2):
+        for n, (x, y) in enumerate(loader):
+            if n < 2:  # a whole global batch
+                continue
+            with ech.window(model) as window:
+                window.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            steps.append(n)
+    return steps, _names(folder)
+
+
+def test_a_loop_of_ones_own_counts_the_updates_that_it_makes(ranks: Ranks, tmp_path: Path) -> None:
+    for steps, names in ranks(2, _own, tmp_path):
+        assert len(steps) == 16 and names == [f"step-{n:08d}" for n in (2, 4, 6, 8)]
+
+
+def _piped() -> tuple[int, int]:
+    unit = Regression(layout="pp=2", gradient_accumulation_steps=2)
+    ech.train(unit, [batch(2, i) for i in range(5)], max_updates=4)
+    return _counts(unit)
+
+
+def test_a_pipeline_counts_updates(ranks: Ranks) -> None:
+    assert ranks(2, _piped) == [(4, 7)] * 2
+
+
+def _older(call: Any) -> str:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        call()
+    return " ".join(str(each.message) for each in told if each.category is DeprecationWarning)
+
+
+def test_older_words_say_the_new_ones(tmp_path: Path) -> None:
+    data = [batch(2, i) for i in range(8)]
+    unit = Regression()
+    assert "train(max_steps=...) is now max_updates=..." in _older(lambda: ech.train(unit, data, max_steps=3))
+    assert _counts(unit) == (3, 3)
+    assert "updates_per_epoch" in _older(lambda: ech.train(unit, data, max_epochs=2, max_steps_per_epoch=4))
+    fit = _older(lambda: ech.fit(Regression(), data, data, max_steps=2, max_train_steps_per_epoch=2, evaluate_every_n_steps=1))
+    assert all(new in fit for new in ("max_updates", "updates_per_epoch", "evaluate_every_n_updates"))
+    assert "save_every_n_updates" in _older(lambda: Saver(tmp_path, save_every_n_train_steps=3))
+    assert "keep_every_n_updates" in _older(lambda: ech.callbacks.SaveOptions(keep_every_n_train_steps=3))
+    assert ech.Trainer(max_updates=2).max_updates == 2
+    assert "max_updates" in _older(lambda: ech.Trainer(max_steps=2))
+    with pytest.raises(UsageError, match=r"no argument 'max_step'\. Is it max_steps"):
+        ech.train(unit, data, max_step=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (lambda unit, data, folder: ech.train(unit, data, max_steps=10), "write max_updates=4"),
+        (lambda unit, data, folder: ech.train(unit, data, max_epochs=1, max_steps_per_epoch=6), "write updates_per_epoch=2"),
+        (lambda unit, data, folder: ech.fit(unit, data, data, max_epochs=1, evaluate_every_n_steps=3), "every_n_updates=1"),
+        (
+            lambda unit, data, folder: ech.Trainer(max_updates=1, evaluate_every_n_steps=9).fit(unit, data),
+            "evaluate_every_n_updates=3",
+        ),
+        (
+            lambda unit, data, folder: ech.train(
+                unit, data, max_updates=1, callbacks=[Saver(folder, save_every_n_train_steps=30)]
+            ),
+            "save_every_n_updates=10",
+        ),
+        (
+            lambda unit, data, folder: ech.train(
+                unit,
+                data,
+                max_updates=1,
+                callbacks=[Saver(folder, options=ech.callbacks.SaveOptions(keep_every_n_train_steps=12))],
+            ),
+            "keep_every_n_updates=4",
+        ),
+    ],
+)
+def test_older_words_are_refused_where_they_would_count_something_else(call: Any, remedy: str, tmp_path: Path) -> None:
+    data = [batch(2, i) for i in range(8)]
+    with pytest.raises(UsageError, match=remedy):
+        call(Regression(gradient_accumulation_steps=3), data, tmp_path)
+    ech.train(Regression(gradient_accumulation_steps=3), data, max_steps=math.inf, max_epochs=1)  # no limit, in either unit
+
+
+def test_the_accumulation_is_said_once() -> None:
+    with pytest.raises(UsageError, match="Say it once"):
+        ech.train(Regression(gradient_accumulation_steps=2), ech.Loader(DATA, 8, accumulation=4), max_updates=1)
+    unit = Regression()
+    for accumulation in (4, 2, 4):  # of whatever loader comes
+        ech.train(unit, ech.Loader(DATA, 8, accumulation=accumulation), max_updates=unit.train_progress.num_updates_completed + 2)
+    assert unit.train_progress.num_updates_completed == 6 and unit.window.updates == 6
+
+
+def _disagree() -> str:
+    with contextlib.suppress(RanksDisagreeError):
+        ech.train(Regression(layout="ddp"), [batch(2, 0)] * 9, max_updates=3 + dist.get_rank())
+        return "trained"
+    return "refused"
+
+
+def test_ranks_with_other_limits_are_refused(ranks: Ranks) -> None:
+    assert ranks(2, _disagree) == ["refused"] * 2

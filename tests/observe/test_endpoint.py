@@ -1,0 +1,169 @@
+"""The Prometheus endpoint: what it says, to whom, and that no client harms it or the run."""
+
+from __future__ import annotations
+
+import math
+import re
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from echelon.contracts.errors import UsageError
+from echelon.contracts.run_dir import RunDir
+from echelon.observe import endpoint
+from echelon.observe.endpoint import Server, text_of
+from echelon.observe.top import Watch
+from tests.kit.run_folders import PAYLOADS, begun, evaluation, make_run, stretch, times, training
+from tests.kit.started import Started, wait_until
+
+_SAMPLE = re.compile(r'(echelon_[a-z_]+)\{([a-z]+="(?:[^"\\\n]|\\["\\n])*"(?:,[a-z]+="(?:[^"\\\n]|\\["\\n])*")*)\} (\S+)')
+
+
+def parsed(text: str) -> dict[str, dict[str, float]]:
+    """Series by name and labels, read as strictly as the format is written down."""
+    found: dict[str, dict[str, float]] = {}
+    declared: set[str] = set()
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        if line.startswith("# "):
+            kind, name = line.split()[1:3]
+            assert kind in ("HELP", "TYPE")
+            declared |= {name} if kind == "TYPE" else set()
+            continue
+        sample = _SAMPLE.fullmatch(line)
+        assert sample is not None and sample[1] in declared, line
+        found.setdefault(sample[1], {})[sample[2]] = float(sample[3])
+    return found
+
+
+def seen(run: RunDir) -> dict[str, dict[str, float]]:
+    return parsed(text_of(Watch(run).look()))
+
+
+def test_the_latest_numbers_are_told(tmp_path: Path) -> None:
+    records = [training(s, 1.0 / s, mfu=0.4) for s in range(1, 9)] + [evaluation(8, 0.5)]
+    run = make_run(tmp_path, records, [{"exit_code": 1}, None], [begun(10)])
+    times(run, 1, 3, stretch(0, 8, forward=0.03, data=0.01) | {"own_s": 0.04})
+    found = {name.removeprefix("echelon_"): values for name, values in seen(run).items()}
+    here = 'run="nano"'
+    wanted = {"running": 1, "attempt": 1, "failed_attempts": 1, "step": 8, "steps": 10, "loss": 0.125, "eval_loss": 0.5}
+    wanted |= {"mfu_ratio": 0.4, "tokens_per_second": 5e4, "learning_rate": 1e-3, "gradient_norm": 1.0}
+    assert {name: found[name][here] for name in wanted} == wanted
+    assert found["rank_own_step_seconds"] == {f'{here},rank="3"': 0.04}
+    assert found["rank_time_ratio"][f'{here},rank="3",part="forward"'] == pytest.approx(0.75)
+    assert "exit_code" not in found
+
+
+def test_what_is_not_finite_has_its_word(tmp_path: Path) -> None:
+    found = seen(make_run(tmp_path, [training(1, math.nan, grad_norm=math.inf)]))
+    assert math.isnan(found["echelon_loss"]['run="nano"']) and found["echelon_gradient_norm"] == {'run="nano"': math.inf}
+    assert found["echelon_exit_code"] == {'run="nano"': 0.0} and found["echelon_running"] == {'run="nano"': 0.0}
+
+
+@pytest.mark.parametrize("payload", [*PAYLOADS, 'a"} 1\nx{y="', "\\", "\n# TYPE"])
+def test_hostile_names_stay_in_their_label(tmp_path: Path, payload: str) -> None:
+    run = make_run(tmp_path, [training(1, 1.0) | {payload: 1.0}], name=payload, ranks=payload)
+    times(run, 0, 0, stretch(0, 8, forward=0.1) | {"line": payload, "host": payload})
+    assert set(seen(run)) == set(seen(make_run(tmp_path / "b", [training(1, 1.0)]))) | {
+        "echelon_rank_step",
+        "echelon_rank_time_ratio",
+    }
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    run = make_run(tmp_path, [training(1, 1.0)])
+    server = Server(endpoint.listen(0), run)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server.server_address[:2]  # type: ignore[misc]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def ask(address: tuple[str, int], path: str = "/metrics", method: str = "GET") -> tuple[int, bytes, str]:
+    request = urllib.request.Request(f"http://{address[0]}:{address[1]}{path}", method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read(), answer.headers["Content-Type"]
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read(), ""
+
+
+def test_only_the_metrics_are_there_and_only_to_be_read(served: tuple[str, int]) -> None:
+    code, text, kind = ask(served)
+    assert code == 200 and kind.startswith("text/plain; version=0.0.4") and parsed(text.decode())["echelon_step"]
+    assert ask(served, "/")[0] == 200 and ask(served, method="HEAD")[:2] == (200, b"")
+    assert [ask(served, path)[0] for path in ("/run.json", "/../run.json", "/metrics/..", "//etc/passwd")] == [404] * 4
+    assert {ask(served, method=method)[0] for method in ("POST", "PUT", "DELETE")} == {501}
+
+
+def test_clients_that_say_nothing_or_nonsense_keep_nobody_out(served: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "PATIENCE_S", 0.2)
+    silent = [socket.create_connection(served) for _ in range(50)]
+    for n, each in enumerate(silent):
+        words = [b"", b"\x16\x03\x01\x00\xff" * 9, b"GET /" + b"a" * 100_000, b"GET /metrics HTTP/1.1\r\nX: " + b"b" * 70_000][
+            n % 4
+        ]
+        try:
+            each.sendall(words)
+        except OSError:  # it has been closed already
+            continue
+    wait_until(lambda: answers(served), "somebody else is answered")
+    for each in silent:
+        each.close()
+
+
+def answers(served: tuple[str, int]) -> bool:
+    try:
+        return ask(served)[0] == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("port", "bind", "said"), [(70_000, "127.0.0.1", r"--metrics-port 70000 .*\w\. Give"), (0, "example", "must be an address")]
+)
+def test_an_address_that_cannot_be_listened_at_is_refused(port: int, bind: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        endpoint.listen(port, bind)
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UsageError, match=r"cannot be listened at .* 0 for a free one"),
+    ):
+        endpoint.listen(taken.getsockname()[1])
+
+
+RUN = "import time\nfrom pathlib import Path\nwhile not Path('go').exists(): time.sleep(0.02)\n"
+
+
+def test_a_run_serves_while_it_runs_and_leaves_nothing_behind(started: Started) -> None:
+    run = started.run("--ranks", "1", "--name", "r", "--metrics-port", "0", started.script(RUN), fresh=True)
+    assert run.stderr is not None
+    line = run.stderr.readline().decode()
+    host, port = re.fullmatch(r"echelon: metrics at http://([\d.]+):(\d+)/metrics\n", line).groups()  # type: ignore[union-attr]
+    text = ask((host, int(port)))[1].decode()
+    assert parsed(text)["echelon_running"] == {'run="r"': 1.0}
+    (started.folder / "go").touch()
+    run.communicate(timeout=60)
+    assert run.returncode == 0
+    started.all_gone()
+
+
+def test_the_endpoint_ends_with_a_launcher_that_was_killed(started: Started) -> None:
+    run = started.run("--ranks", "1", "--metrics-port", "0", started.script(RUN), fresh=True)
+    assert run.stderr is not None and b"metrics at" in run.stderr.readline()
+    run.kill()
+    started.all_gone()

@@ -1,0 +1,198 @@
+"""Progress for people, from records and events alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import echelon as ech
+from echelon.contracts.events import LineReader, encode, read_lines
+from echelon.observe.sinks.model import ProgressModel, _count, duration
+from echelon.observe.sinks.progress import ProgressSink, RunScreen
+from tests.kit.models import batch
+from tests.kit.units import Regression
+
+
+def _record(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "update": step,
+        "loss": 2.0,
+        "lr": 1e-3,
+        "grad_norm": None,
+        "tokens_per_s": 1e4,
+        "time": 100.0 + step,
+        **more,
+    }
+
+
+def test_the_line_holds_loss_rate_learning_rate_and_time_left() -> None:
+    model = ProgressModel()
+    model.event({"event": "train_start", "total_steps": 100, "step": 0})
+    for step in range(1, 41):
+        model.record(_record(step))
+    assert model.line() == "update 40/100  loss 2.0000  lr 0.001  10.0k tokens/s  1:00 left"
+
+
+def test_numbers_of_an_evaluation_leave_the_line_as_it_is() -> None:
+    model = ProgressModel()
+    model.record(_record(1))
+    before = model.line()
+    model.record({"step": 1, "eval_accuracy": 0.5, "time": 101.0})
+    assert model.line() == before and "tokens/s" in before
+
+
+def test_the_line_holds_memory_and_the_slowest_rank() -> None:
+    model = ProgressModel()
+    model.record(_record(1, memory_peak_bytes=3 << 30, mfu=0.4))
+    model.record(_record(2))
+    model.slowest = "rank 3 1.8x slow"
+    assert model.line().endswith("MFU 40%  3 GiB  rank 3 1.8x slow")
+
+
+def test_a_slow_rank_is_said_once_and_stands_in_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.observe.sinks.progress.RANKS_EVERY_S", 0.0)
+    run = ech.evidence.RunDir.create(tmp_path, "slow")
+    run.metrics.write_text("")
+    stream = io.StringIO()
+    screen = RunScreen(run, stream)
+    screen.tick()
+    with open(run.metrics, "a") as file:
+        file.write(encode(_record(200)) + "\n")
+    for rank in range(3):
+        own = 0.03 if rank == 1 else 0.01
+        spent = {"forward_s": 50 * own, "wait_s": 50 * (0.031 - own), "wall_s": 1.55, "own_s": own, "line": "train.py:4 in f"}
+        records = [{"steps": [s, s + 50], **spent} for s in range(0, 200, 50)]
+        run.times(rank).write_text("".join(encode(record) + "\n" for record in records))
+    for _ in range(3):
+        screen.tick()
+    screen.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "echelon: rank 1 takes 3.0 x as long as the others: its own computation, train.py:4 in f"
+    assert lines[1].startswith("update 200") and "rank 1 3.0x slow" in lines[1] and len(lines) == 2
+
+
+def test_a_run_without_an_end_shows_no_time_left() -> None:
+    model = ProgressModel()
+    model.event({"event": "train_start", "total_steps": None, "step": 0})
+    model.record(_record(1))
+    assert "left" not in model.line() and model.fraction is None
+
+
+def test_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
+    model = ProgressModel()
+    model.event({"event": "train_start", "total_steps": 1000, "step": 900})
+    model.record(_record(901))
+    model.record(_record(911))
+    assert model.left_s == pytest.approx(89)
+
+
+def test_a_second_training_in_a_process_shows_nothing_of_the_first() -> None:
+    model = ProgressModel()
+    model.event({"event": "train_start", "total_steps": 10, "step": 0})
+    model.record(_record(1, loss=1e13, lr=0.5, mfu=0.9))
+    model.event({"event": "train_end"})
+    model.event({"event": "train_start", "total_steps": 20, "step": 0})
+    assert "loss" not in model.line() and "lr" not in model.line()
+    model.record({"step": 1, "loss": 3.5, "samples_per_s": 10.0, "time": 300.0})
+    assert model.line() == "update 1/20  loss 3.5000  10 samples/s"
+
+
+@pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
+def test_a_number_that_is_not_finite_is_forgotten_with_the_next(odd: str) -> None:
+    model = ProgressModel()
+    model.record(_record(1))
+    model.record(_record(2, loss=odd))
+    assert f"loss {odd}" in model.line()
+    model.record(_record(3))
+    assert "loss 2.0000" in model.line()
+
+
+def test_numbers_that_are_none_or_not_finite_do_not_stop_it() -> None:
+    model = ProgressModel()
+    model.record(_record(1, loss="nan", tokens_per_s=None))
+    model.record(_record(2, loss="inf"))
+    assert "update 2" in model.line()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599.7, "1:00:00"), (7384, "2:03:04")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(3.14, "3.1"), (999, "999"), (9999, "9999"), (12_345, "12.3k"), (4.2e6, "4.2M")])
+def test_counts(value: float, text: str) -> None:
+    assert _count(value) == text
+
+
+def test_without_a_terminal_there_are_lines_and_no_control_characters() -> None:
+    stream = io.StringIO()
+    sink = ProgressSink(stream)
+    sink.event({"event": "train_start", "total_steps": 2, "step": 0})
+    sink.records([_record(1)])
+    sink.records([_record(2)])
+    sink.event({"event": "train_end"})
+    sink.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "training from update 0 of 2" and lines[-1].startswith("update 2/2")
+    assert all(c.isprintable() or c == "\n" for c in stream.getvalue())
+
+
+def test_a_reader_follows_a_growing_file_by_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    reader = LineReader(path)
+    assert reader.read() == []
+    path.write_text('{"a": 1}\n{"b"')
+    assert reader.read() == [{"a": 1}]
+    with open(path, "a") as file:
+        file.write(': 2}\nnonsense\n{"c": 3}\n')
+    assert reader.read() == [{"b": 2}, {"c": 3}]
+
+
+def test_numbers_that_json_lacks_become_words() -> None:
+    text = encode({"a": float("nan"), "b": float("-inf"), "c": 1.5})
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": "nan", "b": "-inf", "c": 1.5}
+
+
+def test_a_run_folder_gets_a_record_for_every_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ech.evidence.RunDir.create(tmp_path, "here")
+    for name, value in run.to_env().items():
+        monkeypatch.setenv(name, value)
+    unit = Regression(gradient_accumulation_steps=2, clip_grad_norm=1.0)
+    ech.fit(unit, [batch(4, 0), batch(2, 1), batch(3, 2)], [batch(5, 3)], max_epochs=1)
+    training = [r for r in read_lines(run.metrics) if "loss" in r]
+    evaluation = [r for r in read_lines(run.metrics) if "eval_loss" in r]
+    assert [r["step"] for r in training] == [1, 2]  # updates
+    assert all(r["grad_norm"] > 0 and r["lr"] == 0.1 and r["samples_per_s"] > 0 for r in training)
+    assert evaluation == [{"step": 2, "eval_loss": unit.eval_loss, "time": evaluation[0]["time"]}]
+    events = [e["event"] for e in read_lines(run.events(0))]
+    assert events == ["train_start", "eval_start", "eval_end", "train_end"]
+
+
+def test_a_failed_run_says_so_in_its_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ech.evidence.RunDir.create(tmp_path, "here")
+    for name, value in run.to_env().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError):
+        ech.train(Regression(), [(batch(4, 0)[0][:, :2], batch(4, 0)[1])], max_epochs=1)
+    assert read_lines(run.events(0))[-1]["event"] == "exception"
+
+
+def test_a_run_that_is_read_whole_at_once_is_shown_in_its_order(tmp_path: Path) -> None:
+    """A busy machine: the launcher looks for the first time when all is over."""
+    run = ech.evidence.RunDir.create(tmp_path, "short")
+    stream = io.StringIO()
+    screen = RunScreen(run, stream)
+    events = [
+        {"event": "train_start", "total_steps": 2, "step": 0, "time": 1.0},
+        {"event": "train_end", "time": 4.0},
+    ]
+    run.metrics.write_text("".join(json.dumps({**_record(step), "time": 1.0 + step}) + "\n" for step in (1, 2)))
+    run.events(0).write_text("".join(json.dumps(event) + "\n" for event in events))
+    screen.close()
+    first, last = stream.getvalue().splitlines()
+    assert first == "training from update 0 of 2" and last.startswith("update 2/2") and last.endswith("0:00 left")

@@ -1,0 +1,340 @@
+"""Recompute: the same numbers, names and random masks under every layout, in less memory."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.units import EACH, Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+Params = ech.layouts.ActivationCheckpointParams
+
+
+class Block(nn.Module):
+    """Running statistics of both kinds, dropout, a keyword tensor, and an argument that is no tensor."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=momentum), nn.Dropout(0.4), nn.Tanh())
+        self.norm = nn.InstanceNorm1d(6, track_running_stats=True)
+
+    def forward(self, x: torch.Tensor, power: int = 1, *, shift: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.norm(self.inner(x)[:, :, None].expand(-1, -1, 3) * torch.arange(3.0, dtype=x.dtype)).mean(2) + x
+        return x**power if shift is None else x**power + shift
+
+
+class Normed(nn.Module):
+    tp_plan: ClassVar = {"first": "colwise_gather"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(Block(m) for m in (0.1, None))
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = self.blocks[0](x, 2, shift=x.sin())
+        x = self.blocks[1](self.blocks[1](x), shift=None)  # twice in a step
+        return self.last(x)
+
+
+def _normed() -> Normed:
+    torch.manual_seed(0)
+    return Normed().double()
+
+
+def _steps(module: nn.Module, updates: int = 3) -> dict[str, torch.Tensor]:
+    """A few steps of plain PyTorch; gradients of the last, parameters and buffers."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for i in range(updates):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(batch(5, i)[0]), batch(5, i)[1]).backward()
+        optimizer.step()
+    gradients = {f"{n}.grad": p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return {**gradients, **{n: v.detach().clone() for n, v in module.state_dict().items()}}
+
+
+def _apply(module: nn.Module, params: Params) -> nn.Module:
+    from echelon.parallel.recipe.activation import checkpoint_activations
+
+    return checkpoint_activations(module, params)
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "blocks": lambda m: _apply(m, Params()),
+    "every other block": lambda m: _apply(m, Params(every=2)),
+    "whole": lambda m: _apply(m, Params(check_fn=lambda b: isinstance(b, Normed))),
+    "nested": lambda m: _apply(m, Params(check_fn=lambda b: isinstance(b, (Normed, Block, nn.Sequential, nn.BatchNorm1d)))),
+    "policy": lambda m: _apply(m, Params(auto_wrap_policy={Block})),
+    "by operator": lambda m: _apply(m, Params(save_ops=[torch.ops.aten.addmm.default])),
+    "offloaded": lambda m: _apply(m, Params(offload_to_cpu=True)),
+    "by hand": lambda m: m.requires_grad_() if [ech.nn.checkpoint_wrapper(b) for b in m.blocks] else None,
+    "by hand and by params": lambda m: _apply(ech.nn.checkpoint_wrapper(m.blocks[0]) and m, Params()),
+    "copied": lambda m: copy.deepcopy(_apply(m, Params())),
+    "pickled": lambda m: pickle.loads(pickle.dumps(_apply(m, Params()))),
+    "saved": lambda m: _through_a_file(_apply(m, Params())),
+}
+
+
+def _through_a_file(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+def _calls(module: nn.Module, name: str) -> list[int]:
+    calls: list[int] = []
+    module.get_submodule(name).register_forward_hook(lambda *a: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_recompute_changes_no_number_and_no_name(way: str) -> None:
+    """Gradients, parameters, running statistics and their counts, bit for bit; and it does recompute."""
+    want = _steps(_normed())
+    module = WAYS[way](_normed())
+    calls = _calls(module, "blocks.0.inner.0")
+    got = _steps(module)
+    assert len(calls) == (12 if way == "nested" else 6)
+    assert largest_difference(got, want) == 0
+    assert got["blocks.0.inner.1.num_batches_tracked"] == 3 and got["blocks.1.inner.1.num_batches_tracked"] == 6
+    assert type(module) is Normed and type(module.blocks[0]) is Block
+
+
+def test_a_copy_recomputes_itself_and_not_the_original() -> None:
+    original = _apply(_normed(), Params())
+    made = copy.deepcopy(original)
+    calls, copied_calls = _calls(original, "blocks.0.inner.0"), _calls(made, "blocks.0.inner.0")
+    _steps(made)
+    assert (len(calls), len(copied_calls)) == (0, 6)
+
+
+def test_nothing_is_recomputed_without_gradients() -> None:
+    module = _apply(_normed(), Params())
+    calls = _calls(module, "blocks.0.inner.0")
+    with torch.no_grad():
+        module(batch(5, 0)[0])
+    assert len(calls) == 1
+    want, plain = module.eval()(batch(5, 0)[0]), _normed().eval()
+    plain.load_state_dict(module.state_dict())
+    assert torch.equal(want, plain(batch(5, 0)[0]))
+    want.sum().backward()  # in eval mode, with gradients
+    plain(batch(5, 0)[0]).sum().backward()
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert largest_difference(dict(module.named_buffers()), dict(plain.named_buffers())) == 0
+
+
+def test_a_second_backward_pass_through_the_same_graph() -> None:
+    def twice(module: nn.Module) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        loss = module(batch(5, 0)[0]).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return {**{n: p.grad for n, p in module.named_parameters()}, **dict(module.named_buffers())}
+
+    assert largest_difference(twice(_apply(_normed(), Params())), twice(_normed())) == 0
+
+
+def test_an_error_in_the_recomputation_leaves_the_statistics_in_place() -> None:
+    module = _apply(_normed(), Params())
+    norm = module.blocks[1].inner[1]
+    loss = module(batch(5, 0)[0]).square().mean()
+    before = {n: b.clone() for n, b in norm.named_buffers()}
+    fails = module.blocks[1].norm.register_forward_pre_hook(lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    fails.remove()
+    assert largest_difference(dict(norm.named_buffers()), before) == 0
+    module(batch(5, 1)[0]).square().mean().backward()
+    assert int(norm.num_batches_tracked) == 4
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] = self.counts.get(func, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_chosen_operators_are_kept_and_others_recomputed() -> None:
+    counts = {}
+    for name, params in {"none": None, "all": Params(), "by operator": Params(save_ops=[torch.ops.aten.addmm.default])}.items():
+        module = _normed() if params is None else _apply(_normed(), params)
+        with _Count() as mode:
+            module(batch(5, 0)[0]).square().mean().backward()
+        counts[name] = (mode.counts[torch.ops.aten.addmm.default], mode.counts[torch.ops.aten.sin.default],
+                        mode.counts[torch.ops.aten.native_batch_norm.default])  # fmt: skip
+    assert counts == {"none": (5, 1, 6), "all": (8, 1, 12), "by operator": (5, 1, 12)}
+
+
+def _saved_bytes(params: Params | None) -> int:
+    """What autograd keeps for the backward pass beside parameters: bytes of distinct memory."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    module: nn.Module = nn.Sequential(nn.Linear(64, 64), *layers)
+    if params is not None:
+        module = _apply(module, params)
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = module(torch.randn(256, 64)).square().mean()
+    del loss
+    return sum(kept.values())
+
+
+def test_recompute_keeps_less_memory() -> None:
+    activation = 256 * 64 * 4
+    everything, blocks, half = _saved_bytes(None), _saved_bytes(Params()), _saved_bytes(Params(every=2))
+    assert everything >= 13 * activation
+    assert blocks <= 7 * activation  # the inputs of four blocks, and what lies outside
+    assert blocks < half < everything
+
+
+def test_offloading_saves_inputs_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = []
+    real = torch.autograd.graph.save_on_cpu
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda **o: saved.append(o) or real(**o))
+    _steps(_apply(_normed(), Params(offload_to_cpu=True)), updates=1)
+    assert saved == [{"pin_memory": False}] * 3
+
+
+def test_recompute_and_compile() -> None:
+    """Names stay; dropout and statistics are as without. aot_eager is the compiler's front half, without inductor's code."""
+    want = _steps(_normed(), updates=2)
+    module = _apply(_normed(), Params())
+    module.compile(backend="aot_eager")
+    assert largest_difference(_steps(module, updates=2), want) < 1e-14
+
+
+def test_the_compiler_backend_that_draws_other_masks_is_refused() -> None:
+    with pytest.raises(UsageError, match="aot_eager"):
+        Regression(torch_compile_params=ech.layouts.TorchCompileParams(backend="eager"), activation_checkpoint_params=Params())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "at least 1"),
+        ({"check_fn": lambda m: True, "auto_wrap_policy": {Block}}, "Give one"),
+        ({"context_fn": lambda: (None, None), "save_ops": [torch.ops.aten.mm.default]}, "Give one"),
+        ({"save_ops": [torch.ops.aten.mm]}, r"torch.ops.aten.mm.default"),
+        ({"check_fn": lambda m: False}, "chose no submodule of Normed"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        _apply(_normed(), Params(**options))
+
+
+# --- under the layouts
+
+
+CHOICES = {
+    "blocks": Params(),
+    "whole": Params(check_fn=lambda m: isinstance(m, Normed)),
+    "nested": Params(check_fn=lambda m: isinstance(m, (Normed, Block))),
+}
+
+
+def _trained(layout: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameters and this rank's statistics, with each way of recomputing."""
+    found = {}
+    for name, params in {"plain": None, **CHOICES}.items():
+        module = _normed()
+        ech.seed(5)
+        unit = Regression(module=module, layout=layout, activation_checkpoint_params=params, gradient_accumulation_steps=2)
+        ech.train(unit, [batch(5, 10 * unit.prepared.dp_rank + i) for i in range(4)], max_epochs=1)
+        buffers = {n: b.detach().clone() for n, b in unit.prepared.unwrapped.named_buffers()}
+        found[name] = {**whole(unit.module), **buffers}
+    return found
+
+
+@pytest.mark.parametrize("layout", EACH)
+def test_recompute_under_every_strategy(ranks: Ranks, layout: str) -> None:
+    for found in ranks(2, _trained, layout):
+        plain = found.pop("plain")
+        assert int(plain["blocks.1.inner.1.num_batches_tracked"]) == 8
+        for name, got in found.items():
+            assert largest_difference(got, plain) < 1e-13, name
+
+
+# --- RNGs
+
+
+class Masks(nn.Module):
+    """A dropout that writes its masks down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.functional.dropout(torch.ones_like(x), 0.5, self.training)
+        self.drawn.append(mask.detach().clone())
+        return x * mask
+
+
+def _with_masks() -> nn.Module:
+    ech.seed(11)
+    module = net()
+    for block in module.blocks:
+        block[3] = Masks()
+    return module
+
+
+def _masks(layout: str) -> list[tuple[int, list[torch.Tensor]]]:
+    """Data-parallel rank and masks, without and with recompute."""
+    found = []
+    for params in (None, Params()):
+        module = _with_masks()
+        masks = [m for m in module.modules() if isinstance(m, Masks)]
+        unit = Regression(module=module, layout=layout, activation_checkpoint_params=params)
+        ech.train(unit, [batch(16, i) for i in range(2)], max_epochs=1)
+        if params is not None:
+            assert all(len(m.drawn) == 4 for m in masks)  # forward, again, forward, again
+            assert all(torch.equal(m.drawn[i], m.drawn[i + 1]) for m in masks for i in (0, 2))
+        found.append((unit.prepared.dp_rank, [d for m in masks for d in m.drawn[:: 1 if params is None else 2]]))
+    return found
+
+
+@pytest.mark.parametrize("layout", EACH)
+def test_dropout_differs_between_data_parallel_ranks(ranks: Ranks, layout: str) -> None:
+    """And rank 0 draws what plain PyTorch would; what is recomputed is masked as it was."""
+    plain = _with_masks()
+    for i in range(2):
+        plain(batch(16, i)[0])
+    want = [d for m in plain.modules() if isinstance(m, Masks) for d in m.drawn]
+    for (rank_0, first), (rank_1, second) in zip(*ranks(2, _masks, layout), strict=True):
+        assert (rank_0, rank_1) == ((0, 0) if layout == "tp" else (0, 1))
+        assert all(torch.equal(a, b) for a, b in zip(first, want, strict=True))
+        # Ranks that share layers work on the same samples, and mask them alike.
+        assert all(torch.equal(a, b) == (rank_0 == rank_1) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,234 @@
+"""Buffers: every layout evaluates one function, the one that ddp evaluates, and checkpoints hold it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.compat.torchtnt.framework import fit as fit_by_steps
+from tests.conftest import Ranks
+from tests.kit.models import Batch, batch, largest_difference, whole
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+CPU = torch.device("cpu")
+PARALLEL = ("ddp", "zero1", "fsdp", "fsdp2", "zero2", "hsdp")
+
+
+class Queue(nn.Module):
+    """Of the newest rows, as contrastive learning keeps them; it takes part in the forward pass. Counts its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(4, 6))
+        self.register_buffer("full", torch.tensor(False))
+        self.register_buffer("passes", torch.tensor(0))
+        self.register_buffer("table", torch.arange(6.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x + 0.1 * self.rows.mean(0) + self.table
+        if self.training:
+            self.rows = torch.cat([x.detach()[:2], self.rows])[:4]  # another tensor each time
+            self.passes += 1
+            self.full.fill_(bool(self.passes > 2))
+        return out
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(2))
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 1)
+        self.norm = nn.InstanceNorm1d(1, track_running_stats=True)
+        self.queue = Queue()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.queue(self.first(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(self.norm(x[:, None])[:, 0])
+
+
+class Recording(Regression):
+    """Every rank's loss of every evaluation step."""
+
+    def on_eval_step_end(self, state: ech.State, data: Batch, step: int, loss: torch.Tensor, outputs: Any) -> None:
+        vars(self).setdefault("losses", []).append(float(loss))
+
+
+def _unit(layout: Any, **options: Any) -> Recording:
+    return Recording(module=Norms().double(), layout=layout, lr=0.02, **options)
+
+
+def _buffers(unit: Any) -> dict[str, torch.Tensor]:
+    return {n: b.detach().double().clone() for n, b in unit.prepared.unwrapped.named_buffers()}
+
+
+def _outputs(unit: Any) -> dict[str, torch.Tensor]:
+    """What it computes now on the same rows: on all ranks the same, if it is the same function."""
+    unit.module.eval()
+    with torch.no_grad():
+        return {"out": unit.module(batch(3, 99)[0]).clone()}
+
+
+class Seen(ech.Callback):
+    """Every evaluation's buffers and loss, as its last step had them."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, torch.Tensor]] = []
+
+    def on_eval_end(self, state: ech.State, unit: Any) -> None:
+        self.all.append({**_buffers(unit), "loss": torch.tensor(unit.eval_loss)})
+
+
+def _rows(count: int) -> list[Batch]:
+    return [batch(3 + dist.get_rank(), 10 * i + dist.get_rank()) for i in range(count)]
+
+
+def _fit(layouts: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+    done = {}
+    for layout in layouts:
+        unit, seen = _unit(layout, **options), Seen()
+        same = [batch(3, 500 + i) for i in range(2)]  # the same rows on all ranks: so the losses are the function's
+        # TorchTNT's counts micro-batches: in the middle of a window as well as at its end.
+        fit = (
+            partial(fit_by_steps, evaluate_every_n_steps=3)
+            if "accumulate" in options
+            else partial(ech.fit, evaluate_every_n_updates=3)
+        )
+        fit(unit, _rows(7), same, max_epochs=1, evaluate_every_n_epochs=None, callbacks=[seen])
+        assert len(seen.all) == 2
+        after = _outputs(unit)  # the forward pass of which makes the buffers equal
+        losses = {"losses": torch.tensor(unit.losses, dtype=torch.float64)}
+        done[str(layout)] = seen.all, losses | whole(unit.module), after, _buffers(unit)
+    return done
+
+
+def _alike(first: dict[str, Any], second: dict[str, Any], like: str) -> None:
+    for layout, (evaluations, parameters, out, buffers) in first.items():
+        want, want_parameters, want_out, want_buffers = first[like]
+        others, other_parameters, other_out, other_buffers = second[layout]
+        assert largest_difference(parameters, other_parameters) == 0, layout
+        for mine, theirs, right in zip(evaluations, others, want, strict=True):
+            assert largest_difference(mine, theirs) == 0, layout
+            assert largest_difference(mine, right) < 1e-11, layout
+        assert largest_difference(parameters, want_parameters) < 1e-11, layout
+        assert largest_difference(out, other_out) == 0 and largest_difference(out, want_out) < 1e-11, layout
+        assert largest_difference(buffers, other_buffers) == 0 and largest_difference(buffers, want_buffers) < 1e-11, layout
+
+
+def test_every_strategy_evaluates_with_the_buffers_that_ddp_has(ranks: Ranks) -> None:
+    _alike(*ranks(2, _fit, list(PARALLEL), {}), like="ddp")
+
+
+def test_in_the_middle_of_a_window_too(ranks: Ranks) -> None:
+    accumulating = {"accumulate": 2}
+    _alike(*ranks(2, _fit, ["ddp", "zero1"], accumulating), like="ddp")
+    _alike(*ranks(2, _fit, ["fsdp", "hsdp"], accumulating), like="fsdp")
+
+
+def test_averaged_buffers_are_one_function_too(ranks: Ranks) -> None:
+    averages = {"swa_params": ech.units.SWAParams(0, 1, use_in_evaluation=True), "step_lr_interval": "step"}
+    first, second = ranks(2, _fit, ["ddp", "fsdp"], averages)
+    for layout, (_, losses, *_) in first.items():
+        assert largest_difference(losses, second[layout][1]) == 0, layout
+        assert largest_difference(losses, first["ddp"][1]) < 1e-11, layout
+
+
+class ByHand(ech.TrainUnit[Batch]):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.02)
+
+    def train_step(self, state: ech.State, data: Batch) -> None:
+        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _by_hand() -> list[dict[str, torch.Tensor]]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    own = ByHand(ech.layouts.prepare_fsdp(Norms().double(), CPU))
+    ech.train(own, _rows(4), max_epochs=1)
+    found = [_outputs(own)]
+    for wrap in (fully_shard, lambda m: FullyShardedDataParallel(m, device_id=CPU)):
+        module = Norms().double()
+        module.queue.table += dist.get_rank()  # that nobody made equal yet
+        unit = Regression(module=wrap(module), lr=0.02)
+        ech.train(unit, _rows(4), max_epochs=1)
+        found.append(_outputs(unit))
+    return found
+
+
+def test_modules_that_were_sharded_by_hand_too(ranks: Ranks) -> None:
+    first, second = ranks(2, _by_hand)
+    for mine, theirs in zip(first, second, strict=True):
+        assert largest_difference(mine, theirs) == 0
+    assert largest_difference(first[1], first[2]) < 1e-11
+
+
+def _saved(folder: str, layout: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Saved right after a step, when each rank has taken its own rows into account; and read again by all."""
+    unit = _unit(layout, swa_params=ech.units.SWAParams(0, 1), step_lr_interval="step")
+    ech.train(unit, _rows(3), max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
+    mine = {**_buffers(unit), **{n: t.double() for n, t in unit.swa_model.state_dict().items() if n.startswith("buffers.")}}
+    again = _unit("ddp", swa_params=ech.units.SWAParams(0, 1), step_lr_interval="step")
+    ech.DistributedCheckpointSaver.restore_from_latest(folder, again)
+    read = {**_buffers(again), **{n: t.double() for n, t in again.swa_model.state_dict().items() if n.startswith("buffers.")}}
+    return {n: t.clone() for n, t in mine.items()}, read
+
+
+def test_a_checkpoint_holds_the_first_ranks_buffers_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
+    """Not some of each rank's: a mean from one and a variance from another belong to no data."""
+    for i, layout in enumerate(("ddp", "fsdp", ech.DDPStrategy(broadcast_buffers=False))):
+        (mine, read), (theirs, _) = ranks(2, _saved, str(tmp_path / str(i)), layout)
+        assert largest_difference(mine, theirs) > 0
+        assert largest_difference(mine, read) == 0, layout
+
+
+class Watched(ech.Callback):
+    """Counts broadcasts in training steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_start(self, state: ech.State, unit: Any) -> None:
+        real = dist.broadcast
+
+        def counted(*args: Any, **options: Any) -> Any:
+            self.count += 1
+            return real(*args, **options)
+
+        dist.broadcast = counted
+
+
+class Table(Norms):
+    """Its one buffer is a table that nobody changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.norm = self.queue = nn.Identity()
+        self.register_buffer("table", torch.arange(6.0))
+
+
+def _traffic() -> int:
+    watched = Watched()
+    ech.train(Regression(module=Table().double(), layout="fsdp"), _rows(5), max_epochs=1, callbacks=[watched])
+    return watched.count
+
+
+@pytest.mark.fresh_ranks
+def test_what_never_changes_is_never_sent(ranks: Ranks) -> None:
+    assert ranks(2, _traffic) == [0, 0]

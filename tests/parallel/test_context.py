@@ -1,0 +1,606 @@
+"""Context parallelism: the numbers of one process, in every kind of batch and model; what it cannot split is refused."""
+
+from __future__ import annotations
+
+import re
+import threading
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from tests.conftest import Ranks
+from tests.kit import models
+from tests.kit.context_models import LM, Language, lm, plain, tokens
+from tests.kit.models import largest_difference, whole
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+UPDATES = 20
+
+
+class Reentrant(LM):
+    """Has its blocks computed again by torch itself."""
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.tokens(x) + self.places(ech.nn.positions(x))
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=True)
+        return self.head(self.norm(h))
+
+
+def _reentrant() -> nn.Module:
+    torch.manual_seed(0)
+    return Reentrant().double()
+
+
+class Routed(LM):
+    """With a layer of experts, which have the tokens in an order of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.norm.normalized_shape[0]
+        experts = [nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)) for _ in range(4)]
+        self.routed = ech.nn.MoE(width, experts, top_k=2, balance=None)
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.tokens(x) + self.places(ech.nn.positions(x))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h + self.routed(h)))
+
+
+def _routed() -> nn.Module:
+    torch.manual_seed(0)
+    return Routed().double()
+
+
+class RoutedByHand(LM):
+    """Experts that somebody else wrote: each has its own tokens, then an activation has all, one expert after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.norm.normalized_shape[0]
+        self.router = nn.Linear(width, 4)
+        self.up, self.activation = nn.ModuleList(nn.Linear(width, width) for _ in range(4)), nn.SiLU()
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.tokens(x) + self.places(ech.nn.positions(x))
+        for block in self.blocks:
+            h = block(h)
+        flat = h.flatten(0, 1)
+        shares, chosen = self.router(flat).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        made = torch.cat([up(flat[chosen == number]) for number, up in enumerate(self.up)])
+        return self.head(self.norm(h + (self.activation(made)[order.argsort()] * shares[:, None]).view_as(h)))
+
+
+def _routed_by_hand() -> nn.Module:
+    torch.manual_seed(0)
+    return RoutedByHand().double()
+
+
+# (make the model, options of a batch, options of the unit)
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "sgd": (lm, {}, {}),
+    "adamw": (lm, {}, {"optimizer": "AdamW"}),
+    "clipped": (lm, {}, {"clip_grad_norm": 0.3}),
+    "not causal": (lambda: lm(causal=False), {}, {}),
+    "packed documents": (lm, {"packed": True}, {}),
+    "token weights": (lm, {"ignored": 0.6}, {"by_tokens": True}),
+    "rows, with ignored targets": (lm, {"ignored": 0.6}, {}),
+    "blocks computed again by torch": (_reentrant, {}, {}),
+    "experts": (_routed, {}, {}),
+    "divided experts": (_routed, {}, {}),
+    "experts by hand": (_routed_by_hand, {}, {}),
+    "checkpointed": (lm, {"packed": True}, {"activation_checkpoint_params": "blocks"}),
+}
+
+
+def _windows(cp: int, dp: int, options: dict[str, Any], accumulation: int = 2) -> list[list[list[dict[str, torch.Tensor]]]]:
+    """By update, micro-batch, and share of the data: other rows and lengths each time. The last window is short."""
+    made, seed = [], 0
+    for update in range(UPDATES):
+        count = 1 if update == UPDATES - 1 else accumulation
+        window = []
+        for _ in range(count):
+            seed += 1
+            rows = [2 + (seed + share) % 2 for share in range(dp)]
+            length = 4 * cp * (1 + seed % 2)
+            window.append([tokens(r, length, 100 * seed + share, **options) for share, r in enumerate(rows)])
+        made.append(window)
+    return made
+
+
+def _train(case: str, cp: int, dp: int) -> tuple[float, float, float]:
+    """How far parameters, norms and losses are from plain PyTorch."""
+    make, batch, options = CASES[case]
+    windows = _windows(cp, dp, batch)
+    unit = Language(
+        module=make(),
+        layout=ech.Layout(dp_shard=dp, cp=cp, ep=2 if case == "divided experts" else 1),
+        gradient_accumulation_steps=2,
+        **{"clip_grad_norm": float("inf"), **options},
+    )
+    mine = [micro[unit.prepared.dp_rank] for window in windows for micro in window]
+    ech.train(unit, mine, max_epochs=1)
+    ours = ("activation_checkpoint_params", "clip_grad_norm")
+    same = {k: v for k, v in options.items() if k not in ours}
+    want, norms, losses = plain(
+        make(), [[b for micro in w for b in micro] for w in windows], clip=options.get("clip_grad_norm", float("inf")), **same
+    )
+    far = [max(abs(a / b - 1) for a, b in zip(x, y, strict=True)) for x, y in ((unit.norms, norms), (unit.losses, losses))]
+    return largest_difference(whole(unit.module), want), *far
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_of_one_sequence_train_like_one_process(ranks: Ranks, case: str) -> None:
+    """Accumulation, and a short last window, included."""
+    for far in ranks(2, _train, case, 2, 1):
+        assert max(far) < 1e-11, (case, far)
+
+
+@pytest.mark.parametrize("case, cp, dp", [pytest.param("token weights", 4, 1, marks=pytest.mark.full), ("clipped", 2, 2)])
+def test_four_ranks_train_like_one_process(ranks: Ranks, case: str, cp: int, dp: int) -> None:
+    """Rows differ in number between the shares of the data."""
+    for far in ranks(4, _train, case, cp, dp):
+        assert max(far) < 1e-11, (case, far)
+
+
+# --- one attention
+
+
+def _attention(cp: int) -> dict[str, float]:
+    """How far one attention of parts, and its gradients, are from that of the whole, by kind of mask."""
+    from echelon.parallel.context.active import over
+    from echelon.parallel.context.attention import SplitAttention
+    from echelon.parallel.context.sequence_layout import SequenceParts
+
+    parts, length = SequenceParts.over(None), 8 * cp
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, length, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    w, bias = torch.randn(2, 4, length, 4, dtype=torch.float64), torch.randn(2, 1, length, length, dtype=torch.float64)
+    padding = torch.arange(length)[None, None, None] < torch.tensor([length, length - 5])[:, None, None, None]
+    masks: dict[str, tuple[Any, Any]] = {
+        "causal": (None, None),
+        "none": (None, None),
+        "whole, of which it takes its rows": (bias, bias),
+        "rows of its queries": (bias, parts.cut(bias, 2)),
+        "padding of its keys": (padding, parts.cut(padding, 3)),
+        "padding, expanded": (padding, parts.cut(padding, 3).expand(2, 1, length // cp, length // cp)),
+        "causal_upper_left": (
+            nn.attention.bias.causal_upper_left(length, length),
+            nn.attention.bias.causal_upper_left(length // cp, length // cp),
+        ),
+    }
+    found = {}
+    for name, (mask, mine) in masks.items():
+        options: dict[str, Any] = {"enable_gqa": True, "is_causal": name == "causal", "scale": 0.3}
+        want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+        want_grads = torch.autograd.grad((want * w).sum(), (q, k, v))
+        local = [parts.cut(x.detach(), 2).requires_grad_() for x in (q, k, v)]
+        with over(parts), SplitAttention():
+            got = F.scaled_dot_product_attention(*local, attn_mask=mine, **options)
+        grads = torch.autograd.grad((got * parts.cut(w, 2)).sum(), local)
+        pairs = [(got, want), *zip(grads, want_grads, strict=True)]
+        found[name] = max(float((a - parts.cut(b, 2)).abs().max()) for a, b in pairs)
+    return found
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_attention_of_parts_is_that_of_the_whole(ranks: Ranks, cp: int) -> None:
+    for found in ranks(cp, _attention, cp):
+        assert max(found.values()) < 1e-13, found
+
+
+# --- what else a model may ask of its sequence
+
+
+def _between_passes() -> dict[str, Any]:
+    """Outside of a step, generation for example, everything is as in one process."""
+    unit = Language(module=lm(), layout="cp=2")
+    x = tokens(2, 7, 0)["inputs"]  # a length that does not divide
+    with torch.no_grad():
+        same = bool((unit.module(x) - lm()(x)).abs().max() < 1e-14)
+    return {"same": same, "positions": ech.nn.positions(x).tolist(), "whole": ech.nn.whole_sequence(x) is x}
+
+
+def test_without_a_step_under_way_nothing_is_split(ranks: Ranks) -> None:
+    for found in ranks(2, _between_passes):
+        assert found == {"same": True, "positions": list(range(7)), "whole": True}
+
+
+def _evaluated(cp: int) -> tuple[float, float, list[float]]:
+    batches = [tokens(2 + i % 2, 8 * cp, i, ignored=0.5) for i in range(4)]
+    unit = Language(module=lm(), layout=ech.Layout(cp=cp), by_tokens=True)
+    ech.evaluate(unit, batches)
+    module, total, count = lm(), 0.0, 0
+    for batch in batches:
+        weight = int((batch["targets"] != -100).sum())
+        total, count = (
+            total + float(F.cross_entropy(module(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())) * weight,
+            count + weight,
+        )
+
+    class Predicts(ech.units.AutoPredictUnit[torch.Tensor]):
+        def on_predict_step_end(self, state: ech.State, data: torch.Tensor, step: int, outputs: torch.Tensor) -> None:
+            far.append(float((outputs - module(data)).abs().max()))
+
+    far: list[float] = []
+    ech.predict(Predicts(module=lm(), layout=ech.Layout(cp=cp)), [b["inputs"] for b in batches])
+    return unit.eval_loss, total / count, far
+
+
+def test_an_evaluation_is_exact_and_a_prediction_whole(ranks: Ranks) -> None:
+    for got, want, far in ranks(2, _evaluated, 2):
+        assert got == pytest.approx(want, rel=1e-13)
+        assert len(far) == 4 and max(far) < 1e-13
+
+
+def _own_loop() -> float:
+    batches = [tokens(2, 16, i, ignored=0.3) for i in range(6)]
+    module = lm()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, foreach=False)
+    model, optimizer, loader = ech.prepare(module, optimizer, batches, layout="cp=2", accumulate=2)
+    for batch in loader:
+        with ech.window(model, weight=int((batch["targets"] != -100).sum())) as window:
+            loss = F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
+            window.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    want, _, _ = plain(lm(), [batches[i : i + 2] for i in range(0, 6, 2)], optimizer="AdamW", by_tokens=True)
+    return largest_difference(whole(model), want)
+
+
+def test_a_loop_of_ones_own_trains_like_one_process(ranks: Ranks) -> None:
+    assert max(ranks(2, _own_loop)) < 1e-11
+
+
+def _dropout() -> tuple[list[float], list[float], bool]:
+    """Masks of one layer for equal tokens; what the loaders draw stays alike."""
+    unit = Language(module=lm(dropout=0.5), layout="cp=2")
+    same = torch.zeros(1, 16, dtype=torch.long)
+    drawn: list[float] = []
+    unit.module.blocks[0].mlp[2].register_forward_hook(
+        lambda m, i, o: drawn.append(float((o == 0).double().mul(torch.arange(32)).sum()))
+    )
+    torch.manual_seed(3)
+    ech.train(unit, [{"inputs": same, "targets": same}] * 2, max_epochs=1)
+    after = torch.rand(3).tolist()
+    return drawn[-2:], after, drawn[-1] != drawn[-2]
+
+
+def test_ranks_of_one_sequence_drop_other_units(ranks: Ranks) -> None:
+    (first, after, moves), (second, also, _) = ranks(2, _dropout)
+    assert first != second and moves
+    assert after == also, "what is drawn outside of the steps, by data for example, is alike"
+
+
+def _resumed(folder: str, stop: int | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    unit = Language(module=lm(dropout=0.3), layout="cp=2", optimizer="AdamW")
+    loader = ech.Loader([tokens(1, 16, i) for i in range(12)], 2, seed=0, collate_fn=_rows)
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=3)
+    ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
+    ech.train(unit, loader, max_updates=stop or 6, callbacks=[saver])
+    return whole(unit.module)
+
+
+def _rows(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def test_a_resumed_run_with_dropout_is_bit_equal(ranks: Ranks, tmp_path: Path) -> None:
+    through = ranks(2, _resumed, str(tmp_path / "a"), None)[0]
+    ranks(2, _resumed, str(tmp_path / "b"), 3)
+    again = ranks(2, _resumed, str(tmp_path / "b"), None)[0]
+    assert largest_difference(through, again) == 0.0
+
+
+def _load_under_ddp(folder: str) -> dict[str, torch.Tensor]:
+    unit = Language(module=lm(seed=9), layout="ddp", optimizer="AdamW")
+    ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
+    return whole(unit.module)
+
+
+def test_a_checkpoint_under_cp_loads_under_ddp(ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks(2, _resumed, str(tmp_path), None)[0]
+    assert largest_difference(ranks(2, _load_under_ddp, str(tmp_path))[0], saved) == 0.0
+
+
+# --- what cannot be split is refused, on all ranks, before the first update
+
+
+class ByHand(nn.Module):
+    """Attention without torch's function: it sees the local tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(x)
+        return self.head((h @ h.mT).softmax(-1) @ h)
+
+
+class LocalPositions(ByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tokens(x) + self.places(torch.arange(x.shape[1])))
+
+
+class Pooled(ByHand):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tokens(x))[:, -1:].expand(-1, x.shape[1], -1)
+
+
+class LocalMask(ByHand):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(x)[:, None]
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return self.head(F.scaled_dot_product_attention(h, h, h, attn_mask=mask)[:, 0])
+
+
+class Multihead(ByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(x)
+        return self.head(self.attention(h, h, h, need_weights=False)[0])
+
+
+class Convolved(ByHand):
+    """Looks at a neighbour: wrong where chunks meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.near(self.tokens(x).mT).mT)
+
+
+class Recomputed(ByHand):
+    """Has a function computed again, of which torch tells no module."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def _attention(self, h: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(h, h, h, is_causal=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = checkpoint(self._attention, self.tokens(x)[:, None], use_reentrant=self.reentrant)
+        return self.head(h[:, 0])
+
+
+def _shifts_itself(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = module(batch["inputs"])[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), batch["inputs"][:, 1:].flatten())
+
+
+def _loss_by_hand(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    chosen = module(batch["inputs"])[:, :-1].log_softmax(-1).gather(2, batch["inputs"][:, 1:, None])
+    return -chosen.mean()
+
+
+def _cuts_inputs(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(module(batch["inputs"][:, :-1]).flatten(0, 1), batch["inputs"][:, 1:].flatten())
+
+
+class Timed(nn.Module):
+    """A model that is told how noisy a sequence is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = lm()
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return self.model(x) * time[:, None, None]  # type: ignore[no-any-return]
+
+
+def _draws_time(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = module(batch["inputs"], torch.rand(len(batch["inputs"])).double())
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "attention by hand": (ByHand, {}, r"ByHand.head \(Linear\) gets other inputs .*scaled_dot_product_attention"),
+    "local positions": (LocalPositions, {}, r"LocalPositions\.places .*echelon.nn.positions"),
+    "pooling": (Pooled, {}, "Pooled gives other outputs"),
+    "a mask of local keys": (LocalMask, {}, r"over all 16 keys .* got 8 x 8 .*is_causal=True"),
+    "MultiheadAttention": (Multihead, {}, r"over 2 ranks cannot split nn\.MultiheadAttention"),
+    "convolution": (Convolved, {}, r"Convolved\.near \(Conv1d\) gives other outputs"),
+    "a function computed again": (
+        partial(Recomputed, reentrant=False),
+        {},
+        r"call Recomputed\._attention again .*checkpoint\(bl",
+    ),
+    "the same, reentrant": (partial(Recomputed, reentrant=True), {}, r"call Recomputed\._attention again .*recompute='blocks'"),
+    "length": (lm, {"length": 18}, r"dimension 1 of inputs, of shape \(2, 18\), must .* 2 x cp = 4 divides.* 16 or 20"),
+    "shift in the loss": (lm, {"loss": _shifts_itself}, r"2 x 7 targets were taken of this rank's 2 x 8 tokens"),
+    "shift in a loss by hand": (lm, {"loss": _loss_by_hand}, r"2 x 7 targets were taken of this rank"),
+    "shift of the inputs": (lm, {"loss": _cuts_inputs}, r"2 x 7 targets were taken of this rank"),
+    "a draw for each sequence": (Timed, {"loss": _draws_time}, r"Timed must get the same argument 1 .* of shape \(2,\)"),
+    "no sequence": (lm, {"batch": {"x": torch.zeros(3)}}, r"no tensor of the batch has one"),
+    "a tuple": (lm, {"batch": (torch.zeros(2, 7, dtype=torch.int64),)}, r"dimension 1 of item 0 of the batch, of shape \(2, 7\)"),
+    "ambiguous": (
+        lm,
+        {"batch": {**tokens(2, 16, 0), "image": torch.zeros(2, 3, 16)}},
+        r'image of shape \(2, 3, 16\) has that many in another .*sequence_dim=\{"inputs": 1, "targets": 1, "image": None\}',
+    ),
+}
+
+
+def _refused(case: str) -> str:
+    make, how, _ = REFUSED[case]
+    torch.manual_seed(0)
+    unit = Language(module=make().double(), layout="cp=2", **({"loss": how["loss"]} if "loss" in how else {}))
+    batch = how.get("batch") or tokens(2, how.get("length", 16), 0)
+    with pytest.raises(UsageError) as raised:
+        ech.train(unit, [batch, batch], max_epochs=1)
+    assert unit.window.updates == 0
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_split_is_refused(ranks: Ranks, case: str) -> None:
+    for message in ranks(2, _refused, case):
+        assert re.search(REFUSED[case][2], message), message
+
+
+class Weighs(Language):
+    """Counts by a function that is given."""
+
+    def __init__(self, count: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.count = count
+
+    def weight(self, data: Any) -> Any:
+        return self.count(data)
+
+
+# What a unit counts, in batches of which a part of the targets is ignored, and what is said of it.
+WEIGHTS: dict[str, tuple[Any, float, str | None]] = {
+    "targets": (lambda data: (data["targets"] != -100).sum(), 0.3, None),
+    "rows": (lambda data: len(data["inputs"]), 0.0, r"weight\(\) must give .* whole, 2 together, got 2 \+ 2\. .*leave weight"),
+    "all but each row's first": (lambda data: (data["targets"][:, 1:] != -100).sum(), 0.3, r"must give for the 2 parts"),
+}
+
+
+def _weighs(name: str) -> tuple[float, str]:
+    count, ignored, _ = WEIGHTS[name]
+    batches = [tokens(2, 16, i, ignored=ignored) for i in range(4)]
+    unit = Weighs(count, module=lm(), layout="cp=2")
+    try:
+        ech.train(unit, batches, max_epochs=1)
+    except UsageError as error:
+        return 0.0, str(error)
+    want, _, _ = plain(lm(), [[batch] for batch in batches], by_tokens=True)
+    return largest_difference(whole(unit.module), want), ""
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_of_parts_that_are_not_those_of_the_whole_are_refused(ranks: Ranks, name: str) -> None:
+    """Within a part a row's first target is no row's first."""
+    for far, said in ranks(2, _weighs, name):
+        assert far < 1e-11
+        assert re.search(WEIGHTS[name][2] or "^$", said), said
+
+
+def _compiled() -> tuple[str, float]:
+    options: dict[str, Any] = {"compile": ech.layouts.TorchCompileParams(backend="aot_eager"), "layout": "cp=2"}
+    with pytest.raises(UsageError) as raised:
+        Language(module=lm(), activation_checkpoint_params="blocks", **options)
+    batches = [[tokens(2, 16, 0)], [tokens(2, 16, 1)]]
+    unit = Language(module=lm(), **options)
+    ech.train(unit, [batch for window in batches for batch in window], max_epochs=1)
+    return str(raised.value), largest_difference(whole(unit.module), plain(lm(), batches)[0])
+
+
+@pytest.mark.full
+def test_compiled_models_train_alike_and_do_not_recompute(ranks: Ranks) -> None:
+    for message, far in ranks(2, _compiled):
+        assert message.startswith("context parallelism takes compile or recompute, got both")
+        assert far < 1e-11
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("which", ["flex_attention", "varlen_attn"])
+def test_other_kernels_are_refused(which: str) -> None:
+    from echelon.parallel.context.active import over
+    from echelon.parallel.context.attention import SplitAttention
+    from echelon.parallel.context.sequence_layout import SequenceParts
+
+    def call() -> None:
+        if which == "flex_attention":
+            from torch.nn.attention.flex_attention import flex_attention
+
+            flex_attention(*[torch.randn(1, 1, 128, 16)] * 3)
+        else:
+            from torch.nn.attention.varlen import varlen_attn
+
+            ends = torch.tensor([0, 128], dtype=torch.int32)
+            varlen_attn(*[torch.randn(128, 1, 16)] * 3, ends, ends, 128, 128)
+
+    with over(SequenceParts(0, 2)), SplitAttention(), pytest.raises(UsageError, match=f"2 ranks cannot split {which}"):
+        call()
+
+
+def _unchecked() -> tuple[bool, list[list[int]]]:
+    """Without the check, and with dimensions that are said, a batch that would be refused goes through."""
+    unit = Language(
+        module=lm(), layout=ech.Layout(cp=2, sequence_dim={"inputs": 1, "targets": 1, "image": None}, check_context=False)
+    )
+    batch = {**tokens(2, 16, 0), "image": torch.zeros(2, 3, 16)}
+    part = unit.prepared.part_of(batch)
+    ech.train(unit, [batch], max_epochs=1)
+    return unit.prepared.context is not None, [list(t.shape) for t in part.values()]
+
+
+def test_dimensions_can_be_said(ranks: Ranks) -> None:
+    for _, shapes in ranks(2, _unchecked):
+        assert shapes == [[2, 8], [2, 8], [2, 3, 16]]
+
+
+def _no_sequence(phase: str) -> tuple[str, bool]:
+    module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double()
+    unit = Regression(module=module, layout="cp=2")
+    with pytest.raises(UsageError) as caught:
+        if phase == "train":
+            ech.train(unit, [models.batch(8, 0)], max_epochs=1)
+        else:
+            ech.evaluate(unit, [models.batch(8, 0)])
+    lines = traceback.format_tb(caught.tb)
+    return str(caught.value), any("in compute_loss" in line for line in lines)
+
+
+@pytest.mark.parametrize("phase", ["train", "evaluate"])
+def test_features_taken_for_a_sequence_are_named_with_the_line_of_the_user(ranks: Ranks, phase: str) -> None:
+    for said, shows_line in ranks(2, _no_sequence, phase):
+        assert "0 (dim 1)" in said and "Layout(sequence_dim=...)" in said and "torch says: mat1 and mat2" in said
+        assert shows_line
+
+
+def _recomputed_elsewhere() -> float:
+    """On a GPU a backward pass recomputes in a thread of torch's own, where a mode of this thread does not act."""
+    unit = Language(module=lm(), layout="cp=2", activation_checkpoint_params="blocks")
+    part = unit.prepared.part_of(tokens(2, 16, 0))
+    block, made = unit.module.blocks[0], []
+    with unit.prepared.accumulate(True):
+        x = torch.randn(2, 8, 16, dtype=torch.float64)
+        here = block(x)
+        thread = threading.Thread(target=lambda: made.append(block(x)))
+        thread.start()
+        thread.join()
+    del part
+    return float((here - made[0]).abs().max())
+
+
+def test_another_thread_attends_to_all_keys_too(ranks: Ranks) -> None:
+    assert ranks(2, _recomputed_elsewhere) == [0.0, 0.0]
+
+
+def _prepared_alone(layout: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        ech.layouts.prepare_module(nn.Linear(2, 2), torch.device("cpu"), layout=layout)
+    return str(caught.value)
+
+
+def test_a_step_of_ones_own_cannot_follow_parts_of_sequences(ranks: Ranks) -> None:
+    assert all("prepare_module must have a layout without cp and pp" in said for said in ranks(2, _prepared_alone, "cp=2"))

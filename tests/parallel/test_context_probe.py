@@ -1,0 +1,497 @@
+"""Before training under context parallelism: models and losses that parts of sequences would change, where nothing shows yet.
+
+A parameter that begins at zero hides what it multiplies; losses of all kinds look alike where they are means over equal tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from tests.conftest import Ranks
+from tests.kit.context_models import LM, VOCABULARY, Language, lm, loss_of, plain, tokens
+from tests.kit.models import largest_difference, whole
+
+pytestmark = pytest.mark.standing_ranks
+
+WIDTH = 16
+
+
+class Tokenwise(nn.Module):
+    """Tokens (B, T) -> logits (B, T, V); each token by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def mix(self, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mix(self.tokens(x)))
+
+
+class ZeroPlaces(Tokenwise):
+    """As minGPT's and a ViT's: learned positions that begin at zero, of a rank's first tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(1, 64, WIDTH))
+
+    def mix(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.places[:, : h.shape[1]]
+
+
+class ZeroEmbedding(Tokenwise):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(64, WIDTH)
+        nn.init.zeros_(self.places.weight)
+
+    def mix(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.places.weight[: h.shape[1]]
+
+
+class Gated(Tokenwise):
+    """A branch that mixes tokens, behind a gate that begins at zero."""
+
+    def __init__(self, branch: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.gate, self.branch = nn.Parameter(torch.zeros(shape)), branch
+
+    def mix(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.gate * self.branch(h)
+
+
+class ZeroProjection(Tokenwise):
+    """As adaptive norms and low-rank adapters: the last matrix of a branch begins at zero."""
+
+    def __init__(self, branch: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.branch, self.out = branch, nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def mix(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.out(self.branch(h).tanh())
+
+
+class Modulated(Tokenwise):
+    """The condition of an adaptive norm is the mean of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.by = nn.LayerNorm(WIDTH, elementwise_affine=False), nn.Linear(WIDTH, 2 * WIDTH)
+        nn.init.zeros_(self.by.weight)
+        nn.init.zeros_(self.by.bias)
+
+    def mix(self, h: torch.Tensor) -> torch.Tensor:
+        scale, shift = self.by(h.mean(1, keepdim=True)).chunk(2, -1)
+        return h + self.norm(h) * scale + shift
+
+
+class ZeroConvolution(Tokenwise):
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+        nn.init.zeros_(self.near.weight)
+
+    def mix(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.near(h.mT).mT
+
+
+def _shifted(h: torch.Tensor) -> torch.Tensor:
+    return F.pad(h, (0, 0, 1, 0))[:, :-1]
+
+
+HIDDEN: dict[str, Callable[[], nn.Module]] = {
+    "positions": ZeroPlaces,
+    "an embedding of positions": ZeroEmbedding,
+    "token shift": lambda: Gated(_shifted, (WIDTH,)),
+    "a gate of one number": lambda: Gated(_shifted),
+    "cumulative sum": lambda: Gated(lambda h: h.cumsum(1), (WIDTH,)),
+    "mean": lambda: Gated(lambda h: h.mean(1, keepdim=True), (WIDTH,)),
+    "a projection of zero": lambda: ZeroProjection(lambda h: h.cumsum(1)),
+    "an adaptive norm": Modulated,
+    "a convolution": ZeroConvolution,
+}
+
+
+def _states(module: nn.Module) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    return whole(module), [p.grad is None for p in module.parameters()]
+
+
+def _refused(module: nn.Module, loss: Any = loss_of, layout: str = "cp=2", **options: Any) -> str:
+    """What is said before the first update; parameters and gradients are as before."""
+    unit = Language(module=module.double(), layout=layout, loss=loss, **options)
+    before, without = _states(unit.module)
+    with pytest.raises(UsageError) as raised:
+        ech.train(unit, [tokens(3, 32, 0), tokens(3, 32, 1)], max_epochs=1)
+    after, also = _states(unit.module)
+    assert unit.window.updates == 0
+    assert largest_difference(before, after) == 0.0 and also == without and all(also)
+    return str(raised.value)
+
+
+def _hidden(name: str, layout: str) -> str:
+    torch.manual_seed(0)
+    return _refused(HIDDEN[name](), layout=layout)
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_begins_at_zero_is_seen(ranks: Ranks, name: str) -> None:
+    for said in ranks(2, _hidden, name, "cp=2"):
+        assert "would change the model" in said, said
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2,cp=2", "tp=2,cp=2"])
+def test_of_shards_too_on_all_ranks(ranks: Ranks, layout: str) -> None:
+    said = ranks(4, _hidden, "positions", layout)
+    assert len(set(said)) == 1 and "would change the model" in said[0], said
+
+
+# --- losses
+
+
+def _per_token(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(module(batch["inputs"]).mT, batch["targets"], reduction="none")
+
+
+def _last(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(module(batch["inputs"])[:, -1], batch["targets"][:, -1])
+
+
+def _first(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(module(batch["inputs"])[:, 0], batch["targets"][:, 0])
+
+
+def _of_the_mean(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(module(batch["inputs"]).mean(1), batch["targets"][:, 0] * 0)
+
+
+def _smooth(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = module(batch["inputs"])
+    of_tokens = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+    return of_tokens + (logits[:, 1:] - logits[:, :-1]).pow(2).mean()
+
+
+def _total_variation(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = module(batch["inputs"])
+    of_tokens = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+    return of_tokens + 0.1 * (logits[:, 1:] - logits[:, :-1]).abs().mean()
+
+
+def _perplexity(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return loss_of(module, batch).exp()
+
+
+def _hardest(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return _per_token(module, batch).flatten().topk(4).values.mean()
+
+
+def _greatest(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return _per_token(module, batch).amax(1).mean()
+
+
+def _contrastive(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    vectors = F.normalize(module(batch["inputs"]).flatten(0, 1), dim=-1)
+    return F.cross_entropy(vectors @ vectors.roll(1, 0).T / 0.1, torch.arange(len(vectors)))
+
+
+def _sum(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return _per_token(module, batch).sum(1).mean()
+
+
+def _by_sequence(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    counted = batch["targets"] != -100
+    return (_per_token(module, batch).sum(1) / counted.sum(1)).mean()
+
+
+def _inside(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return module(batch["inputs"], batch["targets"])[1]  # type: ignore[no-any-return]
+
+
+class LastInside(LM):
+    """Computes a loss of the last token by itself."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+        logits = super().forward(x)
+        return logits, F.cross_entropy(logits[:, -1], y[:, -1])
+
+
+LOSSES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "last token": (lm, _last),
+    "first token": (lm, _first),
+    "of the mean": (lm, _of_the_mean),
+    "neighbours": (lm, _smooth),
+    "total variation": (lm, _total_variation),
+    "perplexity": (lm, _perplexity),
+    "hardest tokens": (lm, _hardest),
+    "greatest of each sequence": (lm, _greatest),
+    "contrastive": (lm, _contrastive),
+    "sum": (lm, _sum),
+    "last token, by the model": (LastInside, _inside),
+}
+
+
+def _loss_refused(name: str) -> str:
+    make, loss = LOSSES[name]
+    torch.manual_seed(0)
+    return _refused(make(), loss)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_are_no_means_over_tokens_are_refused(ranks: Ranks, name: str) -> None:
+    for said in ranks(2, _loss_refused, name):
+        assert re.search(r"would change the loss: .*mean over tokens", said), said
+
+
+class Transposed(LM):
+    """Gives (B, V, T), as cross_entropy takes it."""
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x, documents).mT
+
+
+def _of_transposed(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(module(batch["inputs"]), batch["targets"])
+
+
+class Flat(LM):
+    """Gives (B * T, V)."""
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x, documents).flatten(0, 1)
+
+
+def _of_flat(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(module(batch["inputs"]), batch["targets"].flatten())
+
+
+def _other_shapes() -> list[str]:
+    found = []
+    for make, loss in ((Transposed, _of_transposed), (Flat, _of_flat)):
+        torch.manual_seed(0)
+        try:
+            ech.train(Language(module=make().double(), layout="cp=2", loss=loss), [tokens(3, 64, 0)], max_epochs=1)
+            found.append("")
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_outputs_of_other_shapes_are_taken(ranks: Ranks) -> None:
+    assert ranks(2, _other_shapes) == [["", ""], ["", ""]]
+
+
+def _shifts_in_place(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    targets = F.pad(batch["inputs"], (0, 1), value=-100)[:, 1:]  # a part's last token has no next one there
+    return F.cross_entropy(module(batch["inputs"]).flatten(0, 1), targets.flatten())
+
+
+def _in_16_bits(loss: Any) -> str:
+    torch.manual_seed(0)
+    unit = Language(module=lm().bfloat16(), layout="cp=2", loss=loss)
+    try:
+        ech.train(unit, [tokens(3, 32, 0)], max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_rounding_hides_no_loss(ranks: Ranks) -> None:
+    assert all("would change the loss" in said for said in ranks(2, _in_16_bits, _shifts_in_place))
+    assert ranks(2, _in_16_bits, loss_of) == ["", ""]
+
+
+def _evaluates() -> str:
+    unit = Language(module=lm(), layout="cp=2", loss=_last)
+    with pytest.raises(UsageError) as raised:
+        ech.evaluate(unit, [tokens(2, 32, 0)])
+    return str(raised.value)
+
+
+def test_an_evaluation_is_refused_too(ranks: Ranks) -> None:
+    assert all("would change the loss" in said for said in ranks(2, _evaluates))
+
+
+def _normalised(by_tokens: bool) -> str:
+    unit = Language(module=lm(), layout="cp=2", loss=_by_sequence, by_tokens=by_tokens)
+    with pytest.raises(UsageError) as raised:
+        ech.train(unit, [tokens(3, 32, seed, ignored=0.4) for seed in range(2)], max_epochs=1)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_a_mean_for_each_sequence_is_refused_where_targets_are_ignored(ranks: Ranks, by_tokens: bool) -> None:
+    assert all("would change the loss" in said for said in ranks(2, _normalised, by_tokens))
+
+
+# --- what is right stays right
+
+
+def _label_smoothing(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits, targets = module(batch["inputs"]).flatten(0, 1), batch["targets"].flatten()
+    return F.cross_entropy(logits, targets, label_smoothing=0.1)
+
+
+def _z_loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits, targets = module(batch["inputs"]).flatten(0, 1), batch["targets"].flatten()
+    return F.cross_entropy(logits, targets) + 1e-2 * logits.logsumexp(-1).pow(2).mean()
+
+
+def _by_mask(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    counts = (batch["targets"] != -100).double()
+    return (_per_token(module, batch) * counts).sum() / counts.sum().clamp(min=1)
+
+
+FINE: dict[str, tuple[Any, float]] = {
+    "label smoothing": (_label_smoothing, 0.0),
+    "z-loss": (_z_loss, 0.0),
+    "a mask": (_by_mask, 0.5),
+    "most targets ignored": (loss_of, 0.9),
+}
+
+
+def _trains(name: str) -> float:
+    loss, ignored = FINE[name]
+    batches = [tokens(2, 32, seed, ignored=ignored) for seed in range(3)]
+    torch.manual_seed(5)
+    unit = Language(module=lm(), layout="cp=2", loss=loss, by_tokens=True)
+    ech.train(unit, batches, max_epochs=1)
+    return largest_difference(whole(unit.module), plain(lm(), [[b] for b in batches], loss=loss, by_tokens=True)[0])
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_means_over_tokens_are_taken(ranks: Ranks, name: str) -> None:
+    assert max(ranks(2, _trains, name)) < 1e-11
+
+
+class Counts(Language):
+    """Notices each call, and logs."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.calls, self.seen = 0, torch.zeros(())
+        self.kept: list[float] = []
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        self.calls += 1
+        self.seen += data["inputs"].shape[1]
+        loss, outputs = super().compute_loss(state, data)
+        self.kept.append(float(loss.detach()))
+        state.log("calls", 1.0, reduce="sum")
+        return loss, outputs
+
+
+def _calls() -> tuple[int, float, int, bool, bool]:
+    torch.manual_seed(0)
+    unit = Counts(module=lm(), layout="cp=2")
+    ech.train(unit, [tokens(2, 32, 0)] * 2, max_epochs=1)
+    return unit.calls, float(unit.seen), len(unit.kept), unit.module.training, torch.is_grad_enabled()
+
+
+def test_nothing_stays_of_the_comparison(ranks: Ranks) -> None:
+    assert ranks(2, _calls) == [(2, 32.0, 2, True, True)] * 2
+
+
+class Teaches(Language):
+    """A teacher follows within `compute_loss`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.teachers = [copy.deepcopy(lm()).requires_grad_(False)]
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        with torch.no_grad():
+            for kept in self.teachers[0].parameters():
+                kept.mul_(0.5)
+        return super().compute_loss(state, data)
+
+
+def _taught(check: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    unit = Teaches(module=lm(), layout=ech.Layout(cp=2, check_context=check))
+    ech.train(unit, [tokens(2, 32, 0)] * 2, max_epochs=1)
+    return {name: p.clone() for name, p in unit.teachers[0].named_parameters()}
+
+
+def test_a_teacher_that_follows_within_the_loss_does_not_move_in_the_comparison(ranks: Ranks) -> None:
+    for checked, unchecked in zip(ranks(2, _taught, True), ranks(2, _taught, False), strict=True):
+        assert largest_difference(checked, unchecked) == 0.0
+
+
+def _with_dropout(check: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    unit = Language(module=lm(dropout=0.3), layout=ech.Layout(cp=2, check_context=check), activation_checkpoint_params="blocks")
+    ech.train(unit, [tokens(2, 32, seed) for seed in range(2)], max_epochs=1)
+    return whole(unit.module)
+
+
+def test_training_with_the_comparison_is_bit_equal_to_training_without(ranks: Ranks) -> None:
+    for checked, unchecked in zip(ranks(2, _with_dropout, True), ranks(2, _with_dropout, False), strict=True):
+        assert largest_difference(checked, unchecked) == 0.0
+
+
+class Noisy(Language):
+    """Adds noise to what it is given, a token at a time."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        drawn = torch.randint(VOCABULARY, data["inputs"].shape)
+        inputs = torch.where(torch.rand(drawn.shape) < 0.2, drawn, data["inputs"])
+        return self.loss(self.module, {**data, "inputs": inputs}), None
+
+
+def _noise() -> int:
+    unit = Noisy(module=lm(), layout="cp=2")
+    ech.train(unit, [tokens(2, 32, seed) for seed in range(2)], max_epochs=1)
+    return unit.window.updates
+
+
+def test_a_loss_that_draws_for_each_token_is_taken(ranks: Ranks) -> None:
+    assert ranks(2, _noise) == [2, 2]
+
+
+# --- loops of one's own, whose loss is not called again
+
+
+def _own_loop(name: str) -> str:
+    torch.manual_seed(0)
+    make, loss = {**LOSSES, **{name: (lm, loss) for name, (loss, _) in FINE.items()}}[name]
+    module = make()
+    model, optimizer, loader = ech.prepare(
+        module, torch.optim.SGD(module.parameters(), 0.1), [tokens(2, 32, seed) for seed in range(2)], layout="cp=2"
+    )
+    try:
+        for batch in loader:
+            with ech.window(model) as window:
+                window.backward(loss(model, batch))
+                optimizer.step()
+    except UsageError as error:
+        return str(error)
+    far = largest_difference(whole(model), plain(make(), [[tokens(2, 32, seed)] for seed in range(2)], loss=loss)[0])
+    return f"far by {far}"
+
+
+SEEN_IN_A_LOOP = ["last token", "first token", "of the mean", "neighbours", "perplexity", "contrastive"]
+
+
+@pytest.mark.parametrize("name", SEEN_IN_A_LOOP)
+def test_in_a_loop_of_ones_own_derivatives_tell(ranks: Ranks, name: str) -> None:
+    for said in ranks(2, _own_loop, name):
+        assert "would change the loss: it must be a mean over tokens" in said, said
+
+
+@pytest.mark.parametrize("name", ["label smoothing", "z-loss"])
+def test_in_a_loop_of_ones_own_means_over_tokens_are_taken(ranks: Ranks, name: str) -> None:
+    for said in ranks(2, _own_loop, name):
+        assert said.startswith("far by "), said

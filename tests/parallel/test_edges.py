@@ -1,0 +1,211 @@
+"""Embedding and head as units of their own: which are, what the root is left, and models that read their weights elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.parallel.fsdp import embedding_and_head as edges
+from echelon.parallel.fsdp.embedding_and_head import edges_of
+from echelon.parallel.parallelize import prepare_module
+from echelon.parallel.recipe.blocks import blocks_to_shard
+from tests.conftest import Ranks
+from tests.kit.models import largest_difference, whole
+
+pytestmark = pytest.mark.standing_ranks
+
+CPU = torch.device("cpu")
+WORDS, WIDTH = 40, 8
+
+
+class Speaker(nn.Module):
+    """A language model in little, with names of its own.
+
+    Args:
+        head: "own"; "tied", one parameter with two names; "read", by a function with the embedding's weight; "before", which also
+            reads the head's weight before any layer runs; "outside", whose head is applied by the unit, in chunks.
+    """
+
+    def __init__(self, head: str = "own") -> None:
+        super().__init__()
+        self.kind = head
+        self.lexicon = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Embedding(3, WIDTH)
+        self.tower = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(3)
+        )
+        self.calm = nn.LayerNorm(WIDTH)
+        if head != "read":
+            self.speak = nn.Linear(WIDTH, WORDS, bias=False)
+        if head == "tied":
+            self.speak.weight = self.lexicon.weight
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        extra = self.speak.weight[ids] if self.kind == "before" else 0.0
+        x = self.lexicon(ids) + extra + self.places(torch.arange(ids.shape[1]))
+        for block in self.tower:
+            x = x + block(x)
+        x = self.calm(x)
+        if self.kind == "outside":
+            return x
+        return x @ self.lexicon.weight.T if self.kind == "read" else self.speak(x)
+
+
+def _speaker(head: str) -> Speaker:
+    torch.manual_seed(0)
+    return Speaker(head)
+
+
+def _whatever_their_bytes() -> Any:
+    """Context in which the layers of these small models are not too small."""
+    return mock.patch.object(edges, "_WORTH_BYTES", 0)
+
+
+def _names(model: nn.Module) -> tuple[list[str], list[str]]:
+    with _whatever_their_bytes():
+        embeddings, head = edges_of(model, blocks_to_shard(model))
+    return [n for n, _ in embeddings], [n for n, _ in head]
+
+
+def test_edges_are_found_by_structure() -> None:
+    assert _names(_speaker("own")) == (["lexicon"], ["calm", "speak"])
+    assert _names(_speaker("tied")) == ([], [])
+    assert _names(_speaker("read")) == (["lexicon"], [])
+    assert _names(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4))) == ([], [])  # no blocks: all at once
+    small = _speaker("own")
+    small.lexicon = nn.Embedding(2, WIDTH)  # not worth a collective
+    assert _names(small) == ([], ["calm", "speak"])
+
+    class Nested(nn.Module):
+        """As causal models of transformers are nested."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = _speaker("read")
+            self.score = nn.Linear(WIDTH, WORDS)
+
+    assert _names(Nested()) == (["model.lexicon"], ["model.calm", "score"])
+
+
+def test_what_has_few_bytes_stays_with_the_root() -> None:
+    model = Speaker()
+    assert edges_of(model, blocks_to_shard(model)) == ([], [])
+    model.lexicon = nn.Embedding((1 << 20) // WIDTH // 4, WIDTH)  # float32: as many as are worth it
+    assert [name for name, _ in edges_of(model, blocks_to_shard(model))[0]] == ["lexicon"]
+
+
+def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randint(WORDS, (4, 3), generator=generator), torch.randint(WORDS, (4, 3), generator=generator)) for _ in range(3)
+    ]
+
+
+class _Speaks(ech.AutoUnit[Any]):
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        out = self.module(data[0])
+        if self.module.kind == "outside":
+            out = torch.cat([chunk @ self.module.speak.weight.T for chunk in out.chunk(2)])
+        return nn.functional.cross_entropy(out.flatten(0, 1), data[1].flatten()), out
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        return torch.optim.AdamW(module.parameters(), lr=0.01), None
+
+
+def _trained(head: str, layout: Any, **options: Any) -> dict[str, torch.Tensor]:
+    with _whatever_their_bytes():
+        unit = _Speaks(module=_speaker(head), device=CPU, layout=layout, clip_grad_norm=0.5, **options)
+    rank, size = (unit.prepared.dp_rank, unit.prepared.dp_size) if layout != "none" else (0, 1)
+    data = [tuple(t.chunk(size)[rank] for t in each) for each in _batches()]
+    ech.train(unit, data, max_epochs=1)
+    ech.evaluate(unit, data)
+    ech.train(unit, data, max_epochs=2)
+    return whole(unit.module)
+
+
+HEADS = ("own", "tied", "read", "before", "outside")
+
+
+# Of each way: the layout, and options of the unit.
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fsdp": ("fsdp", {}),
+    "zero2": ("zero2", {}),
+    "prefetch": (ech.FSDPStrategy(forward_prefetch=True), {}),
+    "prefetch far": (ech.FSDPStrategy(forward_prefetch=2, backward_prefetch=2), {}),
+    "recomputed": ("fsdp", {"activation_checkpoint_params": ech.layouts.ActivationCheckpointParams()}),
+    "compiled": ("fsdp", {"torch_compile_params": ech.layouts.TorchCompileParams(backend="aot_eager")}),
+    "windows": ("fsdp", {"gradient_accumulation_steps": 2}),
+}
+# The two that fully_shard treats differently go every way; in `make test` each head goes one way, and one of them three.
+SOME = [*((head, "fsdp") for head in HEADS), ("read", "prefetch far"), ("read", "recomputed")]
+ALL = [(head, way) for head in HEADS for way in WAYS if head in ("own", "read") or way in ("fsdp", "zero2", "compiled")]
+OTHERS = [case for case in ALL if case not in SOME]
+
+
+def _train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    return {(head, way): _trained(head, WAYS[way][0], **WAYS[way][1]) for head, way in cases}
+
+
+@pytest.mark.parametrize("cases", [pytest.param(SOME, id="some"), pytest.param(OTHERS, id="others", marks=pytest.mark.full)])
+def test_they_train_as_one_process_does(ranks: Ranks, cases: list[tuple[str, str]]) -> None:
+    for (head, way), values in ranks(2, _train_all, cases, timeout_s=180)[0].items():
+        alone = _alone(head, 2 if way == "windows" else 1)
+        assert largest_difference(values, alone) < 1e-9, (head, way)
+
+
+@functools.cache
+def _alone(head: str, window: int) -> dict[str, torch.Tensor]:
+    return _trained(head, "none", gradient_accumulation_steps=window)
+
+
+def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:
+    with pytest.raises(UsageError, match="forward_prefetch must be a whole number of at least 0, got 'no'"):
+        ech.FSDPStrategy(forward_prefetch="no")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="backward_prefetch must be a whole number of at least 1, or None"):
+        ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", backward_prefetch=0)
+
+
+class _Counts(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _left_to_the_root() -> dict[str, Any]:
+    log, lines = logging.getLogger("echelon.parallel.fsdp.units"), _Counts()
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    with _whatever_their_bytes():
+        module: Any = prepare_module(_speaker("own"), CPU, layout="fsdp")
+    seen: dict[str, list[str]] = {}
+
+    def look(place: str) -> Any:
+        return lambda *_: seen.update({place: [n for n, p in module.named_parameters() if not hasattr(p, "device_mesh")]})
+
+    module.tower[1].register_forward_hook(look("block"))
+    module.speak.register_forward_hook(look("head"))
+    loss = module(_batches()[0][0]).sum()
+    outside = hasattr(module.lexicon.weight, "device_mesh")  # as the optimizer and the user see it
+    loss.backward()
+    return {"seen": seen, "lines": lines.lines, "outside": outside, "class": isinstance(module.lexicon, nn.Embedding)}
+
+
+def test_the_root_gathers_what_is_left(ranks: Ranks) -> None:
+    found = ranks(2, _left_to_the_root)[0]
+    assert found["seen"]["block"][:1] == ["places.weight"]
+    assert all(not n.startswith(("lexicon", "speak", "calm")) for n in found["seen"]["block"])
+    assert {"calm.weight", "speak.weight"} <= set(found["seen"]["head"])
+    assert found["lines"] == ["sharding 3 Sequential, lexicon, calm with speak one by one, then the rest"]
+    assert found["outside"] and found["class"]

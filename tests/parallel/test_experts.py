@@ -1,0 +1,683 @@
+"""Experts: the numbers of plain PyTorch however they are divided, balance by the whole update, checkpoints, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.contracts.run_dir import RunDir
+from tests.conftest import Ranks
+from tests.kit.models import batch, whole
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+WIDTH, EXPERTS, ROWS = 6, 4, 3
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class PlainMoE(nn.Module):
+    """What `echelon.nn.MoE` is to compute, expert by expert and token by token. Imports nothing of echelon."""
+
+    def __init__(self, experts: list[nn.Module], k: int, balance: str | None) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, len(experts), bias=False), nn.ModuleList(experts)
+        self.k, self.balance = k, balance
+        self.bias, self.load = torch.zeros(len(experts)).double(), torch.full((len(experts),), 1 / len(experts)).double()
+        self.counts, self.aux = torch.zeros(len(experts)).double(), torch.zeros(()).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        p = self.gate(x).softmax(-1)
+        out = []
+        for row, shares in zip(x, p, strict=True):
+            chosen = (shares.detach() + self.bias).topk(self.k).indices
+            self.counts[chosen] += 1
+            weights = shares[chosen] / shares[chosen].sum() if self.k > 1 else shares[chosen]
+            out.append(sum(w * self.experts[int(i)](row) for w, i in zip(weights, chosen, strict=True)))
+        if self.balance == "auxiliary":
+            self.aux = 0.01 * len(self.experts) * (self.load @ p.mean(0))
+        return torch.stack(out)
+
+    def after_update(self) -> None:
+        if self.balance == "loss_free":
+            self.bias += 0.001 * torch.sign(self.counts.mean() - self.counts)
+        self.load, self.counts = self.counts / self.counts.sum(), torch.zeros_like(self.counts)
+
+
+class Model(nn.Module):
+    def __init__(self, moe: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), moe()) for _ in range(2))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def _models(k: int, balance: Any, kind: str) -> tuple[Model, Model]:
+    """The same model twice: of ours, and plain."""
+
+    def ours() -> nn.Module:
+        experts: Any = [Expert() for _ in range(EXPERTS)] if kind == "modules" else ech.nn.GroupedExperts(WIDTH, 5, EXPERTS)
+        return ech.nn.MoE(WIDTH, experts, top_k=k, balance=balance)
+
+    torch.manual_seed(0)
+    mine = Model(ours).double()
+    plain = Model(lambda: PlainMoE([Expert() if kind == "modules" else Glu() for _ in range(EXPERTS)], k, balance)).double()
+    for a, b in zip(mine.blocks, plain.blocks, strict=True):
+        b[0].load_state_dict(a[0].state_dict())
+        b[1].gate.load_state_dict(a[1].router.gate.state_dict())
+        stacks = {n.removeprefix("each."): p for n, p in a[1].experts.named_parameters()}
+        for i, expert in enumerate(b[1].experts):
+            expert.load_state_dict({n: p[i] for n, p in stacks.items()})
+    plain.first.load_state_dict(mine.first.state_dict())
+    plain.last.load_state_dict(mine.last.state_dict())
+    return mine, plain
+
+
+class Glu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Parameter(torch.zeros(5, WIDTH)), nn.Parameter(torch.zeros(5, WIDTH))
+        self.w2 = nn.Parameter(torch.zeros(WIDTH, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (nn.functional.silu(x @ self.w1.T) * (x @ self.w3.T)) @ self.w2.T
+
+
+class Unit(Regression):
+    """The auxiliary loss is added where there is one."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, out = super().compute_loss(state, data)
+        balances = any(getattr(m, "balance", None) == "auxiliary" for m in self.module.modules())
+        return (loss + ech.nn.auxiliary_loss(self.module) if balances else loss), out
+
+
+# name: (top_k, balance, kind, options of the unit)
+CASES: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
+    "sgd": (2, "loss_free", "modules", {"lr": 0.02, "clip_grad_norm": float("inf")}),
+    "adamw, clipped": (2, "loss_free", "grouped", {"optimizer": "AdamW", "lr": 0.01, "clip_grad_norm": 0.3}),
+    "auxiliary": (2, "auxiliary", "modules", {"clip_grad_norm": 0.3}),
+    "one expert a token": (1, None, "grouped", {"lr": 0.02, "clip_grad_norm": float("inf")}),
+    "frozen router": (2, "loss_free", "modules", {"clip_grad_norm": 0.3}),
+    "recomputed": (2, "auxiliary", "grouped", {"clip_grad_norm": 0.3, "activation_checkpoint_params": "blocks"}),
+}
+UPDATES = 20
+
+
+def _windows(ranks: int) -> list[list[list[Any]]]:
+    """[update][micro-batch][rank]: 20 updates of two micro-batches of other sizes on each rank; the last is short."""
+    seed = iter(range(10_000))
+    rows = [[ROWS + (u + m + r) % 3 for r in range(4)] for u in range(UPDATES) for m in range(2)]
+    micros = [[batch(n, next(seed)) for n in row[:ranks]] for row in rows[: 2 * UPDATES - 1]]
+    return [micros[i : i + 2] for i in range(0, len(micros), 2)]
+
+
+def _freeze(model: Model, case: str) -> Model:
+    if case == "frozen router":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("gate" not in name)
+    return model
+
+
+def _plain(case: str, ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    k, balance, kind, options = CASES[case]
+    model = _freeze(_models(k, balance, kind)[1], case)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sgd = options.get("optimizer", "SGD") == "SGD"
+    opt: Any = (
+        torch.optim.SGD(trained, options.get("lr", 0.1), momentum=0.9) if sgd else torch.optim.AdamW(trained, options["lr"])
+    )
+    norms = []
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)  # an expert without tokens has a gradient of zeros: momentum moves it
+    for window in _windows(ranks):
+        x, y = (torch.cat(parts) for parts in zip(*(b for micro in window for b in micro), strict=True))
+        loss = nn.functional.mse_loss(model(x), y) + sum(block[1].aux for block in model.blocks)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(trained, options["clip_grad_norm"])))
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+        for block in model.blocks:
+            block[1].after_update()
+    named = dict(model.named_parameters())
+    found = {n: p.detach() for n, p in named.items() if ".experts." not in n}
+    for n in {n.replace(f".experts.{i}.", ".experts.#.") for n in named if ".experts." in n for i in range(EXPERTS)}:
+        if "#" in n:
+            found[n] = torch.stack([named[n.replace("#", str(i))].detach() for i in range(EXPERTS)])
+    found |= {f"bias {i}": block[1].bias for i, block in enumerate(model.blocks)}
+    return found, norms
+
+
+def _in_plain_names(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    made = {}
+    for name, value in values.items():
+        name = name.replace("router.gate", "gate").replace(".experts.each.", ".experts.#.")
+        made[name.replace(".experts.w", ".experts.#.w")] = value
+    return made
+
+
+def _ours(layout: Any, case: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    k, balance, kind, options = CASES[case]
+    model = _freeze(_models(k, balance, kind)[0], case)
+    unit = Unit(module=model, layout=layout, gradient_accumulation_steps=2, **options)
+    rank, size = unit.prepared.dp_rank, unit.prepared.dp_size
+    ech.train(unit, [micro[rank] for window in _windows(size) for micro in window], max_epochs=1)
+    got = _in_plain_names(whole(unit.module))
+    buffers = dict(unit.prepared.unwrapped.named_buffers())
+    for i, block in enumerate(unit.prepared.unwrapped.blocks):
+        bias = block[1].router.expert_bias
+        if bias is not None and f"blocks.{i}.1.router.expert_bias" not in buffers:
+            continue  # another stage's
+        got[f"bias {i}"] = torch.zeros(EXPERTS).double() if bias is None else bias.detach().clone()
+    return got, unit.norms
+
+
+def _far(layout: Any, cases: list[str], ranks: int) -> dict[str, tuple[float, float]]:
+    """For each case: how far parameters and norms are from plain PyTorch's."""
+    found = {}
+    for case in cases:
+        got, norms = _ours(layout, case)
+        want, want_norms = _plain(case, ranks)
+        if getattr(layout, "pp", 1) == 1:
+            assert got.keys() == want.keys(), got.keys() ^ want.keys()
+        assert len(norms) == UPDATES
+        far = max(float((value - want[n]).abs().max()) for n, value in got.items())
+        found[case] = (far, max(abs(a / b - 1) for a, b in zip(norms, want_norms, strict=True)))
+    return found
+
+
+# Some cases in `make test`; the others with the full suite.
+SETUPS: dict[str, tuple[int, Any, list[str], list[str]]] = {
+    "ep on two": (
+        2,
+        ech.Layout(ep=2),
+        ["sgd", "auxiliary"],
+        ["adamw, clipped", "one expert a token", "frozen router", "recomputed"],
+    ),
+    "ep two, data two": (4, ech.Layout(ep=2), [], ["adamw, clipped", "sgd", "auxiliary"]),
+    "ep on four": (4, ech.Layout(ep=4), [], ["adamw, clipped", "one expert a token"]),
+    "ep two, copies two": (4, ech.Layout(dp_replicate=2, ep=2), [], ["sgd", "adamw, clipped"]),
+    "ep two, tp two": (4, ech.Layout(ep=2, tp=2, plan={"first": "colwise_gather"}), [], ["adamw, clipped", "auxiliary"]),
+    "stages": (2, ech.Layout(pp=2), ["sgd"], ["adamw, clipped", "one expert a token", "frozen router"]),
+    "ep two, pp two": (4, ech.Layout(ep=2, pp=2), ["adamw, clipped"], ["sgd"]),
+    "ddp on two": (2, "ddp", [], ["sgd", "auxiliary"]),
+    "fsdp on two": (2, "fsdp", ["recomputed"], ["adamw, clipped"]),
+}
+ROWS_OF = [
+    pytest.param(name, cases, id=f"{name}{', more' * full}", marks=[pytest.mark.full] * full)
+    for name, (_, _, some, more) in SETUPS.items()
+    for full, cases in enumerate((some, more))
+    if cases
+]
+
+
+def test_one_process_computes_what_plain_pytorch_does() -> None:
+    for case, (far, norms) in _far(None, list(CASES), 1).items():
+        assert far < 1e-11, case
+        assert norms < 1e-11, case
+
+
+@pytest.mark.parametrize(("setup", "cases"), ROWS_OF)
+def test_twenty_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str, cases: list[str]) -> None:
+    """With accumulation, uneven micro-batches and a short last window."""
+    size, layout, *_ = SETUPS[setup]
+    for found in ranks(size, _far, layout, cases, size // getattr(layout, "tp", 1) // getattr(layout, "pp", 1)):
+        for case, (far, norms) in found.items():
+            assert far < 1e-11, (case, far)
+            assert norms < 1e-11, (case, norms)
+
+
+# --- checkpoints
+
+DATA = torch.utils.data.TensorDataset(*batch(48, 0))
+
+
+class Silent(Unit):
+    """A batch without targets counts nothing, as a language model's of prompts only."""
+
+    def weight(self, data: Any) -> float:
+        return 0.0 if bool(data[1].isnan().all()) else float(len(data[0]))
+
+
+def _one_counts_nothing() -> tuple[float, float]:
+    mine, plain = _models(2, None, "modules")
+    unit = Silent(module=mine, layout="ep=2", lr=0.02, clip_grad_norm=float("inf"))
+    batches = [batch(ROWS, seed) for seed in (0, 1)]
+    given = batches[0] if unit.prepared.dp_rank == 0 else (batches[1][0], torch.full_like(batches[1][1], float("nan")))
+    ech.train(unit, [given], max_epochs=1)
+    nn.functional.mse_loss(plain(batches[0][0]), batches[0][1]).backward()
+    return unit.norms[0], float(nn.utils.clip_grad_norm_(plain.parameters(), float("inf")))
+
+
+def test_a_rank_whose_batch_counts_nothing_computes_for_the_others(ranks: Ranks) -> None:
+    """Its own experts have others' tokens, and so gradients."""
+    for norm, want in ranks(2, _one_counts_nothing):
+        assert norm == pytest.approx(want, rel=1e-12)
+
+
+def _saver_unit(layout: Any, seed: int) -> tuple[Unit, ech.Loader]:
+    torch.manual_seed(seed)
+    experts = ech.nn.GroupedExperts(WIDTH, 5, EXPERTS)
+    model = Model(lambda: ech.nn.MoE(WIDTH, experts if seed < 0 else ech.nn.GroupedExperts(WIDTH, 5, EXPERTS))).double()
+    return Unit(module=model, layout=layout, optimizer="AdamW", lr=0.05), ech.Loader(DATA, 12, seed=1)
+
+
+def _values(unit: Unit) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and the optimizer's state, gathered, by name."""
+    module = unit.prepared.unwrapped
+    found = whole(unit.module) | {n: b.detach().clone() for n, b in module.named_buffers()}
+    names = {p: n.removeprefix("module.") for n, p in unit.module.named_parameters()}
+    for parameter, state in unit.optimizer.state.items():
+        for key, value in state.items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[f"{names[parameter]} {key}"] = full.detach().clone()
+    return found
+
+
+def _save(folder: Path, layout: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _saver_unit(layout, 0)
+    ech.train(unit, loader, max_updates=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
+    return _values(unit)
+
+
+def _restore(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
+    unit, _ = _saver_unit(layout, 7)
+    unit.configure()
+    assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
+    return _values(unit)
+
+
+def _go_on(folder: Path, layout: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _saver_unit(layout, 7)
+    assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
+    ech.train(unit, loader, max_updates=steps)
+    return _values(unit)
+
+
+def _train(layout: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _saver_unit(layout, 0)
+    ech.train(unit, loader, max_updates=steps)
+    return _values(unit)
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+@pytest.mark.parametrize(
+    ("saves", "reads"),
+    [
+        ((2, ech.Layout(ep=2)), (2, "ddp")),
+        pytest.param((2, "fsdp"), (4, ech.Layout(ep=4)), marks=pytest.mark.full),
+        pytest.param((4, ech.Layout(ep=2)), (2, ech.Layout(ep=2)), marks=pytest.mark.full),
+    ],
+    ids=["ep to ddp", "fsdp to ep", "ep with data to ep"],
+)
+def test_a_checkpoint_reads_under_another_layout(ranks: Ranks, tmp_path: Path, saves: Any, reads: Any) -> None:
+    saved = ranks(saves[0], _save, tmp_path, saves[1], 3)
+    assert any(n.endswith("experts.w1 exp_avg") for n in saved[0])
+    for got in ranks(reads[0], _restore, tmp_path, reads[1]):
+        _same(got, saved[0])
+
+
+def test_stages_read_a_checkpoint_of_any_layout(ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks(2, _save, tmp_path, ech.Layout(ep=2), 3)
+    stages = ranks(2, _restore, tmp_path, ech.Layout(pp=2))
+    assert not set(stages[0]) & set(stages[1])
+    _same(stages[0] | stages[1], saved[0])
+
+
+def _counted_in_stages(layout: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
+    unit = Silent(module=model, layout=layout, gradient_accumulation_steps=4, clip_grad_norm=float("inf"))
+    found: list[float] = []
+    routers = [part for part in unit.prepared.unwrapped.modules() if hasattr(part, "seen")]
+    data = [batch(ROWS, seed) for seed in range(8)]
+    data[3] = data[7] = data[3][0], torch.full_like(data[3][1], float("nan"))
+    for window in (data[:4], data[4:]):
+        ech.train(unit, window, max_epochs=1)
+        found.append(float(routers[0].seen.latest[-1]))
+    return found
+
+
+def test_a_micro_batch_that_counts_nothing_does_so_in_every_stage(ranks: Ranks) -> None:
+    """A stage's backward pass comes after the forward passes of other micro-batches."""
+    assert ranks(2, _counted_in_stages, ech.Layout(pp=2)) == [[3 * ROWS, 3 * ROWS]] * 2
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    layout = ech.Layout(ep=2)
+    ranks(size, _save, tmp_path, layout, 3)
+    for got, want in zip(ranks(size, _go_on, tmp_path, layout, 6), ranks(size, _train, layout, 6), strict=True):
+        _same(got, want)
+
+
+# --- loads
+
+
+def _loads(layout: Any) -> tuple[list[dict[str, torch.Tensor]], float, float]:
+    """Loads after 12 rows, and after one more, of which a second rank has none; tokens and entropy of the latter."""
+    torch.manual_seed(0)
+    unit = Unit(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double(), layout=layout)
+    loader, found = ech.Loader(torch.utils.data.Subset(DATA, range(13)), 12), []
+    for steps in (1, 2):
+        ech.train(unit, loader, max_updates=steps)
+        ech.evaluate(unit, ech.Loader(DATA, 12))
+        found.append({n.removeprefix("module."): load for n, load in ech.nn.expert_loads(unit.module).items()})
+    latest = next(m.seen.latest for m in unit.module.modules() if hasattr(m, "seen"))
+    return found, float(latest[-1]), float(latest[-2])
+
+
+@pytest.mark.parametrize("layout", [ech.Layout(ep=2), ech.Layout(pp=2)], ids=["ep", "pp"])
+def test_loads_count_each_sample_once_on_any_number_of_ranks(ranks: Ranks, layout: Any) -> None:
+    """Nothing of an evaluation, nothing of the padding that evens out the ranks; of all stages' layers on all ranks."""
+    want, tokens, entropy = _loads(None)
+    assert tokens == 1
+    for load in want[0].values():
+        assert float(load.sum()) == pytest.approx(1)
+        assert torch.equal((load * 24).round().double(), load * 24)
+    for got, *rest in ranks(2, _loads, layout):
+        assert list(got[0]) == ["blocks.0.1", "blocks.1.1"]
+        for a, b in zip(got, want, strict=True):
+            _same(a, b)
+        assert rest == [1, pytest.approx(entropy, rel=1e-12)]
+
+
+def _biases(layout: str) -> tuple[int, torch.Tensor]:
+    """Broadcasts of five updates, and what they made of the first layer's biases."""
+    torch.manual_seed(0)
+    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, bias_update_rate=0.5)).double()
+    unit = Regression(module=model, layout=layout)
+    rank, sent = dist.get_rank(), 0
+    real = dist.broadcast
+
+    def broadcast(*args: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return real(*args, **options)
+
+    with mock.patch("torch.distributed.broadcast", broadcast):
+        ech.train(unit, [batch(6, seed=10 * step + rank) for step in range(5)], max_epochs=1)
+    bias = unit.module.blocks[0][1].router.expert_bias
+    return sent, bias.clone()
+
+
+@pytest.mark.parametrize("layout", ["ep=2", "fsdp"])
+def test_biases_are_equal_on_all_ranks_without_being_sent(ranks: Ranks, layout: str) -> None:
+    """They follow from sums over all ranks: a broadcast before each forward pass would be in vain."""
+    (sent, one), (_, other) = ranks(2, _biases, layout)
+    assert sent == 0 and one.abs().sum() > 0 and torch.equal(one, other)
+
+
+def test_what_a_mask_leaves_out_is_computed_and_not_counted() -> None:
+    torch.manual_seed(0)
+    moe = ech.nn.MoE(WIDTH, ech.nn.GroupedExperts(WIDTH, 5, EXPERTS), balance="auxiliary").double()
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    mask = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])
+    y = moe(x, mask)
+    y.sum().backward()
+    assert torch.equal(y, moe(x))
+    seen = moe.router.seen.counted
+    assert float(seen[:-2].sum()) == 7 * 2
+    assert float(seen[-1]) == 7
+
+
+def test_biases_even_the_loads_out() -> None:
+    """A gate that prefers one expert for nearly all tokens."""
+    torch.manual_seed(0)
+    moe = ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, EXPERTS), top_k=1, bias_update_rate=0.005)
+    x = torch.cat([torch.randn(256, 3), torch.ones(256, 1)], 1)
+    with torch.no_grad():
+        moe.router.gate.weight[1, 3] += 2
+    before = _most(moe, x)
+    ech.train(Regression(module=nn.Sequential(moe, nn.Linear(4, 1)), lr=0.0), [(x, torch.zeros(256, 1))] * 200, max_epochs=1)
+    assert before > 3
+    assert _most(moe, x) < 2
+
+
+def _most(moe: Any, x: torch.Tensor) -> float:
+    """Largest over mean load."""
+    chosen = moe.router(x)[1]
+    return float(torch.bincount(chosen.flatten(), minlength=EXPERTS).max()) * EXPERTS / chosen.numel()
+
+
+class Forgets(Regression):
+    """Without the auxiliary loss."""
+
+
+def test_an_auxiliary_loss_that_nobody_added_is_named() -> None:
+    unit = Forgets(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double())
+    with pytest.raises(UsageError, match=r"blocks\.0\.1: balance='auxiliary' must be in the loss .*auxiliary_loss"):
+        ech.train(unit, [batch(4, 0)], max_epochs=1)
+    with pytest.raises(UsageError, match=r"must have an echelon\.nn\.MoE with balance='auxiliary', got none"):
+        ech.nn.auxiliary_loss(nn.Linear(1, 1))
+
+
+class ForgetsOnOne(Regression):
+    """With the auxiliary loss on rank 0."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        loss, out = super().compute_loss(state, data)
+        return (loss + ech.nn.auxiliary_loss(self.module) if self.prepared.dp_rank == 0 else loss), out
+
+
+def _forgotten_on_one(layout: str) -> str:
+    torch.manual_seed(0)
+    module = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double()
+    with pytest.raises(UsageError) as caught:
+        ech.train(ForgetsOnOne(module=module, layout=layout), [batch(4, seed) for seed in range(3)], max_epochs=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "ep=2"])
+def test_an_auxiliary_loss_that_one_rank_forgets_is_told_on_all(ranks: Ranks, layout: str) -> None:
+    first, second = ranks(2, _forgotten_on_one, layout)
+    assert first == second and "must be in the loss of every rank" in first
+
+
+def test_router_statistics_are_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RunDir(tmp_path).at_attempt(0).to_env().items():
+        monkeypatch.setenv(name, value)
+    unit = Unit(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double())
+    ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 3
+    assert all(1 <= record["expert_load_max"] <= EXPERTS for record in records)
+    assert all(0 < record["router_entropy"] < 1.4 for record in records)
+
+
+# --- other ways to compute the same
+
+
+def test_grouped_multiplications_are_those_one_by_one() -> None:
+    """In float32 `grouped_mm`, in float64 one by one; also for an expert without tokens, and with an expanded gradient."""
+    torch.manual_seed(0)
+    fast = ech.nn.GroupedExperts(8, 16, 3)
+    slow = copy.deepcopy(fast).double()
+    x, counts = torch.randn(10, 8), torch.tensor([4, 0, 6])
+    fast(x, counts).sum().backward()
+    slow(x.double(), counts).sum().backward()
+    assert torch.allclose(fast(x, counts).double(), slow(x.double(), counts), atol=1e-5)
+    for a, b in zip(fast.parameters(), slow.parameters(), strict=True):
+        assert torch.allclose(a.grad.double(), b.grad, atol=1e-4)
+        assert not a.grad[1].any()
+
+
+def _from_meta(layout: Any, kind: str, deferred: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    with ech.on_meta() if deferred else contextlib.nullcontext():
+        model = Model(
+            lambda: ech.nn.MoE(WIDTH, Expert if kind == "modules" else ech.nn.GroupedExperts(WIDTH, 5, EXPERTS), num_experts=4)
+        )
+    unit = Regression(module=model, layout=layout)
+    ech.train(unit, [batch(4, 0, torch.float32)], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("kind", ["modules", "grouped"])
+def test_a_model_built_without_memory_has_the_same_values(ranks: Ranks, kind: str) -> None:
+    layout = ech.Layout(ep=2)
+    plain, meta = (ranks(2, _from_meta, layout, kind, deferred) for deferred in (False, True))
+    _same(plain[0], meta[0])
+
+
+def _experts_are_units(precision: str | None) -> set[bool]:
+    """Whether `fully_shard` gathers experts by themselves; it leaves its mark on the class of what it gathers."""
+    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS))
+    unit = Regression(module=model, layout=ech.Layout(ep=2), precision=precision)
+    return {isinstance(layer.experts, FSDPModule) for layer in unit.prepared.module.modules() if isinstance(layer, ech.nn.MoE)}
+
+
+def test_experts_that_no_other_rank_has_are_not_gathered(ranks: Ranks) -> None:
+    """There is nothing to gather; but a unit is what computes them in another type than they are kept in."""
+    assert ranks(2, _experts_are_units, None) == [{False}, {False}]
+    assert ranks(2, _experts_are_units, "bf16") == [{True}, {True}]
+    assert ranks(4, _experts_are_units, None)[0] == {True}  # two ranks have the same experts
+
+
+def _by_hand() -> list[float]:
+    """A loop of one's own, with ep."""
+    torch.manual_seed(0)
+    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 12), layout=ech.Layout(ep=2))
+    losses = []
+    for x, y in loader:
+        with ech.window(model) as window:
+            loss = nn.functional.mse_loss(model(x), y)
+            window.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert len(ech.nn.expert_loads(model)) == 2
+    return losses
+
+
+def test_a_loop_of_ones_own_balances_too(ranks: Ranks) -> None:
+    assert all(len(losses) == 4 for losses in ranks(2, _by_hand))
+
+
+def test_a_step_of_ones_own_balances_by_a_call() -> None:
+    """The biases of AutoUnit's, from plain PyTorch's loop and `balance_experts`."""
+    batches = [batch(6, i) for i in range(4)]
+    torch.manual_seed(0)
+    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
+    unit = Unit(module=copy.deepcopy(model), optimizer="AdamW", lr=0.01)
+    ech.train(unit, batches, max_epochs=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for x, y in batches:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ech.nn.balance_experts(model)
+    got, want = (dict(m.named_buffers()) for m in (model, unit.module))
+    assert any(b.any() for b in want.values())
+    _same(got, want)
+
+
+# --- what cannot work
+
+
+class MixtralExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2, 4, 4))
+
+
+def _refused(model: str, **sizes: int) -> str:
+    made: dict[str, Any] = {
+        "moe": lambda: Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=6)),
+        "auxiliary": lambda: Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=6, balance="auxiliary")),
+        "dense": lambda: Model(lambda: nn.Linear(WIDTH, WIDTH)),
+        "foreign": lambda: nn.Sequential(nn.Linear(4, 1), MixtralExperts()),
+    }
+    with pytest.raises(UsageError) as caught:
+        Regression(module=made[model](), layout=ech.Layout(**sizes))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "said"),
+    [
+        ("moe", {"ep": 4}, "ep 4 does not divide the 6 experts of Model.blocks.0.1. Use an ep that divides 6."),
+        ("moe", {"ep": 3}, "ep must divide dp_shard x cp, the ranks that share parameters, got ep=3"),
+        ("dense", {"ep": 2}, "ep must be 1 for Model, which has no layer of experts that ep can divide, got 2."),
+        (
+            "foreign",
+            {"ep": 2},
+            "1 is a MixtralExperts, whose parameters are not stacked, with one for each expert in their first dim",
+        ),
+        ("auxiliary", {"pp": 2}, "pp must be 1 for Model, whose blocks.0.1 is an echelon.nn.MoE with balance='auxiliary', got 2"),
+    ],
+    ids=["experts do not divide", "ranks do not divide", "no experts", "another library's experts", "auxiliary losses in stages"],
+)
+def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: Ranks, model: str, sizes: dict[str, int], said: str) -> None:
+    assert all(said in each for each in ranks(4, _refused, model, **sizes))
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: ech.nn.MoE(4, []), "experts must be a list of modules, a function that makes one, or GroupedExperts"),
+        (lambda: ech.nn.MoE(4, Expert), "num_experts must be given with a function that makes an expert, got None"),
+        (
+            lambda: ech.nn.MoE(4, [Expert(), nn.Linear(4, 4)]),
+            "experts must be alike, got a Expert as number 0 and a Linear as number 1",
+        ),
+        (lambda: ech.nn.MoE(4, [nn.Linear(4, 4), nn.Linear(4, 5)]), r"which differ in weight: \(\(4, 4\).*\(\(5, 4\)"),
+        (lambda: ech.nn.MoE(4, [Norm()]), "an expert must have no buffers, got a Norm with norm.running_mean"),
+        (lambda: ech.nn.MoE(4, [nn.Tanh()]), "an expert must have parameters, got a Tanh"),
+        (lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), top_k=3), "top_k must be at most the number of experts, 2, got 3"),
+        (
+            lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), num_experts=3),
+            "num_experts must be the number of experts, 2, got 3",
+        ),
+        (
+            lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), balance="even"),
+            "balance must be 'loss_free', 'auxiliary' or None",
+        ),
+        (
+            lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), bias_update_rate=-1),
+            "bias_update_rate must be a number of at least 0",
+        ),
+    ],
+)
+def test_layers_that_make_no_sense_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make()

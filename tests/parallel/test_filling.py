@@ -1,0 +1,220 @@
+"""Values of a model built on the meta device: computed by one rank each, on the device, or not where a restore gives them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import CheckpointNotFoundError, UsageError
+from echelon.parallel.meta import fill, tape
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, whole
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+CPU = torch.device("cpu")
+
+
+class Various(nn.Module):
+    """Draws of many kinds, a tie, a constant, a buffer that no checkpoint has, and one that every checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+        self.last, self.again = nn.Linear(8, 1), nn.Linear(8, 1)
+        self.again.weight = self.last.weight
+        nn.init.trunc_normal_(self.blocks[0][0].weight, std=0.3)
+        nn.init.orthogonal_(self.blocks[1][0].weight)
+        self.gain = nn.Parameter(torch.randn(8) * 0.1 + torch.linspace(1.0, 2.0, 8))
+        self.register_buffer("angles", torch.arange(8).float() / 8, persistent=False)
+        self.register_buffer("seen", torch.rand(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) * self.gain + self.angles
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x) + self.again(x)
+
+
+def _made(seed: int = 5, **options: Any) -> Various:
+    torch.manual_seed(seed)
+    with ech.on_meta(**options):
+        return Various()
+
+
+def _plain(seed: int = 5) -> Various:
+    torch.manual_seed(seed)
+    return Various()
+
+
+def _values(module: nn.Module) -> dict[str, torch.Tensor]:
+    return whole(module) | {n: b.clone() for n, b in module.named_buffers()}
+
+
+class _Computed:
+    """Bytes of the values that this process computes while it is entered."""
+
+    def __enter__(self) -> _Computed:
+        self.size, self._original = 0, tape.Value.compute
+
+        def compute(value: Any, device: torch.device | None = None) -> torch.Tensor:
+            made = self._original(value, device)
+            self.size += made.nbytes
+            return made
+
+        tape.Value.compute = compute  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        tape.Value.compute = self._original  # type: ignore[method-assign]
+
+
+def _divided() -> dict[str, Any]:
+    fill.SENT_BYTES = 1
+    try:
+        found = {}
+        for layout in ("ddp", "fsdp", "zero1", "hsdp", ech.FSDPStrategy(cpu_offload=True)):
+            with _Computed() as computed:
+                unit = Regression(module=_made(5 + dist.get_rank()), layout=layout)
+            found[str(layout)] = computed.size, _values(unit.prepared.unwrapped)
+        with ech.on_meta():
+            broken = nn.Linear(3, 3)
+            broken.weight = nn.Parameter(torch.empty(3, 3))
+            broken.weight.data[0] = 1.0
+        with pytest.raises(UsageError, match="a part of it is given no value") as caught:
+            ech.layouts.prepare_module(broken, CPU, layout="ddp")
+        return found | {"error": str(caught.value)[:6]}
+    finally:
+        fill.SENT_BYTES = 1 << 20
+
+
+def test_each_value_is_computed_by_one_rank(ranks: Ranks) -> None:
+    plain = _values(_plain())
+    size = sum(t.nbytes for t in plain.values())
+    found = ranks(4, _divided)
+    assert [got.pop("error") for got in found] == ["weight"] * 4
+    for layout in found[0]:
+        assert sum(got[layout][0] for got in found) < 1.2 * size, "every value was computed by several ranks"
+        for got in found:
+            for name, value in plain.items():
+                assert torch.equal(got[layout][1][name], value), (layout, name)
+
+
+def _on_device() -> dict[str, Any]:
+    before = torch.random.get_rng_state().clone()
+    found = {}
+    for layout in ("none", "ddp", "fsdp", ech.Layout(tp=-1, plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})):
+        seed = 5 if layout == "none" else 5 + dist.get_rank()
+        unit = Regression(module=_made(seed, on_device=True), layout=layout)
+        found[str(layout)[:6]] = _values(unit.prepared.unwrapped)
+    return found | {"draws": not torch.equal(before, torch.random.get_rng_state())}
+
+
+def test_values_computed_on_the_device_are_the_same_on_any_ranks(ranks: Ranks) -> None:
+    found = ranks(2, _on_device)
+    alone, plain = _values(Regression(module=_made(on_device=True)).module), _values(_plain())
+    for got in found:
+        got.pop("draws")
+        for layout, values in got.items():
+            assert values.keys() == alone.keys()
+            for name, value in values.items():
+                assert torch.equal(value, alone[name]), (layout, name)
+    for name, value in alone.items():
+        assert value.isfinite().all() and (name in ("angles",) or not torch.equal(value, plain[name])), name
+    assert torch.allclose(alone["blocks.1.0.weight"] @ alone["blocks.1.0.weight"].T, torch.eye(8), atol=1e-5)
+    assert 0.05 < float(alone["blocks.0.0.weight"].std()) < 0.6
+    assert torch.equal(alone["last.weight"], alone["again.weight"]) if "again.weight" in alone else True
+
+
+def test_recording_for_a_device_draws_nothing() -> None:
+    torch.manual_seed(5)
+    with ech.on_meta(on_device=True):
+        nn.Linear(1000, 1000)
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    torch.randint(2**62, ())
+    assert torch.equal(torch.rand(1), after)
+
+
+def _data(unit: Any, dtype: torch.dtype = torch.float32) -> list[Any]:
+    return [batch(4, i, dtype) for i in range(2)]
+
+
+def _restored(folder: str, layout: Any) -> dict[str, Any]:
+    saved = Regression(module=_plain(), layout=layout, optimizer="AdamW")
+    ech.train(saved, _data(saved), max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
+    want = _values(saved.prepared.unwrapped)
+    found: dict[str, Any] = {}
+    with _Computed() as computed:
+        unit = Regression(module=_made(9, restores=True), layout=layout, optimizer="AdamW")
+        found["nan before"] = all(
+            bool(p.isnan().all()) for p in (getattr(q, "_local_tensor", q) for q in unit.module.parameters()) if p.numel()
+        )
+        ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
+    found["computed"] = computed.size
+    found["equal"] = largest_difference(_values(unit.prepared.unwrapped), want)
+    ech.train(unit, _data(unit), max_epochs=2)
+    found["trained"] = all(bool(v.isfinite().all()) for v in _values(unit.prepared.unwrapped).values())
+
+    # Nothing to restore: the values of its initialisation, in the first forward pass at the latest.
+    late = Regression(module=_made(5, restores=True), layout=layout)
+    found["nothing there"] = ech.DistributedCheckpointSaver.restore_from_latest(f"{folder}/none", late)
+    try:
+        ech.DistributedCheckpointSaver.restore(f"{folder}/none", late)
+    except CheckpointNotFoundError:
+        found["raised"] = True
+    late.module(batch(4, 0, torch.float32)[0])
+    late.prepared.reshard()
+    found["initial"] = largest_difference(_values(late.prepared.unwrapped), _values(_plain()))
+
+    trained = Regression(module=_made(5, restores=True), layout=layout)
+    ech.train(trained, _data(trained), max_epochs=1)
+    plain = Regression(module=_plain(), layout=layout)
+    ech.train(plain, _data(plain), max_epochs=1)
+    found["as plain"] = largest_difference(_values(trained.prepared.unwrapped), _values(plain.prepared.unwrapped))
+    return found
+
+
+def _restore_all(folder: str) -> dict[str, Any]:
+    return {name: _restored(f"{folder}/{name}", name) for name in ("fsdp", "ddp")}
+
+
+def test_what_a_restore_gives_is_not_computed(ranks: Ranks, tmp_path: Path) -> None:
+    for layout, got in ranks(2, _restore_all, str(tmp_path))[0].items():
+        assert got["nan before"], layout
+        assert got["computed"] < 100, layout  # the buffers
+        assert got["equal"] == got["initial"] == got["as plain"] == 0.0, (layout, got)
+        assert got["trained"] and got["raised"] and got["nothing there"] is False, layout
+
+
+def test_what_a_restore_lacks_is_computed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole_state = {n: torch.full_like(p, 0.5) for n, p in _plain().state_dict().items()}
+    part = {n: p for n, p in whole_state.items() if not n.startswith("blocks.1")}
+    torch.save(part, tmp_path / "weights.pt")
+    unit = Regression(module=_made(restores=True))
+    with caplog.at_level(logging.WARNING):
+        ech.DistributedCheckpointSaver.restore(
+            tmp_path / "weights.pt", unit, restore_options=ech.callbacks.RestoreOptions(strict=False)
+        )
+    plain = _plain()
+    for name, value in unit.module.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name] if name.startswith("blocks.1") else whole_state[name]), name
+    assert "not restored, so these have the values of their initialisation: blocks.1.0.weight" in caplog.text
+
+
+def test_averages_begin_with_values() -> None:
+    averages = ech.units.SWAParams(0, 1, averaging_method="ema", ema_decay=0.9)
+    unit = Regression(module=_made(restores=True), swa_params=averages)
+    ech.train(unit, _data(unit), max_epochs=1)
+    assert unit.swa_model is not None
+    state: Any = unit.swa_model.state_dict()
+    assert all(bool(v.isfinite().all()) for v in state.values() if isinstance(v, torch.Tensor))

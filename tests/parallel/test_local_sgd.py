@@ -1,0 +1,413 @@
+"""Workers that meet every so many updates: the averages of plain PyTorch, checkpoints at any step, what is shown, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import CheckpointCorruptError, UsageError
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+CPU = torch.device("cpu")
+UPDATES = 20
+DATA = torch.utils.data.TensorDataset(*batch(24, 0))
+
+
+def _rows(update: int, micro: int, rank: int) -> int:
+    """Of each micro-batch: other numbers for each rank and update."""
+    return 2 + (update + 2 * micro + rank) % 3
+
+
+def _batches(rank: int, even: bool) -> list[list[Any]]:
+    """[update][micro-batch]; the last update has one alone."""
+    made = [[batch(3 if even else _rows(u, m, rank), 1000 * rank + 2 * u + m) for m in range(2)] for u in range(UPDATES)]
+    made[-1].pop()
+    return made
+
+
+def _optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
+    if kind == "SGD":
+        return torch.optim.SGD(parameters, 0.1)
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9) if kind == "momentum" else torch.optim.AdamW(parameters, 0.01)
+
+
+def _plain(
+    ranks: int, every: int, kind: str, even: bool, clip: float, outer: Callable[[Any], torch.optim.Optimizer] | None = None
+) -> dict[str, torch.Tensor]:
+    """One process of plain PyTorch computes all workers in turn."""
+    workers = [net() for _ in range(ranks)]
+    optimizers = [_optimizer(kind, worker.parameters()) for worker in workers]
+    anchor = [nn.Parameter(p.detach().clone()) for p in workers[0].parameters()]
+    outside = outer(anchor) if outer is not None else None
+    seen = [0] * ranks
+    for u in range(UPDATES):
+        for r, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            x, y = (torch.cat(parts) for parts in zip(*_batches(r, even)[u], strict=True))
+            nn.functional.mse_loss(worker(x), y).backward()
+            nn.utils.clip_grad_norm_(worker.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen[r] += len(x)
+        if (u + 1) % every == 0 or u + 1 == UPDATES:
+            with torch.no_grad():
+                for i, start in enumerate(anchor):
+                    mine = [list(worker.parameters())[i] for worker in workers]
+                    mean = sum(p * n for p, n in zip(mine, seen, strict=True)) / sum(seen)
+                    start.grad = start - mean
+                    if outside is None:
+                        start.copy_(mean)
+                if outside is not None:
+                    outside.step()
+                for worker in workers:
+                    for p, start in zip(worker.parameters(), anchor, strict=True):
+                        p.copy_(start)
+            seen = [0] * ranks
+    return {n: p.detach() for n, p in workers[0].named_parameters()}
+
+
+class Unit(Regression):
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return _optimizer(self.kind, module.parameters()), None
+
+
+def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n.removeprefix("module."): p.detach().clone() for n, p in module.named_parameters()}
+
+
+def _ours(layout: Any, kind: str, even: bool, clip: float) -> dict[str, torch.Tensor]:
+    unit = Unit(module=net(), layout=layout, optimizer=kind, gradient_accumulation_steps=2, clip_grad_norm=clip)
+    ech.train(unit, [b for window in _batches(unit.prepared.dp_rank, even) for b in window], max_epochs=1)
+    return _parameters(unit.module)
+
+
+def _nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+CASES: dict[str, tuple[Any, int, Any, str, bool, float]] = {
+    "average every third": (ech.layouts.LocalSGDStrategy(every=3), 3, None, "AdamW", False, 0.3),
+    "average every seventh, momentum": (ech.layouts.LocalSGDStrategy(every=7), 7, None, "momentum", False, float("inf")),
+    "diloco": (ech.layouts.DiLoCoStrategy(every=4), 4, _nesterov, "AdamW", False, 0.3),
+    "diloco with adamw outside": (
+        ech.layouts.DiLoCoStrategy(every=4, outer_optimizer=_adam),
+        4,
+        _adam,
+        "AdamW",
+        False,
+        float("inf"),
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_twenty_updates_are_those_of_plain_workers(ranks: Ranks, size: int) -> None:
+    """With accumulation, micro-batches of other sizes on each rank, clipping, a short last window."""
+    for case, (layout, every, outer, kind, even, clip) in CASES.items():
+        want = _plain(size, every, kind, even, clip, outer)
+        for got in ranks(size, _ours, layout, kind, even, clip):
+            assert largest_difference(got, want) < 1e-11, case
+
+
+@pytest.mark.parametrize(("kind", "even"), [("SGD", False), ("momentum", True)])
+def test_an_average_after_every_update_is_ddp_for_sgd(ranks: Ranks, kind: str, even: bool) -> None:
+    """Also where ranks have other numbers of samples; with momentum, where they have as many."""
+    want = ranks(2, _ours, "ddp", kind, even, float("inf"))
+    for layout in (ech.layouts.LocalSGDStrategy(every=1), ech.layouts.DiLoCoStrategy(1, outer_optimizer=_plain_sgd)):
+        for got in ranks(2, _ours, layout, kind, even, float("inf")):
+            assert largest_difference(got, want[0]) < 1e-11
+
+
+def _plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+# --- what travels
+
+
+class Quiet(Unit):
+    may_stop = False  # its hook asks for no stop, so no step waits for an answer
+
+
+def _messages(layout: Any, updates: int) -> int:
+    """Collectives of a run, by whomever."""
+    unit, calls = Quiet(module=net(), layout=layout, optimizer="SGD"), []
+
+    def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(collective)
+            return collective(*args, **options)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_into_tensor"):
+            patches.enter_context(mock.patch(f"torch.distributed.{name}", counted(getattr(dist, name))))
+        ech.train(unit, [batch(4, i) for i in range(updates)], max_epochs=1)
+    return len(calls)
+
+
+def test_nothing_travels_between_meetings(ranks: Ranks) -> None:
+    """Twenty updates more send as little as ten: what a run sends when it begins and ends."""
+    few, many = (ranks(2, _messages, ech.layouts.LocalSGDStrategy(every=100), n) for n in (10, 30))
+    assert few[0] > 0
+    assert few == many
+    assert ranks(2, _messages, ech.layouts.LocalSGDStrategy(every=1), 10)[0] >= few[0] + 9
+
+
+# --- checkpoints
+
+
+def _unit(layout: Any, seed: int) -> tuple[Unit, ech.Loader]:
+    return Unit(module=net(seed), layout=layout, optimizer="AdamW"), ech.Loader(DATA, 8, seed=1)
+
+
+def _train(folder: Path | None, layout: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _unit(layout, 0)
+    saver = [ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)] if folder is not None else []
+    ech.train(unit, loader, max_updates=steps, callbacks=saver)
+    return _parameters(unit.module)
+
+
+def _resume(folder: Path, step: int, layout: Any, steps: int) -> dict[str, torch.Tensor]:
+    unit, loader = _unit(layout, 7)
+    ech.DistributedCheckpointSaver.restore(str(folder / f"step-{step:08d}"), unit, train_dataloader=loader)
+    ech.train(unit, loader, max_updates=steps)
+    return _parameters(unit.module)
+
+
+class Uneven(Unit):
+    """Weighs its batches unlike the other worker, and each unlike the one before."""
+
+    def weight(self, data: Any) -> float:
+        return float(data[0].abs().sum())
+
+
+def _uneven(folder: Path, step: int, layout: Any) -> dict[str, torch.Tensor]:
+    unit, loader = Uneven(module=net(0), layout=layout, optimizer="AdamW"), ech.Loader(DATA, 8, seed=1)
+    if step:
+        ech.DistributedCheckpointSaver.restore(str(folder / f"step-{step:08d}"), unit, train_dataloader=loader)
+    saver = [] if step else [ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)]
+    ech.train(unit, loader, max_updates=8, callbacks=saver)
+    return _parameters(unit.module)
+
+
+@pytest.mark.parametrize(
+    "layout", [ech.layouts.LocalSGDStrategy(every=3), ech.layouts.DiLoCoStrategy(every=3)], ids=["average", "diloco"]
+)
+def test_workers_that_weigh_differently_resume_bit_equal(ranks: Ranks, tmp_path: Path, layout: Any) -> None:
+    want = ranks(2, _uneven, tmp_path, 0, layout)[0]
+    for step in (2, 4, 7):
+        for got in ranks(2, _uneven, tmp_path, step, layout):
+            assert all(torch.equal(got[n], want[n]) for n in got), step
+
+
+@pytest.mark.parametrize(
+    "layout", [ech.layouts.LocalSGDStrategy(every=3), ech.layouts.DiLoCoStrategy(every=3)], ids=["average", "diloco"]
+)
+def test_a_resumed_run_is_bit_equal_at_any_step(ranks: Ranks, tmp_path: Path, layout: Any) -> None:
+    """Between two meetings, at one, and with the meeting at the end; saving changes nothing."""
+    want = ranks(2, _train, None, layout, 8)
+    assert all(torch.equal(want[0][n], want[1][n]) for n in want[0])
+    saved = ranks(2, _train, tmp_path, layout, 8)
+    assert all(torch.equal(want[0][n], saved[0][n]) for n in want[0])
+    for step in (2, 3, 4, 7):
+        for got in ranks(2, _resume, tmp_path, step, layout, 8):
+            assert all(torch.equal(got[n], want[0][n]) for n in got), step
+
+
+@pytest.mark.parametrize(
+    "layout", [ech.layouts.LocalSGDStrategy(every=5), ech.layouts.DiLoCoStrategy(every=5)], ids=["average", "diloco"]
+)
+def test_a_checkpoint_holds_what_a_meeting_would_have_given(ranks: Ranks, tmp_path: Path, layout: Any) -> None:
+    """The end of training is a meeting: that of a run which ends there. Other layouts and numbers of ranks read it."""
+    ranks(2, _train, tmp_path, layout, 8)
+    for step in (3, 7):
+        want = ranks(2, _train, None, layout, step)[0]
+        for size, reader in ((1, "none"), (2, "fsdp"), (4, layout)):
+            got = ranks(size, _read_whole, tmp_path, step, reader)[0]
+            assert all(torch.equal(got[n], want[n]) for n in want), (step, reader)
+
+
+def _read_whole(folder: Path, step: int, layout: Any) -> dict[str, torch.Tensor]:
+    unit, _ = _unit(layout, 7)
+    ech.DistributedCheckpointSaver.restore(str(folder / f"step-{step:08d}"), unit)
+    return {
+        n.removeprefix("module."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for n, p in unit.module.named_parameters()
+    }
+
+
+VALID: dict[str, Any] = {"since": 1, "weight": 4.0, "values": {}, "optimizer": {}, "anchor": {}, "outer": {}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"since": "1"}, "a state of workers that is not valid"),
+        ({"since": -1}, "a worker with 4.0 samples in -1 updates"),
+        ({"weight": float("nan")}, "a worker with nan samples in 1 updates"),
+        ({"values": {"last.weight": torch.zeros(2, 8)}}, "holds 'last.weight' of a worker, which does not fit"),
+        ({"anchor": {"no": torch.zeros(1)}}, "holds 'no' of a worker, which does not fit"),
+        ({"outer": {"state": 3}}, "a worker's optimizer that is not valid"),
+    ],
+)
+def test_a_forged_state_of_a_worker_is_refused(wrong: dict[str, Any], said: str) -> None:
+    unit = Unit(module=net(), layout="diloco", optimizer="SGD")
+    unit.configure()
+    unit.prepared.load_extras({"worker": VALID})
+    with pytest.raises(CheckpointCorruptError, match=said):
+        unit.prepared.load_extras({"worker": VALID | wrong})
+
+
+# --- evaluation
+
+
+class Looks(Unit):
+    """Remembers the parameters that it evaluates with, and those that it trains."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.evaluated: list[Any] = []
+
+    def on_eval_step_end(self, state: ech.State, data: Any, step: int, loss: torch.Tensor, outputs: Any) -> None:
+        self.evaluated.append(_parameters(self.module))
+
+
+def _evaluated(layout: Any, evaluates: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    unit = Looks(module=net(), layout=layout, optimizer="AdamW")
+    loader, other = ech.Loader(DATA, 8, seed=1), ech.Loader(DATA, 24)
+    if evaluates:
+        ech.fit(unit, loader, other, max_updates=8, evaluate_every_n_updates=2)
+    else:
+        ech.train(unit, loader, max_updates=8)
+    return unit.evaluated, _parameters(unit.module)
+
+
+def test_all_ranks_evaluate_the_same_and_train_on_with_their_own(ranks: Ranks) -> None:
+    layout = ech.layouts.DiLoCoStrategy(every=3)
+    (first, end), (second, _) = ranks(2, _evaluated, layout, True)
+    assert len(first) == len(second) > 3
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(first, second, strict=True) for n in a)
+    assert any(not torch.equal(first[0][n], first[1][n]) for n in first[0])
+    _, plain = ranks(2, _evaluated, layout, False)[0]
+    assert all(torch.equal(end[n], plain[n]) for n in end)
+
+
+# --- the rest
+
+
+def _stop(layout: Any) -> int:
+    """Rank 1 alone asks to stop, in its second step."""
+
+    class Stops(Quiet):
+        def compute_loss(self, state: ech.State, data: Any) -> Any:
+            if self.prepared.dp_rank == 1 and self.train_progress.num_steps_completed == 1:
+                state.stop()
+            return super().compute_loss(state, data)
+
+    unit = Stops(module=net(), layout=layout, optimizer="SGD")
+    ech.train(unit, [batch(4, i) for i in range(20)], max_epochs=1)
+    return unit.train_progress.num_steps_completed
+
+
+def test_a_stop_is_agreed_on_at_the_next_meeting(ranks: Ranks) -> None:
+    assert ranks(2, _stop, ech.layouts.LocalSGDStrategy(every=4)) == [4, 4]
+
+
+def _tail(layout: Any) -> dict[str, torch.Tensor]:
+    """Five samples in batches of four: the second update has one sample, and rank 1 none."""
+    unit = Unit(module=net(), layout=layout, optimizer="SGD")
+    ech.train(unit, ech.Loader(torch.utils.data.Subset(DATA, range(5)), 4), max_epochs=2)
+    return _parameters(unit.module)
+
+
+def test_a_worker_without_samples_counts_nothing(ranks: Ranks) -> None:
+    want = ranks(2, _tail, "ddp")
+    for got in ranks(2, _tail, ech.layouts.LocalSGDStrategy(every=1)):
+        assert largest_difference(got, want[0]) < 1e-12
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 1), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.norm(x))
+
+
+def _buffers() -> tuple[torch.Tensor, torch.Tensor, int]:
+    torch.manual_seed(0)
+    unit = Unit(module=Counting().double(), layout=ech.layouts.LocalSGDStrategy(every=2), optimizer="SGD")
+    rank = unit.prepared.dp_rank
+    batches = [batch(4, 10 * rank + i) for i in range(2)]
+    ech.train(unit, batches, max_epochs=1)
+    alone = nn.BatchNorm1d(4).double()
+    for x, _ in batches:
+        alone(x)
+    norm = unit.prepared.unwrapped.norm
+    return alone.running_mean, norm.running_mean.clone(), int(norm.num_batches_tracked)
+
+
+def test_buffers_are_averaged(ranks: Ranks) -> None:
+    (a, got, count), (b, other, _) = ranks(2, _buffers)
+    assert torch.allclose(got, (a + b) / 2, atol=1e-12, rtol=0)
+    assert torch.equal(got, other)
+    assert count == 2
+
+
+def _refused(what: str) -> str:
+    options: dict[str, Any] = {
+        "fp16": {"precision": "fp16"},
+        "averages": {"swa_params": ech.units.SWAParams(1, 1)},
+        "bitwise": {"deterministic": "bitwise"},
+    }.get(what, {})
+    with pytest.raises(UsageError) as caught:
+        if what == "prepare_module":
+            ech.layouts.prepare_module(net(), CPU, layout="local_sgd")
+        Unit(module=net(), layout="diloco", device=CPU, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("fp16", "precision must not be 'fp16' under 'diloco'"),
+        ("averages", "ema must be None under 'diloco'"),
+        ("bitwise", "bit-equal training is the same on any number of ranks, which 'diloco' is not"),
+        ("prepare_module", "prepare_module knows of no updates"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(ranks: Ranks, what: str, said: str) -> None:
+    assert all(said in each for each in ranks(2, _refused, what))
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(UsageError, match="every must be a whole number of at least 1, got 0"):
+        ech.layouts.LocalSGDStrategy(every=0)
+    with pytest.raises(UsageError, match="outer_optimizer must be a function of a list of parameters, or None, got 'SGD'"):
+        ech.layouts.DiLoCoStrategy(outer_optimizer="SGD")  # type: ignore[arg-type]
+
+
+def test_one_process_trains_as_ever() -> None:
+    want = _ours(None, "AdamW", True, 0.3)
+    assert largest_difference(_ours("local_sgd", "AdamW", True, 0.3), want) == 0
+    assert copy.deepcopy(want).keys() == want.keys()

@@ -1,0 +1,604 @@
+"""Ranks that stand differently where the library has them meet: all end with the same error or go on alike, and none hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import echelon as ech
+from echelon.contracts.errors import RankFailedError
+from echelon.loop.callbacks import EarlyStopping
+from echelon.loop.early_stop import EarlyStopChecker
+from echelon.loop.trainer.rank import kept_global_batch
+from tests.conftest import Ranks
+from tests.kit.models import whole
+from tests.kit.units import Regression
+
+STEPS = 4
+Case = Callable[[str, Path], Any]
+
+
+def _odd() -> bool:
+    return dist.get_rank() == 1
+
+
+class _Two(nn.Module):
+    """A layer that a pass may leave out, and frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spare, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(self.spare(x) if spare else x)
+
+
+class _Unit(Regression):
+    def __init__(self, layout: Any, **options: Any) -> None:
+        torch.manual_seed(0)
+        super().__init__(module=_Two().double(), layout=layout, **options)
+
+    def step(self) -> int:
+        return self.train_progress.num_steps_completed
+
+
+def _data(count: int = STEPS, rows: int = 4) -> list[Any]:
+    torch.manual_seed(dist.get_rank())
+    return [(torch.randn(rows, 3).double(), torch.randn(rows, 1).double()) for _ in range(count)]
+
+
+def _train(unit: Any, data: Any = None, **options: Any) -> Any:
+    ech.train(unit, _data() if data is None else data, max_epochs=1, **options)
+    return unit
+
+
+# --- the ways in which a rank may stand alone
+
+
+def _frozen(layout: str, folder: Path) -> Any:
+    torch.manual_seed(0)
+    module = _Two().double()
+    module.spare.weight.requires_grad_(not _odd())
+    unit = Regression(module=module, layout=layout)
+    return _train(unit)
+
+
+def _at(hook: str, act: Callable[[Any, Any], Any]) -> ech.Callback:
+    """A callback of all ranks that does something on one."""
+
+    def on(self: Any, state: Any, unit: Any) -> None:
+        if _odd():
+            act(state, unit)
+
+    made: ech.Callback = type("At", (ech.Callback,), {hook: on})()
+    return made
+
+
+def _frozen_later(layout: str, folder: Path) -> Any:
+    def freeze(state: Any, unit: Any) -> None:
+        if unit.step() == 1:
+            dict(unit.prepared.named_parameters())["spare.weight"].requires_grad_(False)
+
+    return _train(_Unit(layout), callbacks=[_at("on_train_step_end", freeze)])
+
+
+def _trains(unit: Any, name: str, *, so: bool) -> None:
+    for each, parameter in unit.prepared.named_parameters():
+        if each.startswith(name):
+            parameter.requires_grad_(so)
+
+
+def _unfrozen_later(layout: str, folder: Path, *, hook: str = "on_train_step_end") -> Any:
+    torch.manual_seed(0)
+    module = _Two().double()
+    module.spare.requires_grad_(False)
+    unit = Regression(module=module, layout=layout)
+    thaw = _at(hook, lambda state, unit: _trains(unit, "spare", so=unit.train_progress.num_steps_completed > 0))
+    ech.train(unit, _data(), max_epochs=2, callbacks=[thaw])
+    return unit
+
+
+def _unfrozen_with_an_epoch(layout: str, folder: Path) -> Any:
+    return _unfrozen_later(layout, folder, hook="on_train_epoch_start")
+
+
+class _Wide(nn.Module):
+    """Its blocks are gathered, and reduced, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 16), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def _block_frozen_later(layout: str, folder: Path) -> Any:
+    torch.manual_seed(0)
+    unit = Regression(module=_Wide().double(), layout=layout)
+    freeze = _at("on_train_step_end", lambda state, unit: _trains(unit, "blocks.1", so=False))
+    return _train(unit, callbacks=[freeze])
+
+
+class _Freezes(_Unit):
+    """Within a step, where no rank hears of another before the backward pass."""
+
+    everywhere = False
+
+    def weight(self, data: Any) -> Any:
+        if self.step() in (2, 3) and (_odd() or self.everywhere):
+            _trains(self, "spare", so=self.step() == 3)
+        return super().weight(data)
+
+
+class _FreezesEverywhere(_Freezes):
+    everywhere = True
+
+
+def _frozen_in_a_step(layout: str, folder: Path) -> Any:
+    return _train(_Freezes(layout))
+
+
+def _frozen_in_a_step_everywhere(layout: str, folder: Path) -> Any:
+    return _train(_FreezesEverywhere(layout))
+
+
+def _other_model(layout: str, folder: Path, *, how: str) -> Any:
+    torch.manual_seed(0)
+    names = ["a", "b"] if how != "order" or _odd() else ["b", "a"]
+    with ech.on_meta() if how == "meta" and _odd() else contextlib.nullcontext():
+        module = nn.Sequential(OrderedDict((name, nn.Linear(3, 3)) for name in names))
+        if how == "more" and _odd():
+            module.append(nn.Linear(3, 3))
+    module = module.to(torch.float32 if how == "dtype" and _odd() else torch.float64)
+    return _train(Regression(module=module, layout=layout))
+
+
+def _of_another_order(layout: str, folder: Path) -> Any:
+    return _other_model(layout, folder, how="order")
+
+
+def _of_another_type(layout: str, folder: Path) -> Any:
+    return _other_model(layout, folder, how="dtype")
+
+
+def _with_more_layers(layout: str, folder: Path) -> Any:
+    return _other_model(layout, folder, how="more")
+
+
+def _on_meta(layout: str, folder: Path) -> Any:
+    return _other_model(layout, folder, how="meta")
+
+
+class _Skips(_Unit):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        out = self.module(data[0], not _odd() or self.step() < 2)
+        return nn.functional.mse_loss(out, data[1]), out
+
+
+def _no_gradient(layout: str, folder: Path) -> Any:
+    return _train(_Skips(layout))
+
+
+class _Logs(_Unit):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        loss, out = super().compute_loss(state, data)
+        if _odd() == (str(state.active_phase) == "train"):
+            state.log("mine", loss)
+        return loss, out
+
+
+def _logs(layout: str, folder: Path) -> Any:
+    return _train(_Logs(layout))
+
+
+def _logs_in_evaluation(layout: str, folder: Path) -> Any:
+    unit = _Unit(layout)
+
+    class Logs(_Unit):
+        def on_eval_step_end(self, state: Any, *rest: Any) -> None:
+            if _odd():
+                state.log("mine", 1.0)
+
+    unit = Logs(layout)
+    ech.evaluate(unit, _data())
+    return unit
+
+
+def _evaluates_alone(layout: str, folder: Path) -> Any:
+    unit = _train(_Unit(layout))
+    if not _odd():
+        ech.evaluate(unit, _data())
+    return _train(unit)
+
+
+class _Own(ech.TrainUnit[Any], ech.EvalUnit[Any]):
+    """Steps by itself, and evaluates without meeting anyone but for what it logs."""
+
+    def __init__(self, layout: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.module = ech.layouts.prepare_module(_Two().double(), torch.device("cpu"), layout=layout)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def eval_step(self, state: Any, data: Any) -> Any:
+        state.log("off", data[0].sum())
+
+
+def _own_evaluates_alone(layout: str, folder: Path) -> Any:
+    unit = _Own(layout)
+    _train(unit)
+    if not _odd():
+        ech.evaluate(unit, _data())
+    return _train(unit)
+
+
+def _empty_batch(layout: str, folder: Path) -> Any:
+    data = _data()
+    if _odd():
+        data[2] = (data[2][0][:0], data[2][1][:0])
+    return _train(_Unit(layout), data)
+
+
+def _shorter(layout: str, folder: Path) -> Any:
+    return _train(_Unit(layout), _data(STEPS - _odd()))
+
+
+def _shorter_iterator(layout: str, folder: Path) -> Any:
+    return _train(_Unit(layout), iter(_data(STEPS - _odd())))
+
+
+class _Detached(_Unit):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        loss, out = super().compute_loss(state, data)
+        return (loss.detach() if _odd() and self.step() == 2 else loss), out
+
+
+def _loss_without_gradient(layout: str, folder: Path) -> Any:
+    return _train(_Detached(layout))
+
+
+def _other_rate(layout: str, folder: Path) -> Any:
+    return _train(_Unit(layout, lr=0.2 if _odd() else 0.1))
+
+
+def _other_rate_later(strategy: str, folder: Path) -> Any:
+    def slow(state: Any, unit: Any) -> None:
+        unit.optimizer.param_groups[0]["lr"] = 0.05
+
+    unit = _Unit(strategy)
+    ech.train(unit, _data(), max_epochs=2, callbacks=[_at("on_train_epoch_end", slow)])
+    return unit
+
+
+class _Grouped(_Unit):
+    def configure_optimizers_and_lr_scheduler(self, module: Any) -> Any:
+        named = dict(module.named_parameters())
+        spare = [p for n, p in named.items() if "spare" in n]
+        rest = [p for n, p in named.items() if "spare" not in n]
+        return torch.optim.SGD([{"params": rest}, *([] if _odd() else [{"params": spare}])], lr=0.1), None
+
+
+def _without_group(layout: str, folder: Path) -> Any:
+    return _train(_Grouped(layout))
+
+
+class _OtherKind(_Unit):
+    def configure_optimizers_and_lr_scheduler(self, module: Any) -> Any:
+        return (torch.optim.AdamW if _odd() else torch.optim.SGD)(module.parameters(), lr=0.1), None
+
+
+def _other_optimizer(layout: str, folder: Path) -> Any:
+    return _train(_OtherKind(layout))
+
+
+class _Plain(torch.optim.Optimizer):
+    """One that knows no learning rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= 0.1 * parameter.grad
+
+
+class _WithoutRate(_Unit):
+    def configure_optimizers_and_lr_scheduler(self, module: Any) -> Any:
+        return _Plain(module.parameters()), None
+
+
+def _optimizer_without_rate(layout: str, folder: Path) -> Any:
+    return _train(_WithoutRate(layout))
+
+
+class _WithOwn(_Unit):
+    """Besides the module, each rank has a layer for itself, which it trains in its own way."""
+
+    def __init__(self, layout: Any) -> None:
+        super().__init__(layout)
+        self.own = nn.Linear(3, 3).double()
+        self.own_optimizer = torch.optim.SGD(self.own.parameters(), lr=0.2 if _odd() else 0.1)
+
+
+def _optimizer_of_its_own(layout: str, folder: Path) -> Any:
+    return _train(_WithOwn(layout))
+
+
+def _asks_to_stop(layout: str, folder: Path) -> Any:
+    unit = _Unit(layout)
+    return _train(unit, callbacks=[_at("on_train_step_end", lambda state, unit: unit.step() == 1 and state.stop())])
+
+
+def _stops_in_eval(layout: str, folder: Path) -> Any:
+    unit = _Unit(layout)
+    stop = _at("on_eval_step_end", lambda state, unit: state.stop())
+    ech.fit(unit, _data(), _data(), max_epochs=3, callbacks=[stop])
+    return unit
+
+
+def _saver_on_one(layout: str, folder: Path) -> Any:
+    saver = [ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)]
+    return _train(_Unit(layout), callbacks=saver if not _odd() else [])
+
+
+def _early_stopping_on_one(layout: str, folder: Path) -> Any:
+    early = EarlyStopping(monitored_attr="lr", early_stop_checker=EarlyStopChecker("min", 3), interval="epoch")
+    return _train(_Unit(layout), callbacks=[early] if not _odd() else [])
+
+
+def _other_folder(layout: str, folder: Path, *, all_of_it: bool = False) -> Any:
+    """As on machines that have a disk each: of a file, or a checkpoint, that is not on one of them."""
+    _train(_Unit(layout), callbacks=[ech.DistributedCheckpointSaver(folder / "all", save_every_n_epochs=1)])
+    dist.barrier()
+    own, before = folder / f"disk{dist.get_rank()}", Path.cwd()
+    shutil.copytree(folder / "all", own)
+    (saved,) = (each.name for each in own.iterdir() if each.name.startswith("step"))
+    if _odd():
+        shutil.rmtree(own / saved) if all_of_it else (own / saved / "tensors-00000.safetensors").unlink()
+    os.chdir(own)
+    try:
+        dist.barrier()
+        if all_of_it:
+            return kept_global_batch(Path(saved), DataLoader([1]), 2, 1)
+        unit = _Unit(layout)
+        ech.DistributedCheckpointSaver.restore(saved, unit)
+    finally:
+        os.chdir(before)
+    return unit
+
+
+def _callback_raises(layout: str, folder: Path) -> Any:
+    def fail(state: Any, unit: Any) -> None:
+        raise ValueError("a fault of one rank alone")
+
+    return _train(_Unit(layout), callbacks=[_at("on_train_step_end", fail)])
+
+
+class _Fails(_Unit):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        if _odd() and self.step() == 2:
+            raise ValueError("a fault of one rank alone")
+        return super().compute_loss(state, data)
+
+
+def _loss_raises(layout: str, folder: Path) -> Any:
+    return _train(_Fails(layout))
+
+
+def _outcome(case: Case, layout: str, folder: Path) -> Any:
+    try:
+        unit = case(layout, folder)
+        return "done", unit.train_progress.num_steps_completed, whole(unit.module)
+    except Exception as error:
+        return type(error).__name__, str(error), None
+
+
+# --- what becomes of it
+
+
+@pytest.mark.standing_ranks
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    got = ranks(2, _outcome, _other_folder, layout, tmp_path)
+    assert got[0] == got[1] and got[0][0] == "CheckpointCorruptError"
+    assert "another one for rank 1, without files that others see: tensors-00000.safetensors" in got[0][1]
+
+
+def _no_folder(layout: str, folder: Path) -> Any:
+    return _other_folder(layout, folder, all_of_it=True)
+
+
+@pytest.mark.standing_ranks
+def test_a_checkpoint_that_one_rank_does_not_see_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    got = ranks(2, _outcome, _no_folder, "ddp", tmp_path)
+    assert got[0] == got[1] and got[0][0] == "CheckpointCorruptError"
+    assert "another one for rank 1" in got[0][1]
+
+
+DISAGREE = "RanksDisagreeError"
+TOLD: list[tuple[Case, list[str], str]] = [
+    (_frozen, ["fsdp", "hsdp"], "spare.weight is frozen on one and trained on another"),
+    (_frozen_later, ["ddp", "fsdp", "zero1", "zero2"], "spare.weight was frozen on rank 1 and not on rank 0"),
+    (_unfrozen_later, ["fsdp", "ddp", "zero1"], "spare.weight was unfrozen on rank 1 and not on rank 0"),
+    (_unfrozen_with_an_epoch, ["ddp", "fsdp"], "spare.weight was unfrozen on rank 1 and not on rank 0"),
+    (_block_frozen_later, ["fsdp", "ddp"], "blocks.1.0.weight was frozen on rank 1 and not on rank 0"),
+    (_of_another_order, ["ddp", "fsdp", "zero1"], "has b.weight (3, 3) of float64 on rank 0, it has a.weight"),
+    (_of_another_type, ["ddp", "fsdp"], "it has a.weight (3, 3) of float32 on another"),
+    (_with_more_layers, ["fsdp", "ddp"], "has nothing more on rank 0, it has 2.weight"),
+    (_on_meta, ["fsdp", "ddp"], "of float64 without values on another"),
+    (_no_gradient, ["fsdp", "zero2"], "spare"),
+    (_logs, ["ddp", "fsdp"], "rank 0: nothing, rank 1: mine"),
+    (_logs_in_evaluation, ["ddp", "fsdp"], "rank 0: nothing, rank 1: mine"),
+    (_evaluates_alone, ["ddp", "fsdp"], "make the same calls"),
+    (_own_evaluates_alone, ["ddp"], "make the same calls"),
+    (_shorter, ["ddp", "fsdp"], "rank 0: 4, rank 1: 3"),
+    (_shorter_iterator, ["ddp", "fsdp"], "the end of the train epoch"),
+    (_other_rate, ["ddp", "fsdp", "zero1"], "lr of its groups: 0.2)"),
+    (_other_rate_later, ["ddp", "fsdp", "zero1"], "lr of its groups: 0.05) on another"),
+    (_without_group, ["ddp", "fsdp"], "lr of its groups: 0.1, 0.1)"),
+    (_other_optimizer, ["ddp", "fsdp"], "AdamW"),
+    (_saver_on_one, ["ddp", "fsdp"], "DistributedCheckpointSaver"),
+    (_early_stopping_on_one, ["ddp", "fsdp"], "EarlyStopping"),
+]
+# The first of each runs with every `make test`.
+EACH = [
+    pytest.param(case, layout, words, id=f"{case.__name__.strip('_')}-{layout}", marks=() if not n else pytest.mark.full)
+    for case, layouts, words in TOLD
+    for n, layout in enumerate(layouts)
+]
+
+
+@pytest.mark.standing_ranks
+@pytest.mark.parametrize(("case", "layout", "words"), EACH)
+def test_all_ranks_are_told_the_same(ranks: Ranks, tmp_path: Path, case: Case, layout: str, words: str) -> None:
+    """The ranks stay after the error, so that one that waits for another would wait for ever."""
+    got = ranks(2, _outcome, case, layout, tmp_path)
+    assert got[0] == got[1]
+    assert got[0][0] == DISAGREE and words in got[0][1]
+
+
+@pytest.mark.standing_ranks
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "case",
+    [_empty_batch, _asks_to_stop, _stops_in_eval, _optimizer_without_rate, _optimizer_of_its_own, _frozen_in_a_step_everywhere],
+)
+def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path, case: Case, layout: str) -> None:
+    (first, steps, mine), (second, others_steps, others) = ranks(2, _outcome, case, layout, tmp_path)
+    assert (first, second) == ("done", "done") and steps == others_steps
+    assert all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("case", [_callback_raises, _loss_raises, _loss_without_gradient, _no_gradient, _frozen_in_a_step])
+def test_a_fault_of_one_rank_ends_all(ranks: Ranks, tmp_path: Path, case: Case, layout: str) -> None:
+    if case is _no_gradient and layout != "ddp":
+        return  # all are told
+    with pytest.raises(RankFailedError) as caught:
+        ranks(2, case, layout, tmp_path)
+    said = str(caught.value)
+    words = {_loss_without_gradient: "compute_loss returned", _no_gradient: "must depend on all trained parameters"}
+    words[_frozen_in_a_step] = "spare.weight was frozen on rank 1 and not on another"
+    assert words.get(case, "a fault of one rank alone") in said
+
+
+# --- in a pipeline
+
+
+class _FailsBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ValueError("a fault of one rank alone")
+
+
+class _Block(nn.Module):
+    """One that fails in a later pass, if `way` is "forward" or "backward"."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.inner, self.way, self.passes = nn.Linear(3, 3), way, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.inner(x))
+        if self.way and torch.is_grad_enabled() and not x.is_meta:
+            self.passes += 1
+            if self.passes > 3:
+                if self.way == "forward":
+                    raise ValueError("a fault of one rank alone")
+                return _FailsBack.apply(x)
+        return x
+
+
+def _staged(way: str, at: int, schedule: str, dims: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    blocks = [_Block(way if i == at else "") for i in range(4)]
+    unit = Regression(
+        module=nn.Sequential(*blocks, nn.Linear(3, 1)).double(),
+        layout=ech.Layout(pp=2, schedule=schedule, **dims),
+        gradient_accumulation_steps=2,
+    )
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 3).double(), torch.randn(4, 1).double()) for _ in range(8)]
+    ech.train(unit, data, max_epochs=1)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("at", "schedule", "dims"),
+    [
+        (0, "1f1b", {}),
+        (3, "1f1b", {}),
+        pytest.param(0, "zero_bubble", {}, marks=pytest.mark.full),
+        pytest.param(3, "1f1b", {"dp_replicate": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_a_fault_in_a_stage_is_told_of_its_own_rank(ranks: Ranks, way: str, at: int, schedule: str, dims: dict[str, int]) -> None:
+    """The others are told of it, or wait in vain; and torch would have told of a backward pass in words of its own."""
+    with pytest.raises(RankFailedError) as caught:
+        ranks(2 * dims.get("dp_replicate", 1), _staged, way, at, schedule, dims)
+    half = dims.get("dp_replicate", 1)
+    assert caught.value.rank // half == (at > 1)
+    assert "\nValueError: a fault of one rank alone" in str(caught.value)
+
+
+class _Tied(nn.Module):
+    """The first and the last layer, of other stages, have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(3, 3), nn.ModuleList(_Block() for _ in range(4))
+        self.last = nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def _tied(frozen_on: int) -> Any:
+    def freeze(state: Any, unit: Any) -> None:
+        if dist.get_rank() == frozen_on and unit.train_progress.num_steps_completed == 4:
+            unit.module.first.weight.requires_grad_(False)
+
+    torch.manual_seed(0)
+    unit = Regression(module=_Tied().double(), layout=ech.Layout(pp=2), gradient_accumulation_steps=2)
+    data = [(torch.randn(4, 3).double(), torch.randn(4, 3).double()) for _ in range(8)]
+    callback: Any = type("Freezes", (ech.Callback,), {"on_train_step_end": lambda self, *given: freeze(*given)})()
+    ech.train(unit, data, max_epochs=1, callbacks=[callback])
+    return unit.module.first.weight.detach()
+
+
+@pytest.mark.standing_ranks
+@pytest.mark.parametrize("frozen_on", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_copies_of_a_tied_weight_stay_equal_where_one_is_frozen(ranks: Ranks, frozen_on: int) -> None:
+    one, other = ranks(2, _tied, frozen_on)
+    assert torch.equal(one, other)

@@ -1,0 +1,133 @@
+"""A loss that is no mean over its micro-batch is told once; a right one never is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import echelon as ech
+from tests.conftest import Ranks
+from tests.kit.own_loops import own_loop, told
+
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_SUMS: dict[str, Loss] = {
+    "cross_entropy": lambda m, x, y, t: F.cross_entropy(m(x), y, reduction="sum"),
+    "by hand": lambda m, x, y, t: (m(x) - t).pow(2).sum(),
+    "l1": lambda m, x, y, t: F.l1_loss(m(x), t, reduction="sum"),
+    "log likelihood": lambda m, x, y, t: -m(x).log_softmax(-1).gather(1, y[:, None]).sum(),
+    "vae": lambda m, x, y, t: (
+        F.binary_cross_entropy_with_logits(m(x), t.sigmoid(), reduction="sum") - 0.5 * torch.sum(1 - m(x).pow(2))
+    ),
+}
+_DIVIDED: dict[str, Loss] = {
+    "cross_entropy": lambda m, x, y, t: F.cross_entropy(m(x), y) / 4,
+    "two terms": lambda m, x, y, t: (F.cross_entropy(m(x), y) + 0.1 * F.mse_loss(m(x), t)) / 4,
+}
+_MEANS: dict[str, Loss] = {
+    "cross_entropy": lambda m, x, y, t: F.cross_entropy(m(x), y),
+    "smoothed": lambda m, x, y, t: F.cross_entropy(m(x), y, label_smoothing=0.1),
+    "probabilities": lambda m, x, y, t: F.cross_entropy(m(x), t.softmax(-1)),
+    "kl": lambda m, x, y, t: F.kl_div(m(x).log_softmax(-1), t.softmax(-1), reduction="batchmean"),
+    "sum over outputs": lambda m, x, y, t: (m(x) - t).pow(2).sum(1).mean(),
+    "sum over samples": lambda m, x, y, t: F.cross_entropy(m(x), y, reduction="sum") / len(x),
+    "times": lambda m, x, y, t: F.cross_entropy(m(x), y, reduction="sum") * (1 / len(x)),
+    "masked": lambda m, x, y, t: (F.cross_entropy(m(x), y, reduction="none") * (y > 0)).sum() / (y > 0).sum().clamp(min=1),
+    "weight decay": lambda m, x, y, t: F.cross_entropy(m(x), y) + 1e-3 * sum(p.pow(2).sum() for p in m.parameters()),
+    "decay first": lambda m, x, y, t: sum(p.abs().sum() for p in m.parameters()) * 1e-3 + F.mse_loss(m(x), t),
+    "pulled to a point": lambda m, x, y, t: (
+        sum(F.mse_loss(p, torch.zeros_like(p), reduction="sum") for p in m.parameters()) + F.cross_entropy(m(x), y)
+    ),
+    "four losses": lambda m, x, y, t: torch.stack([F.cross_entropy(m(x), y), *[F.mse_loss(m(x), t)] * 3]).sum() / 4,
+    "their mean": lambda m, x, y, t: (F.cross_entropy(m(x), y) + 3 * F.mse_loss(m(x), t) + m(x).pow(2).mean() + m(x).mean()) / 4,
+    "a list's sum": lambda m, x, y, t: torch.stack([F.mse_loss(row, of) for row, of in zip(m(x), t, strict=True)]).sum() / len(x),
+    "of each sample": lambda m, x, y, t: torch.stack([F.mse_loss(row, of) for row, of in zip(m(x), t, strict=True)]).mean(),
+    "policy": lambda m, x, y, t: -(torch.distributions.Categorical(logits=m(x)).log_prob(y) * t[:, 0]).mean(),
+    "tempered": lambda m, x, y, t: F.cross_entropy(m(x) / 4, y) * 4,
+    "of parameters": lambda m, x, y, t: sum(p.pow(2).sum() for p in m.parameters()) + 0 * m(x).mean(),
+}
+# Whole parameters are not there to be read where they are split.
+_OF_PARAMETERS = ("weight decay", "decay first", "pulled to a point", "of parameters")
+_LOSSES = {
+    "sum": _SUMS,
+    "divided": _DIVIDED,
+    "mean": _MEANS,
+    "of outputs": {name: loss for name, loss in _MEANS.items() if name not in _OF_PARAMETERS},
+}
+
+
+def _count(texts: list[str]) -> tuple[int, int]:
+    return sum("a sum over" in t for t in texts), sum("divided by the" in t for t in texts)
+
+
+def _rows(n: int) -> TensorDataset:
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(n, 5), torch.randint(0, 4, (n,)), torch.randn(n, 4))
+
+
+def _told(kind: str, layout: str, accumulation: int, sampler: bool = False, each: int = 4) -> dict[str, tuple[int, int]]:
+    """Warnings of a run with each loss of this kind: (of a sum, of a division)."""
+    found = {}
+    for name, loss in _LOSSES[kind].items():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+        rows = _rows(16 * accumulation)
+        loader = DataLoader(rows, each, sampler=DistributedSampler(rows) if sampler else None)
+        with told() as texts:
+            own_loop(module, loader, loss, lr=1e-3, layout=layout, gradient_accumulation_steps=accumulation)
+        found[name] = _count(texts)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_summed_loss_is_told_once(ranks: Ranks, layout: str) -> None:
+    first, second = ranks(2, _told, "sum", layout, 1)
+    assert first == dict.fromkeys(_SUMS, (1, 0))
+    assert second == dict.fromkeys(_SUMS, (0, 0))  # rank 0 speaks
+
+
+def test_a_sum_that_trains_as_before_is_not_told(ranks: Ranks) -> None:
+    assert ranks(1, _told, "sum", "none", 1) == [dict.fromkeys(_SUMS, (0, 0))]  # one batch, one process
+    assert ranks(2, _told, "sum", "ddp", 1, True)[0] == dict.fromkeys(_SUMS, (0, 0))  # each rank's own batch, as under DDP
+    assert ranks(2, _told, "sum", "ddp", 1, False, 2)[0] == dict.fromkeys(_SUMS, (0, 0))  # of one sample
+
+
+def test_a_loss_divided_by_the_accumulation_is_told_once(ranks: Ranks) -> None:
+    assert ranks(2, _told, "divided", "ddp", 4)[0] == dict.fromkeys(_DIVIDED, (0, 1))
+    assert ranks(1, _told, "divided", "none", 4) == [dict.fromkeys(_DIVIDED, (0, 1))]
+    assert ranks(2, _told, "divided", "ddp", 2)[0] == dict.fromkeys(_DIVIDED, (0, 0))  # by another number
+
+
+def test_right_losses_are_not_told(ranks: Ranks) -> None:
+    assert ranks(2, _told, "mean", "ddp", 4)[0] == dict.fromkeys(_MEANS, (0, 0))
+    assert ranks(2, _told, "of outputs", "fsdp", 1)[0] == dict.fromkeys(_LOSSES["of outputs"], (0, 0))
+
+
+class _Unit(ech.AutoUnit[Any]):
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(module=nn.Linear(5, 4), **options)
+        self.loss = {**_SUMS, **_MEANS}[name]
+
+    def compute_loss(self, state: Any, data: Any) -> tuple[torch.Tensor, Any]:
+        return self.loss(self.module, *data), None
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return torch.optim.SGD(module.parameters(), 1e-3), None
+
+
+def _unit_told(name: str) -> tuple[int, int]:
+    with told() as texts:
+        ech.train(_Unit(name, layout="ddp"), ech.Loader(_rows(16), 8), max_epochs=1)
+    return _count(texts)
+
+
+def test_a_units_summed_loss_is_told(ranks: Ranks) -> None:
+    assert ranks(2, _unit_told, "cross_entropy") == [(0, 0), (0, 0)]
+    assert ranks(2, _unit_told, "by hand") == [(1, 0), (0, 0)]

@@ -1,0 +1,74 @@
+"""torchao's optimizers of few bits: what is saved, and that training goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ech
+from tests.conftest import Ranks
+from tests.kit.models import whole
+
+WIDTH = 96  # two layers whose halves have 4608 values: enough for torchao to quantise them
+
+
+class Few(ech.AutoUnit[Any]):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        return nn.functional.mse_loss(self.module(data), data.flip(-1)), None
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(module.parameters(), lr=1e-2, block_size=WIDTH), None
+
+
+def _unit(layout: str) -> Few:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    return Few(module=net, layout=layout)
+
+
+def _data() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(3)]
+
+
+def _moments(unit: Few) -> tuple[torch.Tensor, int]:
+    """The first moments of this rank's part as numbers, and how many of the tensors are in 8 bits."""
+    states = [s["exp_avg"] for s in unit.optimizer.state.values() if s]  # under zero1 of what this rank owns
+    held = [getattr(s, "to_local", lambda s=s: s)() for s in states]
+    few = [type(s).__name__ == "OptimState8bit" for s in held]
+    return torch.cat([(s.dequantize() if is_few else s).flatten() for s, is_few in zip(held, few, strict=True)]), sum(few)
+
+
+def _interrupted(folder: str, layout: str, resumed_as: str) -> tuple[float, float, int]:
+    """How far moments lie from those that were saved, if they lie on the same ranks; how far weights in the end from those of a
+    run that never stopped, relative to what training changed; and how many tensors are quantised.
+    """
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which takes long and is not in question
+        straight, first, again = _unit(layout), _unit(layout), _unit(resumed_as)
+        ech.train(straight, _data(), max_epochs=2)
+        saver = ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)
+        ech.train(first, _data(), max_epochs=1, callbacks=[saver])
+        ech.DistributedCheckpointSaver.restore_from_latest(folder, again)
+        moments, quantised = _moments(again)
+        saved, _ = _moments(first)
+        apart = float((moments - saved).abs().max() / saved.abs().max()) if layout == resumed_as else 0.0
+        ech.train(again, _data(), max_epochs=2)
+    ends, started = [_weights(u) for u in (again, straight)], _weights(_unit("none"))
+    return apart, float((ends[0] - ends[1]).norm() / (ends[1] - started).norm()), quantised
+
+
+def _weights(unit: Few) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in whole(unit.module).values()])
+
+
+def test_eight_bits_are_saved_and_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="pip install 'echelon[float8]'")
+    for layout, resumed_as in (("fsdp", "fsdp"), ("ddp", "fsdp"), ("fsdp", "zero1")):
+        for apart, weights, quantised in ranks(2, _interrupted, str(tmp_path / layout / resumed_as), layout, resumed_as):
+            assert apart < 0.01 and weights < 0.02 and quantised, (layout, resumed_as, apart, weights, quantised)

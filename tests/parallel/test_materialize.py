@@ -1,0 +1,426 @@
+"""Models built without memory: every value is that of a plain build, to the bit, and no rank holds the whole."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.parallel import LAYOUTS
+from echelon.parallel.meta.materialize import materialize
+from tests.conftest import Ranks
+from tests.kit.models import Net, batch
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+CPU = torch.device("cpu")
+
+
+def _gpt() -> nn.Module:
+    path = Path(__file__).resolve().parents[2] / "examples" / "gpt.py"
+    spec = importlib.util.spec_from_file_location("gpt_example", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made: nn.Module = module.GPT(32, 2, 2, 16)
+    return made
+
+
+class Odd(nn.Module):
+    """Everything that constructors do to their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Tied, transposed, and initialised by functions that leave meta tensors alone.
+        self.a, self.b, self.tied = nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 7)
+        self.b.weight = nn.Parameter(self.a.weight.t().contiguous())
+        self.tied.weight = self.a.weight
+        nn.init.orthogonal_(self.a.weight)
+        nn.init.trunc_normal_(self.b.weight, std=0.02)
+        nn.init.sparse_(self.tied.weight, 0.2)
+        # Computed buffers and parameters, changed in place and in part.
+        self.register_buffer("frequencies", 1.0 / (10000 ** (torch.arange(0, 8, 2).float() / 8)))
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4, dtype=torch.bool)), persistent=False)
+        self.register_buffer("copied", copy.deepcopy(self.frequencies))
+        self.p = nn.Parameter(torch.randn(3, 2) * 0.1)
+        self.p.data.mul_(2)
+        with torch.no_grad():
+            self.p[0] = 1
+            self.p[1] += torch.rand(2)
+        self.rates = [r.item() for r in torch.linspace(0, 0.3, 4)]
+        self.mean = nn.Parameter(torch.rand(6) * torch.rand(6).mean())
+        # Layers that copy layers, with state of their own, and parametrized.
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.norm, self.padded, self.gru = nn.BatchNorm1d(3), nn.Embedding(9, 4, padding_idx=2), nn.GRU(4, 4)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        # A generator of its own, a seed in between, real tensors drawn in between, another type.
+        self.conv = nn.Conv2d(2, 3, 3)
+        nn.init.normal_(self.conv.weight, generator=torch.Generator().manual_seed(5))
+        torch.manual_seed(77)
+        self.late, self.drawn, self.later = nn.Linear(3, 3), torch.rand(2, device="cpu"), nn.Linear(3, 3).double()
+        self.apply(self._halve)
+
+    def _halve(self, layer: nn.Module) -> None:
+        if isinstance(layer, nn.Linear):
+            layer.weight.data *= 0.5
+
+
+class Asking(nn.Module):
+    """Asks where its tensors lie, and for their values; mixes them with real ones; keeps tensors that are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        weight = self.a.weight
+        kinds = {weight.device.type, torch.get_default_device().type, torch.tensor([]).device.type}
+        if (
+            kinds == {"cpu"} and weight.is_cpu and not weight.is_meta and weight.device == CPU
+        ):  # as libraries decide to initialise
+            nn.init.normal_(weight, std=0.02)
+        self.there = nn.Parameter(torch.zeros(3, device=weight.device) + torch.rand(3, device=weight.device, dtype=weight.dtype))
+        self.default = nn.Parameter(torch.randn(3, device=torch.get_default_device()))
+        self.std, self.sum = float(weight.detach().std()), weight.detach().numpy().sum()
+        # Real tensors: from numpy, asked for by name, put into recorded ones, and the other way round.
+        self.register_buffer("table", torch.from_numpy(np.linspace(0, 1, 4)).float())
+        self.scaled = nn.Parameter(torch.ones(4) * self.std)
+        self.scaled.data.copy_(self.table)
+        self.scaled.data += torch.ones(4, device="cpu")
+        self.table[:2] = self.scaled[:2].detach()
+        self.embedding = nn.Embedding(5, 4)
+        self.embedding.weight.data = torch.from_numpy(np.arange(20.0).reshape(5, 4).astype(np.float32))
+        # Shapes that depend on values, and an array that changes afterwards.
+        self.positive = nn.Parameter(weight.data[weight.data > 0].clone())
+        self.unique = nn.Parameter(torch.unique(torch.randint(0, 3, (9,))).float())
+        with torch.no_grad():
+            self.embedding.weight[torch.tensor([True, False, False, False, True])] = 7.0
+        array = np.ones(3, dtype=np.float32)
+        self.from_array = nn.Parameter(torch.tensor(array))
+        array[:] = 9
+        # Plain attributes.
+        self.frequencies = torch.polar(torch.ones(4), torch.arange(4.0))
+        self.more, self.alias = [torch.rand(2), {"x": (torch.rand(2),)}], [weight]
+        self.to("cpu").cpu()
+
+
+class Initialising(nn.Module):
+    """Initialisers on parts, through apply, as timm writes them, through parametrizations and a state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.joined = nn.Linear(4, 12), nn.Parameter(torch.empty(12, 4))
+        for i in range(3):
+            nn.init.xavier_uniform_(self.qkv.weight[i * 4 : (i + 1) * 4])
+            nn.init.constant_(self.qkv.bias.view(3, 4)[i], i)
+            nn.init.orthogonal_(self.joined[i * 4 : (i + 1) * 4])
+        parametrizations = nn.utils.parametrizations
+        kinds = (parametrizations.weight_norm, parametrizations.orthogonal, parametrizations.spectral_norm)
+        self.parametrized = nn.ModuleList(kind(nn.Linear(4, 4)) for kind in kinds)
+        self.truncated = nn.Parameter(torch.empty(5, 5))
+        self._trunc_normal(self.truncated, 0.02, 0.04)
+        positions = torch.zeros(7, 4)
+        angles = torch.arange(7).unsqueeze(1).float() * torch.exp(torch.arange(0, 4, 2).float() * (-math.log(1e4) / 4))
+        positions[:, 0::2], positions[:, 1::2] = torch.sin(angles), torch.cos(angles)
+        self.register_buffer("positions", positions)
+        self.apply(self._initialise)
+        self.loaded = nn.Linear(4, 12)
+        self.loaded.load_state_dict(self.qkv.state_dict())
+        self.real = nn.Linear(2, 2)
+        self.real.load_state_dict({"weight": torch.ones(2, 2, device="cpu"), "bias": torch.zeros(2)})
+        self.real.weight = nn.Parameter(self.real.weight.detach().clone() * torch.rand(2, 2))
+        self.lstm, self.attention = nn.LSTM(3, 4), nn.MultiheadAttention(4, 2)
+        for name, parameter in self.lstm.named_parameters():
+            if "bias" in name:
+                parameter.data.chunk(4)[1].fill_(1.0)
+        self.q = nn.Parameter(torch.linalg.qr(torch.randn(4, 4))[0])
+        self.shuffled = nn.Parameter(torch.arange(6.0)[torch.randperm(6)])
+        self.chosen = nn.Parameter(torch.multinomial(torch.ones(6), 3).float())
+
+    @staticmethod
+    @torch.no_grad()
+    def _trunc_normal(tensor: torch.Tensor, std: float, limit: float) -> None:
+        edge = math.erf(limit / std / math.sqrt(2))
+        tensor.uniform_(-edge, edge).erfinv_().mul_(std * math.sqrt(2)).clamp_(min=-limit, max=limit)
+
+    def _initialise(self, layer: nn.Module) -> None:
+        if isinstance(layer, nn.Linear):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+
+
+def _all(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _differing(got: nn.Module, want: nn.Module) -> list[str]:
+    ours, theirs = _all(got), _all(want)
+    assert ours.keys() == theirs.keys()
+    full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in ours.items()}
+    return [n for n, t in theirs.items() if full[n].dtype != t.dtype or not torch.equal(full[n], t)]
+
+
+@pytest.mark.parametrize("make", [Odd, Asking, Initialising, Net, _gpt], ids=["odd", "asking", "initialising", "net", "gpt"])
+def test_values_and_streams_are_those_of_a_plain_build(make: Any) -> None:
+    torch.manual_seed(0)
+    want = make()
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    with ech.on_meta():
+        got = make()
+    assert torch.equal(torch.get_rng_state(), state)
+    if make is not Asking:
+        assert all(p.is_meta for p in got.parameters())
+    materialize(got, CPU)
+    assert _differing(got, want) == [] and torch.equal(torch.get_rng_state(), state)
+    if make is Odd:
+        assert got.tied.weight is got.a.weight and got.rates == want.rates and torch.equal(got.drawn, want.drawn)
+
+
+def test_tensors_that_are_plain_attributes_get_their_values() -> None:
+    torch.manual_seed(0)
+    want = Asking()
+    torch.manual_seed(0)
+    with ech.on_meta():
+        got = Asking()
+    materialize(got, CPU)
+    assert torch.equal(got.frequencies, want.frequencies) and torch.equal(got.more[0], want.more[0])
+    assert torch.equal(got.more[1]["x"][0], want.more[1]["x"][0]) and got.alias[0] is got.a.weight
+    assert (got.std, got.sum) == (want.std, want.sum)
+
+
+def test_a_block_within_a_block_and_one_after_the_other_are_one_recording() -> None:
+    torch.manual_seed(0)
+    with ech.on_meta():
+        with ech.on_meta():
+            got = nn.Linear(3, 3)
+        got.weight.data.mul_(2)
+    with ech.on_meta():
+        got.weight.data.add_(torch.rand(3, 3))
+    materialize(got, CPU)
+    torch.manual_seed(0)
+    want = nn.Linear(3, 3)
+    assert torch.equal(got.weight, want.weight * 2 + torch.rand(3, 3))
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.empty(4))
+        self.token.data[0] = 1
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["torch.empty", "made before"])
+def test_what_is_set_in_part_is_an_error_with_its_name(before: bool) -> None:
+    if before:
+        with torch.device("meta"):
+            module: nn.Module = nn.ParameterDict({"token": nn.Parameter(torch.ones(4))})
+        with ech.on_meta():
+            module.token.data.mul_(2)
+    else:
+        with ech.on_meta():
+            module = Half()
+    with pytest.raises(UsageError, match=r"token \(4,\) was made by torch.empty, or before on_meta began, and a part"):
+        materialize(module, CPU)
+
+
+def _numpys_numbers() -> str:
+    with ech.on_meta():
+        module = nn.Linear(2, 2)
+        module.weight.data.mul_(float(np.random.default_rng(dist.get_rank()).normal()))
+    with pytest.raises(ech.EchelonError) as caught:
+        ech.layouts.prepare_module(module, CPU, layout="fsdp")
+    return str(caught.value)
+
+
+def test_ranks_that_numpy_initialises_differently_are_refused_not_mixed(ranks: Ranks) -> None:
+    assert all("the numbers that initialise the model" in text for text in ranks(2, _numpys_numbers))
+
+
+class Tied(nn.Module):
+    """Tied ends, a buffer, a size that ranks do not divide, and a loop of initialisers. (B, 4) -> (B, 1)"""
+
+    tp_plan: ClassVar[dict[str, str]] = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 7), nn.Linear(4, 7)
+        self.last.weight = self.first.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 7)) for _ in range(2))
+        self.register_buffer("scale", torch.arange(7.0) / 3)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x) * self.scale
+        for block in self.blocks:
+            h = h + block(h)
+        return (h * self.last(x)).mean(1, keepdim=True)
+
+
+def _built(seed: int, *, meta: bool) -> nn.Module:
+    torch.manual_seed(seed)
+    if not meta:
+        return Tied()
+    with ech.on_meta():
+        return Tied()
+
+
+def _under_each(layouts: list[Any]) -> dict[str, Any]:
+    found = {}
+    for layout in layouts:
+        # A rank that seeded otherwise gets rank 0's values, as it does when it was built plainly.
+        seed = 5 if layout == "none" else 5 + dist.get_rank()
+        unit = Regression(module=_built(seed, meta=True), layout=layout, optimizer="AdamW")
+        module = unit.prepared.unwrapped
+        shards = [p.to_local().flatten().tolist() for p in module.parameters() if hasattr(p, "to_local")]
+        different = _differing(module, _built(5, meta=False))
+        tied = module.first.weight is module.last.weight
+        x, y = batch(4, 0, torch.float32)
+        ech.train(unit, [(x, y)] * 3, max_epochs=1)
+        after = _all(module)
+        sums = {n: float((t.full_tensor() if hasattr(t, "full_tensor") else t).detach().double().sum()) for n, t in after.items()}
+        found[str(layout)] = (different, tied, shards, sums)
+    return found
+
+
+def _plain_sums() -> dict[str, float]:
+    unit = Regression(module=_built(5, meta=False), optimizer="AdamW")
+    ech.train(unit, [batch(4, 0, torch.float32)] * 3, max_epochs=1)
+    return {n: float(t.detach().double().sum()) for n, t in _all(unit.module).items()}
+
+
+@pytest.mark.parametrize(
+    ("size", "named"),
+    # DiLoCo's outer optimizer trains to other numbers.
+    [
+        (2, [s for s in (*LAYOUTS, "tp") if s != "diloco"]),
+        pytest.param(4, [s for s in (*LAYOUTS, "tp") if s != "diloco"], marks=pytest.mark.full),
+    ],
+)
+def test_every_strategy_gives_the_values_of_a_plain_build_and_trains(ranks: Ranks, size: int, named: list[str]) -> None:
+    layouts: list[Any] = list(named)
+    layouts += [ech.FSDPStrategy(cpu_offload=True), ech.Layout(tp=2)] if size == 4 else []
+    results = ranks(size, _under_each, layouts)
+    want = _plain_sums()
+    for found in results:
+        for layout, (different, tied, _, sums) in found.items():
+            assert different == [] and tied, layout
+            assert sums == pytest.approx(want, rel=1e-4, abs=1e-4), layout
+    for layout in map(str, layouts):
+        parts = [found[layout][2] for found in results]
+        if (
+            layout.startswith(("fsdp", "FSDP")) or layout == "zero3" or (layout == "hsdp" and size == 4)
+        ):  # not copies of one another
+            same = [i for i, (a, b) in enumerate(zip(parts[0], parts[1], strict=True)) if a == b]
+            assert parts[0] and same == [], layout
+
+
+# 8 blocks of 39 MiB, 313 in all. The C library keeps smaller pieces of memory, in an order that depends on chance.
+def _large() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(3200, 3200, bias=False), nn.ReLU()) for _ in range(8)))
+
+
+def _peak(layout: Any) -> float:
+    """MiB by which memory grew at most."""
+    with ech.on_meta():
+        small = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    ech.layouts.prepare_module(small, CPU, layout=layout)  # what torch loads and allocates once
+    before, seen, done = _anonymous(), [0.0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            seen.append(_anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    torch.manual_seed(0)
+    with ech.on_meta():
+        module = _large()
+    ech.layouts.prepare_module(module, CPU, layout=layout)
+    done.set()
+    watcher.join()
+    first = next(module.parameters())
+    torch.manual_seed(0)
+    part = first.to_local() if hasattr(first, "to_local") else first
+    want = nn.Linear(3200, 3200, bias=False).weight
+    rows = part.shape[0]
+    assert torch.equal(part, want[rows * dist.get_rank() :][:rows])
+    return max(seen) - before
+
+
+def _anonymous() -> float:
+    """MiB that this process allocated; pages of libraries, which a forked rank touches one by one, do not count."""
+    return float(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
+
+
+@pytest.mark.full
+def test_no_rank_holds_more_than_its_shards_and_a_parameter(ranks: Ranks) -> None:
+    shards, parameter = 8 * 39 / 4, 39
+    for peak in ranks(4, _peak, "fsdp"):
+        assert peak < shards + 3 * parameter + 20  # the value, its copy while it is cut, and what torch loads meanwhile
+
+
+def test_without_a_record_layers_reset_themselves_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def plain() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(3, 4),
+            nn.BatchNorm1d(4),
+            nn.TransformerEncoderLayer(4, 2, 8),
+            nn.Sequential(nn.Embedding(5, 4, padding_idx=1)),
+        )
+
+    torch.manual_seed(0)
+    want = plain()
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        got = plain()
+    with caplog.at_level(logging.WARNING):
+        materialize(got, CPU)
+    assert _differing(got, want) == []
+    assert "without a record" in caplog.text and "echelon.on_meta()" in caplog.text
+
+
+class Unset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.token = nn.Linear(2, 2), nn.Parameter(torch.empty(3))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_nothing_sets_is_an_error_with_its_name(recorded: bool) -> None:
+    with ech.on_meta() if recorded else torch.device("meta"):
+        module = Unset()
+    with pytest.raises(UsageError, match=r"Unset.token \(3,\) is on the meta device and nothing gives it a value"):
+        materialize(module, CPU)
+
+
+def _other_models() -> str:
+    with ech.on_meta():
+        module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + int(os.environ["RANK"]))))
+    with pytest.raises(ech.EchelonError) as caught:
+        ech.layouts.prepare_module(module, CPU, layout="ddp")
+    return str(caught.value)
+
+
+def test_ranks_with_other_models_are_told(ranks: Ranks) -> None:
+    assert all("has nothing more on rank 0, it has 1.weight (2, 2)" in text for text in ranks(2, _other_models))
+
+
+def test_a_module_with_values_is_left_alone() -> None:
+    module = nn.Linear(2, 2)
+    before = module.weight
+    assert materialize(module, CPU) is module and module.weight is before

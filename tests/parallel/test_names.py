@@ -1,0 +1,185 @@
+"""A module as its author wrote it: names, class and Prepared, whatever wraps it; recognised once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import echelon as ech
+from echelon.loop.checkpointing.changes import facts
+from echelon.parallel import resolve
+from echelon.parallel.names import plain_buffers, plain_names, unwrapped
+from echelon.prover.values import named_values, parameters_of
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net
+from tests.kit.units import KINDS, Regression
+
+
+class Holder(nn.Module):
+    """Its author calls a layer `module`, as DistributedDataParallel calls what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.module(x))
+
+
+class Own(ech.TrainUnit[Any]):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.net = module
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        self.net(data[0]).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+NAMES = ["module.weight", "module.bias", "norm.weight", "norm.bias"]
+BUFFERS = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+
+
+def _seen() -> dict[str, Any]:
+    seen = {}
+    for name, wrap in {"plain": lambda m: m, "ddp": DistributedDataParallel, "fsdp": fully_shard, "dp": nn.DataParallel}.items():
+        module: nn.Module = wrap(Holder())  # type: ignore[operator]
+        described = Own(module).prepared_modules()["net"].describe()
+        names = [n for n, _ in plain_names(module)], [n for n, _ in parameters_of(Own(module))]
+        buffers = [n for n, _ in plain_buffers(module)], list(named_values(Own(module)))
+        within = [n for n, _ in plain_names(nn.Sequential(module))]
+        seen[name] = *names, *buffers, within, type(unwrapped(module)).__name__.removeprefix("FSDP"), described["layout"]
+    return seen
+
+
+def test_names_are_the_authors_even_where_a_layer_is_called_as_a_wrapper_calls_it(ranks: Ranks) -> None:
+    for seen in ranks(2, _seen):
+        for wrap, found in seen.items():
+            within = [f"0.{name}" for name in NAMES]
+            assert found == (NAMES, NAMES, BUFFERS, BUFFERS, within, "Holder", None if wrap == "plain" else wrap)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head, self.scale = net(), nn.Linear(1, 1, dtype=torch.float64), 2.0
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.backbone(x) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encode(x))
+
+
+class Chooses(Regression):
+    """Gives parts of the module rates of their own, in one of the ways in which scripts find these."""
+
+    def __init__(self, how: str, **options: Any) -> None:
+        super().__init__(module=Parts(), **options)
+        self.how = how
+
+    def configure_optimizers_and_lr_scheduler(self, module: Any) -> tuple[torch.optim.Optimizer, None]:
+        if self.how == "names":
+            named = list(module.named_parameters())
+            backbone = [p for n, p in named if n.startswith("backbone.")]
+            head = [p for n, p in named if not n.startswith("backbone.")]
+        elif self.how == "attributes":
+            backbone, head = list(module.backbone.parameters()), list(module.head.parameters())
+        else:  # of torch's wrapper
+            inner = getattr(module, "module", module)
+            backbone, head = list(inner.backbone.parameters()), list(inner.head.parameters())
+        return torch.optim.SGD([{"params": backbone, "lr": 0.01}, {"params": head, "lr": 0.1}]), None
+
+
+def _rates(layouts: list[str]) -> dict[tuple[str, str], tuple[dict[str, float], Any]]:
+    found = {}
+    for layout in layouts:
+        for how in ("names", "attributes", "wrapper"):
+            unit = Chooses(how, layout=layout)
+            names = {p: n for n, p in unit.prepared.named_parameters()}
+            rates = {names[p]: group["lr"] for group in unit.optimizer.param_groups for p in group["params"]}
+            found[layout, how] = rates, (unit.module.scale, hasattr(unit.module, "nothing"))
+    return found
+
+
+def test_parts_of_the_module_are_found_alike_under_every_strategy(ranks: Ranks) -> None:
+    """Under ddp all parameters had the head's rate, and `module.head` was an AttributeError: the wrapper has neither."""
+    wanted = {n: 0.01 if n.startswith("backbone.") else 0.1 for n, _ in Parts().named_parameters()}
+    results = ranks(2, _rates, KINDS)
+    for key in results[0]:
+        assert {**results[0][key][0], **results[1][key][0]} == wanted, key  # zero1 divides the optimizer
+        assert all(found[key][1] == (2.0, False) for found in results)
+
+
+class Encodes(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        module: Any = self.module
+        out = module.head(module.encode(data[0]))
+        return nn.functional.mse_loss(out, data[1]), out
+
+
+def _encoded(layout: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    unit = Encodes(module=Parts(), layout=layout)
+    ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(8, 0)), 4), max_epochs=1)
+    return {n: p.detach().clone() for n, p in unit.prepared.named_parameters()}
+
+
+def test_methods_of_the_module_are_reached_through_a_wrapper(ranks: Ranks) -> None:
+    wanted = _encoded("none")
+    for layout in ("ddp", "zero1"):
+        assert all(largest_difference(got, wanted) < 1e-12 for got in ranks(2, _encoded, layout))
+
+
+def test_names_in_a_compiled_module_are_the_authors() -> None:
+    assert [n for n, _ in plain_names(torch.compile(Holder(), backend="eager"))] == NAMES  # type: ignore[arg-type]
+
+
+def test_a_module_is_recognised_once_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recognised: list[nn.Module] = []
+    of = ech.layouts.Prepared.of
+
+    def counted(module: nn.Module, world: ech.launching.World) -> ech.layouts.Prepared[Any]:
+        recognised.append(module)
+        return of(module, world)
+
+    monkeypatch.setattr(ech.layouts.Prepared, "of", staticmethod(counted))
+    unit = Own(net())
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=1)
+    ech.train(unit, [batch(4, i) for i in range(5)], max_epochs=2, callbacks=[saver])
+    assert recognised == [unit.net]
+    unit.net = net(seed=1)
+    assert unit.prepared_modules()["net"].module is unit.net and recognised == [*recognised[:1], unit.net]
+
+
+def test_a_copy_of_a_unit_recognises_its_own_modules() -> None:
+    import copy
+    import pickle
+
+    unit = Own(net())
+    assert unit.prepared_modules()["net"].module is unit.net
+    for twin in (copy.deepcopy(unit), pickle.loads(pickle.dumps(unit))):
+        assert twin.prepared_modules()["net"].module is twin.net is not unit.net
+
+
+def test_a_manifest_says_the_strategy_as_it_was_given_or_as_it_was_done_by_hand() -> None:
+    said = [facts(unit, None)["layout"] for unit in (Regression(layout="none"), Regression(layout=resolve("none")))]
+    assert said == ["none", "none"]
+    assert [facts(Own(m), None)["layout"] for m in (nn.DataParallel(net()), net())] == ["dp", None]
+    assert facts(Own(nn.DataParallel(Holder())), None)["modules"] == {"net": "Holder"}
+
+
+def _on_rank_0_alone() -> bool:
+    if torch.distributed.get_rank() == 0:
+        return not Regression(layout="none").prepared.is_replica and not Regression().prepared.is_replica
+    return True
+
+
+def test_one_rank_may_make_a_unit_that_is_not_parallel(ranks: Ranks) -> None:
+    assert ranks(2, _on_rank_0_alone) == [True, True]

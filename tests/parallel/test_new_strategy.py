@@ -1,0 +1,120 @@
+"""What a layout of the future needs is in the seam: a pipeline is added as one file and one line."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import echelon as ech
+from echelon.parallel import LAYOUTS
+from tests.conftest import Ranks
+from tests.kit.models import Batch, batch, plain_training
+from tests.kit.pipeline import TwoStages
+from tests.kit.units import Regression
+
+# Rows of each micro-batch, by update; the last update is short.
+ROWS = [[4, 4], [3, 5], [4]]
+NAMES = ({"first": "first", "block": "blocks.0"}, {"block": "blocks.1", "last": "last"})
+
+
+class Steps(Regression):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.losses: list[float] = []
+        self.reported: list[tuple[int, int, bool]] = []
+
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.units.TrainStepResults) -> None:
+        super().on_train_step_end(state, data, step, results)
+        self.losses.append(float(results.loss))
+        self.reported.append((step, len(data[0]), results.total_grad_norm is not None))
+
+
+def batches() -> list[list[Batch]]:
+    return [[batch(rows, 10 * w + m) for m, rows in enumerate(window)] for w, window in enumerate(ROWS)]
+
+
+def _train() -> tuple[dict[str, torch.Tensor], Steps, float]:
+    LAYOUTS["two_stages"] = TwoStages  # the one line
+    unit = Steps(layout="two_stages", gradient_accumulation_steps=2, clip_grad_norm=0.3)
+    ech.train(unit, [micro for window in batches() for micro in window], max_epochs=1)
+    names = NAMES[torch.distributed.get_rank()]
+    values = {}
+    for name, parameter in unit.prepared.named_parameters():
+        first, _, rest = name.partition(".")
+        values[f"{names[first]}.{rest}"] = parameter.detach().clone()
+    return values, (unit.norms, unit.losses, unit.reported, unit.prepared.order), float(unit.latest_update[0])  # type: ignore[return-value]
+
+
+def test_a_pipeline_trains_as_one_process_does(ranks: Ranks) -> None:
+    want, want_losses, want_norms = plain_training(batches(), clip=0.3)
+    (front, seen_front, loss_front), (back, seen_back, loss_back) = ranks(2, _train)
+    got: dict[str, torch.Tensor] = {**front, **back}  # type: ignore[dict-item]
+    assert got.keys() == want.keys()
+    assert max(float((got[name] - want[name]).abs().max()) for name in want) < 1e-12
+    for norms, _, reported, order in (seen_front, seen_back):  # type: ignore[misc]
+        assert norms == pytest.approx(want_norms, rel=1e-11)
+        assert reported == [(0, 4, False), (1, 4, True), (2, 3, False), (3, 5, True), (4, 4, True)]
+        two = ["window begins", "forward", "forward", "backward", "backward", "window ends", "after the step"]
+        assert order == [*two, *two, "window begins", "forward", "backward", "window ends", "after the step"]
+    # Rank 0 has no losses of its own; what both know is the last stage's, over the whole global batch.
+    assert loss_front == loss_back == pytest.approx(want_losses[-1], rel=1e-11)
+    first, second = seen_back[1][:2]  # type: ignore[index]
+    assert (first + second) / 2 == pytest.approx(want_losses[0], rel=1e-11)
+
+
+def _evaluate() -> tuple[float, float]:
+    LAYOUTS["two_stages"] = TwoStages
+    unit = Regression(layout="two_stages")
+    ech.evaluate(unit, [batch(4, 0), batch(3, 1)])
+    ech.units.test(unit, [batch(4, 0), batch(3, 1)])
+    return unit.eval_loss, unit.test_loss
+
+
+def test_a_pipeline_evaluates_by_its_last_stage_alone(ranks: Ranks) -> None:
+    alone = Regression()
+    ech.evaluate(alone, [batch(4, 0), batch(3, 1)])
+    for evaluated, tested in ranks(2, _evaluate):
+        assert evaluated == tested == pytest.approx(alone.eval_loss, rel=1e-12)
+
+
+class Watched(ech.layouts.Prepared[Any]):
+    """One process whose windows and updates are noted."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.order: list[str] = []
+
+    @contextlib.contextmanager
+    def window(self) -> Iterator[None]:
+        self.order.append("(")
+        yield
+        self.order.append(")")
+
+    def forward_backward(self, micro_batch: Any, forward: Any, backward: Any) -> Any:
+        self.order.append(".")
+        return super().forward_backward(micro_batch, forward, backward)
+
+    def after_step(self) -> None:
+        self.order.append("step")
+
+
+class Watching(ech.Strategy):
+    name = "watching"
+
+    def prepare(self, module: Any, world: ech.launching.World, recipe: Any) -> ech.layouts.Prepared[Any]:
+        return Watched(module)
+
+
+def test_a_window_is_around_all_passes_of_an_update_and_the_step_comes_after() -> None:
+    unit = Regression(layout=Watching(), gradient_accumulation_steps=2)
+    ech.train(unit, [micro for window in batches() for micro in window], max_epochs=1)
+    assert "".join(unit.prepared.order) == "(..)step(..)step(.)step"
+
+
+def test_an_error_ends_the_window() -> None:
+    unit = Regression(layout=Watching(), gradient_accumulation_steps=2)
+    with pytest.raises(RuntimeError):
+        ech.train(unit, [batch(4, 0), (torch.zeros(4, 3), torch.zeros(4, 1))], max_epochs=1)
+    assert "".join(unit.prepared.order) == "(..)"

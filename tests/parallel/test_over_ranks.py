@@ -1,0 +1,123 @@
+"""`gather`, `gathered_rows` and `all_mean`: losses that compare a sample with those of all ranks train as one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.parallel.over_ranks import all_mean, gather, gathered_rows
+from tests.conftest import Ranks
+from tests.kit.models import whole
+
+ROWS, BATCH = 22, 8  # the last global batch has 6 rows, and on four ranks some have fewer than others
+
+
+def _tower() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def _pairs(rows: int = ROWS) -> torch.utils.data.TensorDataset:
+    made = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(*(torch.randn(rows, 4, generator=made, dtype=torch.float64) for _ in range(2)))
+
+
+class _Contrast(ech.AutoUnit[Any]):
+    """InfoNCE: each row against the other views of all rows."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
+        one, other = (F.normalize(self.module(x), dim=1) for x in data)
+        return F.cross_entropy(5 * one @ gather(other).T, gathered_rows(other)), None
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return torch.optim.SGD(module.parameters(), lr=0.5), None
+
+
+class _Spread(_Contrast):
+    """The same loss of all rows on every rank, and one that needs a second derivative of what was gathered."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
+        x = data[0].requires_grad_()
+        rows = self.module(x)
+        every = gather(rows)
+        (slope,) = torch.autograd.grad((rows @ every.T).square().sum() / 20, x, create_graph=True)
+        return every.std(0).mean() + gather(slope).square().mean(), None
+
+
+def _train(kind: type[_Contrast], layout: Any, rows: int = ROWS) -> dict[str, torch.Tensor]:
+    unit = kind(module=_tower(), layout=layout)
+    ech.train(unit, ech.Loader(_pairs(rows), BATCH, seed=3), max_epochs=2)
+    return whole(unit.module)
+
+
+def _assert_close(trained: dict[str, torch.Tensor], alone: dict[str, torch.Tensor]) -> None:
+    for name, value in alone.items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(_Contrast, "ddp"), (_Contrast, "fsdp"), (_Contrast, "zero1"), (_Spread, "ddp"), (_Spread, "zero1")],
+)
+def test_a_loss_over_all_ranks_rows_trains_as_one_process(ranks: Ranks, kind: type[_Contrast], layout: str) -> None:
+    alone = _train(kind, None)
+    for trained in ranks(2, _train, kind, layout):
+        _assert_close(trained, alone)
+
+
+PLAN = {"0": "colwise", "2": "rowwise"}
+
+
+@pytest.mark.parametrize(("axes", "count"), [({"tp": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4)], ids=["tp", "fsdp x tp"])
+def test_ranks_that_share_samples_count_once(ranks: Ranks, axes: dict[str, int], count: int) -> None:
+    alone = _train(_Contrast, None)
+    for trained in ranks(count, _train, _Contrast, ech.Layout(**axes, plan=PLAN)):
+        _assert_close(trained, alone)
+
+
+def test_a_rank_without_samples_gives_none(ranks: Ranks) -> None:
+    """17 rows in global batches of 8: the last has one row, and three of four ranks have padding only."""
+    alone = _train(_Contrast, None, 17)
+    for trained in ranks(4, _train, _Contrast, "ddp", 17):
+        _assert_close(trained, alone)
+
+
+def _uneven() -> list[Any]:
+    rank = dist.get_rank()
+    mine = torch.arange(2.0 * rank * 3).reshape(2 * rank, 3) + 10 * rank  # 0, 2, 4, 6 rows
+    columns = gather(mine.T.contiguous(), dim=1)
+    mean, plain = all_mean(torch.tensor([float(rank), 1.0])), all_mean(rank, weight=rank)
+    flags = gather(torch.ones(1, dtype=torch.bool)).tolist()
+    return [gather(mine).tolist(), columns.T.tolist(), gathered_rows(mine).tolist(), mean.tolist(), plain, flags]
+
+
+def test_uneven_rows_come_in_the_order_of_ranks(ranks: Ranks) -> None:
+    told = ranks(4, _uneven)
+    expected = torch.cat([torch.arange(2.0 * r * 3).reshape(2 * r, 3) + 10 * r for r in range(4)]).tolist()
+    assert all(each[0] == each[1] == expected for each in told)
+    assert [each[2] for each in told] == [[], [0, 1], [2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert all(each[3] == [1.5, 1.0] and each[4] == pytest.approx((1 + 4 + 9) / 6) and each[5] == [True] * 4 for each in told)
+
+
+def _odd_shapes() -> str:
+    with pytest.raises(UsageError) as caught:
+        gather(torch.zeros(2, 3 + dist.get_rank()))
+    return str(caught.value)
+
+
+def test_other_shapes_are_refused_on_all_ranks(ranks: Ranks) -> None:
+    texts = ranks(2, _odd_shapes)
+    assert texts[0] == texts[1] and "rank 1" in texts[0]
+
+
+def test_one_process_keeps_what_it_has() -> None:
+    x = torch.randn(3, 2)
+    assert gather(x) is x and all_mean(2.5) == 2.5 and gathered_rows(x).tolist() == [0, 1, 2]
+    assert (ech.rank(), ech.world_size(), ech.is_main()) == (0, 1, True)

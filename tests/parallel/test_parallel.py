@@ -1,0 +1,265 @@
+"""Layouts as users meet them: which blocks are sharded, modules prepared for one's own unit, options, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.parallel.recipe.blocks import blocks_to_shard
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net, plain_training, whole
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+CPU = torch.device("cpu")
+
+
+class ByHand(ech.TrainUnit[Any]):
+    """A user's own unit and optimizer around a module that was prepared."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+    def train_step(self, state: ech.State, data: Any) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.module(data[0]), data[1])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def _prepared(how: str) -> dict[str, torch.Tensor]:
+    device = ech.init_from_env()
+    prepare: Any = {"ddp": ech.layouts.prepare_ddp, "fsdp": ech.layouts.prepare_fsdp}.get(how)
+    module = prepare(net(), device) if prepare else ech.layouts.prepare_module(net(), device, layout="ddp")
+    assert isinstance(module, nn.parallel.DistributedDataParallel) == (how != "fsdp")
+    unit = ByHand(module)
+    ech.train(unit, [batch(4, 10 * dist.get_rank() + i) for i in range(3)], max_epochs=1)
+    return whole(module)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "module"])
+def test_ones_own_unit_trains_on_a_prepared_module(ranks: Ranks, how: str) -> None:
+    want, _, _ = plain_training([[batch(4, i), batch(4, 10 + i)] for i in range(3)])
+    assert largest_difference(ranks(2, _prepared, how)[0], want) < 1e-12
+
+
+def _memory(layout: str) -> tuple[int, int]:
+    unit = Regression(module=net(width=64), layout=layout, optimizer="AdamW")
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    held = [p.to_local() if hasattr(p, "to_local") else p for p in unit.module.parameters()]
+    state = [v for s in unit.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+    return sum(p.numel() for p in held), sum(getattr(v, "to_local", lambda v=v: v)().numel() for v in state)
+
+
+def test_sharding_halves_what_each_of_two_ranks_holds(ranks: Ranks) -> None:
+    whole_parameters, whole_state = ranks(2, _memory, "ddp")[0]
+    for parameters, state in ranks(2, _memory, "fsdp"):
+        assert parameters < 0.52 * whole_parameters and state < 0.52 * whole_state
+
+
+def test_repeated_blocks_are_sharded_and_single_layers_are_not() -> None:
+    assert [name for name, _ in blocks_to_shard(net())] == ["blocks.0", "blocks.1"]
+    assert blocks_to_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []  # layers alone: a collective each is dear
+    nested = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([net(), net()]))
+    assert [name for name, _ in blocks_to_shard(nested)] == ["1.0", "1.1"]  # outermost
+    lists = nn.ModuleList(nn.ModuleList(net().blocks) for _ in range(2))  # stages of blocks, as in a funnel
+    assert [name for name, _ in blocks_to_shard(lists)] == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def _chosen_blocks(blocks: Any) -> list[str]:
+    from torch.distributed.fsdp import FSDPModule
+
+    unit = Regression(layout=ech.FSDPStrategy(blocks=blocks))
+    return [name for name, m in unit.module.named_modules() if isinstance(m, FSDPModule)]
+
+
+def test_blocks_can_be_chosen_by_name_and_class(ranks: Ranks) -> None:
+    assert ranks(2, _chosen_blocks, ["blocks.1", "last"])[0] == ["", "blocks.1", "last"]
+    assert ranks(2, _chosen_blocks, [nn.Sequential])[0] == ["", "blocks.0", "blocks.1"]
+
+
+def _refusal(layout: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        Regression(layout=layout)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (ech.FSDPStrategy(blocks=["blocks.7"]), "no submodule named 'blocks.7'"),
+        (ech.DDPStrategy(mixed_precision=torch.bfloat16), "AutoUnit(precision='bf16')"),
+        (
+            ech.FSDPStrategy(reshard_after_forward={"block.*": False}),
+            "reshard_after_forward has 'block.*', which matches nothing that is sharded one by one: blocks.0, blocks.1.",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(ranks: Ranks, layout: Any, message: str) -> None:
+    assert all(message in text for text in ranks(2, _refusal, layout))
+
+
+def _options(layout: Any) -> dict[str, torch.Tensor]:
+    unit = Regression(layout=layout)
+    ech.train(unit, [batch(4, dist.get_rank())], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ech.DDPStrategy(broadcast_buffers=False, check_reduction=True),
+        ech.DDPStrategy(static_graph=True, find_unused_parameters=True, bucket_cap_mb=1),
+        ech.FSDPStrategy(forward_prefetch=True),
+        ech.FSDPStrategy(reshard_after_forward=False),
+        ech.FSDPStrategy(reshard_after_forward={"blocks.1": False}),
+        ech.DDPStrategy(device_ids=[CPU.index], output_device=CPU.index),  # as TorchTNT's page has it, on a CPU
+    ],
+    ids=["ddp", "ddp static", "fsdp", "fsdp whole parameters", "fsdp one block whole", "ddp device_ids"],
+)
+def test_options_change_no_number(ranks: Ranks, layout: Any) -> None:
+    want, _, _ = plain_training([[batch(4, 0), batch(4, 1)]])
+    assert largest_difference(ranks(2, _options, layout)[0], want) < 1e-12
+
+
+class Half(nn.Module):
+    """Uses its second layer in every other step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.calls = nn.Linear(4, 1).double(), nn.Linear(4, 1).double(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.a(x) + (self.b(x) if self.calls % 2 else 0)
+
+
+def _unused(layout: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    unit = Regression(module=Half(), layout=layout)
+    ech.train(unit, [batch(4, 10 * dist.get_rank() + i) for i in range(4)], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("layout", [ech.DDPStrategy(find_unused_parameters=True), "fsdp"], ids=["ddp", "fsdp"])
+def test_a_layer_unused_in_some_steps(ranks: Ranks, layout: Any) -> None:
+    torch.manual_seed(0)
+    want, _, _ = plain_training([[batch(4, i), batch(4, 10 + i)] for i in range(4)], module=Half())
+    for got in ranks(2, _unused, layout):
+        assert largest_difference(got, want) < 1e-12
+
+
+def _frozen(layout: str) -> dict[str, torch.Tensor]:
+    module = net()
+    module.first.requires_grad_(False)
+    unit = Regression(module=module, layout=layout, clip_grad_norm=0.3)
+    ech.train(unit, [batch(4, 10 * dist.get_rank() + i) for i in range(3)], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_frozen_layer_stays_and_the_rest_trains(ranks: Ranks, layout: str) -> None:
+    module = net()
+    module.first.requires_grad_(False)
+    want, _, _ = plain_training([[batch(4, i), batch(4, 10 + i)] for i in range(3)], clip=0.3, module=module)
+    assert largest_difference(ranks(2, _frozen, layout)[0], want) < 1e-9
+
+
+def _tied(layout: str) -> bool:
+    module = net()
+    module.blocks[1][0].weight = module.blocks[0][0].weight
+    unit = Regression(module=module, layout=layout)
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    plain = unit.prepared.unwrapped
+    return plain.blocks[1][0].weight is plain.blocks[0][0].weight
+
+
+@pytest.mark.parametrize("layout", ["none", "ddp"])
+def test_tied_weights_stay_tied(ranks: Ranks, layout: str) -> None:
+    assert ranks(2, _tied, layout) == [True, True]
+
+
+def test_a_world_of_one_shards_without_a_launcher() -> None:
+    unit = Regression(layout="fsdp")
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    want, _, _ = plain_training([[batch(4, 0)]])
+    assert largest_difference(whole(unit.module), want) < 1e-12
+    dist.destroy_process_group()
+
+
+class Unfreezes(ech.Callback):
+    """Gradual unfreezing, as in fine-tuning: the last layers train from the beginning, all of them from the second epoch on."""
+
+    def on_train_epoch_start(self, state: ech.State, unit: Any) -> None:
+        module = unit.prepared.unwrapped
+        (module if unit.train_progress.num_epochs_completed else module.last).requires_grad_(True)
+
+
+def _unfrozen(layout: str, frozen: str) -> dict[str, torch.Tensor]:
+    module = net()
+    module.get_submodule(frozen).requires_grad_(False)
+    unit = Regression(module=module, layout=layout, gradient_accumulation_steps=2)
+    mine = [batch(4, 10 * i + dist.get_rank()) for i in range(4)]
+    ech.train(unit, mine, max_epochs=2, callbacks=[Unfreezes()])
+    return whole(unit.prepared.unwrapped)
+
+
+@pytest.mark.parametrize(("layout", "frozen"), [("ddp", "first"), ("ddp", ""), ("fsdp", "first")])
+def test_layers_that_are_unfrozen_during_training_are_averaged(ranks: Ranks, layout: str, frozen: str) -> None:
+    module = net()
+    module.get_submodule(frozen).requires_grad_(False)
+    module.last.requires_grad_(True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for update in range(4):
+        if update == 2:
+            module.requires_grad_(True)
+        rows = [batch(4, 10 * i + r) for i in (2 * (update % 2), 2 * (update % 2) + 1) for r in range(2)]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(torch.cat([x for x, _ in rows])), torch.cat([y for _, y in rows])).backward()
+        optimizer.step()
+    want = {name: p.detach() for name, p in module.named_parameters()}
+    for trained in ranks(2, _unfrozen, layout, frozen):
+        assert largest_difference(trained, want) < 1e-12
+
+
+def _freezes(module: nn.Module, step: int) -> None:
+    """After a step: one in the middle of a window of two, one at its end, and trained again."""
+    module.get_submodule("first").requires_grad_(step not in (3, 4, 5))
+    module.get_submodule("blocks.1").requires_grad_(step != 2)
+
+
+class _Freezes(ech.Callback):
+    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+        _freezes(unit.prepared.unwrapped, unit.train_progress.num_steps_completed)
+
+
+def _frozen_later(layout: str) -> dict[str, torch.Tensor]:
+    unit = Regression(module=net(), layout=layout, gradient_accumulation_steps=2)
+    ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(8)], max_epochs=1, callbacks=[_Freezes()])
+    return whole(unit.prepared.unwrapped)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_layers_that_are_frozen_during_training_stay_and_the_others_are_averaged(ranks: Ranks, layout: str) -> None:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step in range(8):
+        (x, y), (more_x, more_y) = batch(4, 10 * step), batch(4, 10 * step + 1)
+        (nn.functional.mse_loss(module(torch.cat([x, more_x])), torch.cat([y, more_y])) / 2).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        _freezes(module, step + 1)
+    want = {name: p.detach() for name, p in module.named_parameters()}
+    for trained in ranks(2, _frozen_later, layout):
+        assert largest_difference(trained, want) < 1e-12

@@ -1,0 +1,568 @@
+"""Pipeline parallelism: the same numbers as plain PyTorch in one process, whatever the stages, the schedule and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import EchelonError, UsageError
+from tests.conftest import Ranks
+from tests.kit.models import largest_difference
+
+pytestmark = pytest.mark.standing_ranks
+
+VOCABULARY, WIDTH, CONTEXT = 13, 8, 6
+Tokens = tuple[torch.Tensor, torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + x.cumsum(1) / 10
+        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Words(nn.Module):
+    """A language model as people write them: tied weights, a parameter of its own, positions read off a table's weight."""
+
+    def __init__(self, depth: int = 4, tied: bool = True) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        x += self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(self.norm(x) * self.scale)
+        return out
+
+
+class Residual(nn.Module):
+    """The sum around the blocks is the root's own, and the input comes back at the end: each stage needs several outputs."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = first = self.words(tokens)
+        with torch.no_grad():
+            mask = x.sum(-1, keepdim=True) > 0  # of which autograd knows nothing
+        for block in self.blocks:
+            x = x + block(x)
+        out: torch.Tensor = self.head(x * mask + first)
+        return out
+
+
+class _TiedWithBias(nn.Module):
+    """The head has the words' weight, and a bias of its own, which the first stage does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(12, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 12)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens % 12)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": Words,
+    "untied": lambda: Words(tied=False),
+    "residual": Residual,
+    "tied with bias": _TiedWithBias,
+    "deep": lambda: Words(depth=9),
+}
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def tokens(rows: int, seed: int, length: int = CONTEXT) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(VOCABULARY, (rows, length + 1), generator=generator)
+    targets = made[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=generator) < 0.3] = -100  # so that weights differ
+    return made[:, :-1], targets
+
+
+def windows(updates: int, size: int, rows: Sequence[int] = (2,)) -> list[list[Tokens]]:
+    return [[tokens(rows[(u * size + i) % len(rows)], u * size + i) for i in range(size)] for u in range(updates)]
+
+
+def plain(
+    name: str, updates: list[list[Tokens]], *, optimizer: str, clip: float | None = 0.5, frozen: str | None = None
+) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """PyTorch alone: parameters, losses and norms after each update on the mean over all tokens of a window."""
+    module = built(name)
+    freeze(module, frozen)
+    made = optimizer_of(optimizer, module)
+    losses, norms = [], []
+    for window in updates:
+        total = sum(int((y >= 0).sum()) for _, y in window)
+        loss = sum(F.cross_entropy(module(x).flatten(0, 1), y.flatten(), reduction="sum") for x, y in window) / total
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), clip or float("inf"))))
+        made.step()
+        made.zero_grad()
+        losses.append(float(loss.detach()))
+    return {n: p.detach().clone() for n, p in module.named_parameters()}, losses, norms
+
+
+def optimizer_of(kind: str, module: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if kind == "SGD":
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(trained, lr=1e-2)
+
+
+def freeze(module: nn.Module, prefix: str | None) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(prefix is None or not name.startswith(prefix))
+
+
+class Unit(ech.AutoUnit[Tokens]):
+    def __init__(self, name: str = "tied", *, optimizer: str = "SGD", frozen: str | None = None, **options: Any) -> None:
+        module = built(name)
+        freeze(module, frozen)
+        options.setdefault("clip_grad_norm", 0.5)
+        super().__init__(module=module, device=torch.device("cpu"), **options)
+        self.kind = optimizer
+        self.norms: list[float] = []
+        self.losses: list[float] = []
+        self.seen: list[Any] = []
+
+    def compute_loss(self, state: ech.State, data: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = data
+        logits = self.module(x)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()), logits
+
+    def weight(self, data: Tokens) -> float:
+        return float((data[1] >= 0).sum())
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return optimizer_of(self.kind, module), None
+
+    def on_train_step_end(self, state: ech.State, data: Tokens, step: int, results: ech.units.TrainStepResults) -> None:
+        self.seen.append((float(results.loss), list(results.outputs.shape)))
+        if results.total_grad_norm is not None:
+            self.norms.append(float(results.total_grad_norm))
+            self.losses.append(float(self.latest_update[0]))
+
+
+Trained = tuple[dict[str, torch.Tensor], list[float], list[float], list[Any]]
+
+
+def trained(name: str, updates: list[list[Tokens]], layout: Any, **options: Any) -> Trained:
+    unit = Unit(name, layout=layout, gradient_accumulation_steps=len(updates[0]), **options)
+    ech.train(unit, [each for window in updates for each in window], max_epochs=1)
+    values = {}
+    for each, parameter in unit.prepared.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        values[each] = whole.detach().clone()
+    return values, unit.losses, unit.norms, unit.seen
+
+
+def together(results: list[Trained]) -> dict[str, torch.Tensor]:
+    """Every parameter, from the ranks that have it; copies must be equal bit by bit."""
+    found: dict[str, torch.Tensor] = {}
+    for values, *_ in results:
+        for name, value in values.items():
+            assert torch.equal(found.setdefault(name, value), value), name
+    return found
+
+
+def check(results: list[Trained], want: tuple[dict[str, torch.Tensor], list[float], list[float]]) -> None:
+    assert largest_difference(together(results), want[0]) < 1e-11
+    for _, losses, norms, seen in results:
+        assert losses == pytest.approx(want[1], rel=1e-11)
+        assert norms == pytest.approx(want[2], rel=1e-10)
+        assert seen == results[0][3]  # losses and outputs are known on all ranks
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
+@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.full)])
+def test_two_stages_train_as_one_process_does(ranks: Ranks, schedule: str, optimizer: str) -> None:
+    updates = windows(20, 3)
+    layout = ech.Layout(pp=2, schedule=schedule)
+    check(ranks(2, trained, "tied", updates, layout, optimizer=optimizer), plain("tied", updates, optimizer=optimizer))
+
+
+def test_sums_in_the_root_masks_and_skips_are_found_and_sent(ranks: Ranks) -> None:
+    updates = windows(20, 4)
+    for schedule in ("1f1b", "interleaved", "zbv"):
+        results = ranks(2, trained, "residual", updates, ech.Layout(pp=2, schedule=schedule), optimizer="AdamW")
+        check(results, plain("residual", updates, optimizer="AdamW"))
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from (self.x, self.y)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return (self.x, self.y)[i]
+
+
+def test_batches_of_the_users_own_classes_may_differ_in_shape(ranks: Ranks) -> None:
+    """torch's pytree takes a dataclass for one leaf, so that all seemed of one shape."""
+    updates = windows(4, 3, rows=(2, 1, 3))
+    pairs: Any = [[Pair(*each) for each in window] for window in updates]
+    check(ranks(2, trained, "untied", pairs, ech.Layout(pp=2)), plain("untied", updates, optimizer="SGD"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_short_tails_and_other_shapes_within_a_window_keep_their_weight(ranks: Ranks, schedule: str) -> None:
+    updates = [*windows(4, 5, rows=(2, 2, 2, 1, 3)), [tokens(2, 90), tokens(2, 91, length=4)]]
+    results = ranks(2, trained, "untied", updates, ech.Layout(pp=2, schedule=schedule))
+    check(results, plain("untied", updates, optimizer="SGD"))
+
+
+@pytest.mark.parametrize("frozen", ["words", "blocks.0", *(pytest.param(n, marks=pytest.mark.full) for n in ("head", "blocks"))])
+def test_frozen_layers_stay_and_a_stage_without_trained_parameters_passes_on(ranks: Ranks, frozen: str) -> None:
+    updates = windows(4, 2)
+    stages = ["blocks.1"] if frozen == "blocks.0" else None
+    for schedule in ("1f1b", "zero_bubble"):
+        layout = ech.Layout(pp=2, stages=stages, schedule=schedule)
+        results = ranks(2, trained, "untied", updates, layout, frozen=frozen)
+        check(results, plain("untied", updates, optimizer="SGD", frozen=frozen))
+
+
+@pytest.mark.full
+def test_four_stages_on_four_ranks(ranks: Ranks) -> None:
+    updates = windows(5, 6)
+    for name, schedule in (("tied", "1f1b"), ("residual", "zero_bubble"), ("deep", "interleaved"), ("deep", "zbv")):
+        results = ranks(4, trained, name, updates, ech.Layout(pp=4, schedule=schedule))
+        check(results, plain(name, updates, optimizer="SGD"))
+
+
+def trained_with_data(name: str, updates: list[list[Tokens]], layout: Any, dp: int, **options: Any) -> Trained:
+    """Each data-parallel rank has its own micro-batches of a window."""
+    rank = torch.distributed.get_rank() % dp
+    return trained(name, [window[rank::dp] for window in updates], layout, **options)
+
+
+@pytest.mark.parametrize(
+    ("copies", "schedule"),
+    [(1, "1f1b"), *(pytest.param(*row, marks=pytest.mark.full) for row in [(1, "interleaved"), (2, "1f1b"), (2, "interleaved")])],
+)
+def test_stages_are_sharded_over_the_data_ranks(ranks: Ranks, copies: int, schedule: str) -> None:
+    updates = windows(10, 4, rows=(2, 2, 1, 3, 2))
+    layout = ech.Layout(pp=2, dp_replicate=copies, schedule=schedule)
+    results = ranks(4, trained_with_data, "tied", updates, layout, 2, optimizer="AdamW")
+    want = plain("tied", updates, optimizer="AdamW")
+    assert largest_difference(together(results), want[0]) < 1e-11
+    for _, losses, norms, _ in results:
+        assert losses == pytest.approx(want[1], rel=1e-11)
+        assert norms == pytest.approx(want[2], rel=1e-10)
+
+
+@pytest.mark.full
+def test_layers_of_stages_are_split_too(ranks: Ranks) -> None:
+    updates = windows(10, 2)
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    check(ranks(4, trained, "untied", updates, ech.Layout(pp=2, tp=2, plan=plan)), plain("untied", updates, optimizer="SGD"))
+
+
+def test_a_tied_head_with_a_bias_of_its_own_is_split_over_tp(ranks: Ranks) -> None:
+    updates = [[(x, y.clamp(max=11)) for x, y in window] for window in windows(4, 2)]
+    plan = {"words": "rowwise", "head": "colwise_gather", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    results = ranks(4, trained, "tied with bias", updates, ech.Layout(pp=2, tp=2, plan=plan))
+    check(results, plain("tied with bias", updates, optimizer="SGD"))
+
+
+def test_a_stage_without_anything_for_its_optimizer_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    stages = [["words", "positions", "blocks.0"], ["blocks.1", "blocks.2", "blocks.3", "norm", "head"]]
+    for text in ranks(2, empty_optimizer, ech.Layout(pp=2, stages=stages)):
+        assert "empty parameter list" in text and "module.parameters()" in text
+
+
+def empty_optimizer(layout: Any) -> str:
+    class Late(Unit):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+            mine = [p for n, p in module.named_parameters() if n.startswith("head")]
+            return torch.optim.SGD(mine, lr=0.1), None
+
+    with pytest.raises(UsageError) as caught:
+        Late("untied", layout=layout).configure()
+    return str(caught.value)
+
+
+# --- checkpoints
+
+
+def saved(folder: str, layout: Any, updates: list[list[Tokens]], stop: int, dp: int = 1, **options: Any) -> Any:
+    """Train with a checkpoint after `stop` updates. What the model and the optimizer hold in the end, and losses."""
+    share = [window[torch.distributed.get_rank() % dp :: dp] for window in updates]
+    unit = Unit("tied", layout=layout, gradient_accumulation_steps=len(share[0]), optimizer="AdamW", **options)
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=stop)
+    ech.train(unit, [each for window in share for each in window], max_epochs=1, callbacks=[saver])
+    return held(unit)
+
+
+def resumed(folder: str, layout: Any, updates: list[list[Tokens]], dp: int = 1, **options: Any) -> Any:
+    """Restore the newest checkpoint; train on with these."""
+    share = [window[torch.distributed.get_rank() % dp :: dp] for window in updates]
+    unit = Unit("tied", layout=layout, gradient_accumulation_steps=2 // dp, optimizer="AdamW", **options)
+    for parameter in unit.module.parameters():
+        with torch.no_grad():
+            parameter.zero_()
+    ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
+    before = held(unit)
+    if share:
+        ech.train(unit, [each for window in share for each in window], max_epochs=2)  # the first has ended
+    return before, held(unit)
+
+
+def held(unit: Unit) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in unit.prepared.named_parameters():
+        found[name] = parameter
+        found |= {f"{name}.{key}": value for key, value in unit.optimizer.state[parameter].items()}
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for name, t in found.items()}
+
+
+def merged(results: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: value for each in results for name, value in each.items()}
+
+
+def assert_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+def test_a_checkpoint_of_a_pipeline_is_read_by_others_and_theirs_by_it(ranks: Ranks, tmp_path: Any) -> None:
+    updates = windows(3, 2)
+    pipeline = ech.Layout(pp=2, schedule="interleaved")
+    want = merged(ranks(2, saved, str(tmp_path / "pp"), pipeline, updates, 3))
+    for layout in ("ddp", "fsdp", ech.Layout(pp=2, stages=["blocks.3"])):
+        before, _ = zip(*ranks(2, resumed, str(tmp_path / "pp"), layout, []), strict=True)
+        assert_bits(merged(list(before)), want)
+    want = merged(ranks(2, saved, str(tmp_path / "fsdp"), "fsdp", updates, 3, 2))
+    before, _ = zip(*ranks(2, resumed, str(tmp_path / "fsdp"), pipeline, []), strict=True)
+    assert_bits(merged(list(before)), want)
+
+
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_resumed_pipeline_ends_with_the_same_bits(ranks: Ranks, tmp_path: Any, dp: int) -> None:
+    updates = windows(5, 2)
+    layout = ech.Layout(pp=2)
+    want = merged(ranks(2 * dp, saved, str(tmp_path / "whole"), layout, updates, 9, dp))
+    ranks(2 * dp, saved, str(tmp_path / "half"), layout, updates[:3], 3, dp)
+    _, after = zip(*ranks(2 * dp, resumed, str(tmp_path / "half"), layout, updates[3:], dp), strict=True)
+    assert_bits(merged(list(after)), want)
+
+
+# --- without gradients
+
+
+class Evaluated(Unit):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.logits: list[torch.Tensor] = []
+
+    def on_eval_step_end(self, state: ech.State, data: Tokens, step: int, loss: torch.Tensor, outputs: Any) -> None:
+        self.logits.append(outputs.clone())
+
+    def predict_step(self, state: ech.State, data: Any) -> Any:
+        return super().predict_step(state, data)
+
+    def on_predict_step_end(self, state: ech.State, data: Any, step: int, outputs: Any) -> None:
+        self.logits.append(outputs.clone())
+
+
+def evaluated(name: str, layout: Any, batches: list[Tokens]) -> tuple[float, float, list[torch.Tensor]]:
+    unit = Evaluated(name=name, layout=layout)
+    ech.evaluate(unit, batches)
+    ech.units.test(unit, batches)
+    ech.predict(unit, [x for x, _ in batches])
+    return unit.eval_loss, unit.test_loss, unit.logits
+
+
+class Predicts(Unit):
+    """From batches with targets, by a step of its own."""
+
+    direct = False
+
+    def predict_step(self, state: ech.State, data: Tokens) -> Any:
+        logits = self.module(data[0]) if self.direct else super().predict_step(state, data[0])
+        self.found = logits.argmax(-1)
+
+
+def predicted(batch: Tokens, direct: bool) -> Any:
+    unit = Predicts(layout="pp")
+    unit.direct = direct
+    try:
+        ech.predict(unit, [batch])
+    except UsageError as error:
+        return str(error)
+    return unit.found
+
+
+def test_a_prediction_of_ones_own_takes_what_the_module_takes(ranks: Ranks) -> None:
+    batch = tokens(3, 0)
+    want = built("tied").eval()(batch[0]).argmax(-1)
+    assert all(torch.equal(got, want) for got in ranks(2, predicted, batch, False))
+    for said in ranks(2, predicted, batch, True):
+        assert "write super().predict_step(state, inputs) in the place of self.module(inputs)" in said
+
+
+@pytest.mark.parametrize("name", ["tied", "residual"])
+def test_evaluation_and_prediction_go_through_the_stages_to_all_ranks(ranks: Ranks, name: str) -> None:
+    batches = [tokens(3, 0), tokens(2, 1, length=4), tokens(1, 2)]
+    module = built(name).eval()
+    weights = [int((y >= 0).sum()) for _, y in batches]
+    logits = [module(x).detach() for x, _ in batches]
+    losses = [F.cross_entropy(z.flatten(0, 1), y.flatten()) for z, (_, y) in zip(logits, batches, strict=True)]
+    want = float(sum(w * loss.detach() for w, loss in zip(weights, losses, strict=True)) / sum(weights))
+    for schedule in ("1f1b", "zbv"):
+        for loss, test, got in ranks(2, evaluated, name, ech.Layout(pp=2, schedule=schedule), batches):
+            assert loss == test == pytest.approx(want, rel=1e-12)
+            assert len(got) == 6
+            for mine, its in zip(got, [*logits, *logits], strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+
+
+def fitted(layout: Any) -> tuple[list[float], list[float]]:
+    unit = Evaluated(name="tied", layout=layout, gradient_accumulation_steps=2)
+    data = [tokens(2, i) for i in range(6)]
+    ech.fit(unit, data, data[:2], max_epochs=2)
+    return unit.losses, [unit.eval_loss]
+
+
+def test_training_and_evaluation_take_turns(ranks: Ranks) -> None:
+    (alone,) = ranks(1, fitted, "none")
+    for losses, evaluations in ranks(2, fitted, ech.Layout(pp=2)):
+        assert losses == pytest.approx(alone[0], rel=1e-11)
+        assert evaluations == pytest.approx(alone[1], rel=1e-11)
+
+
+# --- what is refused
+
+
+class Shapes(nn.Module):
+    """A model that does what a pipeline cannot follow, one thing at a time."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.head = nn.Linear(WIDTH, VOCABULARY) if how == "head first" else None
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(WIDTH, VOCABULARY) if how != "head first" else None
+        self.register_buffer("mean", torch.zeros(()))
+        if how == "layer drop":
+            self.layerdrop = 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        if self.how == "buffer":
+            self.mean += x.detach().mean()
+        if self.how == "weight":
+            x = x + self.blocks[0].down.bias
+        if self.how == "twice":
+            x = self.blocks[0](x)
+        if self.how == "writes":
+            with torch.no_grad():
+                for block in self.blocks:
+                    block.down.weight.div_(2)
+        if self.how == "counts":
+            self.calls = getattr(self, "calls", 0) + 1
+            x = x * self.calls
+        return (self.out or self.head)(x)  # type: ignore[no-any-return, misc]
+
+
+def refused(how: str, layout: Any, hook: bool = False, direct: bool = False) -> str:
+    MODELS["shapes"] = lambda: Shapes(how)
+
+    class Mine(Unit):
+        def compute_loss(self, state: ech.State, data: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+            if direct:
+                x = self.module.words(data[0])  # type: ignore[operator]
+                return x.sum(), x
+            return super().compute_loss(state, data)
+
+    module = built("shapes")
+    if hook:
+        module.register_forward_hook(lambda *_: None)
+        MODELS["shapes"] = lambda: module
+    with pytest.raises(EchelonError) as caught:
+        unit = Mine("shapes", layout=layout, gradient_accumulation_steps=2)
+        if how == "outside":
+            unit.module(tokens(2, 0)[0])
+        ech.train(unit, [tokens(2, 0), tokens(2, 1)], max_epochs=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "words"),
+    [
+        ("", {"pp": 2, "stages": ["blocks.9"]}, ("'blocks.9'", "no module", "words, blocks.0, blocks.1, out")),
+        ("", {"pp": 2, "stages": ["out", "blocks.1"]}, ("order", "blocks.1")),
+        ("", {"pp": 2, "stages": [["words"], ["blocks.0", "out"]]}, ("blocks.1", "are in none")),
+        ("", {"pp": 2, "stages": ["blocks.0", "blocks.1"]}, ("must have 2 stages", "got 3")),
+        ("", {"pp": 2, "schedule": "interleaved"}, ("2 repeated blocks", "4 stages")),
+        ("", {"pp": 2, "schedule": "zbv", "stages": ["blocks.1"]}, ("must have 4 stages", "got 2")),
+        ("head first", {"pp": 2}, ("Shapes.head", "stage 0", "stage 1", "after blocks.1")),
+        ("twice", {"pp": 2}, ("Shapes.blocks.0", "stage 0", "after blocks.1")),
+        ("weight", {"pp": 2}, ("stage 1", "parameter of another stage")),
+        ("buffer", {"pp": 2}, ("Shapes.mean", "1 of 2 stages", "lose")),
+        ("layer drop", {"pp": 2}, ("Shapes leaves out layers at random (layerdrop=0.1)", "Set layerdrop=0.")),
+        ("writes", {"pp": 2}, ("Shapes writes into a parameter of another stage than stage", "blocks.")),
+        ("counts", {"pp": 2}, ("Shapes must give the same for the same batch", "changes from call to call")),
+        ("outside", {"pp": 2}, ("Shapes", "2 stages", "compute_loss")),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused_on_all_ranks(
+    ranks: Ranks, how: str, options: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    for text in ranks(2, refused, how, ech.Layout(**options)):
+        for word in words:
+            assert word in text, text
+
+
+def test_hooks_of_split_modules_and_calls_of_submodules_are_refused(ranks: Ranks) -> None:
+    for text in ranks(2, refused, "", ech.Layout(pp=2), hook=True):
+        assert "Shapes has hooks (forward hooks)" in text
+    for text in ranks(2, refused, "", ech.Layout(pp=2), direct=True):
+        assert "compute_loss calls a submodule of Shapes directly" in text
+
+
+def test_schedules_and_stages_are_checked_when_they_are_given() -> None:
+    with pytest.raises(UsageError, match="'1f1b', 'interleaved', 'zero_bubble', 'zbv', got 'gpip'"):
+        ech.Layout(pp=2, schedule="gpip")
+    with pytest.raises(UsageError, match="stages must be the names"):
+        ech.Layout(pp=2, stages="blocks.1")

@@ -1,0 +1,221 @@
+"""Ranks that do not use a sharded module alike: wrong weights are gathered and wrong gradients added, without any error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import RanksDisagreeError, UsageError
+from tests.conftest import Ranks
+from tests.kit.models import largest_difference, whole
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+UPDATES, FIRST = 6, 3  # from which on the ranks part ways
+Way = Callable[[int, int], tuple[list[int], list[int]]]  # (rank, update) -> the blocks, in order, and the heads
+
+
+class Paths(nn.Module):
+    """Blocks of one size, and heads in the root, of one size, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(3, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, blocks: list[int], heads: list[int]) -> torch.Tensor:
+        for block in blocks:
+            x = x + self.blocks[block](x)
+        return sum(self.heads[head](x) for head in heads)  # type: ignore[return-value]
+
+
+class Walks(Regression):
+    def __init__(self, way: Way, **options: Any) -> None:
+        torch.manual_seed(0)
+        super().__init__(module=Paths().double(), **options)
+        self.way, self.micro_batches, self.updated = way, 0, 0
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        update = self.micro_batches // self.gradient_accumulation_steps
+        self.micro_batches += 1
+        out = self.module(data[0], *self.way(dist.get_rank(), update))
+        return nn.functional.mse_loss(out, data[1]), out
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        made = super().configure_optimizers_and_lr_scheduler(module)
+        made[0].register_step_post_hook(lambda *_: setattr(self, "updated", self.updated + 1))
+        return made
+
+
+def _data(count: int) -> list[Any]:
+    torch.manual_seed(dist.get_rank())
+    return [(torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)) for _ in range(count)]
+
+
+ALL = [0, 1, 2, 3]
+
+
+def _same(rank: int, update: int) -> tuple[list[int], list[int]]:
+    return ALL, [0, 1, 2]
+
+
+def _drawn_alike(rank: int, update: int) -> tuple[list[int], list[int]]:
+    return (ALL, [0, 1, 2]) if update % 2 else ([0, 2], [1])
+
+
+def _other_order(rank: int, update: int) -> tuple[list[int], list[int]]:
+    return (ALL if rank or update < FIRST else [1, 0, 2, 3]), [0, 1, 2]
+
+
+def _other_blocks(rank: int, update: int) -> tuple[list[int], list[int]]:
+    return (ALL if update < FIRST else [[0, 1], [2, 3]][rank % 2]), [0, 1, 2]
+
+
+def _drawn_apart(rank: int, update: int) -> tuple[list[int], list[int]]:
+    """Both ways are known to all ranks before these part."""
+    turn = update if update < FIRST else update + rank
+    return [[0, 1], [2, 3]][turn % 2], [0, 1, 2]
+
+
+def _other_heads(rank: int, update: int) -> tuple[list[int], list[int]]:
+    return ALL, [0, 1, 2] if update < FIRST else [0, 1 + rank % 2]
+
+
+def _other_heads_at_last(rank: int, update: int) -> tuple[list[int], list[int]]:
+    return ALL, [0, 1, 2] if update < UPDATES - 1 else [0, 1 + rank % 2]
+
+
+def _walked(way: Way, layout: Any, accumulation: int = 1, folder: Path | None = None, **options: Any) -> Any:
+    unit = Walks(way, layout=layout, gradient_accumulation_steps=accumulation, **options)
+    savers = [] if folder is None else [ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)]
+    try:
+        ech.train(unit, _data(UPDATES * accumulation), max_epochs=1, callbacks=savers)
+    except RanksDisagreeError as error:
+        return unit.updated, str(error)
+    return unit.updated, whole(unit.module)
+
+
+CALLS = [(_other_order, "call 2 of update 3 rank 0 called blocks.1 and rank 1 called blocks.0")]
+CALLS += [(way, "update 3 rank 0 called blocks.") for way in (_other_blocks, _drawn_apart)]
+
+
+@pytest.mark.parametrize(("way", "said"), CALLS)
+def test_ranks_that_call_other_blocks_are_told_before_the_update(ranks: Ranks, way: Way, said: str) -> None:
+    for updated, text in ranks(2, _walked, way, "fsdp"):
+        assert updated == FIRST
+        assert said in text and "The update was not made" in text and "one seed" in text
+
+
+@pytest.mark.parametrize("layout", ["zero2", "hsdp", "dp_shard=4", pytest.param("fsdp2", marks=pytest.mark.full)])
+def test_so_they_are_under_other_strategies_and_with_accumulation(ranks: Ranks, layout: str) -> None:
+    for updated, text in ranks(4, _walked, _other_order, layout, 2):
+        assert updated == FIRST and "update 3 rank 0 called blocks.1 and rank 1 called blocks.0" in text
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ranks_with_gradients_of_other_parameters_are_told_after_the_update(ranks: Ranks, accumulation: int) -> None:
+    for updated, text in ranks(2, _walked, _other_heads, "fsdp", accumulation):
+        assert updated == FIRST + 1
+        assert "in update 3 rank 0 had one of heads.1.bias and rank 1 had none" in text
+        assert "Go on from a checkpoint before it" in text
+
+
+def test_of_the_last_update_they_are_told_at_the_end(ranks: Ranks) -> None:
+    for _, text in ranks(2, _walked, _other_heads_at_last, "fsdp"):
+        assert "in update 5 rank 0 had one of heads.1.bias and rank 1 had none" in text
+
+
+def test_nothing_is_saved_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    for _, text in ranks(2, _walked, _other_heads_at_last, "fsdp", 1, tmp_path):
+        assert "in update 5 rank 0 had one of heads.1.bias" in text
+    assert not list(tmp_path.rglob("manifest*"))
+
+
+def _under_each() -> dict[str, Any]:
+    recomputed = ech.layouts.ActivationCheckpointParams(check_fn=lambda module: isinstance(module, nn.Sequential))
+    return {
+        "ddp": _walked(_drawn_alike, ech.DDPStrategy(find_unused_parameters=True), 2),
+        "fsdp": _walked(_drawn_alike, "fsdp", 2),
+        "hsdp": _walked(_drawn_alike, "hsdp", 2),
+        "recomputed": _walked(_drawn_alike, "fsdp", 2, activation_checkpoint_params=recomputed),
+    }
+
+
+def test_what_all_ranks_leave_out_together_is_right(ranks: Ranks) -> None:
+    for found in ranks(4, _under_each):
+        for name, (updated, values) in found.items():
+            assert updated == UPDATES, values
+            assert largest_difference(values, found["ddp"][1]) < 1e-11, name
+
+
+class Exits(Walks):
+    """Leaves early in evaluations, as a network may that is sure of its answer."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        blocks = ALL if self.module.training or dist.get_rank() else [0, 1, 3, 3]
+        out = self.module(data[0], blocks, [0, 1, 2])
+        return nn.functional.mse_loss(out, data[1]), out
+
+
+def _evaluated(layout: Any, entry: str) -> str:
+    unit = Exits(_same, layout=layout)
+    try:
+        if entry == "fit":
+            ech.fit(unit, _data(2), _data(3), max_epochs=1)
+        else:
+            ech.evaluate(unit, _data(3))
+    except RanksDisagreeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("entry", ["fit", "evaluate"])
+def test_evaluations_that_mix_blocks_are_refused(ranks: Ranks, entry: str) -> None:
+    for said in ranks(2, _evaluated, "fsdp", entry):
+        assert "as call 4 of the evaluation rank 0 called blocks.3 and rank 1 called blocks.2. Its numbers are wrong" in said
+    assert ranks(2, _evaluated, "ddp", entry) == ["no error"] * 2
+
+
+def _dropping(layout: Any) -> str:
+    unit = Regression(module=Paths().double(), layout=layout)
+    unit.module.layerdrop = 0.1
+    try:
+        ech.train(unit, _data(1), max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_layers_that_each_rank_leaves_out_at_random_are_refused_before_training(ranks: Ranks) -> None:
+    for said in ranks(2, _dropping, "fsdp"):
+        assert "Paths leaves out layers at random (layerdrop=0.1)" in said and "Set layerdrop=0" in said
+
+
+def _messages(way: Way) -> list[int]:
+    sent: list[int] = []
+    reduce = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype is torch.float64 and tensor.ndim == 1 and not hasattr(tensor, "device_mesh"):
+            sent.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", counting):
+        _walked(way, "fsdp")
+    return sent
+
+
+def test_a_window_like_the_one_before_sends_nothing_more(ranks: Ranks) -> None:
+    for sent in ranks(2, _messages, _same):
+        assert sent == [2, 11, 2, 11, *[2] * (UPDATES - 2)]  # the first calls, then the first gradients
+    for sent in ranks(2, _messages, _drawn_alike):
+        assert sent == [2, 11] * UPDATES

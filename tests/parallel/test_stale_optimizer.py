@@ -1,0 +1,315 @@
+"""An optimizer that would train nothing is refused, in the same words on all ranks; whatever else it holds is trained."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from tests.conftest import Ranks
+from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
+from tests.kit.units import PARALLEL, SEVERAL, Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+CPU = torch.device("cpu")
+
+
+class Given(Regression):
+    """Its optimizer is made by whoever makes the unit."""
+
+    def __init__(self, own: torch.optim.Optimizer | None, **options: Any) -> None:
+        self.own = own
+        super().__init__(**options)
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        assert self.own is not None
+        return self.own, None
+
+
+class Own(ech.TrainUnit[Batch]):
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> None:
+        super().__init__()
+        self.module, self.optimizer = module, optimizer
+        vars(self).update(more)
+
+    def train_step(self, state: ech.State, data: Batch) -> None:
+        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _sgd(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def _trained(unit: Any) -> Any:
+    try:
+        ech.train(unit, [batch(4, 10 * i + (dist.get_rank() if dist.is_initialized() else 0)) for i in range(3)], max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return whole(unit.module)
+
+
+def _early(layout: Any) -> Any:
+    module = net()
+    own = _sgd(module.parameters())
+    return _trained(Given(own, module=module, layout=layout))
+
+
+def _assigned(layout: str) -> Any:
+    module = net()
+    own = _sgd(module.parameters())
+    unit = Given(None, module=module, layout=layout)
+    unit.optimizer, unit.lr_scheduler = own, None
+    return _trained(unit)
+
+
+def _all_early() -> dict[str, Any]:
+    with ech.on_meta():
+        empty = net()
+    meta = Given(_sgd(empty.parameters()), module=empty, layout="fsdp")
+    wholes = ech.FSDPStrategy(reshard_after_forward=False)
+    return {
+        **{layout: _early(layout) for layout in PARALLEL},
+        "tp": _early(ech.Layout(tp=-1)),
+        "assigned": _assigned("fsdp"),
+        "assigned, ddp": _assigned("ddp"),
+        "meta": _trained(meta),
+        "whole": _early(wholes),
+    }
+
+
+def test_an_optimizer_made_before_the_module_was_sharded_is_refused_or_right(ranks: Ranks) -> None:
+    """A module that is not sharded keeps its parameters: then it may be made beforehand."""
+    want, _, _ = plain_training([[batch(4, 10 * i), batch(4, 10 * i + 1)] for i in range(3)])
+    first, second = ranks(2, _all_early)
+    for name, got in first.items():
+        if isinstance(got, str):
+            assert got == second[name] and "before the module was sharded (first: first.weight)" in got, name
+        else:
+            assert name in ("ddp", "zero1", "assigned, ddp") and largest_difference(got, want) < 1e-12, name
+
+
+def _copies(layout: str | None) -> list[Any]:
+    found = [
+        _trained(Given(_sgd(copy.deepcopy(net()).parameters()), module=net(), layout=layout)),
+        _trained(Given(_sgd(nn.Linear(3, 3).parameters()), module=net(), layout=layout)),
+    ]
+    module = net()
+    unit = Given(None, module=copy.deepcopy(module), layout=layout)
+    unit.net, unit.own = module, _sgd(module.parameters())  # an attribute of the unit: what else it is for, only a step can show
+    return [*found, _trained(unit)]
+
+
+def test_an_optimizer_over_another_model_is_refused_under_every_strategy(ranks: Ranks) -> None:
+    for layout in ("ddp", "fsdp", "zero1"):
+        first, second = ranks(2, _copies, layout)
+        assert first == second
+        assert "holds 12 parameters, none of them the module's, which has 12 (first: float64 (8, 4))" in first[0], layout
+        assert "holds 2 parameters, none of them the module's" in first[1] and "has a gradient in the first update" in first[2]
+    assert all(isinstance(refusal, str) for refusal in _copies(None))
+
+
+def _half_copied(layout: str | None) -> Any:
+    module = net()
+    own = _sgd([*module.blocks.parameters(), *copy.deepcopy(module).first.parameters()])
+    return _trained(Given(own, module=module, layout=layout))
+
+
+def test_an_optimizer_that_holds_some_of_a_copy_is_refused(ranks: Ranks) -> None:
+    """Of what the module has, some is trained: a look at the first gradients shows what is not."""
+    found = [*(answer for layout in ("ddp", "zero1") for answer in ranks(2, _half_copied, layout)), _half_copied(None)]
+    for refusal in found:
+        assert "none of the 2 parameters" in refusal and "not the module's, but shaped as some of its" in refusal
+
+
+def _by_hand() -> dict[str, Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    def early(make: Any, **more: Any) -> Any:
+        module = net()
+        own = _sgd(module.parameters())
+        return _trained(Own(make(module), own, **more))
+
+    def in_between(module: nn.Module) -> torch.optim.Optimizer:
+        """Made when the blocks are split, and the root is not."""
+        for block in module.blocks:
+            fully_shard(block)
+        own = _sgd(module.parameters())
+        fully_shard(module)
+        return own
+
+    def after_a_look(module: nn.Module) -> torch.optim.Optimizer:
+        """An evaluation leaves the root's parameters whole."""
+        with torch.no_grad():
+            module(batch(2, 0)[0])
+        return _sgd(module.parameters())
+
+    half, looked = net(), net()
+    fully_shard(looked)
+    return {
+        "prepare_fsdp": early(lambda m: ech.layouts.prepare_fsdp(m, CPU)),
+        "fully_shard": early(fully_shard),
+        "fsdp1": early(lambda m: FullyShardedDataParallel(m, device_id=CPU)),
+        "in between": _trained(Own(half, in_between(half))),
+        "after a look": _trained(Own(looked, after_a_look(looked))),
+    }
+
+
+def test_in_a_unit_of_ones_own_too(ranks: Ranks) -> None:
+    first, second = ranks(2, _by_hand)
+    assert all(isinstance(got, str) for got in first.values()) and first == second
+    assert "Own.optimizer holds 12 parameters, 12 of which are from before the module was sharded" in first["prepare_fsdp"]
+    for name in ("fully_shard", "fsdp1", "in between"):
+        assert "that no module of the unit has" in first[name], name
+
+
+class Head(Regression):
+    """Trains a module that is no part of its own, and a weight of its loss."""
+
+    def __init__(self, layout: Any, **options: Any) -> None:
+        super().__init__(layout=layout, **options)
+        torch.manual_seed(5)
+        self.head, self.log_weight = nn.Linear(1, 1).double(), nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, Any]:
+        error = nn.functional.mse_loss(self.head(self.module(data[0])), data[1])
+        return torch.exp(-self.log_weight) * error + self.log_weight, None
+
+    def others(self) -> list[nn.Parameter]:
+        return [*self.head.parameters(), self.log_weight]
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return torch.optim.SGD([*module.parameters(), *self.others()], lr=0.02, momentum=0.9), None
+
+
+class Added(Head):
+    """They come to the optimizer later."""
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
+        optimizer.add_param_group({"params": self.others()})
+        return optimizer, None
+
+
+class Probe(Head):
+    """The module stays as it is, though nobody froze it."""
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return torch.optim.SGD(self.others(), lr=0.02, momentum=0.9), None
+
+
+def _rows(rank: int) -> list[Batch]:
+    return [batch(2 + rank, 10 * i + rank) for i in range(5)]  # the last window is short
+
+
+def _heads(kinds: list[tuple[str, Any]]) -> dict[str, Any]:
+    done = {}
+    for kind, layout in kinds:
+        unit = {"Head": Head, "Added": Added, "Probe": Probe}[kind](layout, gradient_accumulation_steps=2)
+        ech.train(unit, _rows(dist.get_rank()), max_epochs=1)
+        done[f"{kind} {layout}"] = {**whole(unit.module), **{f"~{i}": p.detach().clone() for i, p in enumerate(unit.others())}}
+    return done
+
+
+def _wanted(kind: str) -> dict[str, torch.Tensor]:
+    """One process, all rows of a window at once."""
+    module = net()
+    torch.manual_seed(5)
+    head, weight = nn.Linear(1, 1).double(), nn.Parameter(torch.zeros((), dtype=torch.float64))
+    others = [*head.parameters(), weight]
+    optimizer = torch.optim.SGD(others if kind == "Probe" else [*module.parameters(), *others], lr=0.02, momentum=0.9)
+    shares = [_rows(0), _rows(1)]
+    for start in (0, 2, 4):
+        x, y = (torch.cat(parts) for parts in zip(*(b for s in shares for b in s[start : start + 2]), strict=True))
+        (torch.exp(-weight) * nn.functional.mse_loss(head(module(x)), y) + weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**{n: p.detach() for n, p in module.named_parameters()}, **{f"~{i}": p.detach() for i, p in enumerate(others)}}
+
+
+@pytest.mark.parametrize("layouts", SEVERAL)
+def test_what_is_trained_besides_the_module_is_reduced_and_weighed_as_well(ranks: Ranks, layouts: list[str]) -> None:
+    kinds = [(kind, layout) for kind in ("Head", "Added", "Probe") for layout in layouts]
+    first, second = ranks(2, _heads, kinds)
+    for kind, layout in kinds:
+        got = first[f"{kind} {layout}"]
+        assert largest_difference(got, _wanted(kind)) < 1e-12, (kind, layout)
+        assert largest_difference(got, second[f"{kind} {layout}"]) == 0, (kind, layout)
+
+
+class OwnInitial(Head):
+    def __init__(self, layout: Any) -> None:
+        super().__init__(layout)
+        self.log_weight = nn.Parameter(torch.full((), float(dist.get_rank()), dtype=torch.float64))
+
+
+def _apart(layout: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        ech.train(OwnInitial(layout), [batch(2, 0)], max_epochs=1)
+    return str(caught.value)
+
+
+def test_what_begins_differently_on_each_rank_is_refused(ranks: Ranks) -> None:
+    for layout in ("ddp", "fsdp"):
+        first, second = ranks(2, _apart, layout)
+        assert first == second and "that differ between ranks" in first
+
+
+def _legitimate() -> dict[str, Any]:
+    """Right programs, none of which may be refused."""
+    tied = net()
+    tied.blocks[1][0].weight = tied.blocks[0][0].weight
+    frozen = net()
+    frozen.requires_grad_(False)
+    frozen.last.requires_grad_(True)
+    sharded, helper = ech.layouts.prepare_fsdp(net(), CPU), nn.Linear(4, 4).double()
+    units = {
+        "tied": Regression(module=tied, layout="fsdp"),
+        "frozen": Given(_sgd(frozen.last.parameters()), module=frozen, layout="ddp"),
+        "part": Own(sharded, _sgd([p for n, p in sharded.named_parameters() if "last" in n])),
+        # A model that is only looked through, and another that is trained, which the unit cannot know.
+        "elsewhere": Own(sharded, _sgd(helper.parameters())),
+        "cast": Regression(module=net(dtype=torch.float32).double(), layout="fsdp"),
+    }
+    return {name: _trained(unit) for name, unit in units.items()}
+
+
+def test_right_programs_are_not_refused(ranks: Ranks) -> None:
+    for done in ranks(2, _legitimate):
+        assert {name: got for name, got in done.items() if isinstance(got, str)} == {}
+
+
+class Unseen(torch.optim.AdamW):
+    """As a GPU's default: it treats a group as one list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01, foreach=True)
+
+
+def _foreach() -> dict[str, Any]:
+    class All(Head):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+            optimizer = Unseen([*module.parameters(), *self.others()])
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            return optimizer, schedule
+
+    done = {}
+    for layout in ("none", "ddp", "fsdp"):
+        unit = All(layout, step_lr_interval="step")
+        ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
+        assert len(unit.optimizer.param_groups) == 1 and len(unit.optimizer.param_groups[0]["params"]) == 15
+        done[layout] = {**whole(unit.module), **{f"~{i}": p.detach().clone() for i, p in enumerate(unit.others())}}
+    return done
+
+
+def test_a_group_of_sharded_and_whole_parameters_steps_as_one(ranks: Ranks) -> None:
+    for done in ranks(2, _foreach):
+        assert largest_difference(done["none"], done["ddp"]) < 1e-12 and largest_difference(done["none"], done["fsdp"]) < 1e-12

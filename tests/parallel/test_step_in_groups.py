@@ -1,0 +1,322 @@
+"""An optimizer over whole and split parameters: its groups are the user's own outside of a step, however that ends."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.loop.checkpointing.converted import authors_classes
+from tests.conftest import Ranks
+from tests.kit.models import Net, batch, largest_difference, net, whole
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+
+class Scaled(Net):
+    """With a scalar, which stays whole under fsdp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+class Failing(torch.optim.SGD):
+    """Has no memory left in one of its steps."""
+
+    steps, fails_at = 0, 2
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == self.fails_at:
+            raise torch.OutOfMemoryError("nothing left")
+        return super().step(closure)
+
+
+class Unit(Regression):
+    fails_at = 2
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        optimizer = Failing(module.parameters(), lr=0.1, momentum=0.9)
+        optimizer.fails_at = self.fails_at
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def _after_an_error() -> list[tuple[int, int, list[float]]]:
+    found = []
+    for fails_at in (1, 2):
+        torch.manual_seed(0)
+        unit = Unit(module=Scaled().double(), layout="fsdp")
+        unit.fails_at = fails_at
+        count = len(list(unit.module.parameters()))
+        with pytest.raises(torch.OutOfMemoryError):
+            ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
+        groups = unit.optimizer.state_dict()["param_groups"]
+        unit.lr_scheduler.step()
+        found.append((len(groups), len(groups[0]["params"]) - count, unit.lr_scheduler.get_last_lr()))
+    return found
+
+
+def test_after_a_step_that_failed_the_groups_are_the_users_own(ranks: Ranks) -> None:
+    for found in ranks(2, _after_an_error):
+        assert [each[:2] for each in found] == [(1, 0)] * 2
+        assert all(len(rates) == 1 for *_, rates in found)
+
+
+def _own_loop(late: bool) -> tuple[int, int, float]:
+    torch.manual_seed(0)
+    model: Any = Scaled().double()
+    optimizer: Any = Failing(model.parameters(), lr=0.1)
+    optimizer.fails_at = 2
+    scheduler = None if late else torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(24, 0)), 8, shuffle=True)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="fsdp")
+    scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    failed = 0
+    for _ in ech.epochs(loader, 1):
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(nn.functional.mse_loss(model(x), y))
+                try:
+                    optimizer.step()
+                except torch.OutOfMemoryError:
+                    failed += len(optimizer.param_groups)
+                optimizer.zero_grad()
+                scheduler.step()
+    return failed, len(optimizer.param_groups), optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_in_a_loop_of_ones_own_too_and_schedules_go_on(ranks: Ranks, late: bool) -> None:
+    for found in ranks(2, _own_loop, late):
+        assert found == (1, 1, pytest.approx(0.0125))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(1200, 256)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(256, 1200)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _classes() -> tuple[set[str], set[str]]:
+    module = ech.layouts.prepare_module(Words(), torch.device("cpu"), layout="fsdp")
+    before = {type(part).__name__ for part in module.modules()}
+    with authors_classes(module):
+        return before, {type(part).__name__ for part in module.modules()}
+
+
+def test_sharded_modules_have_their_authors_classes_for_other_libraries(ranks: Ranks) -> None:
+    for before, inside in ranks(2, _classes):
+        assert "FSDPEmbedding" in before and inside == {"Words", "Embedding", "ModuleList", "Sequential", "Linear", "Tanh"}
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales each parameter's step by the ratio of two norms, which it reads in the way that `read` says."""
+
+    def __init__(self, parameters: Any, read: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.read = read
+
+    def _of(self, tensor: torch.Tensor) -> Any:
+        if self.read == "float":
+            return float(tensor.pow(2).sum()) ** 0.5
+        return tensor.norm().item() if self.read == "item" else tensor.norm()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                size, change = self._of(p), self._of(p.grad)
+                p.sub_(p.grad * (group["lr"] * size / change if change > 0 else group["lr"]))
+
+
+class Plain(torch.optim.Optimizer):
+    """Makes its state by the shape of the parameter alone."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            momentum = self.state[p].setdefault("momentum", torch.zeros(p.shape, dtype=p.dtype))
+            p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+class ReadsNorms(Regression):
+    def __init__(self, read: str, **options: Any) -> None:
+        self.read = read
+        super().__init__(**options)
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        return (Plain(module.parameters()) if self.read == "plain" else Lamb(module.parameters(), self.read)), None
+
+
+def _by_norms(read: str, layout: str) -> dict[str, torch.Tensor]:
+    unit = ReadsNorms(read, module=net(), layout=layout)
+    rank = torch.distributed.get_rank() if layout == "fsdp" else 0
+    ech.train(unit, [batch(4, 2 * i + rank) for i in range(3)], max_epochs=1)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("read", ["item", "float", "tensor"])
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_an_optimizer_that_reads_norms_reads_those_of_whole_parameters(ranks: Ranks, read: str, layout: str) -> None:
+    module = net()
+    optimizer, width = Lamb(module.parameters(), read), 2 if layout == "fsdp" else 1
+    for i in range(3):
+        x, y = (torch.cat(parts) for parts in zip(*(batch(4, 2 * i + r) for r in range(width)), strict=True))
+        nn.functional.mse_loss(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for got in ranks(2, _by_norms, read, layout):
+        assert largest_difference(got, whole(module)) < 1e-12
+
+
+def test_an_optimizer_that_cannot_step_parts_is_named_with_a_remedy(ranks: Ranks) -> None:
+    for said in ranks(2, _refused):
+        assert all("Plain cannot step parameters that are split" in each and "torch.zeros_like(p)" in each for each in said)
+
+
+def _refused() -> list[str]:
+    said = []
+    with pytest.raises(UsageError) as caught:
+        _by_norms("plain", "fsdp")
+    said.append(str(caught.value))
+    model: Any = net()
+    optimizer: Any = Plain(model.parameters())
+    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(24, 0)), 8, shuffle=True)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="fsdp")
+    with pytest.raises(UsageError) as caught:
+        for _ in ech.epochs(loader, 1):
+            for x, y in loader:
+                with ech.window(model) as window:
+                    window.backward(nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+    return [*said, str(caught.value)]
+
+
+class First(Lamb):
+    """Steps on its first group only; or on a list of its own, with that one's options."""
+
+    def __init__(self, parameters: Any, keeps: bool) -> None:
+        super().__init__(parameters, "tensor")
+        self.mine = list(self.param_groups[0]["params"]) if keeps else None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        for p in self.mine or group["params"]:
+            p.sub_(p.grad * group["lr"])
+
+
+class StepsOnTheFirst(Regression):
+    def __init__(self, keeps: bool, **options: Any) -> None:
+        self.keeps = keeps
+        super().__init__(**options)
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        return First(module.parameters(), self.keeps), None
+
+
+def _steps_on_the_first(keeps: bool, layout: str) -> Any:
+    unit = StepsOnTheFirst(keeps, module=net(), layout=layout)
+    try:
+        ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return whole(unit.module)
+
+
+def test_an_optimizer_that_steps_on_its_first_group_is_named(ranks: Ranks) -> None:
+    """Where some layers are split, that group has some of the parameters."""
+    for said in ranks(2, _steps_on_the_first, False, "tp"):
+        assert "First.step must go through all of self.param_groups" in said and "for group in self.param_groups" in said
+
+
+def test_an_optimizer_with_a_list_of_its_own_steps_on_all_of_it(ranks: Ranks) -> None:
+    module = net()
+    optimizer = First(module.parameters(), True)
+    for i in range(3):
+        x, y = batch(4, i)
+        nn.functional.mse_loss(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for got in ranks(2, _steps_on_the_first, True, "tp"):
+        assert largest_difference(got, whole(module)) < 1e-12
+
+
+class Searches(ech.TrainUnit[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), layout="fsdp")
+        self.optimizer = torch.optim.LBFGS(self.module.parameters())
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self.module(data[0]), data[1])
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+
+
+def _cannot_search() -> str:
+    with pytest.raises(UsageError) as caught:
+        ech.train(Searches(), [batch(4, 0)], max_epochs=1)
+    return str(caught.value)
+
+
+def test_lbfgs_over_shards_is_named_with_a_remedy(ranks: Ranks) -> None:
+    for said in ranks(2, _cannot_search):
+        assert "LBFGS cannot step parameters that are split over the ranks" in said and "Train under 'ddp'" in said
+
+
+class Slowly(torch.optim.Optimizer):
+    """Wraps another optimizer, and leaves out what torch's own makes of itself."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.state, self.defaults = base, base.state, base.defaults
+        self.param_groups = base.param_groups
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class Wrapped(Regression):
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        return Slowly(torch.optim.SGD(module.parameters(), lr=0.1)), None
+
+
+def _wrapped(layout: str) -> str:
+    try:
+        ech.train(Wrapped(module=net(), layout=layout), [batch(4, i) for i in range(2)], max_epochs=1)
+    except UsageError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_wrapper_without_torchs_hooks_is_refused_where_they_are_needed(ranks: Ranks) -> None:
+    assert ranks(2, _wrapped, "ddp") == ["trained", "trained"]
+    for layout in ("zero1", "fsdp"):
+        assert all("Slowly must call torch.optim.Optimizer.__init__" in said for said in ranks(2, _wrapped, layout))

@@ -1,0 +1,424 @@
+"""Every layout gives the numbers of plain PyTorch, and every option has its meaning or is refused with what to do."""
+
+import functools
+import inspect
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import echelon as ech
+from echelon.compat.older_options import FSDPStrategy
+from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
+from echelon.contracts.errors import UsageError
+from echelon.parallel.fsdp.fsdp import replicas_default
+from echelon.parallel.recipe.blocks import blocks_by_policy, without_shared
+from tests.conftest import Ranks
+from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
+from tests.kit.units import FORMS, KINDS, PARALLEL, Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+CPU = torch.device("cpu")
+STEPS = 6
+
+
+def _rows(window: int, micro: int, rank: int) -> int:
+    return 1 + (5 * window + 3 * micro + 7 * rank) % 6
+
+
+def _windows(ranks: int, accumulation: int) -> list[list[list[Batch]]]:
+    """Batches by window, micro-batch and rank, all of other sizes; the last window is short."""
+    return [
+        [
+            [batch(_rows(w, m, r), 100 * w + 10 * m + r) for r in range(ranks)]
+            for m in range(1 if accumulation > 1 and w == STEPS - 1 else accumulation)
+        ]
+        for w in range(STEPS)
+    ]
+
+
+def _frozen() -> nn.Module:
+    module = net()
+    module.first.requires_grad_(False)
+    module.blocks[0].requires_grad_(False)
+    return module
+
+
+def _tied() -> nn.Module:
+    """Across blocks, which are split one by one, and inside of one."""
+    module = net()
+    module.blocks[1][0].weight = module.blocks[0][0].weight
+    return module
+
+
+def _tied_inside() -> nn.Module:
+    module = net()
+    module.blocks[1][2].weight = module.blocks[1][0].weight
+    return module
+
+
+# name: how the module is built, the optimizer, micro-batches an update, the norm to clip to. test_equivalence.py has the
+# rest, with prove's engine; these go through the loop with batches of the user's own.
+CASES: dict[str, tuple[Any, str, int, float]] = {
+    "uneven, clipped, accumulated": (net, "AdamW", 2, 0.3),
+    "tied": (_tied, "SGD", 2, 0.3),
+    "tied inside": (_tied_inside, "AdamW", 1, float("inf")),
+}
+LR = 0.02
+Trained = tuple[dict[str, torch.Tensor], list[float]]
+
+
+def _train(layouts: list[str], cases: list[str]) -> dict[tuple[str, str], Trained]:
+    world, done = ech.launching.World.current(CPU), {}
+    for case in cases:
+        build, optimizer, accumulation, clip = CASES[case]
+        mine = [m[world.rank] for window in _windows(world.size, accumulation) for m in window]
+        for name in layouts:
+            options = {"gradient_accumulation_steps": accumulation, "clip_grad_norm": clip, "lr": LR}
+            unit = Regression(module=build(), layout=name, optimizer=optimizer, **options)
+            ech.train(unit, mine, max_epochs=1)
+            done[name, case] = whole(unit.module), unit.norms
+    return done
+
+
+@functools.cache
+def _plain(case: str, ranks: int) -> Trained:
+    build, optimizer, accumulation, clip = CASES[case]
+    windows = [[b for micro in window for b in micro] for window in _windows(ranks, accumulation)]
+    got, _, norms = plain_training(windows, clip=clip, optimizer=optimizer, lr=LR, module=build())
+    return got, norms
+
+
+@pytest.mark.parametrize(
+    ("size", "layouts", "cases"),
+    [
+        pytest.param(2, KINDS, list(CASES), id="2"),
+        pytest.param(2, FORMS, list(CASES), id="2, other forms", marks=pytest.mark.full),
+        pytest.param(4, PARALLEL, ["tied"], id="4", marks=pytest.mark.full),
+    ],
+)
+def test_tied_weights_and_batches_of_ones_own_under_every_strategy(
+    ranks: Ranks, size: int, layouts: list[str], cases: list[str]
+) -> None:
+    for done in ranks(size, _train, layouts, cases):
+        assert len(done) == len(layouts) * len(cases)
+        for (layout, case), (got, norms) in done.items():
+            want, want_norms = _plain(case, size)
+            assert norms == pytest.approx(want_norms, rel=1e-11), (layout, case)
+            assert got.keys() == want.keys(), (layout, case)
+            for name in want:
+                difference = float((got[name] - want[name]).abs().max() / want[name].abs().max())
+                assert difference <= 1e-11, (layout, case, name, difference)
+
+
+# --- options
+
+
+def _mesh(*sizes: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "shards")[-len(sizes) :])
+
+
+def _groups() -> Any:
+    """As the older FSDP takes them: (ranks of one copy, ranks with the same shard)."""
+    rank = dist.get_rank()
+    rows, columns = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return rows[rank // 2], columns[rank % 2]
+
+
+def _fill(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+def _policy_by_size() -> Any:
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+    return functools.partial(size_based_auto_wrap_policy, min_num_params=100)
+
+
+# Options of DistributedDataParallel that came after torch 2.11.
+NEWER: Any = {"batched_grad_copy": True} if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters else {}
+
+# What each makes may not change a number.
+OPTIONS: dict[str, Any] = {
+    "ddp": lambda: ech.DDPStrategy(init_sync=True, forward_sync_buffers=False, bucket_cap_mb_list=[1], **NEWER),
+    "ddp mesh": lambda: ech.DDPStrategy(device_mesh=_mesh(dist.get_world_size()), skip_all_reduce_unused_params=True),
+    "ddp hook": lambda: ech.DDPStrategy(comm_hook=_mean_hook, comm_state=HOOKED),
+    "fsdp group": lambda: FSDPStrategy(process_group=dist.group.WORLD, backward_prefetch=None, use_orig_params=False),
+    "fsdp groups": lambda: ech.FSDPStrategy(process_group=_groups(), sharding_strategy="HYBRID_SHARD"),
+    "fsdp mesh": lambda: ech.FSDPStrategy(device_mesh=_mesh(2, 2), auto_wrap_policy={nn.Sequential}),
+    "fsdp hybrid": lambda: FSDPStrategy(sharding_strategy="_HYBRID_SHARD_ZERO2", state_dict_type="FULL_STATE_DICT"),
+    "fsdp grads": lambda: ech.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", device_id=CPU, auto_wrap_policy=_policy_by_size()),
+    "fsdp offload": lambda: ech.FSDPStrategy(cpu_offload=True, forward_prefetch=True),
+    "fsdp offload 1": lambda: ech.FSDPStrategy(cpu_offload=_torch("CPUOffload")(offload_params=True)),
+    "fsdp float64": lambda: ech.FSDPStrategy(mixed_precision=_torch("MixedPrecision")(param_dtype=torch.float64)),
+    "fsdp2 all": lambda: FSDP2Strategy(modules_to_shard="all", shard_on_largest_dim=True),
+    "fsdp2 names": lambda: FSDP2Strategy(modules_to_shard=["first"], shard_predicates=[lambda n, m: n == "blocks.0"]),
+    "fsdp2 offload": lambda: FSDP2Strategy(cpu_offload=_torch("CPUOffloadPolicy")(pin_memory=True), mesh=_mesh(2, 2)),
+    "hsdp": lambda: ech.Layout(dp_replicate=-1, dp_shard=4, fsdp=ech.FSDPStrategy(cpu_offload=True)),
+    "hsdp 2": lambda: ech.Layout(dp_replicate=4, fsdp=ech.FSDPStrategy(reshard_after_forward=False)),
+    "zero2 offload": lambda: ech.FSDPStrategy(reshard_after_forward=False, cpu_offload=True),
+    "zero3 options": lambda: ech.FSDPStrategy(forward_prefetch=True),
+}
+
+
+# Two ranks cannot be divided in two ways.
+NEEDS_FOUR = ("fsdp groups", "fsdp mesh", "fsdp hybrid", "fsdp2 offload", "hsdp", "hsdp 2")
+
+
+def _torch(name: str) -> Any:
+    import torch.distributed.fsdp
+
+    return getattr(torch.distributed.fsdp, name)
+
+
+HOOKED: list[int] = []
+
+
+def _mean_hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    state.append(bucket.index())
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _with_options(names: list[str]) -> dict[str, Any]:
+    world, done = ech.launching.World.current(CPU), {}
+    for name in names:
+        module = net(seed=world.rank)  # all start from rank 0's
+        unit = Regression(module=module, layout=OPTIONS[name](), clip_grad_norm=0.3, optimizer="AdamW")
+        ech.train(unit, [batch(4, 10 * i + world.rank) for i in range(3)], max_epochs=1)
+        assert (unit.prepared.dp_rank, unit.prepared.dp_size) == (world.rank, world.size), name
+        done[name] = whole(unit.module)
+    assert ([0, 0, 0] if "ddp hook" in names else []) == HOOKED  # one bucket in each of three updates
+    return done
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_options_change_no_number(ranks: Ranks, size: int) -> None:
+    windows = [[batch(4, 10 * i + r) for r in range(size)] for i in range(3)]
+    want, _, _ = plain_training(windows, clip=0.3, optimizer="AdamW")
+    for done in ranks(size, _with_options, [name for name in OPTIONS if (name in NEEDS_FOUR) == (size == 4)]):
+        for name, got in done.items():
+            difference = max(float((got[n] - want[n]).abs().max()) for n in want)
+            assert difference < 1e-11, (name, difference)
+
+
+def _placements() -> dict[str, Any]:
+    """The mesh and what a rank holds of the first layer's 8 x 4 weight, and of a block's first."""
+    made = {}
+    for name, layout in {
+        "fsdp": ech.FSDPStrategy(),
+        "hsdp": ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD"),
+        "hybrid": ech.FSDPStrategy(sharding_strategy=_torch("ShardingStrategy").HYBRID_SHARD),
+        "copies": ech.Layout(dp_replicate=-1, dp_shard=1, fsdp=ech.FSDPStrategy()),
+        "largest": FSDP2Strategy(shard_on_largest_dim=True),
+        "ignored": ech.FSDPStrategy(ignored_modules=[(frozen := _frozen()).first]),
+        "ignored 2": ech.FSDPStrategy(ignored_states=list((again := _frozen()).first.parameters())),
+    }.items():
+        module = {"ignored": frozen, "ignored 2": again}.get(name) or net()
+        weight: Any = Regression(module=module, layout=layout).module.first.weight
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        made[name] = tuple(weight.device_mesh.shape) if hasattr(weight, "device_mesh") else None, tuple(local.shape)
+    return made
+
+
+def test_what_a_rank_of_four_holds(ranks: Ranks) -> None:
+    assert ranks(4, _placements)[3] == {
+        "fsdp": ((4,), (2, 4)),
+        "hsdp": ((2, 2), (4, 4)),
+        "hybrid": ((2, 2), (4, 4)),
+        "copies": ((4, 1), (8, 4)),
+        "largest": ((4,), (2, 4)),
+        "ignored": (None, (8, 4)),
+        "ignored 2": (None, (8, 4)),
+    }
+
+
+def test_shards_stay_on_a_machine_and_there_are_two_copies_at_least() -> None:
+    assert [replicas_default(w, local) for w, local in ((16, 8), (8, 8), (4, 4), (2, 2), (1, 1), (6, 4), (9, 9))] == [
+        8,
+        4,
+        2,
+        1,
+        1,
+        3,
+        3,
+    ]
+
+
+def _resharded() -> list[list[bool]]:
+    """Per layout, which modules hold whole parameters after a forward: the gathered ones are not DTensors."""
+    found = []
+    for layout in ("zero2", "zero3", ech.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")):
+        module = Regression(layout=layout).module
+        module(batch(2, 0)[0])
+        found.append([not hasattr(module.blocks[i][0].weight, "to_local") for i in (0, 1)])
+    return found
+
+
+def test_stage_2_keeps_whole_parameters_for_the_backward_and_stage_3_does_not(ranks: Ranks) -> None:
+    assert ranks(2, _resharded)[0] == [[True, True], [False, False], [True, True]]
+
+
+def _precisions() -> list[Any]:
+    found = []
+    mixed = _torch("MixedPrecision")
+    for layout in (
+        ech.FSDPStrategy(mixed_precision=mixed(param_dtype=torch.bfloat16, buffer_dtype=torch.float16)),
+        FSDP2Strategy(mp_policy="bf16"),
+    ):
+        module = net(dtype=torch.float32)
+        module.register_buffer("scale", torch.ones(1))
+        unit = Regression(module=module, layout=layout)
+        seen = []
+        unit.module.blocks[0].register_forward_hook(lambda m, args, out, seen=seen: seen.append(out.dtype))
+        ech.train(unit, [batch(4, 0, torch.float32)], max_epochs=1)
+        found.append((seen, next(unit.module.parameters()).dtype, unit.module.scale.dtype))
+    return found
+
+
+def test_mixed_precision_computes_low_and_keeps_float32(ranks: Ranks) -> None:
+    bf16 = [torch.bfloat16]
+    assert ranks(2, _precisions)[1] == [(bf16, torch.float32, torch.float16), (bf16, torch.float32, torch.float32)]
+
+
+def _from_meta() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        module = _tied()
+    unit = Regression(module=module, layout=ech.FSDPStrategy(param_init_fn=_fill))
+    plain: Any = unit.prepared.unwrapped
+    assert plain.blocks[0][0].weight is plain.blocks[1][0].weight
+    return whole(unit.module)
+
+
+def test_param_init_fn_fills_what_is_on_meta(ranks: Ranks) -> None:
+    first, second = ranks(2, _from_meta)
+    assert all(torch.equal(first[n], second[n]) and 0 < float(first[n].abs().max()) < 1 for n in first)
+
+
+class WithNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def _synchronised(layout: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    rank, module = dist.get_rank(), WithNorm()
+    if not isinstance(layout, ech.DDPStrategy):  # by hand, as for GPUs
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    unit = Regression(module=module, layout=layout)
+    ech.train(unit, [batch(2 + 3 * rank, 10 * i + rank) for i in range(5)], max_epochs=1)
+    unit.module.eval()
+    out = unit.module(batch(3, 99)[0]).detach()
+    return whole(unit.module), dict(unit.prepared.unwrapped.named_buffers()), out
+
+
+@pytest.mark.parametrize("layout", [ech.DDPStrategy(sync_batchnorm=True), "ddp", "fsdp", "zero1"])
+def test_batch_norm_over_the_global_batch(ranks: Ranks, layout: Any) -> None:
+    """Torch's own layers, too, work in host memory."""
+    module = WithNorm()
+    want, _, _ = plain_training([[batch(2, 10 * i), batch(5, 10 * i + 1)] for i in range(5)], module=module)
+    module.eval()
+    for got, buffers, out in ranks(2, _synchronised, layout):
+        assert all(torch.allclose(got[n], want[n], rtol=0, atol=1e-12) for n in want)
+        assert all(torch.allclose(buffers[n], b, rtol=0, atol=1e-12) for n, b in module.named_buffers())
+        assert torch.allclose(out, module(batch(3, 99)[0]), rtol=0, atol=1e-12)
+
+
+def test_one_process_needs_no_others_for_its_batch_norm(ranks: Ranks) -> None:
+    module = WithNorm()
+    want, _, _ = plain_training([[batch(4, 10 * i)] for i in range(3)], module=module)
+    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(WithNorm()), layout="none")
+    ech.train(unit, [batch(4, 10 * i) for i in range(3)], max_epochs=1)
+    assert largest_difference(whole(unit.module), want) < 1e-12
+    first, second = ranks(2, _one_value)
+    assert first == second and "more than one value per channel over all ranks" in first
+
+
+def _one_value() -> str:
+    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(WithNorm()), layout="ddp")
+    rows = [batch(1, 0)] if dist.get_rank() == 0 else [tuple(t[:0] for t in batch(1, 0))]
+    with pytest.raises(ValueError, match="batch norm") as caught:
+        ech.train(unit, rows, max_epochs=1)
+    return str(caught.value).partition(", got")[0]
+
+
+def test_fully_shard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shows in no number on a CPU."""
+    told: list[dict[str, Any]] = []
+    real = _torch("fully_shard")
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda m, **options: (told.append(options), real(m, **options))[1])
+    policy, kinds = (
+        _torch("CPUOffloadPolicy"),
+        [_torch("OffloadPolicy")(), _torch("CPUOffload")(offload_params=False), None, False],
+    )
+    for layout in (
+        ech.FSDPStrategy(cpu_offload=policy()),
+        FSDP2Strategy(cpu_offload=True),
+        ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", cpu_offload=True),
+        ech.FSDPStrategy(cpu_offload=True),
+        ech.FSDPStrategy(cpu_offload=_torch("CPUOffload")(offload_params=True), reshard_after_forward=False),
+    ):
+        told.clear()
+        Regression(layout=layout)
+        assert [options["offload_policy"] for options in told] == [policy(pin_memory=False)] * 3  # there is nothing to pin for
+    told.clear()
+    for kind in kinds:
+        Regression(layout=ech.FSDPStrategy(cpu_offload=kind, reshard_after_forward=False))
+    assert not any("offload_policy" in options or options["reshard_after_forward"] for options in told)
+    dist.destroy_process_group()
+
+
+# --- which blocks
+
+
+def test_policies_of_the_older_fsdp_choose_the_same_blocks() -> None:
+    from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
+
+    blocks = ["blocks.0", "blocks.1"]
+    for policy in (
+        ModuleWrapPolicy({nn.Sequential}),
+        CustomPolicy(lambda m: isinstance(m, nn.Sequential)),
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential}),
+        functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Sequential)),
+        _policy_by_size(),
+        {nn.Sequential},
+    ):
+        assert sorted(n for n, _ in blocks_by_policy(net(), policy, set())) == blocks, policy
+    with pytest.raises(UsageError, match=r"blocks\.0 options of its own \(sharding_strategy\)"):
+        blocks_by_policy(
+            net(), CustomPolicy(lambda m: {"sharding_strategy": 1} if isinstance(m, nn.Sequential) else False), set()
+        )
+    with pytest.raises(UsageError, match="must be a set of module classes or a policy function, got int"):
+        blocks_by_policy(net(), 3, set())
+
+
+def test_blocks_that_share_a_parameter_with_others_are_left_to_the_root() -> None:
+    def kept(module: Any) -> list[str]:
+        return [n for n, _ in without_shared(module, [(f"blocks.{i}", module.blocks[i]) for i in (0, 1)])[0]]
+
+    assert (kept(net()), kept(_tied_inside()), kept(_tied())) == (["blocks.0", "blocks.1"], ["blocks.0", "blocks.1"], [])
+
+
+def test_the_chosen_blocks_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "echelon.parallel"):
+        Regression(layout="fsdp")
+        assert caplog.messages == ["sharding 2 Sequential one by one, then the rest"]
+        caplog.clear()
+        Regression(module=_tied(), layout="hsdp")
+        assert "blocks.0.0.weight = blocks.1.0.weight" in caplog.messages[0] and "no blocks repeat" in caplog.messages[1]
+    dist.destroy_process_group()

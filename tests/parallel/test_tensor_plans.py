@@ -1,0 +1,737 @@
+"""Plans that nobody wrote: transformers' own and inferred ones, also with parts of the sequence, against plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import echelon as ech
+from echelon.contracts.errors import UsageError
+from echelon.parallel.tensor import collectives as tensor_traffic
+from echelon.parallel.tensor.tensor import check_tensor
+from tests.conftest import Ranks
+
+pytest.importorskip("transformers", reason="pip install transformers peft")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.standing_ranks]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CPU = torch.device("cpu")
+
+
+class FusedAttention(nn.Module):
+    """As many small GPTs write it: q, k and v in one layer, one after the other, and a fixed number of heads."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = heads, width
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.resid_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.size()
+        q, k, v = (
+            each.view(b, t, self.n_head, d // self.n_head).transpose(1, 2) for each in self.c_attn(x).split(self.n_embd, 2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(b, t, d)))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.c_fc, self.gelu, self.c_proj = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), FusedAttention(width, heads, dropout)
+        self.ln_2, self.mlp = nn.LayerNorm(width), MLP(width, dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Small(nn.Module):
+    """A GPT with tied ends. (B, T) -> (B, T, words)"""
+
+    def __init__(self, words: int = 50, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(words, 16), nn.Embedding(16, 16)
+        self.h = nn.ModuleList(Block(16, 2, dropout) for _ in range(2))
+        self.ln_f, self.lm_head = nn.LayerNorm(16), nn.Linear(16, words, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
+
+
+def _of_transformers(name: str) -> nn.Module:
+    import transformers as tf
+
+    from tests.kit.hf_models import _TEXT, gpt2
+
+    text = {**_TEXT, "num_attention_heads": 4, "num_key_value_heads": 2}
+    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    made: dict[str, Callable[[], nn.Module]] = {
+        "gpt2": lambda: gpt2(**off),
+        "gpt2 of 51 words": lambda: gpt2(**off, vocab_size=51),
+        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**text)),
+        "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**text)),
+        "qwen2, tied": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**text, tie_word_embeddings=True)),
+        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**text, head_dim=8)),
+        "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**text, pad_token_id=0)),
+        "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**text)),
+        "deepseek": lambda: tf.DeepseekV2ForCausalLM(
+            tf.DeepseekV2Config(
+                **{**text, "num_key_value_heads": 4},
+                **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 4),
+                **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8),
+                first_k_dense_replace=2,
+            )
+        ),
+        "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_TEXT, attention_dropout=0.0, hidden_dropout=0.0)),
+        "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**_TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+    }
+    model = made[name]()
+    for parent in list(model.modules()):
+        for child, norm in list(parent.named_children()):
+            if type(norm).__name__.endswith("RMSNorm"):  # which compute in float32 whatever they are given
+                setattr(parent, child, nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon))
+    return model
+
+
+class Shared(Small):
+    """Both blocks have one MLP, a layer of which has a third name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h[1].mlp = self.h[0].mlp
+        self.again = self.h[0].mlp.c_fc
+
+
+def _adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    options: Any = {"target_modules": ["q_proj", "o_proj", "up_proj"], "modules_to_save": ["lm_head"]}
+    made: nn.Module = get_peft_model(_of_transformers("llama"), LoraConfig(r=2, **options))
+    return made
+
+
+def _example() -> nn.Module:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from gpt import GPT
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+    class Planless(GPT):  # type: ignore[misc]
+        tp_plan: ClassVar[dict[str, str]] = {}
+
+    return Planless(16, 2, heads=2, context=16)
+
+
+def _frozen() -> nn.Module:
+    module = Small()
+    module.wpe.requires_grad_(False)
+    module.h[0].ln_1.requires_grad_(False)
+    module.h[0].attn.c_attn.requires_grad_(False)
+    module.h[1].mlp.c_proj.bias.requires_grad_(False)
+    return module
+
+
+OWN: dict[str, Callable[[], nn.Module]] = {
+    "small": Small,
+    "small, frozen": _frozen,
+    "examples/gpt.py": _example,
+    "shared": Shared,
+    "LoRA": _adapted,
+}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return (OWN[name]() if name in OWN else _of_transformers(name)).double()
+
+
+UPDATES = 20
+
+
+def windows(ranks: int) -> list[list[list[torch.Tensor]]]:
+    """Token ids by update, micro-batch and data rank; some do not count: where they are negative, in the targets only."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for update in range(UPDATES):
+        shape = (2, 7 + update % 2)  # lengths that two ranks do not divide, too
+        micro = [[torch.randint(0, 50, shape, generator=generator) for _ in range(ranks)] for _ in range(2)]
+        micro[0][0][0, : 1 + update % 3] *= -1
+        found.append(micro)
+    return found
+
+
+def summed_loss(module: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    out = module(ids.abs())
+    logits = getattr(out, "logits", out)[:, :-1]
+    targets = torch.where(ids > 0, ids, -100)[:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"), int((targets >= 0).sum())
+
+
+class Unit(ech.AutoUnit[torch.Tensor]):
+    def __init__(self, *, kind: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.kind = kind
+        self.norms: list[float] = []
+
+    def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        loss, count = summed_loss(self.module, data)
+        return loss / count, None
+
+    def weight(self, data: torch.Tensor) -> int:
+        return int((data[:, 1:] > 0).sum())
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return optimizer(self.kind, module), None
+
+    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.units.TrainStepResults) -> None:
+        if results.total_grad_norm is not None:
+            self.norms.append(float(results.total_grad_norm))
+
+
+def optimizer(kind: str, module: nn.Module) -> torch.optim.Optimizer:
+    if kind == "SGD":
+        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+
+CLIP = 0.5
+
+
+def plain(name: str, kind: str, ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """torch alone, one process."""
+    module = made(name)
+    steps, norms = optimizer(kind, module), []
+    for update in windows(ranks):
+        losses = [summed_loss(module, ids) for micro in update for ids in micro]
+        (sum(loss for loss, _ in losses) / sum(count for _, count in losses)).backward()  # type: ignore[union-attr]
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP)))
+        steps.step()
+        steps.zero_grad()
+    return {n: p.detach().clone() for n, p in module.named_parameters()}, norms
+
+
+def whole(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in module.named_parameters()}
+
+
+def trained(layout: Any, name: str, kind: str) -> tuple[Unit, int]:
+    unit = Unit(module=made(name), kind=kind, layout=layout, clip_grad_norm=CLIP, gradient_accumulation_steps=2, device=CPU)
+    prepared = unit.prepared
+    data = [micro[prepared.dp_rank] for update in windows(prepared.dp_size) for micro in update]
+    ech.train(unit, data, max_epochs=1)
+    return unit, prepared.dp_size
+
+
+def _far(layout: Any, names: list[str]) -> dict[str, tuple[float, float]]:
+    """For each model: how far parameters and norms are from plain PyTorch, the parameters by the largest change of any."""
+    found = {}
+    for number, name in enumerate(names):
+        kind = ("SGD", "AdamW")[number % 2]
+        unit, ranks = trained(layout, name, kind)
+        got, (want, norms) = whole(unit.module), plain(name, kind, ranks)
+        assert got.keys() == want.keys()
+        far = max(float((got[k] - want[k]).abs().max()) for k in want)
+        found[f"{name}, {kind}"] = (far, max(abs(a / b - 1) for a, b in zip(unit.norms, norms, strict=True)))
+    return found
+
+
+LOGITS = {"wte": "rowwise", "lm_head": "colwise_logits", "h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise"}
+SETUPS: dict[str, tuple[int, Any]] = {
+    "tp": (2, "tp"),
+    "tp + sp": (2, ech.Layout(tp=-1, sequence_parallel=True)),
+    "logits stay split": (2, ech.Layout(tp=-1, plan=LOGITS)),
+    "fsdp two, tp two": (4, ech.Layout(tp=2)),
+    "fsdp two, tp two + sp": (4, ech.Layout(tp=2, sequence_parallel=True)),
+}
+SOME = ["gpt2", "LoRA"]
+OTHERS = [
+    *("qwen2, tied", "qwen2, tied", "gpt2", "small", "llama", "small, frozen", "gpt2 of 51 words", "mistral", "qwen3"),
+    *("phi3", "olmo2", "gpt-neox"),
+]
+
+
+@pytest.mark.parametrize(
+    ("setup", "names"),
+    [
+        pytest.param("tp", SOME, id="tp"),
+        pytest.param("tp + sp", ["llama"], id="tp + sp"),
+        pytest.param("tp", ["deepseek"], id="tp, deepseek", marks=pytest.mark.full),
+        pytest.param("logits stay split", ["small"], id="logits stay split"),
+        pytest.param("tp + sp", ["shared"], id="tp + sp, shared", marks=pytest.mark.full),
+        pytest.param("tp", ["shared", *OTHERS, "bert", "examples/gpt.py"], id="tp, others", marks=pytest.mark.full),
+        *(
+            pytest.param(name, OTHERS, id=f"{name}, others", marks=pytest.mark.full)
+            for name in SETUPS
+            if "+" in name or "fsdp" in name
+        ),
+    ],
+)
+def test_plans_that_nobody_wrote_give_plain_numbers(ranks: Ranks, setup: str, names: list[str]) -> None:
+    size, layout = SETUPS[setup]
+    for found in ranks(size, _far, layout, names, timeout_s=300.0):
+        assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
+
+
+def _recomputed(names: list[str]) -> dict[str, float]:
+    found = {}
+    for name in names:
+        options: dict[str, Any] = {"kind": "AdamW", "clip_grad_norm": CLIP, "gradient_accumulation_steps": 2, "device": CPU}
+        unit = Unit(module=made(name), layout=SETUPS["tp + sp"][1], activation_checkpoint_params="blocks", **options)
+        ech.train(unit, [micro[0] for update in windows(1) for micro in update], max_epochs=1)
+        got, (want, _) = whole(unit.module), plain(name, "AdamW", 1)
+        found[name] = max(float((got[k] - want[k]).abs().max()) for k in want)
+    return found
+
+
+@pytest.mark.full
+def test_blocks_that_are_recomputed_give_the_same_numbers(ranks: Ranks) -> None:
+    for found in ranks(2, _recomputed, ["small", "llama"]):
+        assert max(found.values()) < 1e-11, found
+
+
+def _evaluated(layout: Any) -> tuple[float, float, torch.Size]:
+    """The evaluation loss, plain torch's, and the shape of this rank's part of the largest logits."""
+    unit = Unit(module=made("small"), kind="SGD", layout=layout, device=CPU)
+    shapes: list[torch.Size] = []
+    unit.module.lm_head.register_forward_hook(
+        lambda _, __, out: shapes.append((out.to_local() if hasattr(out, "to_local") else out).shape)
+    )
+    data = [micro[0].abs() + 1 for update in windows(1)[:2] for micro in update]
+    data = [ids.clamp(max=49) for ids in data]
+    ech.evaluate(unit, data)
+    one = made("small")
+    with torch.no_grad():
+        losses = [summed_loss(one, ids) for ids in data]
+    want = float(sum(loss for loss, _ in losses) / sum(count for _, count in losses))
+    return unit.eval_loss, want, shapes[0]
+
+
+def test_an_evaluation_leaves_logits_split(ranks: Ranks) -> None:
+    for got, want, shape in ranks(2, _evaluated, SETUPS["logits stay split"][1]):
+        assert got == pytest.approx(want, rel=1e-12) and shape[-1] == 25
+
+
+def _saved(folder: Path) -> None:
+    unit, _ = trained(SETUPS["tp + sp"][1], "small", "AdamW")
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
+    ech.train(unit, [windows(1)[0][0][0]] * 2, max_epochs=unit.train_progress.num_epochs_completed + 1, callbacks=[saver])
+
+
+def _restored(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
+    unit = Unit(module=made("small"), kind="AdamW", layout=layout, clip_grad_norm=CLIP, gradient_accumulation_steps=2, device=CPU)
+    assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
+    from echelon.parallel.state.state import states_by_name
+
+    states = {**unit.prepared.state().state_dict(), **states_by_name(unit.app_state())["optimizer"].state_dict()}
+    tensors = {k: v for k, v in states.items() if isinstance(v, torch.Tensor)}
+    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone() for k, v in tensors.items()}
+
+
+def test_a_checkpoint_of_parts_is_bit_equal_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _saved, tmp_path / "checkpoints")
+    want = ranks(2, _restored, tmp_path / "checkpoints", SETUPS["tp + sp"][1])[0]
+    for layout in ("ddp", "fsdp", "tp"):
+        for got in ranks(2, _restored, tmp_path / "checkpoints", layout):
+            assert got.keys() == want.keys() and len(got) > 40
+            assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+# --- what is said
+
+
+def test_an_inferred_plan_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    assert ech.layouts.tp_plan(Small()) == {
+        "h.*.attn.c_attn": "colwise_gather",
+        "h.*.attn.c_proj": "rowwise_split",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+        "wte": "rowwise",
+        "lm_head": "colwise_gather",
+    }
+    # 51 words are not divided by two: they stay whole, and the plan says so.
+    found = check_tensor(Small(words=51), None, 2).plan
+    assert "wte" not in found.styles and "  lm_head          whole: 2 ranks do not divide its 51 rows" in found.text.splitlines()
+
+
+class Adapted(nn.Module):
+    """Blocks of an MLP, and an adapter behind it, which narrows first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for _ in range(2):
+            mlp = nn.ModuleDict({"up": nn.Linear(4, 8), "act": nn.GELU(), "down": nn.Linear(8, 4)})
+            adapter = nn.ModuleDict({"down": nn.Linear(4, 2), "act": nn.GELU(), "up": nn.Linear(2, 4)})
+            self.blocks.append(nn.ModuleDict({"mlp": mlp, "adapter": adapter}))
+
+
+def test_an_adapter_that_narrows_before_it_widens_is_no_mlp() -> None:
+    """Split as one, its first layer would take a rank's part of features that are all there."""
+    assert ech.layouts.tp_plan(Adapted()) == {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+
+
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")  # of torchao, which peft imports
+@pytest.mark.parametrize(("kind", "words"), [("IA3Config", "adapter of PEFT (ia3)"), ("LoHaConfig", "adapter of PEFT (loha)")])
+def test_adapters_of_other_kinds_than_lora_are_refused_by_their_kind(kind: str, words: str) -> None:
+    import peft
+
+    more = {"feedforward_modules": []} if kind == "IA3Config" else {"r": 2}
+    module = peft.get_peft_model(made("llama"), getattr(peft, kind)(target_modules=["k_proj", "v_proj"], **more))
+    with pytest.raises(UsageError) as caught:
+        check_tensor(module, None, 2)
+    assert "k_proj has an " in str(caught.value) and words in str(caught.value) and "plan=" in str(caught.value)
+
+
+class Between(nn.Module):
+    """Blocks whose MLPs do something between their halves that is no submodule."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+        self.mlps = nn.ModuleList(Halves(what) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return x
+
+
+class Halves(nn.Module):
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.what = nn.Linear(4, 8), nn.Linear(8, 4), what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(self.what(self.fc1(x)))
+        return out
+
+
+def _between() -> float:
+    """How far the outputs of parts are from those of the whole."""
+    torch.manual_seed(0)
+    module = Between(lambda h: h.softmax(-1)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    want = module(x).detach()
+    unit = ech.layouts.prepare_module(module, CPU, layout="tp")
+    with torch.no_grad():
+        return float((unit(x) - want).abs().max())
+
+
+def test_what_lies_between_the_halves_of_an_mlp_gets_all_features_unless_it_is_known(ranks: Ranks) -> None:
+    """A softmax of a rank's part of the features would be another one, in silence."""
+    assert ech.layouts.tp_plan(Between(torch.tanh)) == {"mlps.*.fc1": "colwise_gather", "mlps.*.fc2": "rowwise_split"}
+    assert ech.layouts.tp_plan(Between(nn.GELU())) == {"mlps.*.fc1": "colwise", "mlps.*.fc2": "rowwise"}
+    assert all(far < 1e-12 for far in ranks(2, _between))
+
+
+class Larger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.head = _of_transformers("qwen2, tied"), nn.Linear(16, 3)
+
+
+def _plans() -> list[dict[str, Any]]:
+    return [ech.layouts.tp_plan(_of_transformers("llama")), ech.layouts.tp_plan(Larger())]
+
+
+def test_transformers_own_plan_is_taken_also_of_a_part(ranks: Ranks) -> None:
+    [(llama, larger)] = ranks(1, _plans)
+    assert llama["model.layers.*.self_attn.q_proj"] == "colwise" and llama["model.layers.*.self_attn.o_proj"] == "rowwise"
+    assert llama["lm_head"] == "colwise_gather" and llama["model.embed_tokens"] == "rowwise"
+    assert larger["text.model.layers.*.self_attn.q_proj"] == "colwise"
+    assert larger["text.lm_head"] == "colwise_gather" and larger["text.model.embed_tokens"] == "rowwise"
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+
+class InOneForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Module() for _ in range(2))
+        for block in self.blocks:
+            block.q_proj, block.out_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+class Normed(nn.Module):
+    """Weights of which no layer has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.weight_norm(nn.Linear(8, 16))
+        self.down = nn.utils.parametrizations.weight_norm(nn.Linear(16, 8))
+
+
+class Classes(nn.Module):
+    """In each half of the outputs there is a class for every label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Classifies(ech.AutoUnit[Any]):
+    directly = False
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        module: Any = self.module
+        out = module.last(torch.tanh(module.first(data[0]))) if self.directly else module(data[0])
+        return nn.functional.cross_entropy(out, data[1]), out
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+
+
+def _misused(directly: bool, layouts: list[Any]) -> list[str]:
+    said = []
+    for layout in layouts:
+        torch.manual_seed(0)
+        unit = Classifies(module=Classes(), layout=layout)
+        unit.directly = directly
+        with pytest.raises(UsageError) as caught:
+            ech.train(unit, [(torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))], max_epochs=1)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused(ranks: Ranks) -> None:
+    """A head split by outputs trained with half of the classes on each rank; other slips ended in torch's words about shapes."""
+    plans: list[dict[str, str]] = [{"last": "colwise"}, {"first": "colwise"}, {"last": "rowwise"}]
+    for loss, outputs, inputs in ranks(2, _misused, False, [ech.Layout(tp=-1, plan=plan) for plan in plans]):
+        assert "the loss of the first update differs between the 2 ranks" in loss and "such as Classes.last." in loss
+        assert "code of Classes takes all features" in outputs and "such as first, comes a 'rowwise' one" in outputs
+        assert "code of Classes takes all features" in inputs and "'rowwise_split' takes all" in inputs
+
+
+def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused_in_stages(ranks: Ranks) -> None:
+    """On all ranks, of which only those of the last stage see it."""
+    for (loss,) in ranks(4, _misused, False, [ech.Layout(pp=2, tp=2, stages=["last"], plan={"last": "colwise"})]):
+        assert "the loss of the first update differs between the 2 ranks" in loss and "such as Classes.last." in loss
+
+
+def test_parts_of_a_sharded_module_that_are_called_directly_are_refused(ranks: Ranks) -> None:
+    for said in ranks(2, _misused, True, ["fsdp"]):
+        assert said[0].startswith("the loss must come from a call of Classes itself: its parameters are split over the ranks")
+
+
+def _few_heads() -> str:
+    with pytest.raises(UsageError) as caught:
+        check_tensor(_of_transformers("llama"), None, 4)
+    return str(caught.value)
+
+
+def test_attention_that_transformers_splits_in_a_way_of_its_own_computes_all_heads() -> None:
+    plan = ech.layouts.tp_plan(_of_transformers("deepseek"))
+    layers = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    styles = [plan.get(f"model.layers.*.self_attn.{name}") for name in layers]
+    assert styles == [None, "colwise_gather", None, "colwise_gather", "rowwise_split"]
+    assert plan["model.layers.*.mlp.up_proj"] == "colwise" and plan["model.layers.*.mlp.down_proj"] == "rowwise"
+
+
+def test_attention_is_known_by_deberta_s_names_too() -> None:
+    class Disentangled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query_proj, self.key_proj, self.value_proj = (nn.Linear(8, 8) for _ in range(3))
+
+    plan = ech.layouts.tp_plan(nn.ModuleList([Disentangled(), Disentangled()]))
+    assert plan == dict.fromkeys(("*.query_proj", "*.key_proj", "*.value_proj"), "colwise_gather")
+
+
+def test_fewer_heads_of_keys_than_ranks_are_refused_by_name(ranks: Ranks) -> None:
+    [said] = ranks(1, _few_heads)
+    assert "over 4 ranks does not divide LlamaForCausalLM.model.layers.0.self_attn.config.num_key_value_heads = 2" in said
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "size", "sequence", "said"),
+    [
+        (Encoder, None, 2, False, "none can be inferred. layer.self_attn stays whole: torch's MultiheadAttention"),
+        (
+            Encoder,
+            {"layer.self_attn.out_proj": "rowwise"},
+            2,
+            False,
+            "layer.self_attn.out_proj is a part of torch's MultiheadAttention",
+        ),
+        (Encoder, None, 2, False, 'a dict such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'),
+        (Normed, None, 2, False, "none can be inferred"),
+        (Normed, {"up": "colwise"}, 2, False, "weight or bias of Normed.up is no parameter but computed from others"),
+        (Small, {"h.*.attn": "colwise"}, 2, False, "Small.h.0.attn is a FusedAttention"),
+        (
+            Small,
+            {"h.*.mlp.c_fc": "colwise"},
+            3,
+            False,
+            "over 3 ranks does not divide dimension 0 of Small.h.0.mlp.c_fc.weight (64, 16)",
+        ),
+        (Small, {"wte": "rowwise"}, 2, False, "wte.weight and lm_head.weight are one tied parameter"),
+        (Small, {"wpe": "colwise_logits"}, 2, False, "Small.wpe is an Embedding that cannot be 'colwise_logits'"),
+        (Small, {"lm_head": "sharded"}, 2, False, "got 'sharded' for 'lm_head'"),
+        (InOneForward, None, 2, True, "InOneForward.blocks.0.q_proj must lie in a child of the block blocks.0"),
+        (Small, {"lm_head": "colwise_gather", "wte": "rowwise"}, 2, True, "must have one ModuleList or Sequential of blocks"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(make: Any, plan: Any, size: int, sequence: bool, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_tensor(make(), plan, size, sequence_parallel=sequence)
+    assert said in str(caught.value)
+
+
+class Ordered(Small):
+    """Calls its blocks in an order, and takes a mean over the sequence, whose length no loss can miss."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.order = order
+        self.h.append(Block(16, 2, 0.0))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids)
+        for i in self.order:
+            x = self.h[i](x)
+        return x.mean(1)
+
+
+def _in_order(orders: list[tuple[int, ...]]) -> list[str | float]:
+    """How far from one process, or what was said."""
+    found: list[str | float] = []
+    for order in orders:
+        one = Ordered(order).double()
+        module = ech.layouts.prepare_module(Ordered(order).double(), CPU, layout=ech.Layout(tp=-1, sequence_parallel=True))
+        one.load_state_dict(whole(module), strict=False)
+        ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(2))
+        try:
+            found.append(float((module(ids) - one(ids)).abs().max()))
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_blocks_in_an_order_that_leaves_the_sequence_split_are_refused(ranks: Ranks) -> None:
+    fine: list[tuple[int, ...]] = [(0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 1, 2), (0, 2)]
+    wrong = {
+        (0, 0, 1, 2): "a call of h.0 between these",
+        (1, 0, 2): "a call of h.1 outside of these",
+        (0, 1, 2, 2): "a call of h.2 outside of these",
+        (0, 1): "none of h.2 at the end",
+    }
+    for found in ranks(2, _in_order, [*fine, *wrong]):
+        assert [far for far in found[: len(fine)] if isinstance(far, str) or far > 1e-12] == []
+        for got, said in zip(found[len(fine) :], wrong.values(), strict=True):
+            assert "must begin with h.0 and end with h.2" in str(got) and said in str(got)
+
+
+def test_adapters_between_parts_of_a_sequence_are_refused_by_their_name() -> None:
+    with pytest.raises(UsageError, match=r"layers\.0\.self_attn\.q_proj has an adapter of PEFT"):
+        check_tensor(_adapted(), None, 2, sequence_parallel=True)
+
+
+def _forgotten() -> str:
+    """Each head has a norm that the plan does not name."""
+    plan = {"model.layers.*.self_attn.[qkv]_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
+    options: dict[str, Any] = {"kind": "SGD", "device": CPU, "layout": ech.Layout(tp=-1, plan=plan)}
+    with pytest.raises(UsageError) as caught:
+        ech.train(Unit(module=made("qwen3"), **options), [micro[0] for micro in windows(1)[0]], max_epochs=1)
+    return str(caught.value)
+
+
+def test_a_norm_of_each_head_that_a_plan_forgets_is_named(ranks: Ranks) -> None:
+    for said in ranks(2, _forgotten):
+        assert (
+            "Qwen3ForCausalLM.model.layers.0.self_attn.q_norm.weight differs between the 2 ranks" in said and '"summed"' in said
+        )
+
+
+# --- what travels
+
+
+def _messages(sequence: bool) -> tuple[list[str], list[str]]:
+    """The collectives of a forward and a backward pass of a block of Llama."""
+    module = ech.layouts.prepare_module(made("llama"), CPU, layout=ech.Layout(tp=-1, sequence_parallel=sequence))
+    sent: list[str] = []
+    before: dict[str, Any] = {}
+    places: dict[str, Any] = {"all_reduce": dist, "all_gather_single": tensor_traffic, "reduce_scatter_single": tensor_traffic}
+    for name, place in places.items():
+        before[name] = function = getattr(place, name)
+
+        def counted(*args: Any, name: str = name, function: Any = function, **options: Any) -> Any:
+            if options.get("group") is not None and args[0].dim() == 3:  # activations
+                sent.append(name)
+            return function(*args, **options)
+
+        setattr(place, name, counted)
+    try:
+        loss, _ = summed_loss(module, windows(1)[0][0][0])
+        forward = list(sent)
+        loss.backward()
+    finally:
+        for name, function in before.items():
+            setattr(places[name], name, function)
+    return forward, sent[len(forward) :]
+
+
+def test_layers_that_read_the_same_share_one_message(ranks: Ranks) -> None:
+    for forward, backward in ranks(2, _messages, False):
+        # The embedding, and in each of two blocks attention and MLP; the head puts logits together.
+        assert forward == ["all_reduce"] * 5 + ["all_gather_single"]
+        # One for q, k and v together, one for gate and up; one for the head.
+        assert backward == ["all_reduce"] * 5
+
+
+def test_parts_of_the_sequence_travel_as_much(ranks: Ranks) -> None:
+    for forward, backward in ranks(2, _messages, True):
+        block = ["all_gather_single", "reduce_scatter_single"] * 2
+        assert forward == ["all_reduce", *block, *block, *["all_gather_single"] * 2]
+        assert backward == ["all_reduce", *block, *block, "all_gather_single"]
+
+
+def _dropped(sequence: bool, length: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    one = Small(dropout=0.4).double()
+    module = ech.layouts.prepare_module(Small(dropout=0.4).double(), CPU, layout=ech.Layout(tp=-1, sequence_parallel=sequence))
+    seen: list[int] = []
+    module.h[0].ln_2.register_forward_hook(lambda _, args, out: seen.append(out.shape[1]))
+    ids = torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(5)
+    got = module(ids)
+    one.load_state_dict(whole(module), strict=False)
+    torch.manual_seed(5)
+    return got.detach(), one(ids).detach(), seen
+
+
+@pytest.mark.parametrize(("length", "parts"), [(8, 4), (7, 4), (1, 1)])
+def test_dropout_draws_one_mask_for_all_parts(ranks: Ranks, length: int, parts: int) -> None:
+    for got, want, seen in ranks(2, _dropped, True, length):
+        assert seen == [parts] and math.isclose(float((got - want).abs().max()), 0.0, abs_tol=1e-12)

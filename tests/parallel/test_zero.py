@@ -1,0 +1,319 @@
+"""ZeRO stage 1: each rank keeps the optimizer state of what it owns, and nobody can tell from the numbers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import DataLoader
+
+import echelon as ech
+from echelon.contracts.errors import RanksDisagreeError, UsageError
+from echelon.parallel.state.partition import Partition, assign
+from tests.conftest import Ranks
+from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+CPU = torch.device("cpu")
+DATA = [[batch(4, 10 * i + r) for r in range(2)] for i in range(5)]  # by update and rank
+
+
+def _mine() -> list[Batch]:
+    return [both[dist.get_rank()] for both in DATA]
+
+
+def test_the_largest_goes_to_who_has_least() -> None:
+    assert assign([3, 9, 3, 4], [0, 0]) == [1, 0, 1, 1]
+    assert assign([5], [0, 0, 0]) == [0]
+    assert assign([2, 2, 2, 2], [0, 0]) == [0, 1, 0, 1]
+    load = [0, 0]
+    assert assign([3, 9, 3, 4], load, largest_first=False) == [0, 1, 0, 0] and load == [10, 9]
+    assert assign([2], load) == [1], "what comes later goes to whom has least, too"
+
+
+def _held(layout: str) -> tuple[int, int, set[str]]:
+    unit = Regression(module=net(width=64), layout=layout, optimizer="AdamW")
+    ech.train(unit, _mine(), max_epochs=1)
+    names = {id(p): n for n, p in unit.prepared.unwrapped.named_parameters()}
+    moments = [v for s in unit.optimizer.state.values() for v in s.values() if v.dim()]
+    gradients = sum(p.numel() for p in unit.optimizer.state)
+    return sum(m.numel() for m in moments), gradients, {names[id(p)] for p in unit.optimizer.state}  # type: ignore[call-overload]
+
+
+def test_each_of_two_ranks_keeps_half_of_the_state(ranks: Ranks) -> None:
+    everything, _, names = ranks(2, _held, "ddp")[0]
+    (first, few, names_0), (second, rest, names_1) = ranks(2, _held, "zero1")
+    assert first + second == everything and max(first, second) < 0.52 * everything
+    assert first == 2 * few and second == 2 * rest
+    assert names_0 | names_1 == names and not names_0 & names_1
+
+
+def _looked_at(layout: str, scaled: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """A loop that clips and looks at gradients by the optimizer's groups, or keeps a scaler; its state is put back at the end."""
+    scaler, seen = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled), []
+    module: Any = net()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    rows: Any = [(x, y) for data in DATA for many in data for x, y in zip(*many, strict=True)][:24]
+    module, optimizer, loader = ech.prepare(module, optimizer, DataLoader(rows, 8), layout=layout)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for _ in ech.epochs(loader, 2):
+        for x, y in loader:
+            with ech.window(module) as window:
+                window.backward(scaler.scale(nn.functional.mse_loss(module(x), y)))
+                scaler.unscale_(optimizer)
+                everything = [p for group in optimizer.param_groups for p in group["params"]]
+                seen.append(float(nn.utils.clip_grad_norm_(everything, 0.1)))
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        optimizer.load_state_dict(saved)
+    return whole(module), seen
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_optimizers_groups_have_all_parameters_between_steps(ranks: Ranks, scaled: bool) -> None:
+    want, norms = ranks(2, _looked_at, "ddp", scaled)[0]
+    for got, seen in ranks(2, _looked_at, "zero1", scaled):
+        assert largest_difference(got, want) < 1e-12 and seen == pytest.approx(norms, rel=1e-9)
+
+
+class Shaped(nn.Module):
+    """Parameters of two types, one that is channels-last and one that is not dense, frozen ones, a lone number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(4, 4, 2).double().to(memory_format=torch.channels_last)
+        self.strided = nn.Parameter(torch.randn(4, 8, dtype=torch.float64)[:, ::2])
+        self.low = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).double().requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = x.view(-1, 4, 1, 1).expand(-1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
+        x = self.frozen(self.conv(image).flatten(1)) @ self.strided
+        return (self.low(x.float()).double() * self.scale).sum(1, keepdim=True)
+
+
+class Lone(nn.Module):
+    """One parameter: the second of two ranks owns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(1, 4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+def _modules(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Trained; then restored in mid-way and trained on, which must be the same."""
+    done = {}
+    for module in (Shaped, Lone):
+        for optimizer in ("Adagrad", "SGD", "AdamW"):  # Adagrad's constructor makes state
+
+            def unit(layout: str, module: Any = module, optimizer: str = optimizer) -> Regression:
+                def schedule(o: Any) -> Any:
+                    return torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5)
+
+                return Regression(module=module(), layout=layout, optimizer=optimizer, schedule=schedule, step_lr_interval="step")
+
+            name = f"{module.__name__} {optimizer}"
+            saver = ech.DistributedCheckpointSaver(folder / name)
+            straight, first, second = unit("zero1"), unit("zero1"), unit("zero1")
+            ech.train(straight, _mine(), max_epochs=1)
+            ech.train(first, _mine()[:3], max_epochs=1, callbacks=[saver])
+            ech.DistributedCheckpointSaver.restore_from_latest(folder / name, second)
+            assert largest_difference(whole(first.module), whole(second.module)) == 0
+            ech.train(second, _mine()[3:], max_epochs=2)
+            if module is Shaped:  # as gradient buckets and kernels expect it
+                assert straight.prepared.unwrapped.conv.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
+            done[name], done[f"{name} resumed"] = whole(straight.module), whole(second.module)
+    return done
+
+
+def test_types_layouts_schedules_and_a_rank_that_owns_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    for done in ranks(2, _modules, tmp_path):
+        for name, got in done.items():
+            kind, optimizer = name.split()[:2]
+            want = _plain({"Shaped": Shaped, "Lone": Lone}[kind](), optimizer)
+            for key in want:
+                tolerance = 1e-12 if want[key].dtype == torch.float64 and kind == "Lone" else 2e-6  # float32 in the middle
+                assert float((got[key] - want[key]).abs().max()) < tolerance, (name, key)
+
+
+def _plain(module: nn.Module, optimizer: str) -> dict[str, torch.Tensor]:
+    options = {"momentum": 0.9} if optimizer == "SGD" else {}
+    opt = getattr(torch.optim, optimizer)(module.parameters(), lr=0.1, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.5)
+    for window in DATA:
+        x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
+        nn.functional.mse_loss(module(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+    return {n: p.detach() for n, p in module.named_parameters()}
+
+
+def _half() -> tuple[torch.Tensor, float]:
+    """fp16 with a rank that owns nothing, whose scaler would find no gradient to look at."""
+    unit = Regression(module=Lone().float(), layout="zero1", precision=ech.layouts.Precision(torch.float16, init_scale=64.0))
+    ech.train(unit, [(x.float(), y.float()) for x, y in _mine()], max_epochs=1)
+    assert unit.grad_scaler is not None
+    return whole(unit.module)["weight"], unit.grad_scaler.get_scale()
+
+
+def test_half_precision_with_a_rank_that_owns_nothing(ranks: Ranks) -> None:
+    (first, scale), (second, other) = ranks(2, _half)
+    want = plain_training(DATA, module=Lone())[0]["weight"]
+    assert torch.equal(first, second) and scale == other
+    assert float((first - want).abs().max()) < 1e-2
+
+
+class ByHand(ech.TrainUnit[Batch]):
+    """A user's own unit; its optimizer is divided by hand, has a group added and steps with a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        module = net()
+        self.module = ech.layouts.prepare_module(module, CPU, layout="zero1")
+        self.optimizer = torch.optim.SGD(module.blocks.parameters(), lr=0.1, momentum=0.9)
+        self.partition = Partition(self.optimizer)
+        self.left = 0
+        rest = [*module.first.parameters(), *module.last.parameters()]
+        self.optimizer.add_param_group({"params": rest, "lr": 0.1})
+
+    def train_step(self, state: ech.State, data: Batch) -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            loss = nn.functional.mse_loss(self.module(data[0]), data[1])
+            loss.backward()
+            return loss
+
+        loss = self.optimizer.step(closure)
+        self.optimizer.zero_grad()
+        self.left += sum(p.grad is not None for p in self.module.parameters())
+        return loss.detach()  # type: ignore[union-attr]
+
+
+def _by_hand() -> tuple[dict[str, torch.Tensor], int, list[int]]:
+    unit = ByHand()
+    ech.train(unit, _mine(), max_epochs=1)
+    assert Partition.of(unit.optimizer) is unit.partition
+    return (
+        whole(unit.module),
+        unit.left,
+        [len([p for p in g["params"] if unit.partition.owns(p)]) for g in unit.optimizer.param_groups],
+    )
+
+
+def test_added_groups_closures_and_all_gradients_cleared(ranks: Ranks) -> None:
+    want, _, _ = plain_training(DATA)
+    (got, left, owned), (other, left_too, owned_too) = ranks(2, _by_hand)
+    assert largest_difference(got, want) < 1e-12 and largest_difference(other, want) < 1e-12
+    assert left == left_too == 0
+    assert [a + b for a, b in zip(owned, owned_too, strict=True)] == [8, 4]
+
+
+class Chooses(Regression):
+    """Builds what it is told to."""
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        parameters = list(module.parameters())
+        if self.kind == "LBFGS":
+            return torch.optim.LBFGS(parameters), None
+        if self.kind == "differs":
+            return torch.optim.SGD(parameters[: 2 + dist.get_rank()], lr=0.1), None
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        Partition(optimizer)
+        return optimizer, None
+
+
+def _errors() -> list[str]:
+    said = []
+    for kind, error in (("LBFGS", UsageError), ("differs", RanksDisagreeError), ("twice", UsageError)):
+        with pytest.raises(error) as caught:
+            Chooses(layout="zero1", optimizer=kind).configure()
+        said.append(str(caught.value))
+    module = net()
+    module.first.requires_grad_(False)
+    unit = Regression(module=module, layout="zero1")
+    ech.train(unit, _mine(), max_epochs=1)
+    module.first.requires_grad_(True)
+    with pytest.raises(UsageError) as late:
+        ech.train(unit, _mine(), max_epochs=2)
+    with pytest.raises(UsageError) as again:
+        Partition(ZeroRedundancyOptimizer(net().parameters(), torch.optim.SGD, lr=0.1))
+    return [*said, str(again.value), str(late.value)]
+
+
+def test_what_cannot_be_divided_is_said_on_all_ranks(ranks: Ranks) -> None:
+    for lbfgs, differs, twice, again, late in ranks(2, _errors):
+        assert "cannot shard LBFGS, which needs all parameters at once" in lbfgs
+        assert "ranks disagree about the optimizer's parameters" in differs
+        assert "sharded already" in twice and "this ZeroRedundancyOptimizer is sharded already" in again
+        assert "first.weight was frozen when the optimizer was built" in late
+
+
+def test_prepare_module_says_that_it_never_sees_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    ech.layouts.prepare_module(net(), CPU, layout="zero1")
+    assert "call echelon.parallel.state.partition.Partition(optimizer)" in caplog.text
+    dist.destroy_process_group()
+
+
+def test_a_world_of_one_owns_everything() -> None:
+    unit = Regression(layout="zero1")
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    want, _, _ = plain_training([[batch(4, 0)]])
+    assert largest_difference(whole(unit.module), want) < 1e-12
+    dist.destroy_process_group()
+
+
+class Alone(ech.TrainUnit[Batch]):
+    """Torch's own optimizer with sharded state, as programs around DistributedDataParallel have it."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.module = nn.parallel.DistributedDataParallel(net())
+        kind = getattr(torch.optim, optimizer)
+        self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(self.module.parameters(), kind, lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+
+    def train_step(self, state: ech.State, data: Batch) -> None:
+        self.optimizer.zero_grad()
+        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+
+def _torchs_own(folder: Path, optimizer: str) -> dict[str, torch.Tensor]:
+    saver = ech.DistributedCheckpointSaver(str(folder), save_every_n_updates=3)
+    ech.train(Alone(optimizer), _mine(), max_updates=3, callbacks=[saver])
+    unit = Alone(optimizer)
+    assert saver.restore_from_latest(str(folder), unit)
+    ech.train(unit, _mine(), max_updates=5)
+    return whole(unit.module)
+
+
+@pytest.mark.parametrize("optimizer", ["RMSprop", "AdamW"])
+def test_torchs_zero_redundancy_optimizer_resumes_with_its_state(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
+    module = net()
+    plain = getattr(torch.optim, optimizer)(module.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
+    # The second run resumes in the middle of an epoch, whose list of batches begins anew.
+    for first, second in [*DATA[:3], *DATA[:2]]:
+        plain.zero_grad()
+        nn.functional.mse_loss(module(torch.cat([first[0], second[0]])), torch.cat([first[1], second[1]])).backward()
+        plain.step()
+        schedule.step()
+    want = {name: p.detach() for name, p in module.named_parameters()}
+    for trained in ranks(2, _torchs_own, tmp_path / "two", optimizer):
+        assert largest_difference(trained, want) < 1e-10

@@ -1,0 +1,854 @@
+"""The prover proves: it names every mistake of its catalogue in a script that has it, and passes scripts that are right."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import echelon as ech
+from echelon.cli.main import main
+from echelon.contracts.errors import UsageError
+from echelon.loop.target import Target
+from echelon.parallel.layouts import with_options_of
+from echelon.prover import show
+from echelon.prover.causes import CAUSES
+from echelon.prover.matrix import matrix
+from echelon.prover.micro import NotDivisible, NotJoinable, Samples, digest, join
+from echelon.prover.proof import (
+    IN_FLOAT64,
+    IN_PART,
+    NOT_ALL_TESTED,
+    NOTHING_COMPARED,
+    OTHERS_DIFFER,
+    YOURS_DIFFERS,
+    Result,
+    by_float64,
+)
+from echelon.prover.prove import Proof, prove_target
+from echelon.prover.verdict import Difference
+from echelon.prover.wide import without_narrow_casts
+from tests.conftest import clean_environment
+from tests.kit import forked
+
+PLANTED = Path(__file__).parents[1] / "planted"
+
+MISTAKES = {
+    "missing_all_reduce": ("missing all-reduce", "gradient"),
+    "weight_of_a_mask": ("loss weighted per rank", "forward"),
+    "weight_of_a_rank": ("loss weighted per rank", "gradient"),
+    "same_data": ("identical data on two ranks", None),
+    "sampler_without_rank": ("a sampler that ignores the rank", None),
+    "same_dropout": ("identical dropout", None),
+    "buffers_apart": ("unsynchronised buffers", "forward"),
+    "stale_optimizer": ("an untracked or stale optimizer parameter", None),
+    "stale_optimizer_auto": ("an untracked or stale optimizer parameter", "update"),
+    "batch_norm": ("batch norm over the local batch", "forward"),
+    "summed_gradients": ("a wrong scale", "gradient"),
+    "initial_values_apart": ("different initial parameters", "forward"),
+    "learning_rates_apart": ("another learning rate", None),
+    "rate_of_a_shard": ("another learning rate", "update"),
+    "noise_on_a_shard": ("a change on one rank's shard", "update"),
+    "clipping_in_a_window": ("gradients changed in the middle of an update", "gradient"),
+    "noise_on_parameters": ("parameters that drift apart", None),
+    "noise_on_gradients": ("gradients that each rank changes", None),
+    "another_learning_rate": ("another learning rate", "update"),
+    "clipping_on_each_rank": ("clipping on each rank", "gradient"),
+    "contrast": ("an operation over the whole batch", "forward"),
+    "shared_generator": ("identical dropout", None),
+    "dropout_from_numpy": ("identical dropout", None),
+    "same_augmentation": ("identical augmentation", None),
+    "hidden_generator": ("a forward pass that cannot be repeated", "forward"),
+    "evaluation_on_a_rank": ("modules in evaluation mode on some ranks", None),
+    "loss_by_rank": ("a loss that depends on the rank", "forward"),
+    "class_weights_with_dropout": ("loss weighted per rank", "forward"),
+    "batch_norm_with_dropout": ("batch norm over the local batch", "forward"),
+    "contrast_with_noise": ("an operation over the whole batch", "forward"),
+    "tokens_of_padded_batches": ("loss weighted per rank", None),
+    "samples_by_rank": ("samples that depend on the rank", None),
+    "own_order": ("samples that ranks share", None),
+    "same_worker_seeds": ("identical augmentation", None),
+    "same_masks_of_a_collator": ("identical augmentation", None),
+    "files_of_a_rank": ("samples that depend on the rank", None),
+    "gathered_without_gradient": ("collectives without a gradient", "gradient"),
+    "gathered_and_detached": ("collectives without a gradient", "gradient"),
+    "root_of_a_batch": ("an operation over the whole batch", "forward"),
+    "sum_under_clipping": ("loss weighted per rank", "forward"),
+    "same_worker_init": ("identical augmentation", None),
+    "same_generator_of_workers": ("identical augmentation", None),
+    "hardest_of_a_shuffle": ("an operation over the whole batch", "forward"),
+    "boxes_of_a_batch": ("loss weighted per rank", "forward"),
+    "baseline_of_a_loop": ("the forward pass keeps state", "forward"),
+    "baseline_of_a_rank": ("the forward pass keeps state", "forward"),
+}
+
+
+def _prove(script: str, layouts: list[str], ranks: list[int], updates: int = 3, accumulation: int = 1) -> Proof:
+    rows = [row for row in matrix(layouts, ranks, [accumulation], sgd=False) if row.accumulation == accumulation]
+    return prove_target(Target(script=str(PLANTED / f"{script}.py")), rows, updates, False)
+
+
+def test_bf16_is_compared_with_one_process_in_bf16() -> None:
+    """A right script agrees under every kind of layout; a weight of a rank's own differs there, too."""
+    rows = [row for row in matrix(["fsdp"], [1, 2], [1], sgd=False, bf16=True) if row.precision]
+    assert [row.label for row in rows] == ["none, bf16", "fsdp, bf16"]
+    right, wrong = (
+        prove_target(Target(script=str(PLANTED / f"{script}.py")), rows[1:], 2, False).results
+        for script in ("right_auto", "weight_of_a_rank")
+    )
+    assert right[0].is_equal and right[0].verdict != IN_FLOAT64, right
+    assert wrong[0].verdict == "DIFFERS" and wrong[0].first is not None and wrong[0].first.tolerance > 1e-3, wrong
+
+
+@pytest.mark.full
+def test_a_script_that_resumes_is_proved_from_its_beginning(tmp_path: Path) -> None:
+    """Its checkpoint is of a complete run, so that nothing would be left to compare; and in float64 its data would be others."""
+    text = f"""
+import sys
+sys.path.insert(0, {str(PLANTED)!r})
+from common import Auto, ech, loader, model
+unit, batches = Auto(module=model(), layout="ddp"), loader(32)
+saver = ech.DistributedCheckpointSaver({str(tmp_path / "checkpoints")!r})
+saver.restore_from_latest(saver.dirpath, unit, train_dataloader=batches)
+ech.train(unit, batches, max_epochs=1, callbacks=[saver])
+"""
+    (tmp_path / "train.py").write_text(text)
+    forked.run([sys.executable, "train.py"], cwd=tmp_path, env=clean_environment(), check=True, capture_output=True)
+    assert list((tmp_path / "checkpoints").glob("step-*"))
+    rows = matrix(["ddp"], [2], [1], sgd=False)
+    proof = prove_target(Target(script=str(tmp_path / "train.py")), rows, 2, True)
+    assert [result.verdict for result in proof.results] == ["agrees"], proof.results
+
+
+def test_every_cause_of_the_catalogue_is_planted() -> None:
+    of_own_configuration = {  # test_prove_yours.py
+        *("other random numbers in the backward pass", "gradients that are still scaled", "gradients that underflow"),
+    }
+    assert {cause for cause, _ in MISTAKES.values()} | of_own_configuration == CAUSES.keys()
+
+
+# Each cause's first script is in `make test`, the others repeat it in another program.
+FIRST = {cause: script for script, (cause, _) in reversed(MISTAKES.items())}.values()
+
+
+@pytest.mark.parametrize("script", [pytest.param(m, marks=() if m in FIRST else pytest.mark.full) for m in MISTAKES])
+def test_a_planted_mistake_is_named(script: str) -> None:
+    proof = _prove(
+        script, ["fsdp" if "stale" in script or "shard" in script else "ddp"], [2], accumulation=2 if "window" in script else 1
+    )
+    (row,) = proof.results
+    cause, phase = MISTAKES[script]
+    assert row.verdict == "DIFFERS" and not proof.holds, row
+    assert cause in [name for name, _ in row.causes], row
+    assert phase is None or (row.first is not None and row.first.phase == phase), row.first
+    if cause not in ("unsynchronised buffers", "loss weighted per rank"):
+        assert len(row.causes) == 1, row.causes  # and nothing else is
+
+
+# The unusual ones are right or wrong in what they do, however many ranks there are.
+UNUSUAL = (
+    *("right_objects", "right_lists", "right_two_optimizers", "right_sharded_ddp", "right_generators"),
+    *("right_sync_batch_norm", "right_gathered_views", "right_class_weights", "right_augmentation"),
+    *("right_augmented_batches", "right_teacher", "right_boxes", "right_width_of_a_batch", "right_packed"),
+    *(
+        "right_graphs",
+        "right_padded_labels",
+        "right_worker_seeds",
+        "right_generators_of_workers",
+        "right_calls_of_a_loop",
+        "right_noise_of_a_loop",
+        "right_copied_teacher",
+    ),
+)
+
+
+RIGHT = sorted(p.stem for p in PLANTED.glob("right_*.py") if p.stem != "right_gates")
+USUAL = ("right_auto", "right_by_hand", "right_two_optimizers")
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [
+        *(pytest.param(script, [2] if script in UNUSUAL else [1, 2], id=script) for script in USUAL),
+        *(pytest.param(script, [4], id=f"{script} on four", marks=pytest.mark.full) for script in USUAL if script not in UNUSUAL),
+        *(
+            pytest.param(script, [2] if script in UNUSUAL else [1, 2, 4], id=script, marks=pytest.mark.full)
+            for script in RIGHT
+            if script not in USUAL
+        ),
+    ],
+)
+def test_a_right_script_passes(script: str, ranks: list[int]) -> None:
+    proof = _prove(script, ["ddp"] if script in UNUSUAL else ["ddp", "fsdp"], ranks)
+    # What numpy draws for each sample cannot be made alike.
+    assert proof.holds or (script == "right_generators" and proof.holds_in_part), "\n".join(
+        t for r in proof.results for t in (show.line(r), *show.details(r))
+    )
+    assert {r.ranks for r in proof.results} == set(ranks)
+
+
+@pytest.mark.full
+def test_float64_has_the_last_word_where_rounding_flips_gates() -> None:
+    """Both rows are far apart in float32, by more than the mistake in one of them."""
+    (right,) = _prove("right_gates", ["ddp"], [2], updates=2).results
+    assert right.verdict == IN_FLOAT64 and "float32: update" in right.message and not right.undetermined, right
+    (wrong,) = _prove("behind_gates", ["ddp"], [2], updates=2).results
+    assert wrong.verdict == "DIFFERS" and wrong.first is not None and wrong.first.tensor == "3.1.bias", wrong
+    assert wrong.first.relative == pytest.approx(0.02, rel=1e-3)
+
+
+@pytest.mark.full
+def test_a_loss_that_the_script_divides_by_its_micro_batches_is_no_pass() -> None:
+    """One process divides it, too, so that nothing differs; what the run warns of is said."""
+    rows = matrix(["ddp"], [2], [3], sgd=False)
+    proof = prove_target(Target(script=str(PLANTED / "divided_by_hand.py")), rows, 2, False)
+    row = proof.results[-1]
+    assert row.verdict == IN_PART and "divided by the 3 micro-batches" in row.message, row
+    assert not proof.holds and proof.exit_code == NOT_ALL_TESTED
+
+
+def test_of_ranks_that_shuffle_for_themselves_the_shared_samples_are_counted() -> None:
+    (row,) = _prove("own_order", ["ddp"], [2], updates=1).results
+    ((cause, seen),) = row.causes
+    assert cause == "samples that ranks share" and "23 of 96 rows were seen by two ranks" in seen, row
+    assert "23 of 96 rows were seen by no rank" in seen
+
+
+def test_repeated_rows_and_filled_tails_are_no_overlap(tmp_path: Path) -> None:
+    """The data have each row several times; of 98 samples on four ranks, two come twice so that ranks have equally many."""
+    text = """
+rows = Rows()
+class Few(Rows):
+    def __len__(self): return 98
+    def __getitem__(self, i): return rows[i % 20]
+sampler = torch.utils.data.DistributedSampler(Few(), dist.get_world_size(), dist.get_rank())
+loader = torch.utils.data.DataLoader(Few(), 8, sampler=sampler) if sys.argv[1] == "sampler" else ech.Loader(Few(), 16)
+ech.train(Auto(module=model(), layout="ddp"), loader, max_epochs=2)
+"""
+    for ranks, kind in ((4, "sampler"), (2, "loader")):
+        target = replace(_script(tmp_path, text), args=(kind,))
+        (row,) = prove_target(target, matrix(["ddp"], [ranks], [1], sgd=False), 2, False).results
+        assert row.agrees and not row.notes, (kind, row)
+
+
+CAST = """
+class Cast(Auto):
+    def compute_loss(self, state, data):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = self.module(data[0])
+        if sys.argv[1] == "pinned":
+            out = out.bfloat16().float()
+        return nn.functional.mse_loss(out, data[1]), None
+ech.train(Cast(module=model(), layout="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_autocast_is_off_and_a_type_that_is_pinned_is_said(tmp_path: Path) -> None:
+    (row,) = prove_target(
+        replace(_script(tmp_path, CAST), args=("auto",)), matrix(["ddp"], [2], [1], sgd=False), 1, False
+    ).results
+    assert row.agrees and row.gradient is not None and row.gradient < 1e-5, row
+    (row,) = prove_target(
+        replace(_script(tmp_path, CAST), args=("pinned",)), matrix(["ddp"], [2], [1], sgd=False), 1, False
+    ).results
+    assert row.agrees, row
+
+
+FULL = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        x = x.to(torch.float32)
+        x = x * x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
+        return self.down(torch.softmax(self.up(x), -1, dtype=torch.float32).type_as(x))
+class Full(Auto):
+    def compute_loss(self, state, data):
+        return nn.functional.mse_loss(self.module(data[0]).float(), data[1].float()), None
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.AdamW(module.parameters(), fused=True), None
+net = nn.Sequential(Block(), Block(), nn.Linear(4, 1))
+again = ech.layouts.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, Block))
+ech.train(Full(module=net, layout="fsdp", activation_checkpoint_params=again), loader(), max_epochs=1)
+"""
+
+
+def test_casts_to_full_precision_are_to_float64_there(tmp_path: Path) -> None:
+    """As norms and losses of most models have them; a recomputed forward pass, and a fused optimizer, know of it or do not."""
+    (row,) = prove_target(_script(tmp_path, FULL), matrix(["fsdp"], [2], [1], sgd=False), 2, True).results
+    assert row.agrees and row.gradient is not None and row.gradient < 1e-11, row
+
+
+DRAWING = """
+class Drawing(Own):
+    def train_step(self, state, data):
+        return super().train_step(state, (data[0] + torch.randn_like(data[0]), data[1]))
+module = torch.nn.parallel.DistributedDataParallel(model())
+torch.manual_seed(dist.get_rank())
+ech.train(Drawing(module), loader(), max_epochs=1)
+"""
+
+
+def test_a_step_of_its_own_that_draws_is_compared_with_the_same_draws_for_every_sample(tmp_path: Path) -> None:
+    proof = prove_target(_script(tmp_path, DRAWING), matrix(["ddp"], [2], [1], sgd=False), 1, False)
+    (row,) = proof.results
+    assert row.is_equal and "same random numbers" in row.message, row
+
+
+SPEAKING = """
+import torch.distributed as dist
+class Told(Auto):
+    def compute_loss(self, state, data):
+        bags, lengths, y = data
+        sizes = lengths.mean()
+        dist.all_reduce(sizes)
+        return ((self.module(bags.sum(1) / lengths) - y) ** 2).mean(), sizes
+generator = torch.Generator().manual_seed(0)
+bags = [(torch.randn(2 + 7 * i % 23, 4, generator=generator), torch.randn(1, generator=generator)) for i in range(64)]
+def padded(rows):
+    bags, y = zip(*rows)
+    lengths = torch.tensor([[float(len(bag))] for bag in bags])
+    return nn.utils.rnn.pad_sequence(bags, batch_first=True), lengths, torch.stack(y)
+ech.train(Told(module=model(), layout="ddp"), ech.Loader(bags, 16, collate_fn=padded), max_epochs=1)
+"""
+
+
+def test_what_could_not_be_tested_is_said_and_is_no_agreement(tmp_path: Path) -> None:
+    proof = prove_target(_script(tmp_path, SPEAKING), matrix(["ddp"], [2], [1], sgd=False), 1, False)
+    (row,) = proof.results
+    assert row.verdict == "in part" and "not tested" in row.message and not row.is_equal, row
+    assert not proof.holds and proof.holds_in_part and "compared in part" in show.summary(proof)[-1]
+
+
+LOOKED_AT = """
+unit = Auto(module=model(), layout="fsdp")
+print(unit.optimizer, file=sys.stderr)
+ech.train(unit, loader(), max_epochs=1)
+"""
+CALLS = """
+class Annealed(Auto):
+    calls = 0
+    def compute_loss(self, state, data):
+        self.calls += 1
+        out = self.module(data[0])
+        return nn.functional.mse_loss(out, data[1]) + min(1.0, self.calls / 10) * out.square().mean(), None
+ech.train(Annealed(module=model(), layout="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_state_that_the_unit_keeps_between_micro_batches_is_what_they_had(tmp_path: Path) -> None:
+    (row,) = prove_target(_script(tmp_path, CALLS), matrix(["ddp"], [2], [2], sgd=False)[-1:], 2, False).results
+    assert row.verdict == "agrees" and "accumulation 2" in row.label, row
+
+
+TORCHTNTS = """
+from echelon.compat.torchtnt.framework import AutoUnit
+from echelon.compat.torchtnt.framework.auto_unit import SWALRParams, SWAParams
+class Theirs(AutoUnit):
+    compute_loss = Auto.compute_loss
+    configure_optimizers_and_lr_scheduler = Auto.configure_optimizers_and_lr_scheduler
+averages = SWAParams(0, 1, swalr_params=SWALRParams(2))
+ech.train(Theirs(module=model(), strategy="ddp", swa_params=averages, step_lr_interval="step"), loader(), max_epochs=1)
+"""
+
+
+@pytest.mark.parametrize("text", [LOOKED_AT, TORCHTNTS])
+def test_an_optimizer_that_is_built_before_training_is_replaced_as_well(tmp_path: Path, text: str) -> None:
+    rows = [row for row in matrix(["fsdp"], [2], [1], sgd=True) if row.layout is not None]
+    proof = prove_target(_script(tmp_path, text), rows, 1, False)
+    assert {row.label: row.verdict for row in proof.results} == {"fsdp": "agrees", "fsdp, sgd": "agrees"}, proof.results
+
+
+def _script(folder: Path, text: str) -> Target:
+    """A script beside those that are planted, which imports what they share."""
+    (folder / "script.py").write_text(f"import sys\nsys.path.append({str(PLANTED)!r})\nfrom common import *\n{text}")
+    return Target(script=str(folder / "script.py"))
+
+
+COUNTED = """
+import os, sys
+from pathlib import Path
+import torch
+import echelon as ech
+if os.environ["WORLD_SIZE"] == "1":
+    with Path(__file__).with_suffix(".log").open("a") as log:
+        log.write("in one process\\n")
+class Unit(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        x, y = data
+        error = (self.module(x) - y).square()
+        return error.mean(), None
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+ech.init_from_env()
+ech.seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+ech.train(Unit(module=torch.nn.Linear(4, 1), layout="ddp"), ech.Loader(data, 16), max_epochs=1)
+"""
+
+
+def test_rows_on_the_same_samples_share_a_reference(tmp_path: Path) -> None:
+    """However many micro-batches of however many ranks they are."""
+    proof = prove_target(_script(tmp_path, COUNTED), matrix(["ddp"], [2, 4], [1, 2], sgd=False), 2, False)
+    assert len(proof.results) == 3 and all(row.is_equal for row in proof.results), proof.results
+    processes = (tmp_path / "script.log").read_text().splitlines()
+    assert len(processes) == 3, processes  # in float32, in float64, and to read the samples
+
+
+def test_rows_with_the_same_data_and_other_random_numbers_have_references_of_their_own() -> None:
+    """Two micro-batches of one rank are the same samples as one of each of two ranks, but not the same draws."""
+    rows = matrix(["ddp"], [1, 2], [1, 2], sgd=False)
+    proof = prove_target(Target(script=str(PLANTED / "right_auto.py")), rows, 2, False)
+    assert proof.holds and len(proof.results) == 4, [show.details(r) for r in proof.results]
+
+
+NOISE = """
+class Noisy(Auto):
+    def compute_loss(self, state, data):
+        out = self.module(data[0])
+        return nn.functional.mse_loss(out + torch.rand_like(out), data[1]) * (1.001 if dist.get_world_size() > 1 else 1), None
+ech.train(Noisy(module=model(), layout="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_draws_that_depend_on_the_precision_do_not_widen_the_tolerance(tmp_path: Path) -> None:
+    """torch draws other numbers in float64: what lies between the two is no rounding."""
+    (row,) = prove_target(_script(tmp_path, NOISE), matrix(["ddp"], [2], [1], sgd=False), 1, False).results
+    assert row.verdict == "DIFFERS" and row.first is not None and row.first.tolerance < 1e-5, row
+
+
+TOGETHER_ONLY = """
+class TogetherOnly(Auto):
+    def compute_loss(self, state, data):
+        if dist.get_world_size() == 1:
+            raise RuntimeError("not alone")
+        return super().compute_loss(state, data)
+ech.train(TogetherOnly(module=model(), layout="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_a_reference_that_cannot_be_computed_fails_each_row_and_says_why(tmp_path: Path) -> None:
+    proof = prove_target(_script(tmp_path, TOGETHER_ONLY), matrix(["ddp", "zero1"], [2], [1], sgd=False), 1, False)
+    assert [row.verdict for row in proof.results] == ["failed"] * 2
+    assert all("could not be computed" in row.message and "not alone" in row.message for row in proof.results), proof.results
+
+
+DOUBLE = """
+if sys.argv[1] == "default":
+    torch.set_default_dtype(torch.float64)
+class Doubled(Auto):
+    def compute_loss(self, state, data):
+        return super().compute_loss(state, (data[0].double(), data[1].double()))
+ech.train(Doubled(module=model().double(), layout="ddp"), loader(), max_epochs=1)
+"""
+
+
+@pytest.mark.parametrize("how", ["default", pytest.param("by itself", marks=pytest.mark.full)])
+def test_a_script_in_float64_is_compared_in_float64(tmp_path: Path, how: str) -> None:
+    target = replace(_script(tmp_path, DOUBLE), args=(how,))
+    proof = prove_target(target, matrix(["ddp"], [1, 2], [1], sgd=False), 2, False)
+    assert proof.dtype == "float64" and [row.verdict for row in proof.results] == ["bit-equal", "agrees"], proof.results
+
+
+HALF = """
+class Halved(Auto):
+    def compute_loss(self, state, data):
+        loss = nn.functional.mse_loss(self.module(data[0].to(half)).float(), data[1])
+        return loss * (1.01 if sys.argv[1] == "wrong" and dist.get_world_size() > 1 else 1), None
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.SGD(module.parameters(), lr=0.01), None
+torch.set_default_dtype(half if sys.argv[2] == "made" else torch.get_default_dtype())
+ech.train(Halved(module=model().to(half), layout="ddp"), loader(), max_epochs=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "half"),
+    [("cast", "bfloat16"), *(pytest.param(*how, marks=pytest.mark.full) for how in (("made", "bfloat16"), ("cast", "float16")))],
+)
+def test_parameters_in_half_precision_are_compared_in_float64(tmp_path: Path, made: str, half: str) -> None:
+    """Whether they were cast or made so: half precision rounds by as much as many a mistake weighs."""
+    script = _script(tmp_path, f"half = torch.{half}\n{HALF}")
+    for how, verdict in (("right", by_float64(half)), ("wrong", "DIFFERS")):
+        rows = matrix(["ddp"], [2], [1], sgd=False)
+        (row,) = prove_target(replace(script, args=(how, made)), rows, 2, False).results
+        assert row.verdict == verdict, row
+    assert row.first is not None and row.first.relative == pytest.approx(0.01, rel=1e-3), row
+
+
+def test_training_in_two_parts_is_compared_as_far_as_the_first_goes(tmp_path: Path) -> None:
+    text = "u = Auto(module=model(), layout='ddp')\nech.train(u, loader(), max_updates=2)\nech.train(u, loader(), max_epochs=2)\n"
+    (row,) = prove_target(_script(tmp_path, text), matrix(["ddp"], [2], [1], sgd=False), 4, False).results
+    assert row.verdict == "agrees" and row.updates == 2, row
+
+
+LOST = """
+class Lost(Auto):
+    def compute_loss(self, state, data):
+        loss, _ = super().compute_loss(state, data)
+        return loss * float("nan"), None
+ech.train(Lost(module=model(), layout="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_a_loss_that_is_nan_in_one_process_too_is_no_measure_and_json_has_no_nan(tmp_path: Path) -> None:
+    proof = prove_target(_script(tmp_path, LOST), matrix(["ddp"], [2], [1], sgd=False), 1, False)
+    (row,) = proof.results
+    assert row.verdict == "failed" and "the loss is inf or nan in update 0" in row.message
+    row.loss, row.first = float("nan"), Difference(0, "forward", "loss", float("inf"), 0.0)
+    text = json.dumps(proof.to_json(), allow_nan=False)
+    assert json.loads(text)["rows"][0]["first"]["relative"] is None
+
+
+HANGING = """
+class Hanging(Auto):
+    def compute_loss(self, state, data):
+        if dist.get_world_size() > 1 and dist.get_rank() == 1:
+            import threading
+            threading.Event().wait()  # for ever
+        return super().compute_loss(state, data)
+ech.train(Hanging(module=model(), layout="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_a_row_that_hangs_is_stopped_and_every_ranks_own_line_is_shown(tmp_path: Path) -> None:
+    target = _script(tmp_path, HANGING)
+    (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 1, False, timeout_s=10, logs=tmp_path / "logs").results
+    assert row.verdict == "failed" and "had not finished after 10 s" in row.message
+    shown = "\n".join(show.details(row))
+    assert "script.py" in shown and "line 9 in compute_loss" in shown and "site-packages" not in shown
+    assert any((tmp_path / "logs").rglob("rank1.log"))
+
+
+def test_a_script_that_starts_ranks_itself_is_told_so(tmp_path: Path) -> None:
+    target = _script(tmp_path, "ech.launch(print, ranks=2)\n")
+    proof = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 1, False)
+    assert [r.verdict for r in proof.results] == ["not possible"] and "starts ranks itself" in proof.results[0].message
+    assert proof.exit_code == NOTHING_COMPARED and show.summary(proof)[-1].startswith("Nothing was compared")
+
+
+def test_a_strategy_that_is_only_named_has_the_options_of_the_scripts_own() -> None:
+    ddp, blocks = ech.DDPStrategy(find_unused_parameters=True), ech.FSDPStrategy(blocks=["a"], mixed_precision=object())
+    assert with_options_of(ddp, ech.DDPStrategy()) == ddp
+    assert with_options_of(ddp, ech.DDPStrategy(shard_optimizer=True)) == ddp.but(shard_optimizer=True)
+    assert with_options_of(ddp.but(shard_optimizer=True), ech.DDPStrategy()) == ddp
+    assert with_options_of(blocks, ech.FSDPStrategy()) == blocks
+    assert with_options_of(blocks, ech.FSDPStrategy(reshard_after_forward=False)) == blocks.but(reshard_after_forward=False)
+    assert with_options_of(blocks.but(reshard_after_forward=False), ech.FSDPStrategy()) == blocks
+    assert with_options_of(ddp, ech.FSDPStrategy()) == ech.FSDPStrategy()
+
+
+def test_the_first_difference_is_named_with_its_tensor() -> None:
+    (row,) = _prove("missing_all_reduce", ["ddp"], [2]).results
+    assert row.first is not None and row.first.update == 0 and row.first.tensor == "0.weight"
+    assert row.first.relative > 100 * row.first.tolerance
+
+
+class Attention(nn.Module):
+    """Tokens (B, T) -> logits (B, T, 16)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens)
+        return self.head(h + self.attend(h, h, h, need_weights=False)[0])
+
+
+class Text(ech.AutoUnit[torch.Tensor]):
+    """Attention over tokens, with AdamW: the key biases have a true gradient of zero."""
+
+    weight_unit = "tokens"
+
+    def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return nn.functional.cross_entropy(self.module(data).flatten(0, 1), data.roll(-1, 1).flatten()), None
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return torch.optim.AdamW(module.parameters(), lr=1e-2), None
+
+
+def _text() -> Text:
+    torch.manual_seed(0)
+    return Text(module=Attention(), layout="ddp")
+
+
+def _tokens() -> ech.Loader:
+    return ech.Loader(list(torch.randint(0, 16, (64, 12), generator=torch.Generator().manual_seed(0))), 16)
+
+
+def test_parameters_without_a_gradient_are_said_and_not_failed() -> None:
+    proof = ech.prove(_text, _tokens, layouts=["ddp"], ranks=[2], accumulation=[1, 2], updates=10, sgd=False)
+    assert proof.holds, [show.details(r) for r in proof.results]
+    undetermined = {name for r in proof.results for name in r.undetermined}
+    assert undetermined == {"attend.in_proj_bias"}  # a third of it: the keys' part
+    assert all(r.undetermined["attend.in_proj_bias"] <= 8 for r in proof.results if r.undetermined)
+    assert any("true gradient of zero" in line for line in show.summary(proof))
+
+
+def test_in_float64_nothing_is_undetermined() -> None:
+    proof = ech.prove(_text, _tokens, layouts=["fsdp"], ranks=[2], accumulation=[1], updates=5, float64=True)
+    assert proof.holds and proof.dtype == "float64"
+    assert not any(r.undetermined for r in proof.results)
+    assert all(r.parameter is not None and r.parameter < 1e-10 for r in proof.results)
+
+
+def test_a_strategy_that_refuses_the_model_is_shown_and_does_not_fail_the_rest() -> None:
+    layouts = {"ddp": "ddp", "fsdp": ech.FSDPStrategy(blocks=["no.such.block"])}
+    proof = ech.prove(_text, _tokens, layouts=layouts, ranks=[2], accumulation=[1], updates=1, sgd=False)
+    assert [r.verdict for r in proof.results] == ["agrees", "not possible"]
+    assert "no.such.block" in proof.results[1].message and proof.holds
+
+
+def test_a_script_that_does_not_train_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text("print('nothing')\n")
+    rows = matrix(["ddp", "fsdp"], [1, 2], [1, 2], sgd=False)
+    (row,) = prove_target(Target(script=str(tmp_path / "idle.py")), rows, 1, False).results
+    assert row.verdict == "failed" and "never called" in row.message
+
+
+def test_a_script_that_crashes_is_shown_with_its_own_line_and_not_run_under_every_strategy(tmp_path: Path) -> None:
+    (tmp_path / "crash.py").write_text("import torch\nraise RuntimeError('the disk is full')\n")
+    rows = matrix(None, [1, 2], [1, 2], sgd=True, yours=True)
+    proof = prove_target(Target(script=str(tmp_path / "crash.py")), rows, 1, False)
+    assert [(r.yours, r.ranks, r.verdict) for r in proof.results] == [(True, 2, "failed"), (False, 1, "failed")]
+    assert proof.exit_code == NOTHING_COMPARED and "rows were left out" in proof.notes[0]
+    ((_, text),) = show.blocks(proof.results)
+    assert any("crash.py" in line for line in text) and text[-2].endswith("RuntimeError: the disk is full"), text
+    assert not any("echelon/" in line for line in text if "File" in line), text
+
+
+ONE_KIND = """
+class OneKind(Auto):
+    def compute_loss(self, state, data):
+        loss, out = super().compute_loss(state, data)
+        right = dist.get_world_size() == 1 or isinstance(self.module, nn.parallel.DistributedDataParallel)
+        return loss * (1.0 if right else 1.5), out
+if sys.argv[1] == "none":
+    ech.train(OneKind(module=model()), loader(), max_epochs=1)
+ech.train(OneKind(module=model(), layout=sys.argv[1]), loader(), max_epochs=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "rows", "code"),
+    [
+        ("ddp", [("ddp", 2, True, False), ("fsdp", 2, False, True)], OTHERS_DIFFER),
+        ("fsdp", [("fsdp", 2, True, True), ("ddp", 2, False, False)], YOURS_DIFFERS),
+        ("none", [("none", 1, True, False), ("ddp", 2, False, False), ("fsdp", 2, False, True)], OTHERS_DIFFER),
+    ],
+)
+def test_the_scripts_own_configuration_is_first_and_the_exit_code_says_whether_it_differs(
+    tmp_path: Path, own: str, rows: list[tuple[str, int, bool, bool]], code: int
+) -> None:
+    target = replace(_script(tmp_path, ONE_KIND), args=(own,))
+    proof = prove_target(target, matrix(["ddp", "fsdp"], [2], [1], sgd=False, yours=True), 1, False)
+    assert [(r.label, r.ranks, r.yours, r.verdict == "DIFFERS") for r in proof.results] == rows
+    assert proof.exit_code == proof.to_json()["exit_code"] == code
+
+
+def test_rows_of_which_the_same_is_to_be_said_are_one_block_and_the_conclusion_counts_all() -> None:
+    def row(label: str, verdict: str, **more: Any) -> Result:
+        return Result(label, 2, verdict, **more)
+
+    cause = [("a wrong scale", "the gradients are 2 times what they should be")]
+    same = [row("ddp", "DIFFERS", causes=cause, yours=True), row("ddp, sgd", "DIFFERS", causes=cause)]
+    ((named, text),) = show.blocks([*same, row("fsdp", "agrees")])
+    assert named.startswith("ddp (yours) on 2; ddp, sgd on 2") and text.count("likely cause: a wrong scale") == 1
+    for results, code, words in (
+        (same, YOURS_DIFFERS, "own configuration (ddp) does not train"),
+        ([row("ddp", "agrees", yours=True), row("cp", "DIFFERS")], OTHERS_DIFFER, "own configuration (ddp) trains as one"),
+        ([row("ddp", "agrees"), row("cp", IN_PART)], NOT_ALL_TESTED, "1 agrees, 1 was compared in part"),
+        ([row("ddp", "undecided", yours=True), row("cp", "agrees")], NOT_ALL_TESTED, "(ddp) was not compared"),
+        ([row("ddp", "not possible", yours=True), row("cp", "agrees")], NOT_ALL_TESTED, "1 is not possible here"),
+        ([row("ddp", "agrees", yours=True), row("cp", "not possible")], 0, "1 agrees, 1 is not possible here"),
+        ([row("ddp", "failed"), row("cp", "failed")], NOTHING_COMPARED, "2 failed"),
+        ([], NOTHING_COMPARED, "Nothing was compared."),
+    ):
+        proof = Proof("float32", results)
+        assert proof.exit_code == code and words in show.conclusion(proof), (results, show.conclusion(proof))
+    stopped = Proof("float32", [row("ddp", "agrees")], interrupted=True)
+    assert not stopped.holds and show.conclusion(stopped).startswith("Interrupted")
+
+
+def test_an_interrupt_shows_what_was_compared_and_leaves_no_process(tmp_path: Path) -> None:
+    """The second row would wait for ever."""
+    script = _script(tmp_path, HANGING.replace(', layout="ddp"', "")).script
+    command = [sys.executable, "-m", "echelon", "prove", "--ranks", "2", "--layouts", "ddp", "--updates", "1", script]
+    with subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        lines = iter(run.stdout.readline, "")
+        assert any(line.startswith("none ") for line in lines)
+        run.send_signal(signal.SIGINT)
+        said = "".join(lines)
+    assert run.returncode == 130 and "Interrupted" in said and "1 agrees" in said, said
+    left = [p for p in psutil.process_iter(["cmdline"]) if script in " ".join(p.info["cmdline"] or ())]
+    assert not left, left
+
+
+def test_the_command_leaves_a_page_and_its_exit_code_says_it(
+    echelon_command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The verb's exit code is the process's: a whole process is started for one of the four."""
+    options = ["--layouts", "ddp", "--ranks", "2", "--accumulation", "1", "--no-sgd", "--updates", "2"]
+    monkeypatch.chdir(tmp_path)
+    assert main(["prove", *options, "--json", str(PLANTED / "right_auto.py")]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["verdict"] in ("agrees", "bit-equal")
+    wrong: subprocess.CompletedProcess[str] = echelon_command("prove", *options, str(PLANTED / "batch_norm.py"))
+    assert wrong.returncode == 1 and "DIFFERS" in wrong.stdout and "likely cause: batch norm over the local batch" in wrong.stdout
+    pages = [p.read_text() for p in sorted((tmp_path / "runs").glob("prove-*/prove.html"))]
+    assert len(pages) == 2 and any("DIFFERS" in page for page in pages)
+    assert main(["prove", "no_such.py"]) == 2
+    (tmp_path / "half.py").write_text("import torch\nx = = 1\n")
+    assert main(["prove", "half.py"]) == NOTHING_COMPARED and "line 2: invalid syntax" in capsys.readouterr().out
+    assert main(["prove", "--runs", "half.py/runs", str(PLANTED / "right_auto.py")]) == 2  # before any row
+    assert main(["prove", "--ranks", "0", str(PLANTED / "right_auto.py")]) == 2
+
+
+def test_batches_are_joined_by_their_structure() -> None:
+    a, b = {"x": torch.ones(2, 3), "n": [1, 2], "k": "same"}, {"x": torch.zeros(1, 3), "n": [3], "k": "same"}
+    joined = join([a, b], [2, 1])
+    assert joined["x"].shape == (3, 3) and joined["n"] == [1, 2, 3] and joined["k"] == "same"
+    with pytest.raises(NotJoinable, match="shapes"):
+        join([torch.ones(1, 2), torch.ones(1, 3)], [1, 1])
+    with pytest.raises(NotJoinable, match="values"):
+        join([(torch.ones(1), 1), (torch.ones(1), 2)], [1, 1])
+    with pytest.raises(NotJoinable, match="other numbers"):
+        join([(torch.ones(2, 4), torch.ones(3, 4))] * 2, [5, 5])
+    assert digest(torch.ones(2, 2)) != digest(torch.ones(4)) != digest(torch.ones(4, dtype=torch.float64))
+
+
+BOXES = [torch.ones(n, 4) for n in (1, 3, 2)]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.ones(3, 3, 8, 8), [{"boxes": boxes} for boxes in BOXES]),
+        [{"image": torch.ones(3, 8, 8), "boxes": boxes} for boxes in BOXES],
+        (tuple(torch.ones(3, 8, 8 + i) for i in range(3)), tuple({"boxes": boxes} for boxes in BOXES)),
+        {"x": BOXES, "y": torch.arange(3), "names": ["a", "b", "c"], "split": "train"},
+        [torch.ones(3, 4), torch.arange(3)],
+        [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)],
+        np.arange(6).reshape(3, 2),
+    ],
+    ids=["images and lists", "list of mappings", "zipped", "mapping", "fields", "scalars", "array"],
+)
+def test_a_batch_is_what_its_samples_are_put_together(batch: Any) -> None:
+    samples = Samples(batch, 3)
+    assert samples.count == len(set(samples.checksums())) == 3 or not isinstance(batch, list)
+    parts = [samples.part(0, 1), samples.part(1, 3)]
+    assert digest(join(parts, [1, 2])) == digest(batch) and type(join(parts, [1, 2])) is type(batch)
+    with pytest.raises(NotDivisible):
+        Samples({"x": torch.ones(2), "y": torch.ones(3)}, 5)
+
+
+def test_random_numbers_are_those_of_float32_in_float64() -> None:
+    """So that initial values, and the order of a shuffle after them, are the same."""
+
+    def drawn() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        layers = [nn.Linear(7, 5), nn.Embedding(9, 4), nn.GRU(3, 4), nn.Conv2d(2, 3, 3), nn.MultiheadAttention(8, 2)]
+        nn.init.trunc_normal_(layers[0].weight)
+        nn.init.orthogonal_(layers[1].weight)
+        noise = [torch.randn(3, 4), torch.rand(3), torch.randn_like(layers[0].weight), torch.empty(4).exponential_()]
+        chances = torch.full((9,), 0.5)
+        choices = [
+            torch.bernoulli(chances),
+            torch.multinomial(chances, 3),
+            nn.functional.dropout(torch.ones(40)),
+            torch.randperm(9),
+        ]
+        return [*(p for layer in layers for p in layer.parameters()), *noise, *choices]
+
+    single = drawn()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with without_narrow_casts():
+            double = drawn()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(single, double, strict=True):
+        assert other.dtype is (torch.float64 if one.is_floating_point() else one.dtype)
+        assert torch.allclose(one.double(), other.double(), atol=1e-6)
+
+
+def test_a_matrix_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="prove needs at least one layout and one number of ranks"):
+        matrix(["ddp"], [], [1], sgd=True)
+    with pytest.raises(UsageError, match="nosuch"):
+        matrix(["ddp", "nosuch"], [2], [1], sgd=True)
+    labels = [(r.label, r.ranks) for r in matrix(["ddp", "hsdp"], [1, 2, 4], [1, 2], sgd=True)]
+    assert ("ddp, accumulation 2", 2) in labels and ("hsdp", 4) in labels and ("hsdp", 2) not in labels
+    assert ("ddp, sgd", 2) in labels and ("none", 1) in labels
+
+
+def test_a_row_in_bf16_is_told_in_its_own_words() -> None:
+    assert by_float64("bf16") == "agrees (float64), bf16 is ill-conditioned here"
+    assert Result("ddp, bf16", 2, by_float64("bf16")).is_equal and not Result("ddp", 2, "DIFFERS").is_equal
+
+
+MUON = """
+def make(): return nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 4, bias=False))
+class Muon(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        out = self.module(data[0])
+        return nn.functional.cross_entropy(out, data[1]), out
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.Muon(module.parameters(), lr=1e-2), None
+data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,)))
+ech.train(Muon(module=make(), layout="fsdp"), ech.Loader(data, global_batch=16), max_epochs=1)
+"""
+
+
+def test_what_an_optimizer_computes_in_half_precision_is_compared_in_float64(tmp_path: Path) -> None:
+    """Muon's products in bfloat16 are summed up in another order where a matrix is sharded."""
+    target = _script(tmp_path, MUON)
+    (row,) = prove_target(target, matrix(["fsdp"], [2], [1], sgd=False), 3, False).results
+    assert row.verdict.startswith("agrees (float64)"), show.details(row)
+
+
+MOMENTA = """
+class Momenta(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["slow"] = torch.zeros(p.shape, dtype=torch.bfloat16)
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if "fast" not in state:
+                state["fast"] = torch.zeros(p.shape, dtype=torch.bfloat16)
+            for name, weight in (("fast", 0.5), ("slow", 0.1)):
+                state[name].lerp_(p.grad.to(torch.bfloat16), weight)
+                p.sub_(state[name].to(p.dtype), alpha=self.param_groups[0]["lr"])
+class Halves(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        out = self.module(data[0])
+        return nn.functional.mse_loss(out, data[1]), out
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return Momenta(module.parameters()), None
+data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randn(64, 4))
+ech.train(Halves(module=nn.Linear(16, 4), layout="ddp"), ech.Loader(data, global_batch=16), max_epochs=1)
+"""
+
+
+def test_what_an_optimizer_keeps_in_half_precision_is_float64_with_what_it_casts(tmp_path: Path) -> None:
+    """Its casts were float64 alone: "expected dtype c10::BFloat16 for `end` but got dtype double"."""
+    target = _script(tmp_path, MOMENTA)
+    (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 3, True).results
+    assert row.verdict == "agrees" or row.verdict == "bit-equal", show.details(row)
