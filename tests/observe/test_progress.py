@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import echelon as ech
 from echelon.contracts.events import LineReader, encode, read_lines
@@ -196,3 +197,71 @@ def test_a_run_that_is_read_whole_at_once_is_shown_in_its_order(tmp_path: Path) 
     screen.close()
     first, last = stream.getvalue().splitlines()
     assert first == "training from update 0 of 2" and last.startswith("update 2/2") and last.endswith("0:00 left")
+
+
+class _Counting(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        state.log("height", 3.0)  # as good at first as ever after
+        return super().compute_loss(state, data)
+
+
+def _lines_of_a_run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is shown of a training with evaluations, which a number that does not improve ends after the second."""
+    run = ech.evidence.RunDir.create(folder, name)
+    for key, value in run.to_env().items():
+        monkeypatch.setenv(key, value)
+    ech.train(
+        _Counting(),
+        [batch(4, 0), batch(4, 1)],
+        max_epochs=9,
+        eval=[batch(5, 3)],
+        checkpoints=ech.Checkpoints(folder / "saved", best=("eval_height", "max")),
+        callbacks=[ech.EarlyStopping("eval_height", mode="max", patience=1)],
+    )
+    model = ProgressModel()
+    return [line for event in read_lines(run.events(0)) if (line := model.event(event))]
+
+
+def test_a_run_says_what_it_measured_why_it_ended_which_checkpoint_is_best_and_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = _lines_of_a_run(tmp_path, "first", monkeypatch)
+    assert lines[0] == "training from update 0 of 18"
+    measured = [line for line in lines if "eval_loss" in line]
+    assert len(measured) == 2 and all(line.endswith("eval_height 3.0000") for line in measured)
+    assert any(line.startswith("stopped early by eval_height: 3 does not improve") for line in lines)
+    assert "step-00000002  eval_height 3.0000" in next(line for line in lines if line.startswith("best"))
+    again = _lines_of_a_run(tmp_path, "again", monkeypatch)
+    assert again[0].startswith("stopped early by eval_height") and again[2].startswith("best")
+    assert again[1].startswith("training from update 4 of 18, restored from ") and again[1].endswith("step-00000004")
+
+
+def test_a_loop_of_ones_own_with_nothing_left_to_do_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for name in ("first", "again", "longer"):
+        run = ech.evidence.RunDir.create(tmp_path, name)
+        for key, value in run.to_env().items():
+            monkeypatch.setenv(key, value)
+        module = torch.nn.Linear(2, 1)
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4)
+        model, optimizer, loader = ech.prepare(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), data, layout="none", checkpoints=tmp_path / "saved"
+        )
+        for _ in ech.epochs(loader, 3 if name == "longer" else 2):
+            for x, y in loader:
+                with ech.window(model) as window:
+                    window.backward(torch.nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+        shown = ProgressModel()
+        said.append(next(line for event in read_lines(run.events(0)) if (line := shown.event(event))))
+    assert said[0] == "training from update 0 of 4" and "of 6, restored from" in said[2]
+    assert said[1].startswith("training from update 4, restored from ") and said[1].endswith("nothing is left to train")
+
+
+def test_an_event_that_holds_anything_is_shown_or_left_out() -> None:
+    model = ProgressModel()
+    for logged in (None, 3, [], {"a\x1b[2J": 1.0, "b": "x", "c": "nan"}):
+        line = model.event({"event": "eval_end", "step": 2, "eval_loss": None, "logged": logged})
+        assert line is None or ("\x1b" not in line and "eval_c nan" in line and "eval_b" not in line)
+    many = model.event({"event": "eval_end", "step": 2, "logged": {f"n{i}": i for i in range(40)}})
+    assert many is not None and many.endswith("and 32 more")

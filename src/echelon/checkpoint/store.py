@@ -255,7 +255,8 @@ def compare(
         rows += [(k, a, b) for k, (a, b) in sorted(cast.items()) if ".state." in k and _loses(a, b)]
     rows.sort(key=lambda row: ".state." in row[0] or ".param_groups." in row[0])  # what an optimizer knows of them comes last
     if rows:
-        hint = "" if shapes else " RestoreOptions(strict=False) leaves these alone, and casts."
+        hint = " A new run starts in another folder, or an empty one."
+        hint += "" if shapes else " RestoreOptions(strict=False) leaves these alone, and casts."
         if untrained:
             hint += (
                 f" {len(untrained)} parameters that the saved optimizer trained would not be trained then: give them to the "

@@ -218,7 +218,8 @@ PAGES = {
     "E-CHECKPOINT-MISMATCH": Page(
         "A whole checkpoint of another model, optimizer, dataset or batch. The message has a table of what changed.",
         "the checkpoint does not fit: head.weight has shape (10, 64) there, (12, 64) here.",
-        "Build what was saved; or say what may differ by RestoreOptions (docs/checkpoints.md).",
+        "For a new run take another folder, or an empty one. Else build what was saved; or say what may differ by RestoreOptions "
+        "(docs/checkpoints.md).",
     ),
     "E-CHECKPOINT-WRITE": Page(
         "The storage refused a save: a full disk, a permission, an I/O error. Older checkpoints are as they were.",

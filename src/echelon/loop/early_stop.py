@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any, Literal
 
@@ -11,8 +10,6 @@ from echelon.contracts.errors import CallbackError, require
 from echelon.contracts.numbers import number, whole
 
 __all__ = ["EarlyStopChecker"]
-
-logger = logging.getLogger(__name__)
 
 
 class EarlyStopChecker:
@@ -29,6 +26,7 @@ class EarlyStopChecker:
         stopping_threshold: stop when the number is better than this: it is good enough.
         divergence_threshold: stop when the number is worse than this.
     Attributes:
+        why: it said that it is time to stop, if it did at the latest check.
         is_restored_stop: it was restored from a run that it has stopped for lack of improvement, and has checked nothing since.
     """
 
@@ -57,7 +55,7 @@ class EarlyStopChecker:
 
     def reset(self) -> None:
         """Forget what was seen."""
-        self.is_restored_stop = False
+        self.is_restored_stop, self.why = False, ""
         self._patience_count = 0
         self._best_value = math.inf if self.mode == "min" else -math.inf
 
@@ -74,10 +72,8 @@ class EarlyStopChecker:
             value = float(val)
         except (TypeError, ValueError):
             raise CallbackError(f"the monitored value must be one number, got {val!r}.") from None
-        why = self._reason(value)
-        if why is not None:
-            logger.info("time to stop: %s", why)
-        return why is not None
+        self.why = self._reason(value) or ""
+        return bool(self.why)
 
     def _reason(self, value: float) -> str | None:
         if self.check_finite and not math.isfinite(value):

@@ -113,7 +113,7 @@ class Run:
         self._agree_to_stop()
         self._take_up_streams()
         total = here.total_updates(self._inner.steps_until(updates=1))
-        self._reporting.event("train_start", total_steps=total, step=progress.num_updates_completed)
+        self._reporting.training_begins(total, progress.num_updates_completed, complete=here.is_complete(progress))
 
     def _take_up_streams(self) -> None:
         """Of a unit that was restored: as they were when it was saved, whatever the script has drawn since."""
@@ -269,11 +269,13 @@ class Run:
             if drawn is not None:  # training draws on as if there was no evaluation; one that was cut short draws the same again
                 rng.put_back(drawn)
             stage.call(stage.hooks.end)
-            whole = whole and phase == "eval" and getattr(self.unit, "has_eval_loss", True)
-            loss = getattr(self.unit, "eval_loss", None) if whole else None
+            whole = whole and phase == "eval"
+            loss = getattr(self.unit, "eval_loss", None) if whole and getattr(self.unit, "has_eval_loss", True) else None
             step = self.unit.train_progress.num_updates_completed if isinstance(self.unit, TrainUnit) else None
             eval_loss = loss if isinstance(loss, float) else None
-            self._reporting.event("eval_end", phase=phase, within_fit=within_fit, step=step, eval_loss=eval_loss)
+            logged = self.state.logged.latest.get("eval", {}) if whole else {}
+            numbers = {"eval_loss": eval_loss, "logged": logged}
+            self._reporting.event("eval_end", phase=phase, within_fit=within_fit, step=step, **numbers)
 
     def _evaluation_epoch(self, stage: Stage) -> bool:
         """One pass over the loader; False if it was cut short."""

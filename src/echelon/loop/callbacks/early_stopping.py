@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Literal
 
 from echelon.contracts.errors import CallbackError, UsageError, require
@@ -13,8 +12,6 @@ from echelon.loop.records.monitored import Unknown, mode_of, number
 from echelon.loop.state import State
 
 __all__ = ["EarlyStopping"]
-
-logger = logging.getLogger(__name__)
 
 
 class EarlyStopping(Callback):
@@ -85,8 +82,7 @@ class EarlyStopping(Callback):
         if self.remembers and unit.restored_from is not None and (seen := self._memory(unit).get(self.monitored_attr)):
             self.checker.load_state_dict({"patience_count": seen[0], "best_value": seen[1]})
         if getattr(self.checker, "is_restored_stop", False) is True:  # else each restart would train one more epoch
-            logger.info("the run was stopped early before it was restored: nothing more is trained. A greater patience goes on")
-            state.stop()
+            self._stop(state, "this was so before the run was restored, and nothing more is trained. A greater patience goes on")
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         if self.phase == "train" and self.interval == "step":
@@ -126,7 +122,12 @@ class EarlyStopping(Callback):
             said = self.checker.state_dict()
             self._memory(unit)[self.monitored_attr] = [said["patience_count"], said["best_value"]]
         if stops:
-            state.stop()
+            self._stop(state, getattr(self.checker, "why", "") or f"{value:g}")
+
+    def _stop(self, state: State, why: str) -> None:
+        state.stop()
+        if state.recorder is not None:
+            state.recorder.event("early_stop", name=self.monitored_attr, why=why)
 
     def _number(self, state: State, unit: Any) -> float:
         return number(self.monitored_attr, state, unit, self._phase_in(state))[0]

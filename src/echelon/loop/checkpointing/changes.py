@@ -223,7 +223,8 @@ def check(
     if refused:
         raise CheckpointMismatchError(
             f"this run is not the one that was saved:\n{text}"
-            f"If this is intended, pass RestoreOptions(allow_changes={tuple(refused)!r})."
+            "A new run starts in another folder, or an empty one. To go on with the saved one all the same, pass "
+            f"Checkpoints(folder, restore_options=RestoreOptions(allow_changes={tuple(refused)!r})), of echelon.callbacks."
         )
     return text, harmful
 

@@ -159,6 +159,15 @@ class RunFolder:
                 )
         commit.on_rank0(lambda: commit.set_aside(path, why))
 
+    def find_best(self) -> tuple[Location, float] | None:
+        """The best checkpoint and its number, if one is known. Rank 0 alone."""
+        if self.keep.best is None:
+            return None
+        whole = {commit.step_of(p): p for p in commit.committed(self.path)}
+        metrics = {step: manifest.read(p).get("metrics", {}) for step, p in whole.items()}
+        first = next(iter(self.keep.best.best_first(metrics)), None)
+        return None if first is None else (whole[first], metrics[first][self.keep.best.monitored_metric])
+
     def retire(self, newest: Location) -> None:
         """Remove what need not stay, after a commit. Rank 0 alone, perhaps in a thread."""
         try:

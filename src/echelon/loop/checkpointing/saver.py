@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned, Snapshot
 from echelon.checkpoint.store import Report
 from echelon.contracts.arguments import flags, options_of
-from echelon.contracts.errors import CheckpointOptionError, CheckpointWriteError, require
+from echelon.contracts.errors import CheckpointError, CheckpointOptionError, CheckpointWriteError, require
 from echelon.contracts.older_words import translated
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
@@ -162,9 +163,17 @@ class DistributedCheckpointSaver(Callback):
             self.save(state, unit)
         finally:
             self._release()
+        self._tell_best(state)
         trained = _step(unit) != self._began_at and not state.should_stop
         if self.insists and self.best is not None and state.eval_state is None and trained:  # nothing is lost by an error now
             self.check_best(state, unit)
+
+    def _tell_best(self, state: State) -> None:
+        """Which one it is: at the end, and rank 0 alone, whose reading has to fail without the others."""
+        with contextlib.suppress(CheckpointError, OSError):
+            if self.best is not None and state.recorder is not None and (best := self.folder.find_best()) is not None:
+                path, value = best
+                state.recorder.event("best_checkpoint", path=str(path), name=self.best.monitored_metric, value=value)
 
     def check_best(self, state: State, unit: TrainUnit[Any]) -> None:
         """

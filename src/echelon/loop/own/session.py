@@ -25,9 +25,13 @@ from echelon.loop.own.run import OwnRun
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
 from echelon.loop.records.logged import Logged
+from echelon.loop.records.record import Recorder
 from echelon.loop.reporting.observer import observed
+from echelon.loop.reporting.reporting import Reporting
 from echelon.loop.state import EntryPoint, State
+from echelon.observe.sinks.folder import default_sinks
 from echelon.parallel.gradients.clip import times_changed
+from echelon.world import agree
 from echelon.world.clock import Part, enter
 
 __all__ = ["Session"]
@@ -133,6 +137,8 @@ class Session:
             self._begun, self._left = progress.num_epochs_completed, False
         begun, self._begun = self._begun, self._begun + number
         if progress.num_epochs_completed >= self._begun:
+            if self.run is None and not begun:
+                self._tell_complete()
             return
         self._epochs = self._begun
         run = self.ready()
@@ -155,6 +161,14 @@ class Session:
             raise
         finally:
             self._in_epochs, self._epochs = False, None
+
+    def _tell_complete(self) -> None:
+        """The first loop of a run that was restored has nothing left to do."""
+        if agree.is_rank0() and (sinks := default_sinks()):
+            state, unit = State(entry_point=EntryPoint.TRAIN), self.unit
+            state.recorder, update = Recorder(sinks, unit.weight_unit), unit.train_progress.num_updates_completed
+            Reporting(state, unit, (), unit.weight_unit).training_begins(None, update, complete=True)
+            state.recorder.close()
 
     def batches(self) -> Iterator[Any]:
         """One iteration over the training loader: an epoch."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from echelon.checkpoint import manifest
 from echelon.contracts import pulse
 from echelon.contracts.redact import redacted
 from echelon.contracts.stopping import REQUEUE
@@ -41,6 +42,12 @@ class Reporting:
     def event(self, event: str, **fields: Any) -> None:
         if self.state.recorder is not None:
             self.state.recorder.event(event, **fields)
+
+    def training_begins(self, total: int | None, update: int, *, complete: bool) -> None:
+        """Why it begins there is said of a checkpoint of this very update: the unit may have trained on since it was restored."""
+        source = self.unit.restored_from
+        why = {"restored_from": source} if source is not None and source.endswith(manifest.named(update)) else {}
+        self.event("train_start", total_steps=total, step=update, complete=complete, **why)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

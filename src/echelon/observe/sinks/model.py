@@ -13,6 +13,9 @@ from echelon.contracts.terminal import printable
 __all__ = ["ProgressModel", "plain_number"]
 
 
+_EVALUATED = 8  # numbers of an evaluation in its line
+
+
 class ProgressModel:
     """The latest of everything worth showing, and the time left."""
 
@@ -74,18 +77,33 @@ class ProgressModel:
             self.step = _step(event, 0)
             self._begin()
             total = f" of {self.total_steps}" if self.total_steps else ""
-            return f"training from update {self.step}{total}"
+            restored = f", restored from {_short(str(event['restored_from']))}" if event.get("restored_from") else ""
+            complete = ": nothing is left to train" if event.get("complete") is True else ""
+            return printable(f"training from update {self.step}{total}{restored}{complete}")
         if name == "eval_start":
             self.phase = "evaluate"
         elif name == "eval_end":
             self.phase = "train" if event.get("within_fit") else ""
-            loss = plain_number(event.get("eval_loss"))
-            return f"update {_step(event, self.step)}  eval loss {loss:.4f}" if loss is not None else None
+            return self._evaluated(event)
         elif name == "train_end":
             self.phase = ""
         elif name == "checkpoint_saved":
             return printable(f"checkpoint {_short(str(event.get('path', '')))}")
+        elif name == "best_checkpoint":
+            value = plain_number(event.get("value"))
+            return printable(f"best       {_short(str(event.get('path', '')))}  {event.get('name')} {_shown(value)}")
+        elif name == "early_stop":
+            return printable(f"stopped early by {event.get('name')}: {event.get('why')}")
         return None
+
+    def _evaluated(self, event: dict[str, Any]) -> str | None:
+        """The numbers by the names by which they can be monitored."""
+        logged = event.get("logged")
+        found = {"loss": event.get("eval_loss"), **(logged if isinstance(logged, dict) else {})}
+        numbers = [(name, value) for name, each in found.items() if (value := plain_number(each)) is not None]
+        shown = [f"eval_{name} {_shown(value)}" for name, value in numbers[:_EVALUATED]]
+        shown += [f"and {len(numbers) - _EVALUATED} more"] if len(numbers) > _EVALUATED else []
+        return printable("  ".join([f"update {_step(event, self.step)}", *shown])) if shown else None
 
     @property
     def left_s(self) -> float | None:
@@ -117,6 +135,13 @@ class ProgressModel:
     @property
     def fraction(self) -> float | None:
         return min(1.0, self.step / self.total_steps) if self.total_steps else None
+
+
+def _shown(value: float | None) -> str:
+    """As a loss is shown, but a number that this would cut to nothing by its digits."""
+    return (
+        f"{value:.4f}" if value is not None and 1e-2 <= abs(value) < 1e6 else f"{value:.4g}" if value is not None else "unknown"
+    )
 
 
 def _smooth(before: float | None, now: float) -> float:

@@ -65,9 +65,10 @@ class _Painter:
             return
         if self.is_live:
             if final or now >= self._draw_next:
+                first = self._live is None
                 self._draw(model)
-                # Drawing takes a few milliseconds: a hundredth of the time at most, however quick the steps.
-                self._draw_next = now + max(LIVE_EVERY_S, 100 * (time.monotonic() - now))
+                # Drawing takes a few milliseconds, the first more, as it imports rich: a hundredth of the time at most.
+                self._draw_next = now + max(LIVE_EVERY_S, 0.0 if first else 100 * (time.monotonic() - now))
             return
         text = model.line()
         if text != self._printed[0] and (final or now - self._printed[1] >= PLAIN_EVERY_S):
