@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import echelon as ech
 from echelon.contracts.errors import RanksDisagreeError, UsageError
-from echelon.contracts.files import read_lines
+from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference
 from tests.kit.models import whole as whole_of_one
