@@ -385,7 +385,52 @@ def test_all_optimizers_step_on_the_one_loss_of_a_unit_without_others(ranks: Ran
         assert largest_difference(got, whole_of_one(module)) < 1e-12
 
 
+# --- an optimizer of what is no module's
+
+
+class Tempered(ech.AutoUnit[Any]):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.log_alpha = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def configure_optimizers_and_lr_schedulers(self, module: nn.Module) -> Any:
+        return {"policy": torch.optim.SGD(module.parameters(), 0.1), "alpha": torch.optim.Adam([self.log_alpha], 0.1)}
+
+    def compute_losses(self, state: ech.State, data: Any) -> Any:
+        error = (self.module(data[1]) - data[0]).square().mean(1)
+        yield "policy", (self.log_alpha.exp().detach() * error).mean()
+        yield "alpha", (self.log_alpha * (error.detach() - 1)).mean()
+
+
+def _tempered(layout: str, folder: str, epochs: int) -> tuple[Tensors, float]:
+    unit = Tempered(module=_Regression(), layout=layout)
+    ech.train(unit, _loader(), max_epochs=epochs, checkpoints=folder)
+    return whole_of_one(unit.module), float(unit.log_alpha.detach())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_of_a_parameter_outside_the_module(ranks: Ranks, layout: str, tmp_path: Path) -> None:
+    module, log_alpha = _Regression(), nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    made = [torch.optim.SGD(module.parameters(), 0.1), torch.optim.Adam([log_alpha], 0.1)]
+    for real, noise in (batch for _ in range(2) for batch in _batches()):
+        error = (module(noise) - real).square().mean(1)
+        (log_alpha.exp().detach() * error).mean().backward()
+        (log_alpha * (error.detach() - 1)).mean().backward()
+        for optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+    ranks(2, _tempered, layout, str(tmp_path), 1)
+    for got, alpha in ranks(2, _tempered, layout, str(tmp_path), 2):
+        assert largest_difference(got, whole_of_one(module)) < 1e-12
+        assert abs(alpha - float(log_alpha.detach())) < 1e-12
+
+
 # --- what is refused
+
+
+class OfACopy(Gan):
+    def configure_optimizers_and_lr_schedulers(self, module: nn.Module) -> Any:
+        return {**super().configure_optimizers_and_lr_schedulers(module), "critic": _optimizers(_networks())["critic"]}
 
 
 class Unknown(Gan):
@@ -435,6 +480,7 @@ class Listed(Gan):
         (Unnamed, {}, "compute_losses must yield the name of an optimizer"),
         (Silent, {}, "must yield a loss in each batch"),
         (Plateau, {}, "a step_lr_scheduler of your own"),
+        (OfACopy, {}, "must hold parameters that the module has now"),
         (Listed, {}, "a dict of pairs by name"),
         (Gan, {"precision": "fp16"}, "precision='fp16' must be left out with several optimizers"),
         (Gan, {"options": ech.UnitOptions(deterministic="bitwise")}, "must have one optimizer"),

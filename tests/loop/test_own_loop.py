@@ -488,7 +488,7 @@ REFUSED = {
     _step_before: r"optimizer.step\(\) must follow window.backward",
     _torchs_backward: r"without it. loss.backward\(\) would not weigh",
     _no_backward: r"ended without window.backward",
-    _two_backwards: "must be called once in a window",
+    _two_backwards: r"must be called once in a window.*sum; to train on several batches in one update.*accumulate=",
     _backward_outside: "must be called inside its window",
     _two_windows: "once for each batch",
     _no_step: r"must end with optimizer.step\(\)",

@@ -294,6 +294,64 @@ def test_one_optimizer_of_two_networks_and_a_frozen_teacher(ranks: Ranks, layout
         _agree(got, want)
 
 
+# --- an optimizer of what is no model's
+
+
+def _temperature(layout: str | None, folder: str = "", epochs: int = 1) -> tuple[Tensors, float]:
+    """A policy and the logarithm of its temperature, as of soft actor-critic. `layout` None is plain PyTorch."""
+    policy: nn.Module = _gan()[0]
+    log_alpha = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    policies, alphas = torch.optim.SGD(policy.parameters(), 0.1), torch.optim.Adam([log_alpha], 0.1)
+    loader: Any = _batches()
+    if layout is not None:
+        checkpoints = folder or None
+        policy, _, _, loader = ech.prepare(policy, policies, alphas, loader, layout=layout, checkpoints=checkpoints)
+
+    def step(data: Any, backward: Callable[..., Any]) -> None:
+        error = (policy(data[1]) - data[0]).square().mean(1)
+        backward((log_alpha.exp().detach() * error).mean())
+        policies.step()
+        backward((log_alpha * (error.detach() - 1)).mean())
+        alphas.step()
+        policies.zero_grad()
+        alphas.zero_grad()
+
+    for _ in range(epochs) if layout is None else ech.epochs(loader, epochs):
+        for data in loader:
+            if layout is None:
+                step(data, lambda loss: loss.backward())
+                continue
+            with ech.window(policies) as window:
+                step(data, window.backward)
+    return whole(policy), float(log_alpha.detach())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_of_a_parameter_outside_the_models(ranks: Ranks, layout: str, tmp_path: Path) -> None:
+    want, alpha = _temperature(None, epochs=2)
+    ranks(2, _temperature, layout, str(tmp_path), 1)
+    for got, found in ranks(2, _temperature, layout, str(tmp_path), 2):
+        assert largest_difference(got, want) < 1e-12 and abs(found - alpha) < 1e-12
+
+
+def _of_a_copy(layout: str) -> str:
+    generator, critic = _gan()
+    _, optimizer = _optimizers(generator, critic)
+    with pytest.raises(UsageError) as refused:
+        ech.prepare(*_gan(), torch.optim.SGD(generator.parameters(), 0.1), optimizer, _batches(), layout=layout)
+    stale = str(refused.value)
+    with pytest.raises(UsageError) as refused:
+        ech.prepare(
+            generator, critic, torch.optim.SGD(generator.parameters(), 0.1), _optimizers(*_gan())[1], _batches(), layout=layout
+        )
+    return stale + str(refused.value)
+
+
+def test_an_optimizer_of_a_copys_parameters_is_refused(ranks: Ranks) -> None:
+    for text in ranks(2, _of_a_copy, "ddp"):
+        assert text.count("the optimizer must hold parameters of the") == 2
+
+
 # --- what is saved
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from echelon.world import agree
 if TYPE_CHECKING:
     from echelon.loop.auto.predicting import AutoPredictUnit
 
-__all__ = ["add_again", "check_holds", "check_tracked", "look_at_first_update", "not_the_modules", "when_it_grows"]
+__all__ = ["add_again", "are_alike", "check_holds", "check_tracked", "look_at_first_update", "not_the_modules", "when_it_grows"]
 
 _REMEDY = "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then"
 
@@ -58,7 +58,8 @@ def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
         mine = {id(p) for p in unit.prepared.module.parameters()}
         trains = any(p.requires_grad for p in unit.prepared.module.parameters())
         reached = {id(p) for p in _within(vars(unit).values())}
-        if trains and held and not any(id(p) in mine or id(p) in reached for p in held):
+        # Beside others, one may have what is no module's, such as a temperature.
+        if trains and held and not unit.has_several and not any(id(p) in mine or id(p) in reached for p in held):
             problem = f"{what} holds {_count(held)}, none of them the module's, which has {len(mine)} (first: {_shown(held[0])})."
     if problem is not None:
         raise OptimizerError(f"{problem} {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters().")
@@ -265,6 +266,11 @@ def _within(values: Iterable[Any], depth: int = 3) -> Iterator[nn.Parameter]:
             yield from _within(value, depth - 1)
         elif depth and isinstance(value, dict):
             yield from _within(value.values(), depth - 1)
+
+
+def are_alike(held: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
+    """Whether these are copies of the others, by their shapes."""
+    return Counter(tuple(p.shape) for p in held) == Counter(tuple(p.shape) for p in others)
 
 
 def _count(parameters: list[nn.Parameter] | int) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 
 from echelon.contracts.errors import LoopError, LossError, RanksDisagreeError, UsageError
 from echelon.loop.auto.finite import check_loss
-from echelon.loop.auto.optimizer_checks import check_holds
+from echelon.loop.auto.optimizer_checks import are_alike, check_holds
 from echelon.loop.loss import problem_with
 from echelon.parallel.gradients import clip as gradients
 from echelon.parallel.gradients.fused import fuse
@@ -103,7 +103,7 @@ class Several:
     def check(self, names: Mapping[nn.Parameter, str]) -> None:
         """
         Raises:
-            UsageError: two optimizers have the same parameter, or one has none of the modules'.
+            UsageError: two optimizers have the same parameter, or one has those of a copy of a network.
         """
         whose: dict[nn.Parameter, str] = {}
         for turn in self.turns:
@@ -114,6 +114,14 @@ class Several:
                         f"and in {turn}. Leave it to one of them: what several losses share, such as a trunk, to the first."
                     )
                 whose[parameter] = str(turn)
+        for part in self._unit.prepared.parts:
+            left = [p for p in part.module.parameters() if p.requires_grad and p not in whose]
+            for turn in self.turns:
+                if left and are_alike(turn.parameters, left):
+                    raise LoopError(
+                        f"{turn} must hold parameters that the module has now, got {len(left)} of the shapes of those that no "
+                        "optimizer holds: of a copy, or from before. Make it from the module that the method is given."
+                    )
 
     def of(self, optimizer: Any) -> Turn:
         return next(turn for turn in self.turns if turn.optimizer is optimizer)

@@ -47,6 +47,7 @@ from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.recipe.recipe import Compile
+from echelon.parallel.state.partition import parameters_of
 from echelon.parallel.strategy import Strategy
 from echelon.world import agree, clock
 from echelon.world.clock import Part
@@ -118,8 +119,11 @@ def _unit(parts: _Parts, **options: Any) -> LoopUnit:
     module = parts.models[0] if len(parts.models) == 1 else nn.ModuleList(parts.models)
     names = {p: name for name, p in module.named_parameters()}
     shapes = [{name: p.shape for name, p in model.named_parameters()} for model in parts.models]
+    held = {p for optimizer, _ in parts.optimizers for p in parameters_of(optimizer)}
+    left = [[p for p in model.parameters() if p.requires_grad and p not in held] for model in (*parts.models, *parts.copies)]
     for optimizer, _ in parts.optimizers:
-        agree.raise_on_all(check_optimizer(optimizer, module, names))
+        problem = check_optimizer(optimizer, module, names, left=left if len(parts.optimizers) > 1 else None)
+        agree.raise_on_all(problem)
     for model in parts.models:
         if not model.training and not hasattr(type(model), "from_pretrained") and agree.is_rank0():
             logger.warning(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,19 +10,27 @@ from torch import nn
 
 from echelon.contracts.errors import OwnLoopError
 from echelon.contracts.overrides import overrides
+from echelon.loop.auto.optimizer_checks import are_alike
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.shards import is_split, reshard_after_looking
 from echelon.parallel.state.loading import part_like
+from echelon.parallel.state.partition import parameters_of
 
 __all__ = ["Names", "check_optimizer", "refit"]
 
 Names = Mapping[nn.Parameter, str]
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, names: Names) -> str | None:
-    """What is wrong with an optimizer for this module, before it is made parallel; None if nothing is."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p in names for p in held):
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, module: nn.Module, names: Names, *, left: Sequence[Sequence[nn.Parameter]] | None
+) -> str | None:
+    """What is wrong with an optimizer for this module, before it is made parallel; None if nothing is.
+
+    Args:
+        left: where there are several optimizers, what none of them holds of each model.
+    """
+    held = parameters_of(optimizer)
+    if any(p in names for p in held) or (left is not None and not any(are_alike(held, each) for each in left)):
         return None
     shape = f" (first: {tuple(held[0].shape)})" if held else ""
     return (

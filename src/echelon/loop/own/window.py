@@ -123,8 +123,8 @@ class OwnWindow:
         unit = self._session.unit
         if self.went_back and unit.several is None:
             raise OwnLoopError(
-                "window.backward must be called once in a window, got a second call. Add the losses and call it with their sum; to "
-                "train on several batches in one update, open a window for each and give prepare(..., accumulate=...)."
+                "window.backward must be called once in a window, got a second call. Add the losses and call it with their sum; "
+                "to train on several batches in one update, open a window for each and give prepare(..., accumulate=...)."
             )
         usual = isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad
         if not usual and (problem := problem_with((loss, None), unit.module)) is not None:
