@@ -206,6 +206,14 @@ def test_slow_steps_have_longer(scene: _Scene) -> None:
     assert 2000 < scene.until_ended() <= 2004
 
 
+def test_a_first_step_that_took_long_is_no_measure_of_the_others(scene: _Scene) -> None:
+    for standing, seconds in ((Standing(0, Phase.DATA, 0, 1), 4), (Standing(0, Phase.STEP, 0, 2), 400)):
+        scene.put(standing, standing)
+        assert scene.until_ended(seconds) == NEVER
+    scene.put(*[Standing(1, Phase.STEP, 0, 4)] * 2)
+    assert 3000 < scene.until_ended() <= 3004
+
+
 def test_twice_the_longest_silence_so_far_is_no_hang(scene: _Scene) -> None:
     scene.steps()
     scene.put(*[Standing(5, Phase.DATA, 0, 19)] * 2)

@@ -45,7 +45,7 @@ class Progress:
         self.longest_s: dict[int, float] = {}
         self.stopped_at: dict[int, float] = {}
         self._evaluates: dict[int, bool] = {}
-        self._stepped: dict[int, tuple[int, float]] = {}
+        self._stepped: dict[int, tuple[int, float | None]] = {}
         self._usual_s: dict[int, float] = {}
 
     def look(self, pids: Mapping[int, int], running: Sequence[int], pulses: Pulses, now: float | None = None) -> None:
@@ -76,11 +76,13 @@ class Progress:
         evaluates = standing.phase in (Phase.EVAL_DATA, Phase.EVAL_STEP)
         count = standing.evaluated if evaluates else standing.step
         if self._evaluates.get(rank) is not evaluates:
-            self._evaluates[rank], self._stepped[rank] = evaluates, (count, now)
+            begins = rank not in self._evaluates  # what takes long before the first step tells nothing of the others
+            self._evaluates[rank], self._stepped[rank] = evaluates, (count, None if begins else now)
         before, when = self._stepped[rank]
         if count > before:
-            step_s = (now - when) / (count - before)
-            self._usual_s[rank] = 0.7 * self._usual_s.get(rank, step_s) + 0.3 * step_s
+            if when is not None:
+                step_s = (now - when) / (count - before)
+                self._usual_s[rank] = 0.7 * self._usual_s.get(rank, step_s) + 0.3 * step_s
             self._stepped[rank] = count, now
         return standing
 
