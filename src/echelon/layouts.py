@@ -20,6 +20,7 @@ from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.recipe.recipe import TorchCompileParams
+from echelon.parallel.state.partition import Partition
 from echelon.parallel.tensor.plans import tp_plan
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Float8",
     "Layout",
     "LocalSGDStrategy",
+    "Partition",
     "Precision",
     "Prepared",
     "Strategy",

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, S
 
 import echelon as ech
 from echelon.checkpoint import manifest
+from echelon.compat.torchtnt.framework.auto_unit import AutoPredictUnit, AutoUnit
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.utils import checkpoint, fsdp_utils, precision, stateful
 from echelon.compat.torchtnt.utils import prepare_module as tnt
@@ -627,3 +628,27 @@ def test_older_options_without_effect_say_so(caplog: pytest.LogCaptureFixture) -
     tnt.FSDPStrategy(backward_prefetch=None, state_dict_type="FULL_STATE_DICT")
     assert "backward_prefetch=...) has no effect" in caplog.text and "state_dict_type=...) has no effect" in caplog.text
     assert tnt.ActivationCheckpointParams("REENTRANT", every=2).every == 2
+
+
+def test_words_of_echelons_unit_are_answered_with_torchtnts() -> None:
+    class Fit(AutoUnit[Any]):
+        def compute_loss(self, state: Any, data: Any) -> tuple[torch.Tensor, Any]:
+            return self.module(data).mean(), None
+
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+            return torch.optim.SGD(module.parameters(), lr=0.1), None
+
+    for word, theirs in {
+        "layout": "strategy",
+        "accumulate": "gradient_accumulation_steps",
+        "prefetch": "enable_prefetch",
+    }.items():
+        with pytest.raises(UsageError, match=f"{word}.*it is {theirs}"):
+            Fit(module=net(), **{word: None})
+    with pytest.raises(UsageError, match="it is torch_compile_params"):
+        Fit(module=net(), compile=True, torch_compile_params=tnt.TorchCompileParams(backend="eager"))
+    with pytest.raises(UsageError, match="Is it detect_anomaly"):
+        Fit(module=net(), detect_anomalies=True)
+    with pytest.raises(UsageError, match=r"layout.*it is strategy"):
+        AutoPredictUnit(module=net(), layout="ddp")
+    assert Fit(module=net(), compile=False, deterministic=True).training

@@ -122,7 +122,7 @@ def _trained(layout: str, scheduled: bool = False, batch: int = BATCH, **how: An
     pair, loader = _prepared(layout, scheduled=scheduled, loader=_batches(batch))
     for _ in ech.epochs(loader, 1):
         for data in loader:
-            with ech.window(pair.critic) as window:
+            with ech.window(pair.critic, pair.generator) as window:
                 pair.step(data, window.update, window.backward, lambda it: window.clip_grad_norm_(CLIP, of=it), **how)
     return pair.weights()
 
@@ -451,3 +451,9 @@ def test_a_parameter_of_two_optimizers_is_refused(ranks: Ranks) -> None:
 def test_what_is_for_one_optimizer_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="precision='fp16' must be left out with several optimizers"):
         _prepared("none", precision="fp16")
+
+
+def test_a_window_is_around_what_was_prepared_together() -> None:
+    (one, _), (other, _) = _prepared("none"), _prepared("none")
+    with pytest.raises(UsageError, match="got objects of several"):
+        ech.window(one.generator, other.critic)

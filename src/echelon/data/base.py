@@ -24,6 +24,9 @@ __all__ = ["BaseLoader", "Combined", "loaders_of"]
 # Arguments of torch's DataLoader, and what is written here in their place.
 _TORCHS = {
     "batch_size": "it takes global_batch, the samples of an update over all ranks, that is batch_size x ranks x accumulation",
+    **dict.fromkeys(
+        ("accumulate", "gradient_accumulation_steps"), "it takes accumulation, the batches of an update on each rank"
+    ),
     "drop_last": 'write tail="drop" or tail="keep"',
 }
 # What belongs into the options, by the names that people look for, and how it is written there.

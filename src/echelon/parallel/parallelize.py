@@ -26,10 +26,10 @@ from echelon.parallel.guards.stale_params import note
 from echelon.parallel.layouts import resolve
 from echelon.parallel.names import class_name, without_compile
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.recipe.activation import Preset
+from echelon.parallel.recipe.activation import ActivationCheckpointParams, Preset
 from echelon.parallel.recipe.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.recipe.recipe import Compile, Recipe, TorchCompileParams, recipe_of
+from echelon.parallel.recipe.recipe import Compile, Recipe, TorchCompileParams
 from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.shards import is_fully_sharded, reshard_after_looking
 from echelon.parallel.state.stage_group import ranks_apart
@@ -171,14 +171,13 @@ def _refuse_wrapped_parts(module: nn.Module) -> None:
             )
 
 
-@renames(strategy="layout", activation_checkpoint_params="recompute")
+@renames(strategy="layout", activation_checkpoint_params="recompute", torch_compile_params="compile")
 def prepare_module(
     module: nn.Module,
     device: torch.device,
     *,
     layout: Strategy | str | None = None,
     compile: Compile = None,
-    torch_compile_params: TorchCompileParams | None = None,
     recompute: Preset = None,
     precision: str | torch.dtype | Precision | None = None,
 ) -> nn.Module:
@@ -190,8 +189,8 @@ def prepare_module(
     """
     decided = overrides()
     chosen = decided.precision or precision
-    compiled, recomputed = recipe_of(compile, torch_compile_params, recompute)
-    compiled = compiled if decided.compile is not False else None
+    compiled = TorchCompileParams.of(compile, "compile") if decided.compile is not False else None
+    recomputed = ActivationCheckpointParams.of(recompute, "recompute")
     recipe = Recipe(recomputed, compiled, Precision.of(chosen) if chosen is not None else None)
     prepared = parallelize(module, layout, device, recipe, overridden=decided.layout)
     if prepared.works_alone:

@@ -59,7 +59,10 @@ CAUSES = {
     "collectives without a gradient": "all_gather and all_reduce of torch.distributed carry none: take torch.distributed.nn's",
     "a wrong scale": "all gradients are a constant times what they should be",
     "different initial parameters": "the model is not built from the same seed, or is changed before it is made parallel",
-    "a loss that depends on the rank": "the same samples have another loss on another rank, or with another number of ranks",
+    "a loss that depends on the rank": (
+        "the same samples have another loss on another rank, or with another number of ranks: draw noise with the batch, in "
+        "collate_fn, where the loop draws it for itself"
+    ),
     "the forward pass keeps state": "what a step leaves for the next is a rank's own: reduce it, or its gradient, over the ranks",
     "an operation over the whole batch": "the loss of a batch is not the mean of the losses of its parts",
 }

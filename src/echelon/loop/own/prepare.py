@@ -186,7 +186,7 @@ def epochs(prepared: Any, number: int) -> Iterator[int]:
     return Session.of(prepared, "echelon.epochs(...)").epochs(number)
 
 
-def window(prepared: Any, *, weight: float | torch.Tensor | None = None) -> OwnWindow:
+def window(prepared: Any, *others: Any, weight: float | torch.Tensor | None = None) -> OwnWindow:
     """The context of one batch: forward pass, `window.backward(loss)`, clipping and the optimizer's step.
 
     In it the model computes in the precision that `prepare` was given, and gradients travel with an update's last batch.
@@ -197,11 +197,17 @@ def window(prepared: Any, *, weight: float | torch.Tensor | None = None) -> OwnW
     generator's step after five of a critic, is chosen by `window.update`. One window is one update, whichever have stepped.
 
     Args:
-        prepared: the model or optimizer from `prepare`.
+        prepared, others: the model or optimizer from `prepare`; of several that train together one is enough.
         weight: what this rank's batch counts in the mean over the global batch: by default its samples. Where the loss is a mean
             over tokens, their number: `weight=(y != -100).sum()`.
     """
-    return OwnWindow(Session.of(prepared, "echelon.window(...)"), weight)
+    session = Session.of(prepared, "echelon.window(...)")
+    if any(Session.of(each, "echelon.window(...)") is not session for each in others):
+        raise OwnLoopError(
+            "echelon.window(...) must be given what one echelon.prepare(...) returned, got objects of several. Prepare together "
+            "what trains in one window: prepare(generator, critic, its_optimizer, ..., loader)."
+        )
+    return OwnWindow(session, weight)
 
 
 @contextlib.contextmanager

@@ -13,13 +13,13 @@ from torch import nn
 
 from echelon.contracts.arguments import flags_of, several
 from echelon.contracts.errors import CompileError, require
-from echelon.parallel.recipe.activation import ActivationCheckpointParams, Preset, checkpoint_activations
+from echelon.parallel.recipe.activation import ActivationCheckpointParams, checkpoint_activations
 from echelon.parallel.recipe.blocks import blocks_to_shard
 from echelon.parallel.recipe.compilation import check_backend, compile_forward
 from echelon.parallel.recipe.memory_budget import within_budget
 from echelon.parallel.recipe.precision import Precision
 
-__all__ = ["Compile", "Recipe", "TorchCompileParams", "recipe_of"]
+__all__ = ["Compile", "Recipe", "TorchCompileParams"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,20 +68,6 @@ class TorchCompileParams:
 
 
 Compile = TorchCompileParams | bool | Literal["blocks"] | None
-
-
-def recipe_of(
-    compile: Compile, torch_compile_params: TorchCompileParams | None, recompute: Preset
-) -> tuple[TorchCompileParams | None, ActivationCheckpointParams | None]:
-    """What these arguments of a unit ask for. `torch_compile_params` is TorchTNT's name for `compile`.
-
-    Raises:
-        UsageError: a value that is none; both names at once.
-    """
-    if compile is not None and torch_compile_params is not None:
-        raise CompileError("compile and torch_compile_params are the same option. Give one of them.")
-    compiled = torch_compile_params if torch_compile_params is not None else TorchCompileParams.of(compile, "compile")
-    return compiled, ActivationCheckpointParams.of(recompute, "recompute")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import functools
 import logging
 from abc import ABCMeta
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -29,10 +29,11 @@ from echelon.compat.torchtnt.utils.prepare_module import (
     on_mesh,
 )
 from echelon.contracts.errors import UsageError, require
+from echelon.contracts.older_words import unknown
 from echelon.loop.auto import auto, predicting
 from echelon.loop.auto.auto import TrainStepResults
 from echelon.loop.auto.averaged import SWALRParams, SWAParams
-from echelon.loop.auto.unit_options import AutoOptions
+from echelon.loop.auto.unit_options import OLDER_WORDS, AutoOptions
 from echelon.parallel.composed import Layout
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe.precision import Precision, Shards
@@ -51,6 +52,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_KNOWN = tuple(field.name for field in fields(AutoOptions))
 
 T = TypeVar("T")
 
@@ -158,8 +161,7 @@ class AutoUnit(
             retain_graph=loss_backward_retain_graph,
             prefetch=enable_prefetch,
             zero_grad_first=zero_grad_at_train_step_start,
-            **_compiled(torch_compile_params),
-            **options,
+            **_more(type(self), options, torch_compile_params),
         )
         super().__init__(module=as_module(module), options=chosen)
         self.enable_compiled_autograd = enable_compiled_autograd
@@ -250,9 +252,21 @@ def _checked(strategy: Any) -> Any:
     return convert_str_to_strategy(strategy) if isinstance(strategy, str) else strategy
 
 
-def _compiled(torch_compile_params: Any) -> dict[str, Any]:
-    """echelon's `compile`, which may also be given itself."""
-    return {} if torch_compile_params is None else {"compile": compilable(torch_compile_params)}
+def _more(kind: type, options: dict[str, Any], torch_compile_params: Any) -> dict[str, Any]:
+    """What TorchTNT has no word for, and echelon's `compile`, which may also be given itself.
+
+    Raises:
+        UsageError: a word of echelon's for which TorchTNT has its own; one that neither knows.
+    """
+    theirs = {new: older for older, new in OLDER_WORDS.items() if new != "compile" or torch_compile_params is not None}
+    for name in options:
+        if name in theirs:
+            raise UsageError(
+                f"{kind.__name__} has no argument {name!r} in echelon.compat.torchtnt: it is {theirs[name]}, as there."
+            )
+        if name not in _KNOWN:
+            raise unknown(kind.__name__, name, _KNOWN, older=OLDER_WORDS)
+    return options if torch_compile_params is None else {"compile": compilable(torch_compile_params), **options}
 
 
 def _is_split(module: nn.Module) -> bool:
@@ -314,8 +328,7 @@ class AutoPredictUnit(PredictStages, predicting.AutoPredictUnit[T], unit.Predict
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
             recompute=activation_checkpoint_params,
             prefetch=enable_prefetch,
-            **_compiled(torch_compile_params),
-            **options,
+            **_more(type(self), options, torch_compile_params),
         )
         super().__init__(module=as_module(module), options=chosen)
 

@@ -190,7 +190,7 @@ def prepare_module(
         module,
         device,
         layout=chosen,
-        torch_compile_params=compilable(torch_compile_params),
+        compile=compilable(torch_compile_params),
         recompute=activation_checkpoint_params,
     )
     return _with_older_methods(made) if isinstance(chosen, fsdp.FSDPStrategy) and not isinstance(chosen, FSDP2Strategy) else made
