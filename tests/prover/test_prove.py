@@ -599,6 +599,13 @@ def test_parameters_without_a_gradient_are_said_and_not_failed() -> None:
     assert any("true gradient of zero" in line for line in show.summary(proof))
 
 
+@pytest.mark.parametrize(("asked", "compared"), [(3, [3, 2, 2]), (5, [5, 5, 5])])
+def test_rows_that_differ_little_compare_fewer_updates_unless_an_epoch_ends(asked: int, compared: list[int]) -> None:
+    proof = ech.prove(_text, _tokens, layouts=["ddp"], ranks=[2], accumulation=[1, 2], updates=asked)
+    assert proof.holds and [r.updates for r in proof.results] == compared, proof.results
+    assert any("compared for 2 updates" in note for note in proof.notes) == (asked == 3), proof.notes
+
+
 def test_in_float64_nothing_is_undetermined() -> None:
     proof = ech.prove(_text, _tokens, layouts=["fsdp"], ranks=[2], accumulation=[1], updates=5, float64=True)
     assert proof.holds and proof.dtype == "float64"

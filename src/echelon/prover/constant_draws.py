@@ -25,7 +25,7 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")  # of attention, of recurrent laye
 
 
 class ConstantDraws(TorchDispatchMode):
-    """While `active`, random operators draw the same for every sample.
+    """Random operators draw the same for every sample. Each operator costs time in it, so it is entered only where it is needed.
 
     Attributes:
         unknown: an operator whose draws could not be made alike, if there was one.
@@ -33,14 +33,13 @@ class ConstantDraws(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.active = False
         self.unknown: str | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options, args = dict(kwargs or {}), tensor_first(func, args)
-        if not self.active or torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **options)
         name = func._schema.name.removeprefix("aten::")
         named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | options

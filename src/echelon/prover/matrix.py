@@ -61,6 +61,8 @@ class Row:
         restores: paths of state that the unit keeps between passes (`kept_state.py`), with which those of the reference begin.
         constant_draws: random operators give every sample the same numbers (`constant_draws.py`).
         fits_some: nobody asked for it by name; a model that cannot be run so is not a failure, and a note says why.
+        brief: an earlier row has the same but for the number of ranks, the split, the optimizer or the order of a schedule:
+            fewer updates are compared, if those of earlier rows end within the first epoch (`on_ranks.py`).
         eager: compilation is off in the row `yours`, too.
         compiles, half: what was found as it ran: that the script compiles; "bf16", "fp16" or "float8" if it computes in that.
     """
@@ -77,6 +79,7 @@ class Row:
     yours: bool = False
     constant_draws: bool = False
     restores: frozenset[str] = frozenset()
+    brief: bool = False
     eager: bool = False
     compiles: bool = False
     half: str | None = None
@@ -136,7 +139,7 @@ def matrix(
             )
     accumulation = sorted(set(accumulation))
     several = sorted({r for r in ranks if r > 1})
-    rows = [Row("none", 1, "none", a) for a in accumulation if a > 1] if 1 in ranks else []
+    rows = [Row("none", 1, "none", a, brief=True) for a in accumulation if a > 1] if 1 in ranks else []
     if 1 in ranks:
         rows.insert(0, Row("none", 1, "none", 1))
         rows += [Row("none", 1, "none", 1, precision="bf16")] if bf16 else []
@@ -159,11 +162,11 @@ def _of_layout(
     sizes = [r for r in several if r >= 4] if name == "hsdp" else several  # two ranks cannot be split in both ways
     if isinstance(resolve(layout), LocalSGDStrategy):
         return [Row(f"{name}, every update", r, LocalSGDStrategy(every=1), 1, "sgd", workers=True) for r in sizes]
-    rows = [Row(name, r, layout, 1) for r in sizes]
+    rows = [Row(name, r, layout, 1, brief=r > sizes[0]) for r in sizes]
     if sizes:
         first = rows[0]
-        rows += [replace(first, accumulation=a) for a in accumulation if a > 1]
-        rows += [replace(first, optimizer="sgd")] if sgd else []
+        rows += [replace(first, accumulation=a, brief=True) for a in accumulation if a > 1]
+        rows += [replace(first, optimizer="sgd", brief=True)] if sgd else []
         rows += [replace(first, precision="bf16", accumulation=max(accumulation))] if bf16 else []
     if name == "tp" and layout == "tp" and 4 in several:
         rows.append(Row("tp x fsdp", 4, Layout(tp=2), 1))
@@ -172,8 +175,9 @@ def _of_layout(
 
 def _directions(several: Sequence[int], accumulation: Sequence[int]) -> list[Row]:
     """Each alone with the most micro-batches of an update, which a pipeline has under way at once."""
+    first = next(iter(SCHEDULES))
     return [
-        Row(name, size, Layout(**axes), max(accumulation), fits_some=True)
+        Row(name, size, Layout(**axes), max(accumulation), fits_some=True, brief="schedule" in axes and axes["schedule"] != first)
         for size in several
         for name, axes in DIRECTIONS.get(size, {}).items()
     ]

@@ -312,7 +312,7 @@ def digest(data: Any) -> int:
 def _folded(data: Any, value: int) -> int:
     if isinstance(data, torch.Tensor):
         raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return zlib.crc32(raw.numpy().tobytes(), zlib.crc32(repr((tuple(data.shape), data.dtype)).encode(), value))
+        return zlib.crc32(raw.numpy().data, zlib.crc32(repr((tuple(data.shape), data.dtype)).encode(), value))
     if isinstance(data, dict):
         for key, item in data.items():
             value = _folded(item, zlib.crc32(repr(key).encode(), value))

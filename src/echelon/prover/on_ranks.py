@@ -21,6 +21,8 @@ from echelon.prover.rank import Replay, run_row
 
 __all__ = ["OnRanks"]
 
+_BRIEF = 2  # the second, since an optimizer's first may hide a scale, and has no state yet
+
 
 @dataclass(frozen=True)
 class OnRanks:
@@ -39,14 +41,14 @@ class OnRanks:
     timeout_s: float | None
     logs: Path | None
 
-    def row(self, row: Row, here: Path, dtype: torch.dtype, updates: int | None = None) -> Ran:
+    def row(self, row: Row, here: Path, dtype: torch.dtype) -> Ran:
         """Run the target as `row` says; what its ranks leave goes to `here`."""
         here.mkdir()
-        self.launch(run_row, row.ranks, self.target, row, str(here), updates or self.updates, dtype, self.seed)
+        self.launch(run_row, row.ranks, self.target, row, str(here), self.updates_of(row), dtype, self.seed)
         records = load_records([here / f"rank{r}.pt" for r in range(row.ranks)])
         if any(r["wants_constant_draws"] for r in records) and not row.constant_draws:
             shutil.rmtree(here)
-            return self.row(replace(row, constant_draws=True), here, dtype, updates)
+            return self.row(replace(row, constant_draws=True), here, dtype)
         ran_as = replace(
             row,
             constant_draws=any(r["constant_draws"] for r in records),
@@ -54,6 +56,10 @@ class OnRanks:
             half=next((r["half"] for r in records if r["half"]), None),
         )
         return Ran(ran_as, here, records, dtype)
+
+    def updates_of(self, row: Row) -> int:
+        """How many of them are compared."""
+        return min(self.updates, _BRIEF) if row.brief else self.updates
 
     def replay(self, ran: Ran, folder: Path) -> Replay:
         """What a reference on the micro-batches of `ran` needs; what it leaves goes to `folder`."""

@@ -40,7 +40,7 @@ from echelon.prover.ran import (
     with_constant_draws,
 )
 from echelon.prover.rank import run_backward, run_reference, run_split
-from echelon.prover.reference_store import SHAKES, ReferenceStore, data_of
+from echelon.prover.reference_store import SHAKES, ReferenceStore, are_alike, data_of
 from echelon.prover.sample_checks import SampleChecks
 from echelon.prover.values import load_values
 from echelon.prover.verdict import SMALL_SHARE, Verdict
@@ -48,7 +48,6 @@ from echelon.prover.verdict import SMALL_SHARE, Verdict
 __all__ = ["Proving"]
 
 _RESCALED = 0.25
-_CONSTANT_UPDATES = 2  # the second, since an optimizer's first may hide a scale
 _NEVER_ROUNDING = 1e3  # times its tolerance: no further sample of rounding would change that
 _MOST_EXCUSED = 0.5  # of all elements, in float64, where an excuse means a gradient of nothing
 
@@ -78,6 +77,7 @@ class Proving:
         self._splits: dict[bool, dict[str, Any]] = {}  # by whether draws are constant
         self._count = 0
         self._tested_compiled = False
+        self._within_epoch: bool | None = None  # all that was compared so far
 
     def results(self, rows: list[Row]) -> Iterator[Result]:
         """Of the rows, as far as this script allows."""
@@ -86,6 +86,7 @@ class Proving:
     def row(self, row: Row) -> Result:
         """Run one row, find or compute its reference, and compare."""
         self._count += 1
+        row = replace(row, brief=row.brief and self._within_epoch is True)
         here = self.folder / f"row-{self._count}"
         result = Result(row.label, row.ranks, yours=row.yours)
         try:
@@ -128,12 +129,20 @@ class Proving:
         elif not facts["joined"]:
             self._say("Micro-batches cannot be joined into one batch: the reference adds them up by their weights.")
         updates = ran.records[0]["updates"]
-        if len(updates) == self.updates and all(m.epoch == 0 for u in updates for m in u):  # and not because training ended
+        within = len(updates) == self.updates and all(m.epoch == 0 for u in updates for m in u)  # and training goes on
+        if not ran.row.brief:
+            self._within_epoch = within and self._within_epoch is not False
+        if within:
             self._say(
                 f"The {len(updates)} updates end within the first epoch: its last batch, and what changes from "
                 "one epoch to the next, were not compared. With more --updates they are."
             )
-        if len(updates) < self.updates and not ran.folder.name.endswith(CONSTANT):
+        if self._on_ranks.updates_of(ran.row) < self.updates:
+            self._say(
+                "Rows that differ from an earlier one in the number of ranks, the accumulation, the optimizer or a pipeline's "
+                f"schedule alone were compared for {len(updates)} updates."
+            )
+        if len(updates) < self._on_ranks.updates_of(ran.row):
             self._say(f"The script ended after {len(updates)} of {self.updates} updates: no more were compared.")
         untrained = sorted(ran.records[0]["trainable"] - facts["held"])
         if untrained and not ran.records[0]["flattened"]:
@@ -159,7 +168,7 @@ class Proving:
     def _check_order(self, ran: Ran, key: Any) -> None:
         """Rule of truth 1: an echelon.Loader gives the same global batches however they are split."""
         known = self._batches.setdefault(ran.row.optimizer, key)
-        if key != known and ran.records[0]["global_batch"] is None:
+        if not are_alike(key, known) and ran.records[0]["global_batch"] is None:
             self._say(
                 "The global batch depends on the number of ranks or on the split: every row was compared with one process on "
                 "its own batches. With echelon.Loader, which is given the global batch, they would be the same."
@@ -306,10 +315,10 @@ class Proving:
 
     def _with_constant_draws(self, seen: Judged) -> tuple[Result | None, str]:
         """The row with the same draws for every sample, as it was judged; and why that does not show all, if so."""
-        row = replace(seen.ran.row, constant_draws=True)
+        row = replace(seen.ran.row, constant_draws=True, brief=True)
         result = Result(row.label, row.ranks)
         try:
-            ran = self._on_ranks.row(row, with_constant_draws(seen.ran.folder), self.dtype, min(self.updates, _CONSTANT_UPDATES))
+            ran = self._on_ranks.row(row, with_constant_draws(seen.ran.folder), self.dtype)
             if not ran.records[0]["updates"]:
                 return None, "it did not train again"
             judged = self._judge(result, ran)

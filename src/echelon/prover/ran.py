@@ -68,7 +68,7 @@ class Computed:
     folder: Path
     facts: dict[str, Any]
     probed: dict[str, Any] | None = None
-    shaken: int = 0
+    shaken: tuple[int, int] = (0, 0)  # how many such references, and over how many updates
     scaling: list[tuple[str, str]] | None = None  # what is wrong with the script's own gradient scaler, once it was looked for
 
 

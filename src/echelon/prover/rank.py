@@ -82,6 +82,8 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         recorder.record.constant_draws = row.constant_draws
         recorder.cannot_draw_constantly = row.is_compiled
         recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
+        if recorder.record.constant_draws:
+            head.enter_context(draws)
         if chosen is not None and chosen.used:
             record = recorder.record
             record.overridable, record.own_layout, record.is_own = True, chosen.own, chosen.is_own
@@ -89,7 +91,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 
     with contextlib.ExitStack() as head, contextlib.ExitStack() as building:
-        seeded = head.enter_context(_deciding(decided, row, dtype, seed, None if row.is_compiled else draws))
+        seeded = head.enter_context(_deciding(decided, row, dtype, seed))
         if dtype is torch.float64 and row.compiles and compiled is None:  # its model and data are drawn as in float32, too
             building.enter_context(without_narrow_casts())
         head.enter_context(noting_collectives(recorder.communicated))
@@ -158,13 +160,13 @@ class Replay:
         """Run the target up to where it would train, and return what `work(unit, dataloader)` does there."""
         found: dict[str, Any] = {}
         turns: Turns | None = None
-        draws = ConstantDraws() if self.row.constant_draws else None
+        head = contextlib.ExitStack()
 
         def work_and_end(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
             nonlocal turns
             _adapt(unit, self.row)
-            if draws is not None:
-                draws.active = True
+            if self.row.constant_draws and turns is None:
+                head.enter_context(ConstantDraws())
             if not isinstance(unit, LoopUnit):
                 found.update(work(unit, dataloader))
                 raise Enough
@@ -177,7 +179,7 @@ class Replay:
         decided = Overrides("noop", precision, 1, compiled, None, observes=True)
         # Smaller than on the ranks: what did not overflow there does not here.
         scaled = scaling_losses(self.rescaled / 16, lambda: None, lambda: None)
-        with _deciding(decided, self.row, dtype, self.seed, draws), scaled, observing(work_and_end):
+        with _deciding(decided, self.row, dtype, self.seed), scaled, observing(work_and_end), head:
             try:
                 self.target.run()
             except Enough:
@@ -269,9 +271,7 @@ def run_epoch(replay: Replay) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _deciding(
-    decided: Overrides, row: Row, dtype: torch.dtype, seed: int, draws: ConstantDraws | None = None
-) -> Iterator[set[str]]:
+def _deciding(decided: Overrides, row: Row, dtype: torch.dtype, seed: int) -> Iterator[set[str]]:
     """Impose what prove decides over a script's head: besides `decided`, the type of its numbers and its random numbers.
 
     Yields the global RNGs that the script has seeded itself so far.
@@ -285,8 +285,6 @@ def _deciding(
     try:
         with contextlib.ExitStack() as head:
             head.enter_context(noting_seeds(seeded))
-            if draws is not None:
-                head.enter_context(draws)
             if decided.precision == "fp32":
                 head.enter_context(without_autocast())
             if decided.compile is False:

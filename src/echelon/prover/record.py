@@ -68,8 +68,7 @@ class StepRecorder(Callback):
         folder: where the values go: rank 0 writes those that are whole, each rank its own micro-batches.
         dtype: of the comparison; batches are widened to it.
         every: gradients and parameters are gathered at updates 0, `every`, 2 x `every`, ... and the last.
-        draws: while it is active, as it is made where the ranks' draws could not be repeated, what a micro-batch draws is the
-            same for every sample.
+        draws: entered once it is attached, where the ranks' draws could not be repeated.
     """
 
     may_stop = False
@@ -87,7 +86,6 @@ class StepRecorder(Callback):
         self._sources: Sources | None = None
         self._loader: Any = None
         self._reading: Reading | None = None
-        self._in_pass = False
         self._kept: KeptState | None = None
         self._kept_before: dict[str, Any] = {}
         self._kept_digests: dict[str, int] = {}  # as the latest pass left it
@@ -126,8 +124,6 @@ class StepRecorder(Callback):
         if self.record.constant_draws and self.cannot_draw_constantly:
             self.record.wants_constant_draws = True
             raise Enough
-        self._draws.active |= self.record.constant_draws
-        self.record.constant_draws = self._draws.active
         for _, module in modules_of(unit):
             module.register_forward_pre_hook(self._before_forward)
         if self.dtype is not torch.float64 and any(p.dtype is torch.float64 for _, p in parameters_of(unit)):
@@ -331,7 +327,7 @@ class StepRecorder(Callback):
 
     def _begin_pass(self) -> dict[str, Any]:
         self._in_pass = True
-        if self._draws.active:
+        if self.record.constant_draws:
             assert self._sources is not None
             self._sources.pin()
         with self._paused():
@@ -370,7 +366,7 @@ class StepRecorder(Callback):
         kept = {path: self._kept_before.get(path, ABSENT) for path in self._moved - self._kept.too_large}
         after = self._states()
         drawn = drawn_between(before, after)
-        if not self._draws.active:
+        if not self.record.constant_draws:
             known = self.record.streams
             for name in drawn if not self.record.dropouts else {*drawn, "torch"}:
                 known.setdefault(name, (digest(before[name]), digest(after[name])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from echelon.prover.ran import Computed, Ran
 from echelon.prover.rank import run_probe, run_reference
 from echelon.prover.reference import Shake, by_index, micros_in_order
 
-__all__ = ["SHAKES", "ReferenceStore", "data_of"]
+__all__ = ["SHAKES", "ReferenceStore", "are_alike", "data_of"]
 
 SHAKES = 3
 
@@ -29,17 +30,19 @@ class ReferenceStore:
 
     def __init__(self, on_ranks: OnRanks, folder: Path) -> None:
         self._on_ranks, self.folder = on_ranks, folder
-        self._known: dict[Any, Computed] = {}
+        self._known: list[tuple[_Data, Computed]] = []
 
     def of(self, ran: Ran) -> Computed:
-        """That of a row, computed once for all rows on the same data."""
-        key = data_of(ran)
-        if key not in self._known:
-            folder = self.folder / f"reference-{len(self._known)}"
-            shutil.rmtree(folder, ignore_errors=True)  # of one that could not be computed for the row before
-            folder.mkdir()
-            self._known[key] = self._computed(ran, folder)
-        return self._known[key]
+        """That of a row, computed once for all rows on the same data, or on the first updates of it."""
+        data = data_of(ran)
+        for known, reference in self._known:
+            if are_alike(data, known) and len(data[1]) <= len(known[1]):
+                return reference
+        folder = self.folder / f"reference-{len(self._known)}"
+        shutil.rmtree(folder, ignore_errors=True)  # of one that could not be computed for the row before
+        folder.mkdir()
+        self._known.append((data, self._computed(ran, folder)))
+        return self._known[-1][1]
 
     def _computed(self, ran: Ran, folder: Path) -> Computed:
         """The reference, and in float32 a first sample of what rounding does to it; in half precision more."""
@@ -66,9 +69,11 @@ class ReferenceStore:
         rounding = torch.finfo(narrowest).eps if narrowest is not None else None
         if rounding is not None and ran.narrow is not None:
             rounding /= 4  # what a cast of each weight changes on average
-        for sample in range(0 if narrowest is not None else reference.shaken, samples):
+        updates = len(ran.records[0]["updates"])
+        known, length = reference.shaken if updates <= reference.shaken[1] else (0, updates)
+        for sample in range(0 if narrowest is not None else known, samples):
             self._on_ranks.launch(run_reference, 1, replay, "shaken", Shake(sample, rounding))
-        reference.shaken = max(samples, reference.shaken)
+        reference.shaken = max(samples, known), length
 
     def probed(self, ran: Ran, reference: Computed) -> dict[str, Any]:
         if reference.probed is None:
@@ -83,8 +88,16 @@ class ReferenceStore:
         return dict(self.probed(ran, reference)["state"]) if keeps else {}
 
 
-def data_of(ran: Ran) -> tuple[Any, ...]:
-    """What the reference of a row depends on. Rows with the same share it.
+_Data = tuple[Any, Sequence[Any]]
+
+
+def are_alike(one: _Data, other: _Data) -> bool:
+    """Whether one goes on as the other begins."""
+    return one[0] == other[0] and all(a == b for a, b in zip(one[1], other[1], strict=False))
+
+
+def data_of(ran: Ran) -> _Data:
+    """What the reference of a row depends on: how it trains, and on what in each update. Rows with the same share it.
 
     As a rule the samples of each update alone, whichever ranks had them. Dropped units depend on the micro-batches and on the
     RNGs in front of them; a step of one's own, which may accumulate, on which micro-batches came at the same time, and so do
@@ -93,16 +106,19 @@ def data_of(ran: Ran) -> tuple[Any, ...]:
     row, first, merged = ran.row, ran.records[0], micros_in_order(ran.records)
     states = [{path: m.state[path] for path in sorted(row.restores & m.state.keys())} for u in merged for m in u]
     as_script = row.yours and bool(row.compiles or row.half)
-    epochs = tuple(first["updates"][k][0].epoch for k in range(len(merged)))
     kept = row.restores, digest(states) if row.restores else 0
-    how = ran.dtype, row.optimizer, row.narrow, row.workers, row.constant_draws, as_script, epochs, kept
+    how = ran.dtype, row.optimizer, row.narrow, row.workers, row.constant_draws, as_script, kept
     at_once = first["kind"] in ("TrainUnit", "optimizers in turn")
-    if not row.constant_draws and first["kind"] != "TrainUnit" and any(m.streams for u in merged for m in u):
-        sizes = tuple(tuple(map(len, by_index(ran.records, k))) for k in range(len(merged))) if at_once else ()
-        return how, sizes, tuple(tuple((digest(m.plain), digest(m.streams)) for m in u) for u in merged)
-    if at_once:
-        return how, tuple(tuple(map(_digest_of_samples, by_index(ran.records, k))) for k in range(len(merged)))
-    return how, tuple(map(_digest_of_samples, merged))
+    drawn = not row.constant_draws and first["kind"] != "TrainUnit" and any(m.streams for u in merged for m in u)
+
+    def of_update(k: int) -> tuple[Any, ...]:
+        epoch, same = first["updates"][k][0].epoch, by_index(ran.records, k)
+        if drawn:
+            sizes = tuple(map(len, same)) if at_once else ()
+            return epoch, sizes, *((digest(m.plain), digest(m.streams)) for m in merged[k])
+        return epoch, *map(_digest_of_samples, same if at_once else [merged[k]])
+
+    return how, [of_update(k) for k in range(len(merged))]
 
 
 def _digest_of_samples(micros: list[Micro]) -> Any:
