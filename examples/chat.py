@@ -106,7 +106,8 @@ def main() -> None:
     if ech.is_main():
         tuned = peft.PeftModel.from_pretrained(base_of(args.model, len(tokenizer)), folder)
         prompt = tokenizer.apply_chat_template(asked(777), add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        answer = tokenizer.decode(tuned.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :])
+        ids = tuned.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        answer = tokenizer.decode(ids, skip_special_tokens=True)
         print(f"held-out loss {unit.eval_loss:.3f} nats per token of an answer; the adapter {folder} answers {answer!r}")
 
 
