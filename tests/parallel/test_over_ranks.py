@@ -93,6 +93,7 @@ def _uneven() -> list[Any]:
     rank = dist.get_rank()
     mine = torch.arange(2.0 * rank * 3).reshape(2 * rank, 3) + 10 * rank  # 0, 2, 4, 6 rows
     columns = gather(mine.T.contiguous(), dim=1)
+    assert torch.equal(columns, gather(mine.T.contiguous(), dim=-1))
     mean, plain = all_mean(torch.tensor([float(rank), 1.0])), all_mean(rank, weight=rank)
     flags = gather(torch.ones(1, dtype=torch.bool)).tolist()
     return [gather(mine).tolist(), columns.T.tolist(), gathered_rows(mine).tolist(), mean.tolist(), plain, flags]
@@ -106,15 +107,26 @@ def test_uneven_rows_come_in_the_order_of_ranks(ranks: Ranks) -> None:
     assert all(each[3] == [1.5, 1.0] and each[4] == pytest.approx((1 + 4 + 9) / 6) and each[5] == [True] * 4 for each in told)
 
 
-def _odd_shapes() -> str:
-    with pytest.raises(UsageError) as caught:
-        gather(torch.zeros(2, 3 + dist.get_rank()))
-    return str(caught.value)
+def _odd_shapes() -> list[str]:
+    odd, told = dist.get_rank() == 1, list[str]()
+    whole = torch.zeros(2, 3)
+    for tensor, dim in (
+        (torch.zeros(2, 3 + odd), 0),
+        (torch.zeros(()) if odd else whole, 0),
+        (whole[:, 0] if odd else whole, 0),
+        (whole, int(odd)),
+        (whole.double() if odd else whole, 0),
+        (torch.zeros(()), 0),
+    ):
+        with pytest.raises(UsageError) as caught:
+            gather(tensor, dim)
+        told.append(str(caught.value))
+    return told
 
 
 def test_other_shapes_are_refused_on_all_ranks(ranks: Ranks) -> None:
     texts = ranks(2, _odd_shapes)
-    assert texts[0] == texts[1] and "rank 1" in texts[0]
+    assert texts[0] == texts[1] and all("rank 1" in text for text in texts[0])
 
 
 def test_one_process_keeps_what_it_has() -> None:

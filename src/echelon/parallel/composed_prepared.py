@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from echelon.contracts.errors import LayoutError
+from echelon.contracts.errors import LayoutError, RanksDisagreeError
 from echelon.parallel.context.context import ContextParallel
+from echelon.parallel.context.probe import tensors_of
 from echelon.parallel.pipeline import ShardedStages, StagesPrepared
 from echelon.parallel.pipeline.prepared import Pipelined
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.world import agree
 from echelon.world.mesh import ParallelDims
 
 __all__ = ["ComposedPrepared", "ComposedStages"]
@@ -62,13 +64,33 @@ class ComposedPrepared(_LaidOut, ShardedStages):
     """
 
     context: ContextParallel | None = None
+    _compared = False  # what the ranks that share layers were given
 
     def part_of(self, batch: Any) -> Any:
+        if self.dims.tp > 1 and not self._compared:
+            self._compared = True
+            self._compare(batch)
         if self.context is None:
             return batch
         part = self.context.part_of(batch)
         self.share = self.context.share
         return part
+
+    def _compare(self, batch: Any) -> None:
+        """Ranks that share layers must have the same samples: where theirs are of other sizes, gloo ends the process. Collective.
+
+        Raises:
+            RanksDisagreeError: on all ranks.
+        """
+        told = agree.gather([list(t.shape) for t in tensors_of(batch)])
+        for rank, shapes in enumerate(told):
+            first = next(r for r in range(rank + 1) if self.dims.dp_rank(r) == self.dims.dp_rank(rank))
+            if shapes != told[first]:
+                raise RanksDisagreeError(
+                    f"ranks that share layers (tp={self.dims.tp}) must be given the same samples, got tensors of "
+                    f"{told[first]} on rank {first} and of {shapes} on rank {rank}. echelon.Loader gives them the same; divide "
+                    "data of your own over the ranks of the other axes alone."
+                )
 
     @property
     def doubts_parts(self) -> bool:  # type: ignore[override]

@@ -14,7 +14,8 @@ from torch.utils.data import TensorDataset
 import echelon as ech
 from echelon.contracts.errors import RankFailedError
 from tests.conftest import Ranks
-from tests.models import whole
+from tests.kit.models import whole
+from tests.kit.units import Regression
 
 Leaves = Callable[[int, bool], str]
 
@@ -102,3 +103,28 @@ def test_other_numbers_of_batches_are_told_to_all(ranks: Ranks) -> None:
 
     got = ranks(2, _outcome, _leaves_other_numbers, "ddp")
     assert got[0] == got[1] and "rank 0: 1 left out" in got[0][1] and "rank 1: 2 left out" in got[0][1]
+
+
+class _Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def _other_rows() -> str:
+    torch.manual_seed(0)
+    layout = ech.Layout(tp=2, plan={"up": "colwise", "down": "rowwise"})
+    rows = 4 + dist.get_rank()
+    data = [(torch.randn(rows, 3).double(), torch.randn(rows, 1).double())]
+    with pytest.raises(ech.errors.RanksDisagreeError) as caught:
+        ech.train(Regression(module=_Perceptron().double(), layout=layout), data, max_epochs=1)
+    return str(caught.value)
+
+
+@pytest.mark.standing_ranks
+def test_ranks_that_share_layers_are_told_of_other_rows(ranks: Ranks) -> None:
+    first, second = ranks(2, _other_rows)
+    assert first == second and "[[4, 3], [4, 1]] on rank 0" in first and "[[5, 3], [5, 1]] on rank 1" in first
