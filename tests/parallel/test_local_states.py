@@ -279,6 +279,10 @@ def _loss_without_gradient(layout: str, folder: Path) -> Any:
     return _train(_Detached(layout))
 
 
+def _other_accumulation(layout: str, folder: Path) -> Any:
+    return _train(_Unit(layout, gradient_accumulation_steps=2 + 2 * _odd()))
+
+
 def _other_rate(layout: str, folder: Path) -> Any:
     return _train(_Unit(layout, lr=0.2 if _odd() else 0.1))
 
@@ -456,6 +460,7 @@ TOLD: list[tuple[Case, list[str], str]] = [
     (_own_evaluates_alone, ["ddp"], "make the same calls"),
     (_shorter, ["ddp", "fsdp"], "rank 0: 4, rank 1: 3"),
     (_shorter_iterator, ["ddp", "fsdp"], "the end of the train epoch"),
+    (_other_accumulation, ["ddp", "fsdp"], "'accumulate': 4"),
     (_other_rate, ["ddp", "fsdp", "zero1"], "lr of its groups: 0.2)"),
     (_other_rate_later, ["ddp", "fsdp", "zero1"], "lr of its groups: 0.05) on another"),
     (_without_group, ["ddp", "fsdp"], "lr of its groups: 0.1, 0.1)"),

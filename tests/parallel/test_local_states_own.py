@@ -114,9 +114,9 @@ class _Perceptron(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def _other_rows() -> str:
+def _other_rows(**axes: Any) -> str:
     torch.manual_seed(0)
-    layout = ech.Layout(tp=2, plan={"up": "colwise", "down": "rowwise"})
+    layout = ech.Layout(**axes)
     rows = 4 + dist.get_rank()
     data = [(torch.randn(rows, 3).double(), torch.randn(rows, 1).double())]
     with pytest.raises(ech.errors.RanksDisagreeError) as caught:
@@ -125,6 +125,7 @@ def _other_rows() -> str:
 
 
 @pytest.mark.standing_ranks
-def test_ranks_that_share_layers_are_told_of_other_rows(ranks: Ranks) -> None:
-    first, second = ranks(2, _other_rows)
+@pytest.mark.parametrize("axes", [{"tp": 2, "plan": {"up": "colwise", "down": "rowwise"}}, {"pp": 2, "stages": ["down"]}])
+def test_ranks_of_the_same_samples_are_told_of_other_rows(ranks: Ranks, axes: dict[str, Any]) -> None:
+    first, second = ranks(2, _other_rows, **axes)
     assert first == second and "[[4, 3], [4, 1]] on rank 0" in first and "[[5, 3], [5, 1]] on rank 1" in first

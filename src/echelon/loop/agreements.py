@@ -23,7 +23,7 @@ from echelon.world import agree
 __all__ = ["CutShort", "cuts_evaluation", "on_calls", "on_end", "on_lengths", "on_limits", "on_optimizers", "same_trained"]
 
 
-def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callback]) -> None:
+def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callback], window: Any) -> None:
     """Ranks that would stop at other places, or that begin at other places, leave one another waiting; and so does one that has a
     callback in which ranks meet, where others have none.
     """
@@ -39,6 +39,7 @@ def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callbac
         "updates_per_epoch": phase.updates_per_epoch,
         "max_steps": phase.max_steps,
         "max_steps_per_epoch": phase.max_steps_per_epoch,
+        "accumulate": getattr(window, "size", None),
         "epochs done": progress.num_epochs_completed,
         "updates done": progress.num_updates_completed,
         "steps done": progress.num_steps_completed,

@@ -102,7 +102,7 @@ class Run:
         greet()
         if stop.asked() is not None:  # before this loop began
             state.stop_for_signal()
-        agreements.on_limits(here, progress, self.callbacks)
+        agreements.on_limits(here, progress, self.callbacks, getattr(self._inner, "window", None))
         self._begin(stage)
         if state.eval_state is not None:
             check_evaluation(self._stages["eval"])

@@ -33,6 +33,7 @@ class _LaidOut(Pipelined):
 
     dims: ParallelDims
     rank: int
+    _compared = False  # what ranks that have the same samples were given
 
     def lay_out(self, dims: ParallelDims, rank: int) -> None:
         """Say where this rank is."""
@@ -42,6 +43,29 @@ class _LaidOut(Pipelined):
         self.draws_apart = dims.cp > 1 or dims.pp > 1
         if self.pipeline is not None:
             self.pipeline.cut.draws.samples = dims.dp_rank(rank) * dims.cp + place["cp"]
+
+    def part_of(self, batch: Any) -> Any:
+        if not self._compared and self.dims.tp * self.dims.cp * self.dims.pp > 1:
+            self._compared = True
+            self._compare(batch)
+        return batch
+
+    def _compare(self, batch: Any) -> None:
+        """Ranks that differ in tp, cp or pp must have the same samples: of other sizes, gloo would end the process, or stages
+        wait for ever. Collective.
+
+        Raises:
+            RanksDisagreeError: on all ranks.
+        """
+        told = agree.gather([list(t.shape) for t in tensors_of(batch)])
+        for rank, shapes in enumerate(told):
+            first = next(r for r in range(rank + 1) if self.dims.dp_rank(r) == self.dims.dp_rank(rank))
+            if shapes != told[first]:
+                raise RanksDisagreeError(
+                    "ranks that differ in tp, cp or pp alone must be given the same samples, got tensors of "
+                    f"{told[first]} on rank {first} and of {shapes} on rank {rank}. echelon.Loader gives them the same; divide "
+                    "data of your own over the ranks of the other axes alone."
+                )
 
     def find_replicas(self) -> None:
         self.is_replica = not self.dims.speaks(self.rank)
@@ -64,33 +88,14 @@ class ComposedPrepared(_LaidOut, ShardedStages):
     """
 
     context: ContextParallel | None = None
-    _compared = False  # what the ranks that share layers were given
 
     def part_of(self, batch: Any) -> Any:
-        if self.dims.tp > 1 and not self._compared:
-            self._compared = True
-            self._compare(batch)
+        super().part_of(batch)
         if self.context is None:
             return batch
         part = self.context.part_of(batch)
         self.share = self.context.share
         return part
-
-    def _compare(self, batch: Any) -> None:
-        """Ranks that share layers must have the same samples: where theirs are of other sizes, gloo ends the process. Collective.
-
-        Raises:
-            RanksDisagreeError: on all ranks.
-        """
-        told = agree.gather([list(t.shape) for t in tensors_of(batch)])
-        for rank, shapes in enumerate(told):
-            first = next(r for r in range(rank + 1) if self.dims.dp_rank(r) == self.dims.dp_rank(rank))
-            if shapes != told[first]:
-                raise RanksDisagreeError(
-                    f"ranks that share layers (tp={self.dims.tp}) must be given the same samples, got tensors of "
-                    f"{told[first]} on rank {first} and of {shapes} on rank {rank}. echelon.Loader gives them the same; divide "
-                    "data of your own over the ranks of the other axes alone."
-                )
 
     @property
     def doubts_parts(self) -> bool:  # type: ignore[override]
