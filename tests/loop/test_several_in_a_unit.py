@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import echelon as ech
 from echelon.contracts.errors import RanksDisagreeError, UsageError
 from echelon.contracts.events import read_lines
+from echelon.contracts.overrides import Overrides, impose
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference
 from tests.kit.models import whole as whole_of_one
@@ -425,6 +426,24 @@ def test_an_optimizer_of_a_parameter_outside_the_module(ranks: Ranks, layout: st
         assert abs(alpha - float(log_alpha.detach())) < 1e-12
 
 
+# --- fewer ranks than planned
+
+
+def _of_four(layout: str) -> Tensors:
+    impose(Overrides(planned_ranks=4))
+    try:
+        return _trained(layout)
+    finally:
+        impose(None)
+
+
+def test_fewer_ranks_than_planned_train_the_same(ranks: Ranks) -> None:
+    """In pieces of a micro-batch, a loss of the first would meet networks of before the steps."""
+    want, _ = _plainly()
+    for got in ranks(2, _of_four, "ddp"):
+        assert largest_difference(got, want) < 1e-12
+
+
 # --- what is refused
 
 
@@ -491,6 +510,19 @@ def test_what_makes_no_update_is_refused_by_name(kind: type[Gan], options: dict[
         unit = kind(module=_networks(), layout="none", **options)
         ech.train(unit, _loader(), max_updates=1)
     assert said in str(refused.value)
+
+
+class SharedGraph(OneLoss):
+    def compute_losses(self, state: ech.State, data: Any) -> Any:
+        out = self.module(data[1])
+        yield "matrices", mse_loss(out, data[0])
+        yield "rest", out.square().mean()
+
+
+def test_losses_of_one_graph_are_told_to_be_yielded_together() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        ech.train(SharedGraph(module=_Regression(), layout="none"), _loader(), max_updates=1)
+    assert "the sum of both losses" in refused.value.__notes__[0]
 
 
 def _by_rank(layout: str) -> str:

@@ -263,7 +263,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         loader: Any = getattr(state.train_state, "dataloader", None)
         if self._bitwise is None:
             own = ("train_step", "get_next_train_batch")
-            self._pieces_of_step = pieces_for(loader, any(_overrides(self, AutoUnit, name) for name in own))
+            own_step = self.has_several or any(_overrides(self, AutoUnit, name) for name in own)  # a loss meets steps before it
+            self._pieces_of_step = pieces_for(loader, own_step)
             rng.separate(self.prepared.dp_rank)  # of bit-equal training, streams belong to samples and not to ranks
         elif isinstance(loader, BaseLoader):
             loader.split(self._bitwise.accumulation, shares=self._bitwise.parts)

@@ -274,7 +274,16 @@ class Several:
             for turn in turns:
                 gradients.clear(turn.optimizer)  # of what another's loss has left there
             clock.enter(Part.BACKWARD)
-            self.backward(loss, micro_batch, retain_graph=unit.retain_graph)
+            try:
+                self.backward(loss, micro_batch, retain_graph=unit.retain_graph)
+            except RuntimeError as error:
+                if "second time" in str(error) or "inplace operation" in str(error):
+                    error.add_note(
+                        f"{type(unit).__name__}.compute_losses: the loss of {names!r} goes through what an earlier one went "
+                        "through, whose optimizer has stepped. Compute that again after the earlier yield, detach it, or yield "
+                        "the sum of both losses with a tuple of both names."
+                    )
+                raise
             clock.enter(Part.OPTIMIZER)
             for turn in turns:
                 if last:

@@ -36,7 +36,7 @@ def pieces_for(loader: Any, own_step: bool) -> int:
     ranks = dist.get_world_size() if agree.is_joined() else 1
     if planned <= ranks:
         return 1
-    why = "the unit has a step of its own" if own_step else "the loader is no echelon.Loader"
+    why = "the unit has a step of its own, or several optimizers" if own_step else "the loader is no echelon.Loader"
     if own_step or not isinstance(loader, Loader):
         if not agree.is_joined() or dist.get_rank() == 0:
             logger.warning(
