@@ -131,3 +131,56 @@ def _unit_told(name: str) -> tuple[int, int]:
 def test_a_units_summed_loss_is_told(ranks: Ranks) -> None:
     assert ranks(2, _unit_told, "cross_entropy") == [(0, 0), (0, 0)]
     assert ranks(2, _unit_told, "by hand") == [(1, 0), (0, 0)]
+
+
+_OF_CLASSES = torch.tensor([1.0, 5.0, 0.2, 3.0])
+_LABELS: dict[str, tuple[Loss, bool]] = {
+    "of classes": (lambda m, x, y, t: F.cross_entropy(m(x), y, weight=_OF_CLASSES), True),
+    "smoothed": (lambda m, x, y, t: F.cross_entropy(m(x), y, weight=_OF_CLASSES, label_smoothing=0.1), True),
+    "with another": (lambda m, x, y, t: 0.5 * F.nll_loss(m(x).log_softmax(1), y, _OF_CLASSES) + F.mse_loss(m(x), t) / 3, True),
+    "ignored": (lambda m, x, y, t: F.cross_entropy(m(x), y, ignore_index=1), True),
+    "ignored, of several": (
+        lambda m, x, y, t: F.cross_entropy(torch.stack([m(x)] * 2, 2), torch.stack([y, y.masked_fill(y == 1, -100)], 1)),
+        True,
+    ),
+    "equal weights": (lambda m, x, y, t: F.cross_entropy(m(x), y, weight=torch.full((4,), 3.0)), False),
+    "the last of each": (
+        lambda m, x, y, t: F.cross_entropy(torch.stack([m(x)] * 2, 2), torch.stack([y, torch.full_like(y, -100)], 1)),
+        False,
+    ),
+    "time first": (
+        lambda m, x, y, t: F.cross_entropy(torch.cat([m(x)] * 2), torch.cat([y, torch.full_like(y, -100)])),
+        False,
+    ),
+    "none is ignored": (lambda m, x, y, t: F.cross_entropy(m(x), y, ignore_index=9), False),
+    "a sum by its weights": (
+        lambda m, x, y, t: F.cross_entropy(m(x), y, weight=_OF_CLASSES, reduction="sum") / len(x),
+        False,
+    ),
+    "elements": (lambda m, x, y, t: F.binary_cross_entropy_with_logits(m(x), t.sigmoid(), pos_weight=_OF_CLASSES), False),
+}
+
+
+def _told_of_labels(weight: bool) -> dict[str, int]:
+    found = {}
+    for name, (loss, _) in _LABELS.items():
+        torch.manual_seed(0)
+        module = nn.Linear(5, 4)
+        model, optimizer, loader = ech.prepare(module, torch.optim.SGD(module.parameters(), 1e-3), DataLoader(_rows(24), 8))
+        with told() as texts:
+            for x, y, t in loader:
+                with ech.window(model, weight=_OF_CLASSES[y].sum() if weight else None) as window:
+                    window.backward(loss(model, x, y, t))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found[name] = sum("mean over labels" in text for text in texts)
+    return found
+
+
+def test_a_mean_over_labels_that_weighs_as_its_samples_is_told_once(ranks: Ranks) -> None:
+    """A mean by weights of classes, or over labels of which some are ignored, was averaged over ranks as one over samples."""
+    first, second = ranks(2, _told_of_labels, False)
+    assert first == {name: int(tells) for name, (_, tells) in _LABELS.items()}
+    assert not any(second.values())
+    assert not any(ranks(2, _told_of_labels, True)[0].values())
+    assert not any(ranks(1, _told_of_labels, False)[0].values())  # one batch is one mean

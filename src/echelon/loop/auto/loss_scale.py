@@ -15,13 +15,14 @@ import torch
 
 from echelon.world import agree
 
-__all__ = ["tell_of_scale"]
+__all__ = ["tell_of_labels", "tell_of_scale"]
 
 logger = logging.getLogger(__name__)
 
 _MEAN, _SUM = 1, 2  # of torch's reductions, as nodes save them
 _AS_IT_IS = {"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "CloneBackward0"}
 _TERMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0"}
+_FACTORS = {"MulBackward0", "MulBackward1", "DivBackward0"}
 _LISTS = {"StackBackward0", "CatBackward0"}  # of losses, which are added
 _MOST = 64  # terms
 
@@ -51,6 +52,48 @@ def tell_of_scale(loss: torch.Tensor, samples: int, accumulation: int, divided: 
             "anyway, so that gradients come out as many times too small",
             accumulation,
         )
+
+
+def tell_of_labels(loss: torch.Tensor, samples: int) -> None:
+    """Warn of the first loss of a run, on rank 0, if it is torch's mean over labels of which samples have more or fewer.
+
+    So it is with weights of classes, and with labels that are ignored. Where samples weigh alike, the mean over the ranks is
+    another one than that of the global batch.
+    """
+    found = _means_over_labels(loss)
+    if len(found) != 1 or samples < 2 or not agree.is_rank0():
+        return
+    of_classes, labels, index = (getattr(found[0], f"_saved_{name}") for name in ("weight", "target", "ignore_index"))
+    labels = labels.flatten()
+    if len(labels) % samples:
+        return
+    ignored = labels == (index - 2**64 if index >= 2**63 else index)  # which is saved without its sign
+    counts = (~ignored).double() if of_classes is None else (~ignored) * of_classes[labels.masked_fill(ignored, 0)]
+    for of_samples in (counts.view(samples, -1).sum(1), counts.view(-1, samples).sum(0)):  # whichever dimension they are in
+        if torch.allclose(of_samples, of_samples[:1]):
+            return
+    logger.warning(
+        "the loss is a mean over labels that count %.6g in all, but weighs its %s samples among micro-batches and ranks, which "
+        "have more and fewer of these: it trains on another mean than that over the global batch. Give what it counts, %s, as "
+        "weight: `ech.window(model, weight=...)`, or a unit's weight(data)",
+        float(counts.sum()),
+        samples,
+        "(labels != ignore_index).sum()" if of_classes is None else "class_weights[labels].sum()",
+    )
+
+
+def _means_over_labels(loss: torch.Tensor) -> list[Any]:
+    """The nodes of torch's mean losses over labels that are added up in it, with whatever factors."""
+    made: list[Any] = []
+    left: list[Any] = [loss.grad_fn]
+    looked = 0
+    while left and looked < _MOST:
+        node, looked = left.pop(), looked + 1
+        if hasattr(node, "_saved_total_weight"):
+            made += [node] if _is_mean(node) else []
+        elif _name(node) in _AS_IT_IS | _TERMS | _FACTORS:
+            left += [inner for inner, _ in node.next_functions]
+    return made
 
 
 def _is_sum(node: Any, samples: int) -> bool:

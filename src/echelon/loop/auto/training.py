@@ -21,7 +21,7 @@ import torch
 from echelon.contracts.errors import LoopError, LossError
 from echelon.data.parts import Pieces
 from echelon.loop.auto.finite import check_loss
-from echelon.loop.auto.loss_scale import tell_of_scale
+from echelon.loop.auto.loss_scale import tell_of_labels, tell_of_scale
 from echelon.loop.auto.parts_check import check_parts
 from echelon.loop.auto.predicting import AutoPredictUnit
 from echelon.loop.auto.standing_in import explain_one_sample, standing_in, uncounted
@@ -300,15 +300,18 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         size = self.data_rank_and_size
         return (1 if size is None else size[1]) * self.window.size
 
-    def _look_at(self, loss: torch.Tensor, data: T) -> None:
+    def _look_at(self, loss: torch.Tensor, micro_batch: MicroBatch[T]) -> None:
         if self.expects_mean and self.divided > 1:
-            tell_of_scale(loss, samples_of(data, self._samples)[0], self.window.size, self.divided)
+            samples = samples_of(micro_batch.data, self._samples)[0]
+            tell_of_scale(loss, samples, self.window.size, self.divided)
+            if type(micro_batch.weight) in (int, float) and micro_batch.weight == samples:
+                tell_of_labels(loss, samples)
 
     def _backward(self, state: State, loss: torch.Tensor, micro_batch: MicroBatch[T]) -> None:
         window, prepared, weight = self.window, self.prepared, micro_batch.weight
         if not self._saw_loss:
             self._saw_loss = True
-            self._look_at(loss, micro_batch.data)
+            self._look_at(loss, micro_batch)
         window.add(loss.detach(), 0 if prepared.is_replica else weight)
         if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
             window.start_reduction(state.stop_requested, state.logged.signature(), prepared.calls, prepared.trained)
