@@ -129,3 +129,32 @@ def _other_rows(**axes: Any) -> str:
 def test_ranks_of_the_same_samples_are_told_of_other_rows(ranks: Ranks, axes: dict[str, Any]) -> None:
     first, second = ranks(2, _other_rows, **axes)
     assert first == second and "[[4, 3], [4, 1]] on rank 0" in first and "[[5, 3], [5, 1]] on rank 1" in first
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)) * scale)
+
+
+class _ScalesAlone(Regression):
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        out = self.module(data[0], torch.full((1,), 1.0 + dist.get_rank()).double())
+        return nn.functional.mse_loss(out, data[1]), out
+
+
+def _other_scale() -> str:
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 16, 3).double(), torch.randn(4, 16, 1).double())]
+    with pytest.raises(ech.errors.ContextParallelError) as caught:
+        ech.train(_ScalesAlone(module=_Scaled().double(), layout="cp=2"), data, max_epochs=1)
+    return str(caught.value)
+
+
+@pytest.mark.standing_ranks
+def test_a_value_that_the_ranks_of_a_sequence_have_otherwise_is_told_to_all(ranks: Ranks) -> None:
+    first, second = ranks(2, _other_scale)
+    assert first == second and "argument 1 on the 2 ranks of a sequence" in first
