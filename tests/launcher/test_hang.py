@@ -240,6 +240,23 @@ def test_ranks_that_all_wait_for_one_another_hang_in_code_of_their_own_too(scene
     assert scene.until_ended() < 780  # a stack is asked for once nothing has moved for a while
 
 
+@pytest.mark.parametrize("standing", [Standing(), STEP])
+def test_of_a_rank_that_has_ended_while_the_others_wait_it_is_said_once(scene: _Scene, standing: Standing) -> None:
+    scene.put(standing, standing)
+    scene.ranks.stacks[0], scene.ranks.answers[0] = OWN, Answer(21, pending=True)
+    said = []
+    for second in range(0, 120, 2):
+        if second == 60:
+            scene.ranks.stacks[0] = COLLECTIVE + "\n" + OWN
+        scene.now += 2.0
+        scene.progress.look(scene.attempt.pids, [0], scene.ranks, scene.now)  # type: ignore[arg-type]
+        assert scene.limit.look(scene.attempt) is None
+        if (line := scene.limit.left(scene.attempt)) is not None:
+            said.append((second, line))
+    ((when, line),) = said
+    assert 60 <= when < 80 and line.startswith("rank 1 has ended with exit code 0") and "rank 0 stands" in line
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_checkpoint_that_a_slow_disk_holds_is_no_wait_for_others(monkeypatch: pytest.MonkeyPatch, *, strict: bool) -> None:
     """Of ranks in a loop of their own, in the call of fsync that ends torch's save; also while another waits for them."""

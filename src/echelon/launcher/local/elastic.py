@@ -195,7 +195,7 @@ class ForkAgent(SimpleElasticAgent):
 
     def _hangs(self, attempt: Attempt) -> float | None:
         idle_s = self._hang.look(attempt)
-        for line in (self._hang.quiet(), self._lingering.look(attempt)):
+        for line in (self._hang.quiet(), self._hang.left(attempt), self._lingering.look(attempt)):
             if line is not None:
                 self._say(line)
         # A node whose ranks have all ended hears of the others' end by itself.

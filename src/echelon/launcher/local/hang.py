@@ -97,6 +97,7 @@ class HangLimit:
     sight: Sight
     say_after_s: float
     _said_s: float = 0.0
+    _told_of_left: bool = False
     _begun: int = 0
     _sampled_at: float = 0.0
     _held_at: float = -math.inf  # when a debugger last held a rank: what others waited until then was for a person
@@ -116,7 +117,7 @@ class HangLimit:
         at, now = self.progress, self.progress.now
         if at.begun != self._begun:
             self._begun, self._ranks, self._sampled_at, self._said_s = at.begun, {}, now, 0.0
-            self._held_at = -math.inf
+            self._held_at, self._told_of_left = -math.inf, False
         self._held_at += at.gap
         for known in self._ranks.values():
             known.shift(at.gap)
@@ -176,6 +177,17 @@ class HangLimit:
         late = [rank for rank in seen if rank not in waiting] or waiting
         return f"no collective for {idle_s:.0f} s: {positions(seen, late, works=works)}"
 
+    def left(self, attempt: Attempt) -> str | None:
+        """A line for people, once, when ranks have ended well and all others wait for somebody: NCCL tells them nothing."""
+        seen = self.progress.seen
+        gone = [rank for rank in attempt.pids if rank not in seen]
+        if self._told_of_left or not gone or not seen or not all(self._ranks[rank].waits for rank in seen):
+            return None
+        self._told_of_left = True
+        seen = {rank: replace(s, where=user_frame(self._ranks[rank].stack)) for rank, s in seen.items()}
+        who = f"rank {gone[0]} has" if len(gone) == 1 else f"ranks {', '.join(map(str, gone[:16]))} have"
+        return f"{who} ended with exit code 0, and the others wait: {positions(seen, list(seen))}"
+
     def silent_s(self) -> dict[int, float]:
         """For how long each rank has made no progress, where that can be seen: by its position, or by its collectives."""
         at, known = self.progress, self.progress.silent_s()
@@ -212,6 +224,8 @@ class HangLimit:
     def _sample(self, attempt: Attempt) -> None:
         """Of those that have no position, or have kept it for long: how many collectives, which stack, what the processes do."""
         at, now, long_s = self.progress, self.progress.now, self.after_s / 4 or math.inf
+        if len(at.seen) < len(attempt.pids):  # those that are left may wait for one that has ended
+            long_s = min(long_s, _SAMPLE_S)
         quiet = [r for r, s in at.seen.items() if not s.stopped and (not s.is_known or now - at.since[r] > long_s)]
         for rank in set(self._ranks) - set(quiet):
             moves = self._ranks[rank]
