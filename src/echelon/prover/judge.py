@@ -27,6 +27,8 @@ plain torch reaches 4e-13 after twenty updates.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -47,6 +49,7 @@ HALF_FACTOR = 8.0
 RESOLUTION = 5e-3
 HALF_RESOLUTION = 0.25
 HARMLESS = 1e-4  # of what an update does to the loss
+_MANY = 10_000_000  # parameters: of fewer, threads wait for each other longer than they compare, on a busy machine for seconds
 DIGITS = 1e-2  # a tensor whose samples lie within this of each other is no noise, however small it is
 
 
@@ -78,28 +81,39 @@ def compare(
     comparison.factor = HALF_FACTOR if half else FACTOR
     before, reference_before = load_values(row / "initial.pt"), load_values(reference / "initial.pt")
     comparison.initial(before["parameters"], reference_before["parameters"])
-    for k, micros in enumerate(micros_in_order(records)):
-        file = f"update-{k:03d}.pt"
-        if not (reference / file).exists():
-            break
-        verdict.updates = k + 1
-        if not (row / file).exists():
-            verdict.exact = False
-            continue
-        mine, right = load_values(row / file), load_values(reference / file)
-        verdict.meaningless = _meaningless(k, right)
-        if verdict.meaningless is not None:
-            break
-        mine["loss"] = mean_loss(micros)
-        mine["norm"] = records[0]["norms"][k]
-        samples = [_Sample(load_values(p / file), "wide" in p.name) for p in again if (p / file).exists()]
-        comparison.update(k, mine, right, samples, reference_before["parameters"])
-        if verdict.first is not None and verdict.first.update == k and not verdict.unmoved:
-            verdict.unmoved = _unmoved(mine, right, before["parameters"], reference_before["parameters"])
-        before, reference_before = mine, right
+    with _threads(1 if sum(p.numel() for p in before["parameters"].values()) < _MANY else torch.get_num_threads()):
+        for k, micros in enumerate(micros_in_order(records)):
+            file = f"update-{k:03d}.pt"
+            if not (reference / file).exists():
+                break
+            verdict.updates = k + 1
+            if not (row / file).exists():
+                verdict.exact = False
+                continue
+            mine, right = load_values(row / file), load_values(reference / file)
+            verdict.meaningless = _meaningless(k, right)
+            if verdict.meaningless is not None:
+                break
+            mine["loss"] = mean_loss(micros)
+            mine["norm"] = records[0]["norms"][k]
+            samples = [_Sample(load_values(p / file), "wide" in p.name) for p in again if (p / file).exists()]
+            comparison.update(k, mine, right, samples, reference_before["parameters"])
+            if verdict.first is not None and verdict.first.update == k and not verdict.unmoved:
+                verdict.unmoved = _unmoved(mine, right, before["parameters"], reference_before["parameters"])
+            before, reference_before = mine, right
     verdict.bit_equal = verdict.bit_equal and verdict.first is None and verdict.updates > 0
     verdict.exact = verdict.exact and verdict.bit_equal
     return verdict
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _rounding_of(value: torch.Tensor) -> float:

@@ -61,8 +61,8 @@ class Row:
         restores: paths of state that the unit keeps between passes (`kept_state.py`), with which those of the reference begin.
         constant_draws: random operators give every sample the same numbers (`constant_draws.py`).
         fits_some: nobody asked for it by name; a model that cannot be run so is not a failure, and a note says why.
-        brief: an earlier row has the same but for the number of ranks, the split, the optimizer or the order of a schedule:
-            fewer updates are compared, if those of earlier rows end within the first epoch (`on_ranks.py`).
+        brief: an earlier row has the same but for the number of ranks, the split, the optimizer or the order of a schedule, or
+            earlier ones have its directions: fewer updates are compared, if those of earlier rows end within the first epoch.
         eager: compilation is off in the row `yours`, too.
         compiles, half: what was found as it ran: that the script compiles; "bf16", "fp16" or "float8" if it computes in that.
     """
@@ -169,7 +169,7 @@ def _of_layout(
         rows += [replace(first, optimizer="sgd", brief=True)] if sgd else []
         rows += [replace(first, precision="bf16", accumulation=max(accumulation))] if bf16 else []
     if name == "tp" and layout == "tp" and 4 in several:
-        rows.append(Row("tp x fsdp", 4, Layout(tp=2), 1))
+        rows.append(Row("tp x fsdp", 4, Layout(tp=2), 1, brief=several[0] < 4))
     return rows
 
 
@@ -177,7 +177,14 @@ def _directions(several: Sequence[int], accumulation: Sequence[int]) -> list[Row
     """Each alone with the most micro-batches of an update, which a pipeline has under way at once."""
     first = next(iter(SCHEDULES))
     return [
-        Row(name, size, Layout(**axes), max(accumulation), fits_some=True, brief="schedule" in axes and axes["schedule"] != first)
+        Row(
+            name,
+            size,
+            Layout(**axes),
+            max(accumulation),
+            fits_some=True,
+            brief=size > several[0] or axes.get("schedule", first) != first,
+        )
         for size in several
         for name, axes in DIRECTIONS.get(size, {}).items()
     ]

@@ -53,7 +53,7 @@ def prove(
         accumulation: micro-batches per update on each rank, tried at the smallest number of ranks above one.
         updates: how many optimizer updates are compared. A mistake shows in the first, as a rule; five let buffers, momentum
             and schedules take part. Within the first epoch, rows that differ from an earlier one in the number of ranks, the
-            accumulation, the optimizer or a pipeline's schedule alone are compared for two.
+            accumulation, the optimizer or a pipeline's schedule alone are compared for two; so are products of directions.
         float64: compare in float64, to 1e-11.
         sgd: each layout once with SGD in place of the unit's optimizer.
         parts: also the bit-equal mode, with global batches in so many micro-batches.

@@ -140,7 +140,7 @@ class Proving:
         if self._on_ranks.updates_of(ran.row) < self.updates:
             self._say(
                 "Rows that differ from an earlier one in the number of ranks, the accumulation, the optimizer or a pipeline's "
-                f"schedule alone were compared for {len(updates)} updates."
+                f"schedule alone, and products of directions on more ranks, were compared for {len(updates)} updates."
             )
         if len(updates) < self._on_ranks.updates_of(ran.row):
             self._say(f"The script ended after {len(updates)} of {self.updates} updates: no more were compared.")
