@@ -261,7 +261,7 @@ def test_a_chat_tunes_the_adapter_of_a_folder_alone_and_no_prompt_counts(
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     text = _start(echelon_command, "chat.py", "--epochs", "2", "--model", "base", "--layout", "fsdp")
-    assert re.search(r"held-out loss [345]\.\d+ nats", text), text
+    assert re.search(r"held-out loss [0-3]\.\d+ nats", text), text  # of the folder itself 6
     tuned = peft.PeftModel.from_pretrained(base, tmp_path / "runs" / "chat" / "adapter")
     assert any(float(p.abs().max()) > 0 for n, p in tuned.named_parameters() if "lora_B" in n)
 
