@@ -112,6 +112,35 @@ def test_bf16_is_compared_with_one_process_in_bf16() -> None:
 
 
 @pytest.mark.full
+def test_an_own_loop_of_several_optimizers_is_compared_without_accumulation(tmp_path: Path) -> None:
+    (tmp_path / "gan.py").write_text("""
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+import echelon as ech
+ech.init_from_env()
+torch.manual_seed(3)
+g, c = (nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1)) for width in (4, 1))
+og, oc = torch.optim.SGD(g.parameters(), 1e-2), torch.optim.SGD(c.parameters(), 1e-2)
+x = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+loader = ech.Loader(torch.utils.data.TensorDataset(x, x[:, :1]), global_batch=16, accumulation=2)
+g, c, og, oc, loader = ech.prepare(g, c, og, oc, loader, layout="ddp")
+for noise, real in loader:
+    with ech.window(g) as window:
+        made = g(noise)
+        oc.zero_grad()
+        window.backward((softplus(-c(real)) + softplus(c(made.detach()))).mean())
+        oc.step()
+        og.zero_grad()
+        window.backward(softplus(-c(made)).mean())
+        og.step()
+""")
+    proof = prove_target(Target(script=str(tmp_path / "gan.py")), matrix(["ddp"], [2], [1], sgd=False, yours=True), 2, True)
+    assert [result.verdict for result in proof.results] == ["not possible", "agrees"], proof.results
+    assert "with several optimizers and accumulation" in proof.results[0].message
+
+
+@pytest.mark.full
 def test_a_script_that_resumes_is_proved_from_its_beginning(tmp_path: Path) -> None:
     """Its checkpoint is of a complete run, so that nothing would be left to compare; and in float64 its data would be others."""
     text = f"""

@@ -51,6 +51,11 @@ _RESCALED = 0.25
 _NEVER_ROUNDING = 1e3  # times its tolerance: no further sample of rounding would change that
 _MOST_EXCUSED = 0.5  # of all elements, in float64, where an excuse means a gradient of nothing
 
+_IN_TURN = (
+    "in a loop of its own with several optimizers and accumulation, a loss meets other steps than in one process. Rows without "
+    "accumulation are compared; of a unit, whose compute_losses says in which order, all are."
+)
+
 
 class Proving:
     """What was run so far, and the references, by the data that they trained on."""
@@ -186,6 +191,9 @@ class Proving:
                 else "it never called echelon's train, fit or prepare"
             )
             result.verdict, result.message = "failed", f"there is nothing to compare: {what}."
+            return
+        if records[0]["kind"] == "several optimizers" and (row.accumulation or records[0]["accumulation"]) > 1:
+            result.verdict, result.message = "not possible", _IN_TURN
             return
         self._say_how(ran)
         times = records[0]["step_s"][1:] or records[0]["step_s"]
