@@ -68,7 +68,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (ech.UnitOptions, {"prefetch": 3}, "True or False, got 3"),
     (unit, {"accumulate": True}, "a whole number of at least 1, or None for the loader's, got True"),
     (ech.units.AutoPredictUnit, {"module": None}, "a torch.nn.Module, got None"),
-    (partial(ech.units.AutoPredictUnit, module=linear()), {"device": 3}, "a torch.device or None, got 3"),
+    (ech.UnitOptions, {"device": 3}, "a torch.device or None, got 3"),
     # --- the entry points
     (lambda timer: ech.train(unit(), DATA, max_epochs=1, timer=timer), {"timer": 3}, r"an object whose time\(name\) .*got 3"),
     (lambda timer: ech.fit(unit(), DATA, DATA, max_epochs=1, timer=timer), {"timer": "x"}, "an object whose time.*got 'x'"),

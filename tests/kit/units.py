@@ -32,13 +32,14 @@ def under_each(layouts: list[str], fn: Callable[..., Any], *args: Any) -> dict[s
 
 
 class Regression(ech.AutoUnit[Batch]):
-    """Least squares with SGD; remembers the loss and the norm of each update."""
+    """Least squares with SGD; remembers the loss and the norm of each update. Takes what is in UnitOptions beside the rest."""
 
     def __init__(self, *, lr: float = 0.1, optimizer: str = "SGD", schedule: Any = None, **options: Any) -> None:
         options.setdefault("module", net())
-        device = options.pop("device", torch.device("cpu"))
+        nested: dict[str, Any] = {"device": torch.device("cpu")}
+        nested |= {field.name: options.pop(field.name) for field in dataclasses.fields(ech.UnitOptions) if field.name in options}
         given = options.get("options") or ech.UnitOptions()
-        options["options"] = dataclasses.replace(given, device=device) if isinstance(given, ech.UnitOptions) else given
+        options["options"] = dataclasses.replace(given, **nested) if isinstance(given, ech.UnitOptions) else given
         super().__init__(**options)
         self.lr, self.kind, self.schedule = lr, optimizer, schedule
         self.norms: list[float] = []

@@ -23,19 +23,19 @@ def _step_schedule(optimizer: Any) -> Any:
 
 
 def _rate_after(interval: str, size: int = 2, layout: str | None = None) -> float:
-    unit = Regression(lr=1.0, layout=layout, schedule=_step_schedule, step_lr_interval=interval, gradient_accumulation_steps=size)
+    unit = Regression(lr=1.0, layout=layout, schedule=_step_schedule, lr_interval=interval, accumulate=size)
     ech.train(unit, [batch(2, i) for i in range(4)], max_epochs=2)
     return float(unit.optimizer.param_groups[0]["lr"])
 
 
 def test_schedulers_step_per_update_or_per_epoch() -> None:
-    assert _rate_after("step") == 0.5**4  # two epochs of two updates
+    assert _rate_after("update") == 0.5**4  # two epochs of two updates
     assert _rate_after("epoch") == 0.5**2
 
 
 def test_the_schedule_is_the_same_on_two_ranks(ranks: Ranks) -> None:
     """Accelerate steps it once per process and step."""
-    assert ranks(2, _rate_after, "step", layout="ddp") == [0.5**4] * 2
+    assert ranks(2, _rate_after, "update", layout="ddp") == [0.5**4] * 2
 
 
 def _alone(layout: str | None) -> dict[str, torch.Tensor]:
@@ -183,14 +183,14 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: Ranks) -> None:
 
 def test_recompute_changes_no_gradient_and_no_name() -> None:
     data = [batch(4, i) for i in range(3)]
-    unit = Regression(activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
+    unit = Regression(recompute=ech.layouts.ActivationCheckpointParams())
     ech.train(unit, data, max_epochs=1)
     want, _, _ = plain_training([[b] for b in data])
     assert largest_difference(whole(unit.module), want) < 1e-12
 
 
 def _recompute_sharded() -> dict[str, torch.Tensor]:
-    unit = Regression(layout="fsdp", activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
+    unit = Regression(layout="fsdp", recompute=ech.layouts.ActivationCheckpointParams())
     ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
     return whole(unit.module)
 
@@ -204,7 +204,7 @@ def test_recompute_really_forgets_activations() -> None:
     calls = []
     module = net()
     module.blocks[0][0].register_forward_hook(lambda *a: calls.append(1))
-    unit = Regression(module=module, activation_checkpoint_params=ech.layouts.ActivationCheckpointParams())
+    unit = Regression(module=module, recompute=ech.layouts.ActivationCheckpointParams())
     ech.train(unit, [batch(4, 0)], max_epochs=1)
     assert len(calls) == 2
 
@@ -212,7 +212,7 @@ def test_recompute_really_forgets_activations() -> None:
 def test_compile_changes_no_name_and_no_number() -> None:
     """With dynamo's own "eager" backend: what inductor makes of a graph is torch's business, and takes half a minute."""
     data = [batch(4, i) for i in range(3)]
-    unit = Regression(torch_compile_params=ech.layouts.TorchCompileParams(backend="eager"))
+    unit = Regression(compile=ech.layouts.TorchCompileParams(backend="eager"))
     ech.train(unit, data, max_epochs=1)
     want, _, _ = plain_training([[b] for b in data])
     assert largest_difference(whole(unit.module), want) < 1e-12
@@ -266,7 +266,7 @@ def _wrapped_by_hand(how: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         for block in module.blocks:
             fully_shard(block)
         fully_shard(module)
-    unit = Regression(module=module, gradient_accumulation_steps=2, clip_grad_norm=0.5)
+    unit = Regression(module=module, accumulate=2, clip_grad_norm=0.5)
     ech.train(unit, [batch(4, 10 * dist.get_rank() + i, dtype) for i in range(3)], max_epochs=1)
     if how == "fsdp1":
         with FullyShardedDataParallel.summon_full_params(module):
@@ -351,7 +351,7 @@ def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks
     ("options", "message"),
     [
         ({"accumulate": 0}, "accumulate must be a whole number of at least 1, or None for the loader's, got 0"),
-        ({"step_lr_interval": "batch"}, "lr_interval must be 'update' or 'epoch', got 'batch'"),
+        ({"lr_interval": "batch"}, "lr_interval must be 'update' or 'epoch', got 'batch'"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm must be above 0, or None for no clipping, got 0.0"),
         ({"clip_grad_value": -1.0}, "clip_grad_value must be above 0, or None for no clipping, got -1.0"),
         ({"precision": "fp8"}, "precision must be .*, got 'fp8'"),
@@ -406,7 +406,7 @@ def test_a_scheduler_alone_is_not_taken_for_the_pair() -> None:
 
 
 def test_gradients_stay_for_hooks_when_they_are_cleared_at_the_start() -> None:
-    unit = Regression(zero_grad_at_train_step_start=True)
+    unit = Regression(zero_grad_first=True)
     ech.train(unit, [batch(2, 0)], max_epochs=1)
     assert all(p.grad is not None for p in unit.module.parameters())
     other = Regression()
@@ -440,7 +440,7 @@ def test_auto_predict_unit_moves_and_predicts() -> None:
         def on_predict_step_end(self, state: ech.State, data: Any, step: int, out: Any) -> None:
             outputs.append((step, tuple(out.shape)))
 
-    ech.predict(Predicts(module=net(), device=torch.device("cpu")), [batch(3, 0)[0], batch(2, 1)[0]])
+    ech.predict(Predicts(module=net(), options=ech.UnitOptions(device=torch.device("cpu"))), [batch(3, 0)[0], batch(2, 1)[0]])
     assert outputs == [(0, (3, 1)), (1, (2, 1))]
 
 

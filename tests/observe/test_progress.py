@@ -163,7 +163,7 @@ def test_a_run_folder_gets_a_record_for_every_update(tmp_path: Path, monkeypatch
     run = ech.evidence.RunDir.create(tmp_path, "here")
     for name, value in run.to_env().items():
         monkeypatch.setenv(name, value)
-    unit = Regression(gradient_accumulation_steps=2, clip_grad_norm=1.0)
+    unit = Regression(accumulate=2, clip_grad_norm=1.0)
     ech.fit(unit, [batch(4, 0), batch(2, 1), batch(3, 2)], [batch(5, 3)], max_epochs=1)
     training = [r for r in read_lines(run.metrics) if "loss" in r]
     evaluation = [r for r in read_lines(run.metrics) if "eval_loss" in r]

@@ -237,7 +237,7 @@ def test_recompute_and_compile() -> None:
 
 def test_the_compiler_backend_that_draws_other_masks_is_refused() -> None:
     with pytest.raises(UsageError, match="aot_eager"):
-        Regression(torch_compile_params=ech.layouts.TorchCompileParams(backend="eager"), activation_checkpoint_params=Params())
+        Regression(compile=ech.layouts.TorchCompileParams(backend="eager"), recompute=Params())
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def _trained(layout: str) -> dict[str, dict[str, torch.Tensor]]:
     for name, params in {"plain": None, **CHOICES}.items():
         module = _normed()
         ech.seed(5)
-        unit = Regression(module=module, layout=layout, activation_checkpoint_params=params, gradient_accumulation_steps=2)
+        unit = Regression(module=module, layout=layout, recompute=params, accumulate=2)
         ech.train(unit, [batch(5, 10 * unit.prepared.dp_rank + i) for i in range(4)], max_epochs=1)
         buffers = {n: b.detach().clone() for n, b in unit.prepared.unwrapped.named_buffers()}
         found[name] = {**whole(unit.module), **buffers}
@@ -317,7 +317,7 @@ def _masks(layout: str) -> list[tuple[int, list[torch.Tensor]]]:
     for params in (None, Params()):
         module = _with_masks()
         masks = [m for m in module.modules() if isinstance(m, Masks)]
-        unit = Regression(module=module, layout=layout, activation_checkpoint_params=params)
+        unit = Regression(module=module, layout=layout, recompute=params)
         ech.train(unit, [batch(16, i) for i in range(2)], max_epochs=1)
         if params is not None:
             assert all(len(m.drawn) == 4 for m in masks)  # forward, again, forward, again

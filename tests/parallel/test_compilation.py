@@ -112,7 +112,7 @@ def _under(layouts: list[tuple[str, str, Any]]) -> dict[str, float]:
         unit = Regression(
             layout=layout,
             compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend, fullgraph=True),
-            activation_checkpoint_params=recomputed,
+            recompute=recomputed,
         )
         assert all(isinstance(block.forward, Compiled) for block in unit.prepared.unwrapped.blocks)
         rank, size = unit.prepared.dp_rank, unit.prepared.dp_size
@@ -141,7 +141,7 @@ def _compiled_by_hand(how: str) -> tuple[float, int, list[str]]:
     torch._dynamo.reset()
     backend, module = Counting(), net()
     wrapped: Any = nn.parallel.DistributedDataParallel(module) if how == "ddp" else torch.distributed.fsdp.fully_shard(module)
-    unit = Regression(module=torch.compile(wrapped, backend=backend), gradient_accumulation_steps=2, clip_grad_norm=0.5)
+    unit = Regression(module=torch.compile(wrapped, backend=backend), accumulate=2, clip_grad_norm=0.5)
     rank = unit.prepared.dp_rank
     ech.train(unit, [batch(4, 10 * step + rank) for step in range(3)], max_epochs=1)
     rows = [[batch(4, 10 * step + r) for r in range(2)] for step in range(3)]
@@ -170,7 +170,7 @@ def _saved(
     if module is None:
         module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
     ech.layouts.prepare_module(
-        module, CPU, compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend), activation_checkpoint_params=params
+        module, CPU, compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend), recompute=params
     )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(torch.randn(64, width)).sum().backward()
@@ -216,7 +216,7 @@ def _off_by(how: str, backend: str, budget: float, layout: str = "none", options
         CPU,
         layout=layout,
         compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend, options=options),
-        activation_checkpoint_params=ech.layouts.ActivationCheckpointParams(memory_budget=budget),
+        recompute=ech.layouts.ActivationCheckpointParams(memory_budget=budget),
     )
     at, way, step = torch.randn(16, 16).double(), torch.randn(16, 16).double(), 1e-5
 
@@ -318,9 +318,7 @@ def test_presets_by_name_are_the_values() -> None:
 def test_prove_leaves_compile_and_its_budget_out(caplog: pytest.LogCaptureFixture) -> None:
     impose(Overrides(compile=False))
     try:
-        unit = Regression(
-            compile="blocks", activation_checkpoint_params=ech.layouts.ActivationCheckpointParams(memory_budget=0.5)
-        )
+        unit = Regression(compile="blocks", recompute=ech.layouts.ActivationCheckpointParams(memory_budget=0.5))
         assert not any(isinstance(block.forward, Compiled) for block in unit.module.blocks)
     finally:
         impose(None)
@@ -334,7 +332,7 @@ def test_prove_leaves_compile_and_its_budget_out(caplog: pytest.LogCaptureFixtur
         ({"compile": True, "torch_compile_params": ech.layouts.TorchCompileParams()}, "which are the same"),
         ({"compile": ech.layouts.TorchCompileParams(backend="tvm2")}, "must be one of .*'inductor'.*or a function, got 'tvm2'"),
         (
-            {"activation_checkpoint_params": "full"},
+            {"recompute": "full"},
             r"must be 'none', 'blocks', 'selective' or Activ.*memory_budget=0\.6.*got 'full'",
         ),
     ],

@@ -125,7 +125,7 @@ CASES: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
     "auxiliary": (2, "auxiliary", "modules", {"clip_grad_norm": 0.3}),
     "one expert a token": (1, None, "grouped", {"lr": 0.02, "clip_grad_norm": float("inf")}),
     "frozen router": (2, "loss_free", "modules", {"clip_grad_norm": 0.3}),
-    "recomputed": (2, "auxiliary", "grouped", {"clip_grad_norm": 0.3, "activation_checkpoint_params": "blocks"}),
+    "recomputed": (2, "auxiliary", "grouped", {"clip_grad_norm": 0.3, "recompute": "blocks"}),
 }
 UPDATES = 20
 
@@ -185,7 +185,7 @@ def _in_plain_names(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _ours(layout: Any, case: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     k, balance, kind, options = CASES[case]
     model = _freeze(_models(k, balance, kind)[0], case)
-    unit = Unit(module=model, layout=layout, gradient_accumulation_steps=2, **options)
+    unit = Unit(module=model, layout=layout, accumulate=2, **options)
     rank, size = unit.prepared.dp_rank, unit.prepared.dp_size
     ech.train(unit, [micro[rank] for window in _windows(size) for micro in window], max_epochs=1)
     got = _in_plain_names(whole(unit.module))
@@ -358,7 +358,7 @@ def test_stages_read_a_checkpoint_of_any_layout(ranks: Ranks, tmp_path: Path) ->
 def _counted_in_stages(layout: Any) -> list[float]:
     torch.manual_seed(0)
     model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
-    unit = Silent(module=model, layout=layout, gradient_accumulation_steps=4, clip_grad_norm=float("inf"))
+    unit = Silent(module=model, layout=layout, accumulate=4, clip_grad_norm=float("inf"))
     found: list[float] = []
     routers = [part for part in unit.prepared.unwrapped.modules() if hasattr(part, "seen")]
     data = [batch(ROWS, seed) for seed in range(8)]
