@@ -128,7 +128,7 @@ def test_a_job_that_has_not_joined_is_refused(monkeypatch: pytest.MonkeyPatch) -
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    for layout in PARALLEL:
+    for layout in (*PARALLEL, "tp=2", "cp=2", "pp=2", "dp_shard=2"):
         with pytest.raises(ech.EchelonError, match="has not joined"):
             Regression(layout=layout)
 

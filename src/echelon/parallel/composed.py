@@ -34,7 +34,7 @@ from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor.tensor import Chosen, check_tensor, equalize, split_layers
-from echelon.world.init import World, ensure_group, rank_info
+from echelon.world.init import World, check_joined, ensure_group, rank_info
 from echelon.world.mesh import AXES, ParallelDims
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ class Layout(Strategy):
         return ParallelDims.of(world_size, **{name: getattr(self, name) for name in (*AXES, "ep")})
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        check_joined()
         dims = self.dims(world.size)
         if self.dp_replicate != 1 and not set(dims.used) - {"dp_replicate"} and self.fsdp is None:
             return DDPStrategy().prepare(module, world, recipe)

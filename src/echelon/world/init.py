@@ -30,7 +30,7 @@ from echelon.world.handshake import Said, greet, greeted
 from echelon.world.meeting import Facts, meet, refusal
 from echelon.world.store import store_of
 
-__all__ = ["World", "ensure_group", "init_from_env", "is_main", "rank", "rank_info", "world_size"]
+__all__ = ["World", "check_joined", "ensure_group", "init_from_env", "is_main", "rank", "rank_info", "world_size"]
 
 
 # torch's default is 30 minutes, which is what a hang then costs. A collective that takes ten has gone wrong.
@@ -261,18 +261,26 @@ def _end_calmly() -> None:
     atexit.register(time.sleep, _LAST_WORK_S)
 
 
+def check_joined() -> None:
+    """Refuse a world of one where several ranks were launched.
+
+    Raises:
+        LauncherEnvironmentError: this rank has not joined the others.
+    """
+    if not dist.is_initialized() and (info := RankInfo.from_env()).world_size > 1:
+        raise LauncherEnvironmentError(
+            f"{info.world_size} ranks were launched, but rank {info.rank} has not joined the others. "
+            "Call echelon.init_from_env() first."
+        )
+
+
 def ensure_group(device: torch.device) -> None:
     """Start a group of one if there is none: sharding needs a group, even for one rank.
 
     Raises:
         LauncherEnvironmentError: several ranks were launched; each alone would train a model of its own.
     """
+    check_joined()
     if not dist.is_initialized():
-        info = RankInfo.from_env()
-        if info.world_size > 1:
-            raise LauncherEnvironmentError(
-                f"{info.world_size} ranks were launched, but rank {info.rank} has not joined the others. "
-                "Call echelon.init_from_env() first."
-            )
         _end_calmly()
         dist.init_process_group(_backend_of(device), store=dist.HashStore(), rank=0, world_size=1)

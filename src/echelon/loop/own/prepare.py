@@ -82,7 +82,7 @@ def prepare(
             modules that no optimizer trains: a copy, such as an average of the weights, is split as the model is. Of models,
             optimizers and schedulers there may be several, which train together: see `window`. A
             torch DataLoader's batch size is that of one process, which the ranks share; with a DistributedSampler, each rank's.
-        layout, precision, compile, recompute, device: as in AutoUnit.
+        layout, precision, compile, recompute, device: as in AutoUnit. Who gives a device calls `init_from_env` before.
         accumulate: batches of a rank in an update; by default the loader's, 1 for a DataLoader.
         checkpoints: a folder, or a Checkpoints, which says when to save there and what stays: the newest there is restored,
             before this returns. Or a DistributedCheckpointSaver.
