@@ -112,7 +112,7 @@ def test_echelon_prove_agrees(echelon_command: Command, name: str) -> None:
     rows = json.loads(done.stdout)["rows"]
     # And with SGD in place of its optimizer; not of a step of its own. The layout of the experts is a row more.
     assert done.returncode == 0 and len(rows) == {"moe.py": 5, "nodes.py": 6}.get(name, 4), done.stdout + done.stderr
-    assert {row["verdict"] for row in rows} == {"agrees"}, rows
+    assert {row["verdict"] for row in rows} <= {"agrees", "bit-equal"}, rows
 
 
 # --- contrastive: the gradient
