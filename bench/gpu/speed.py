@@ -20,7 +20,7 @@ from bench.gpu.runner import Setting
 from bench.gpu.work import Batches, Fit, adamw, settle
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.records.peaks import peak_flops
 
 WARM, TIMED, ROWS, CLIP = 4, 8, 4, 1.0

@@ -24,7 +24,7 @@ from bench.gpu.runner import Setting
 from bench.gpu.work import Batches, Fit, tiny
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel import LAYOUTS
 
 SAYS = "called a synchronizing CUDA operation"  # torch's words

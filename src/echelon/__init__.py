@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from echelon import loggers as loggers
     from echelon import nn as nn
     from echelon import units as units
-    from echelon.contracts.errors import CheckpointError, EchelonError, RankFailedError, UsageError
+    from echelon.common.errors import CheckpointError, EchelonError, RankFailedError, UsageError
     from echelon.contracts.rank import RankInfo
     from echelon.data.loader import Loader
     from echelon.data.packed import Packed
@@ -187,7 +187,7 @@ __all__ = [
 
 # Where each name lives, below `echelon.`; a test holds this against `__all__`, the imports and the page above.
 _NAMES = {
-    "contracts.errors": ["CheckpointError", "EchelonError", "RankFailedError", "UsageError"],
+    "common.errors": ["CheckpointError", "EchelonError", "RankFailedError", "UsageError"],
     "contracts.rank": ["RankInfo"],
     "data.loader": ["Loader"],
     "data.packed": ["Packed"],
@@ -299,7 +299,7 @@ def __dir__() -> list[str]:
 
 
 def _print_uncaught(*exception: Any) -> None:
-    from echelon.contracts.traces import print_uncaught  # only a script that fails pays for it
+    from echelon.common.traces import print_uncaught  # only a script that fails pays for it
 
     print_uncaught(*exception)
 

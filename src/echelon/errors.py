@@ -1,6 +1,6 @@
 """The errors that echelon raises: each is an EchelonError, and the builtin exception that it resembles."""
 
-from echelon.contracts.errors import (
+from echelon.common.errors import (
     CallbackError,
     CheckpointCorruptError,
     CheckpointError,

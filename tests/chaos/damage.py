@@ -16,7 +16,7 @@ from typing import Any
 
 import echelon as ech
 from echelon.checkpoint import manifest
-from echelon.contracts.errors import CheckpointCorruptError
+from echelon.common.errors import CheckpointCorruptError
 from tests.chaos.forks import run
 from tests.chaos.program import END, NEW, OLD, Saver, Told, digest, scratch, train, unit_and_loader, written
 

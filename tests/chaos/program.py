@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import echelon as ech
 from echelon.checkpoint import manifest
-from echelon.contracts.errors import CheckpointError, CheckpointInUseError
+from echelon.common.errors import CheckpointError, CheckpointInUseError
 from tests.chaos import forks
 from tests.chaos.forks import COUNT, FAIL, KILL, TEAR, arm, calls
 from tests.kit.models import batch, net

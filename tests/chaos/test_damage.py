@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from echelon.checkpoint import commit, manifest
-from echelon.contracts.errors import CheckpointCorruptError
+from echelon.common.errors import CheckpointCorruptError
 from tests.chaos.damage import NEWER, OLDER
 from tests.chaos.forks import Forks
 

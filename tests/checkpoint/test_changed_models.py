@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import echelon as ech
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.common.errors import EchelonError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, whole
 from tests.kit.units import KINDS, Regression, under_each

@@ -19,7 +19,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.checkpoint import commit
-from echelon.contracts.errors import CheckpointError, CheckpointNotFoundError, RanksDisagreeError, UsageError
+from echelon.common.errors import CheckpointError, CheckpointNotFoundError, RanksDisagreeError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.saving import DATA, make_loader, make_unit, resume, train_and_save, uninterrupted

@@ -17,7 +17,7 @@ import echelon as ech
 from echelon.checkpoint import commit, tensorfile
 from echelon.checkpoint.buffers import Buffers
 from echelon.checkpoint.snapshot import Snapshot
-from echelon.contracts.errors import CheckpointError, CheckpointWriteError, UsageError
+from echelon.common.errors import CheckpointError, CheckpointWriteError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, whole
 from tests.kit.saving import make_loader, make_unit

@@ -21,7 +21,7 @@ import echelon as ech
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.lease import Lease
 from echelon.checkpoint.policy import Keep
-from echelon.contracts.errors import (
+from echelon.common.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointInUseError,
@@ -218,7 +218,7 @@ def test_without_locks_the_text_of_the_lease_decides(tmp_path: Path, monkeypatch
         (tmp_path / ".lease").write_text(json.dumps({**text, **changes}))
 
     parent = os.getppid()
-    from echelon.contracts.machine import started_at
+    from echelon.common.machine import started_at
 
     left(pid=parent, start=started_at(parent))
     with pytest.raises(CheckpointInUseError):

@@ -21,14 +21,14 @@ from echelon.checkpoint import commit, header, location, manifest, strict
 from echelon.checkpoint.background import _done
 from echelon.checkpoint.lease import Lease
 from echelon.cli.main import main
-from echelon.contracts.errors import (
+from echelon.common.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointInUseError,
     CheckpointMismatchError,
     CheckpointWriteError,
 )
-from echelon.contracts.terminal import printable
+from echelon.common.terminal import printable
 from tests.kit import forged
 from tests.kit.forged import (
     DEEP,

@@ -21,7 +21,7 @@ import echelon as ech
 from echelon.checkpoint import commit, location, manifest, store, strict, structure
 from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.cli.main import main
-from echelon.contracts.errors import (
+from echelon.common.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 import echelon as ech
 from echelon.checkpoint import plain
 from echelon.checkpoint.location import Remote
-from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from echelon.common.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.loop.checkpointing import changes
 from echelon.parallel.state.optimizer_state import OptimizerState

@@ -14,7 +14,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.checkpoint import manifest
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
+from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, whole
 from tests.kit.units import Regression

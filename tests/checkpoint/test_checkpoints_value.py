@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import echelon as ech
 from echelon.checkpoint import manifest
-from echelon.contracts.errors import CheckpointError, RanksDisagreeError, UsageError
+from echelon.common.errors import CheckpointError, RanksDisagreeError, UsageError
 from echelon.loop.checkpointing.timetable import Timetable
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole

@@ -14,7 +14,7 @@ import torch
 
 from echelon.checkpoint import checksum, manifest, tensorfile
 from echelon.checkpoint.checksum import Sums
-from echelon.contracts.machine import usable_cores
+from echelon.common.machine import usable_cores
 
 
 @pytest.fixture

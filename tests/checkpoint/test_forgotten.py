@@ -13,7 +13,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.checkpoint.renamed import moved, suggest
-from echelon.contracts.errors import CheckpointMismatchError
+from echelon.common.errors import CheckpointMismatchError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, whole
 from tests.kit.units import Regression

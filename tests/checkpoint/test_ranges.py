@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from echelon.checkpoint import ranges
 from echelon.checkpoint.strict import Wrong
 from echelon.checkpoint.tensorfile import TensorFile
-from echelon.contracts.errors import CheckpointCorruptError
+from echelon.common.errors import CheckpointCorruptError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import echelon as ech
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.policy import BestCheckpointConfig
-from echelon.contracts.errors import CheckpointError, CheckpointMismatchError
+from echelon.common.errors import CheckpointError, CheckpointMismatchError
 from echelon.loop.progress import Progress
 from echelon.world import rng
 from tests.conftest import Ranks

@@ -13,7 +13,7 @@ import torch
 
 import echelon as ech
 from echelon.checkpoint import commit
-from echelon.contracts.errors import DivergedError, UsageError
+from echelon.common.errors import DivergedError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.units import Regression

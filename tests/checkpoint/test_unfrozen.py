@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import echelon as ech
 from echelon.checkpoint import manifest
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
+from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.units import Regression

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.contracts.overrides import VARIABLE, Overrides, impose, overrides
 from tests.kit.models import batch
 from tests.kit.units import Regression

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import CheckpointError, EchelonError, UsageError
+from echelon.common.errors import CheckpointError, EchelonError, UsageError
 from tests.compat.fairscale import far, loss, mine, oss, updates, values
 from tests.kit.models import batch, largest_difference, net
 from tests.kit.units import Regression

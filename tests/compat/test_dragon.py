@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import echelon as ech
+from echelon.common.errors import UsageError
 from echelon.compat.dragon.ai.collective_group import CollectiveGroup, RankInfo
 from echelon.compat.dragon.infrastructure.policy import Policy
 from echelon.compat.dragon.native.machine import Node, System, cpu_count, current
-from echelon.contracts.errors import UsageError
 
 
 def where(factor: int) -> tuple[int, int, int, int, list[int]]:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.common.errors import UsageError
 from echelon.compat.fairscale.nn import ShardedDataParallel
 from echelon.compat.fairscale.optim import OSS
-from echelon.contracts.errors import UsageError
 from tests.compat.fairscale import loss, mine, oss, updates, values
 from tests.conftest import Ranks
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from echelon.common.errors import UsageError
 from echelon.compat import fairscale
 from echelon.compat.fairscale.absent import BELOW, INSTEAD
 from echelon.compat.fairscale.nn import FlattenParamsWrapper
 from echelon.compat.fairscale.nn.misc.flatten_params_wrapper import FlatParameter
-from echelon.contracts.errors import UsageError
 
 
 class Tied(nn.Module):

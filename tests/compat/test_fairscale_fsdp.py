@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.common.errors import UsageError
 from echelon.compat.fairscale.nn import FullyShardedDataParallel, auto_wrap, enable_wrap, wrap
 from echelon.compat.fairscale.nn.data_parallel import auto_wrap_bn, get_fsdp_instances
 from echelon.compat.fairscale.nn.data_parallel.options import check
 from echelon.compat.fairscale.nn.wrap import config_auto_wrap_policy, default_auto_wrap_policy
 from echelon.compat.fairscale.nn.wrap.auto_wrap import ConfigAutoWrap
-from echelon.contracts.errors import UsageError
 from tests.compat.fairscale import far, loss, mine, updates
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.common.errors import UsageError
 from echelon.compat.fairscale.nn import FullyShardedDataParallel
 from echelon.compat.fairscale.nn.data_parallel import TrainingState
 from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import ProcessGroupName
-from echelon.contracts.errors import UsageError
 from tests.compat.fairscale import loss
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net

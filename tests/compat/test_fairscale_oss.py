@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.common.errors import CheckpointError, CheckpointMismatchError, UsageError
 from echelon.compat.fairscale.nn import ShardedDataParallel
 from echelon.compat.fairscale.optim import OSS
-from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, UsageError
 from tests.compat.fairscale import far, loss, mine, same, updates, values
 from tests.conftest import Ranks, clean_environment
 from tests.kit.models import Batch, Net, batch, largest_difference, net, plain_training

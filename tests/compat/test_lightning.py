@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import echelon as ech
+from echelon.common.errors import UsageError
 from echelon.compat.names import Missing
-from echelon.contracts.errors import UsageError
 
 
 @pytest.mark.parametrize("module", ["lightning", "lightning.pytorch"])

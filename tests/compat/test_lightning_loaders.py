@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import echelon
+from echelon.common.errors import CheckpointMismatchError, UsageError
 from echelon.compat.lightning.pytorch import Callback, LightningModule, Trainer
 from echelon.compat.lightning.pytorch.callbacks import ModelCheckpoint
-from echelon.contracts.errors import CheckpointMismatchError, UsageError
 from echelon.contracts.overrides import Overrides, impose
 from tests.kit.models import largest_difference
 from tests.kit.units import Regression

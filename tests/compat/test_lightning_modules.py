@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
+from echelon.common.errors import CheckpointUnreadableError, EchelonError, UsageError
 from echelon.compat.lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
 from echelon.compat.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from echelon.compat.lightning.pytorch.reading import facts_of as read_facts
-from echelon.contracts.errors import CheckpointUnreadableError, EchelonError, UsageError
 from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Autoencoder, Classifier, Transformer, images, loader_of, made, plainly
 from tests.conftest import clean_environment

@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon.cli.main import main
+from echelon.common.errors import CheckpointInUseError, EchelonError, UsageError
 from echelon.compat.lightning.pytorch import Callback, LightningModule, Trainer
 from echelon.compat.lightning.pytorch.callbacks import ModelCheckpoint
 from echelon.compat.lightning.pytorch.loggers import CSVLogger
-from echelon.contracts.errors import CheckpointInUseError, EchelonError, UsageError
 from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Classifier, loader_of, made
 from tests.conftest import clean_environment

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import echelon as ech
+from echelon.common.errors import RankFailedError, UsageError
 from echelon.compat.nntool.slurm import Job, SlurmArgs, SlurmConfig, SlurmFunction, slurm_fn, slurm_function, slurm_launcher
-from echelon.contracts.errors import RankFailedError, UsageError
 from tests.conftest import clean_environment
 
 # What nntool 2.2.0 publishes.

@@ -18,13 +18,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import echelon as ech
+from echelon.common.errors import CheckpointCorruptError, CheckpointError
 from echelon.compat.torchtnt.framework import EvalUnit, PredictUnit, TrainUnit, evaluate, fit, predict, train
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
 from echelon.compat.torchtnt.utils import checkpoint
 from echelon.compat.torchtnt.utils.checkpoint import BestCheckpointConfig, CheckpointManager, CheckpointPath, MetricData, Phase
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, whole
 from tests.kit.units import Regression
@@ -528,8 +528,8 @@ def test_hostile_checkpoints_of_torchtnt_are_refused_and_run_nothing(tmp_path: P
 
 
 def test_names_that_are_not_here_can_be_imported() -> None:
+    from echelon.common.errors import UsageError
     from echelon.compat.fairscale.nn import Pipe
-    from echelon.contracts.errors import UsageError
 
     assert not isinstance(nn.Linear(1, 1), Pipe)
     for use in (lambda: Pipe(nn.Linear(1, 1)), lambda: Pipe.balance, lambda: type("Mine", (), {})() and _subclass(Pipe)):

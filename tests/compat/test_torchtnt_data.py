@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import echelon as ech
+from echelon.common.errors import RanksDisagreeError, UsageError
 from echelon.compat.torchtnt.utils.data import (
     AbstractRandomDataset,
     CudaDataPrefetcher,
@@ -34,7 +35,6 @@ from echelon.compat.torchtnt.utils.data.iterators import (
     StoppingMechanism,
 )
 from echelon.compat.torchtnt.utils.data.synthetic_data import generate_random_square_image_tensor
-from echelon.contracts.errors import RanksDisagreeError, UsageError
 from echelon.data.parts import Padding
 from tests.conftest import Ranks
 from tests.kit import models

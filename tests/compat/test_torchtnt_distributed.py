@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.common.errors import LauncherEnvironmentError, RankFailedError, UsageError
 from echelon.compat.torchtnt import utils
 from echelon.compat.torchtnt.utils import device, distributed, env, rank_zero_log, test_utils
 from echelon.compat.torchtnt.utils.distributed import PGWrapper, rank_zero_read_and_broadcast, sync_bool
-from echelon.contracts.errors import LauncherEnvironmentError, RankFailedError, UsageError
 from echelon.launcher.functions.run import launch
 from echelon.parallel.ddp.sync_batchnorm import LocalBatchNorm, sync_batchnorm
 from tests.conftest import Ranks

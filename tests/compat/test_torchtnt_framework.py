@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import echelon as ech
+from echelon.common.errors import UnitError, UsageError
 from echelon.compat.torchtnt.framework import AutoPredictUnit, AutoUnit, EvalUnit, TestUnit, TrainUnit, fit
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
 from echelon.compat.torchtnt.utils.device_mesh import GlobalMeshCoordinator
 from echelon.compat.torchtnt.utils.prepare_module import TPStrategy
-from echelon.contracts.errors import UnitError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import whole
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from tests.conftest import clean_environment
 
 HERE = Path(__file__).parent

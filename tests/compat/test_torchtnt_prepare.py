@@ -18,6 +18,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, S
 
 import echelon as ech
 from echelon.checkpoint import manifest
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.framework.auto_unit import AutoPredictUnit, AutoUnit
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.utils import checkpoint, fsdp_utils, precision, stateful
@@ -37,7 +38,6 @@ from echelon.compat.torchtnt.utils.progress import (
     estimated_steps_in_loop,
 )
 from echelon.compat.torchtnt.utils.swa import AveragedModel
-from echelon.contracts.errors import UsageError
 from tests.compat.fairscale import mine, updates
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, plain_training, whole

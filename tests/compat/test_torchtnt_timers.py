@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import echelon as ech
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.utils import timer as native
 from echelon.compat.torchtnt.utils.timer import (
     AggregatedTimer,
@@ -26,7 +27,6 @@ from echelon.compat.torchtnt.utils.timer import (
     get_timer_summary,
     log_elapsed_time,
 )
-from echelon.contracts.errors import UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch
 from tests.kit.units import Regression

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.utils import event_handlers
 from echelon.compat.torchtnt.utils.event import Event
 from echelon.compat.torchtnt.utils.event_handlers import EventHandler, log_event, log_interval
@@ -38,7 +39,6 @@ from echelon.compat.torchtnt.utils.oom import (
 )
 from echelon.compat.torchtnt.utils.tqdm import close_progress_bar, create_progress_bar, update_progress_bar
 from echelon.compat.torchtnt.utils.version import get_python_version, get_torch_version, is_torch_version_geq, is_windows
-from echelon.contracts.errors import UsageError
 
 # --- memory
 

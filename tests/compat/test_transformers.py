@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, UsageError
+from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, UsageError
 from echelon.contracts.run_dir import RunDir
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import echelon as ech
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure, JobSpec

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.contracts import errors
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.common import errors
+from echelon.common.errors import EchelonError, UsageError
 from echelon.contracts.events import EventLog, LineReader, encode, read_lines
 from echelon.contracts.run_dir import RunDir, find_run, read_json, write_json
 

@@ -47,14 +47,14 @@ from hypothesis import strategies as st
 import echelon
 from echelon.checkpoint import manifest
 from echelon.cli.main import main
+from echelon.common.errors import CheckpointCorruptError, RankFailedError, UsageError
+from echelon.common.files import private_folder
+from echelon.common.machine import boot_id, started_at
+from echelon.common.redact import redacted, redacted_words, secret_values
+from echelon.common.terminal import OutputFilter, printable
 from echelon.contracts.between_attempts import note_begun
-from echelon.contracts.errors import CheckpointCorruptError, RankFailedError, UsageError
 from echelon.contracts.events import EventLog
-from echelon.contracts.files import private_folder
-from echelon.contracts.machine import boot_id, started_at
-from echelon.contracts.redact import redacted, redacted_words, secret_values
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.contracts.terminal import OutputFilter, printable
 from echelon.launcher.calls import write_value
 from echelon.launcher.cluster import node as node_of_job
 from echelon.launcher.cluster.background import LocalLauncher
@@ -397,7 +397,7 @@ def test_s8_a_secret_is_in_no_file_and_no_output(echelon_command: Callable[..., 
         outputs += [said.stdout, said.stderr]
         assert said.returncode == 0, said.stderr
     job = job_of(RunDir(tmp_path / "runs" / "sent"))
-    with pytest.raises(echelon.contracts.errors.RankFailedError) as raised:
+    with pytest.raises(echelon.common.errors.RankFailedError) as raised:
         job.result(60)
     assert CANARY not in str(raised.value) and CANARY not in "".join(outputs)
     # What the job is started with: the arguments, as they are. S10: nobody else reads it.

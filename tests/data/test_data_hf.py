@@ -14,7 +14,7 @@ from datasets.distributed import split_dataset_by_node
 from tqdm import tqdm
 
 import echelon as ech
-from echelon.contracts.errors import DataError, UsageError
+from echelon.common.errors import DataError, UsageError
 from echelon.data.parts import Padding
 from tests.conftest import Ranks
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.data.fingerprint import checksum
 
 

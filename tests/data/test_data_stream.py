@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 import echelon as ech
-from echelon.contracts.errors import DataError, UsageError
+from echelon.common.errors import DataError, UsageError
 from tests.conftest import Ranks
 
 

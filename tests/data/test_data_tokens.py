@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.contracts.errors import DataError, UsageError
+from echelon.common.errors import DataError, UsageError
 from echelon.data.packed import IGNORED
 
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9, 10, 11], [12, 13]]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.data.loader import Padding
 
 

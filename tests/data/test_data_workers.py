@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 import echelon as ech
-from echelon.contracts.errors import DataError
+from echelon.common.errors import DataError
 from echelon.data.workers import method_for
 from tests.conftest import clean_environment
 from tests.kit import forked

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.data.loader import Padding, share
 from echelon.data.prefetch import Feed
 from echelon.data.text import ByteText, split_files

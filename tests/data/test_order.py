@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.data.order import Order
 
 HUGE = st.one_of(st.integers(1, 2**62), st.integers(0, 62).map(lambda bits: 2**bits), st.integers(1, 2**31).map(lambda n: n * n))

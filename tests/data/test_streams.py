@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import echelon as ech
-from echelon.contracts.terminal import is_terminal, say
-from echelon.contracts.traces import print_uncaught
+from echelon.common.terminal import is_terminal, say
+from echelon.common.traces import print_uncaught
 from echelon.observe.sinks.progress import ProgressSink
 from tests.kit.models import batch
 from tests.kit.units import Regression

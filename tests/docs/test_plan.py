@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel import resolve
 from echelon.parallel.layers import Layers, layers_of
 from tests.kit.context_models import LM

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.cli.main import main
+from echelon.common.traces import in_library, named_in_library
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.contracts.traces import in_library, named_in_library
 from echelon.launcher.explain import Evidence, RankEvidence, evidence, explain, show
 from echelon.launcher.explain.flight import Call, expected, first_mismatch, parse, waits
 from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_traceback, user_frame, waits_in

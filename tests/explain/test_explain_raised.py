@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import echelon as ech
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.launcher.explain import Evidence, Verdict, explain
 from echelon.launcher.explain.stacks import last_traceback, logged_error
 from echelon.launcher.functions.run import launch

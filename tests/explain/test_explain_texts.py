@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import echelon as ech
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.explain import Evidence, Verdict, explain

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.explain import Evidence, Verdict, explain
 from echelon.launcher.functions.run import launch, running_server

@@ -28,7 +28,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import EchelonError, RankFailedError, RankTimeoutError
+from echelon.common.errors import EchelonError, RankFailedError, RankTimeoutError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import SIGNALS
 from echelon.launcher.local.server import ForkServer

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.cluster.jobs import job_of
 from echelon.launcher.dragon.job import DragonLauncher

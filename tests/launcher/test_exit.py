@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.launcher.local import attempt
 from tests.conftest import Ranks
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import echelon as ech
-from echelon.contracts.errors import RankFailedError, RankTimeoutError, UsageError
+from echelon.common.errors import RankFailedError, RankTimeoutError, UsageError
 from tests.compat.reference import check_dragon_training
 from tests.conftest import clean_environment
 

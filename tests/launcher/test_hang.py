@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import echelon as ech
-from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.common.errors import RankFailedError, UsageError
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.cluster.conclude import conclude

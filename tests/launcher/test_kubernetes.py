@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.launcher.cluster import kubernetes
 from echelon.launcher.cluster.jobs import job_of

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import echelon
 from echelon.cli.main import main
-from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.common.errors import EchelonError, RankFailedError, UsageError
 from echelon.launcher.explain.stacks import Frame
 from echelon.launcher.failure import render
 from echelon.launcher.functions import run as function

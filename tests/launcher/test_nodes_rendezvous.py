@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from echelon.contracts.errors import EchelonError
+from echelon.common.errors import EchelonError
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.rendezvous import NodesRendezvous
 

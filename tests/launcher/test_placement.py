@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.contracts.errors import UsageError
-from echelon.contracts.machine import usable_cores, visible_devices
+from echelon.common.errors import UsageError
+from echelon.common.machine import usable_cores, visible_devices
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.functions import run as function

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.contracts.errors import EchelonError
+from echelon.common.errors import EchelonError
 from echelon.launcher.local.processes import runs
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.worker import Start

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from echelon import SlurmConfig, slurm_fn
+from echelon.common.errors import EchelonError, LauncherEnvironmentError, RankFailedError, UsageError
 from echelon.contracts.asked import Asked
-from echelon.contracts.errors import EchelonError, LauncherEnvironmentError, RankFailedError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher import calls

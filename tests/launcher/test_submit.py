@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from echelon.cli.submit import parse_sweep
-from echelon.contracts.errors import EchelonError, RankFailedError, UsageError
+from echelon.common.errors import EchelonError, RankFailedError, UsageError
 from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.launcher.cluster.background import LocalLauncher
 from echelon.launcher.cluster.conclude import conclude, refuse

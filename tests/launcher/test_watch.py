@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import echelon as ech
+from echelon.common.errors import RankFailedError
 from echelon.contracts import pulse
-from echelon.contracts.errors import RankFailedError
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render

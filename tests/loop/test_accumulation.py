@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, plain_training, whole
 from tests.kit.units import Regression

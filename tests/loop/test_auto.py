@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import LossError, NonFiniteError, UsageError
+from echelon.common.errors import LossError, NonFiniteError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
 from tests.kit.units import PARALLEL, SEVERAL, Regression, under_each
@@ -51,7 +51,7 @@ def test_several_ranks_without_a_strategy_are_refused(ranks: Ranks) -> None:
 
 
 def ranks_error(ranks: Ranks, fn: Any, *args: Any) -> BaseException:
-    from echelon.contracts.errors import RankFailedError
+    from echelon.common.errors import RankFailedError
 
     with pytest.raises(RankFailedError) as caught:
         ranks(2, fn, *args)

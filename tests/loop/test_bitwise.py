@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.gradients.fixed_order import GradientTree, tree_sum
 from echelon.world.device import same_kernels
 from tests.conftest import Ranks

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import echelon as ech
+from echelon.common.errors import DataError, RanksDisagreeError, UsageError
 from echelon.compat.torchtnt.framework import callbacks as theirs
 from echelon.compat.torchtnt.framework.callbacks import (
     EmptyDataloaderDetectorCallback,
@@ -26,7 +27,6 @@ from echelon.compat.torchtnt.framework.callbacks import (
     time_limit_interrupter,
 )
 from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
-from echelon.contracts.errors import DataError, RanksDisagreeError, UsageError
 from echelon.loop import callbacks
 from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.early_stop import EarlyStopChecker

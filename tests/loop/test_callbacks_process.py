@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import echelon as ech
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.framework.callbacks import (
     EmptyCudaCache,
     EnableTensorFloat32,
@@ -18,7 +19,6 @@ from echelon.compat.torchtnt.framework.callbacks import (
     MemorySnapshot,
     TorchCompile,
 )
-from echelon.contracts.errors import UsageError
 from echelon.loop.callbacks import GarbageCollector, PyTorchProfiler
 from tests.kit.units import Numbers
 

@@ -15,6 +15,7 @@ import tqdm
 from torch import nn
 
 import echelon as ech
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.framework.callbacks import (
     BaseCSVWriter,
     IterationTimeLogger,
@@ -32,7 +33,6 @@ from echelon.compat.torchtnt.framework.callbacks import (
 from echelon.compat.torchtnt.utils import resources
 from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
 from echelon.compat.torchtnt.utils.module_summary import get_module_summary, get_summary_table, prune_module_summary
-from echelon.contracts.errors import UsageError
 from echelon.loop.callbacks import LearningRateMonitor
 from echelon.loop.callbacks.learning_rate import learning_rates
 from echelon.observe.loggers import TensorBoardLogger

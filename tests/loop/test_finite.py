@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.contracts.errors import NonFiniteError, UsageError
+from echelon.common.errors import NonFiniteError, UsageError
 from echelon.loop.auto import finite
 from echelon.loop.auto.finite import FiniteWatch
 from tests.conftest import Ranks

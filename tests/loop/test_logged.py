@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.contracts.errors import RanksDisagreeError, UsageError
+from echelon.common.errors import RanksDisagreeError, UsageError
 from echelon.contracts.events import read_lines
 from echelon.loop.records.logged import Logged
 from tests.conftest import Ranks

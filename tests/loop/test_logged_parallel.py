@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.contracts.errors import RanksDisagreeError
+from echelon.common.errors import RanksDisagreeError
 from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
 from tests.kit.language import WORDS, Language

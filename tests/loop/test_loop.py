@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 import echelon as ech
+from echelon.common.errors import EchelonError, RanksDisagreeError, UnitError, UsageError
 from echelon.compat.torchtnt.utils.timer import Timer
-from echelon.contracts.errors import EchelonError, RanksDisagreeError, UnitError, UsageError
 from echelon.loop.callbacks.early_stopping import EarlyStopping
 from echelon.loop.unit import Stateful
 from tests.conftest import Ranks

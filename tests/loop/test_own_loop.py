@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 import echelon as ech
-from echelon.contracts.errors import EchelonError
+from echelon.common.errors import EchelonError
 from echelon.contracts.stopping import REQUEUE
 from echelon.loop.target import Target
 from echelon.prover.matrix import matrix

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, TensorDataset
 
 import echelon as ech
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.common.errors import EchelonError, UsageError
 from echelon.contracts.stopping import REQUEUE
 from echelon.loop.target import Target
 from echelon.prover.matrix import matrix

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss, softplus
 from torch.utils.data import TensorDataset
 
 import echelon as ech
-from echelon.contracts.errors import RanksDisagreeError, UsageError
+from echelon.common.errors import RanksDisagreeError, UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.overrides import Overrides, impose
 from tests.conftest import Ranks

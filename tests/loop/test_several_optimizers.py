@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss, softplus
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
-from echelon.contracts.errors import RanksDisagreeError, UsageError
+from echelon.common.errors import RanksDisagreeError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, whole
 

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import echelon as ech
+from echelon.common.errors import RankFailedError, UsageError
 from echelon.compat.lightning import Trainer
-from echelon.contracts.errors import RankFailedError, UsageError
 from echelon.data.torch_loader import as_loader
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.trainer.rank import shared

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import echelon as ech
-from echelon.contracts.errors import RanksDisagreeError, UsageError
+from echelon.common.errors import RanksDisagreeError, UsageError
 from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import endpoint
 from echelon.observe.endpoint import Server, text_of

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import echelon as ech
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.utils.anomaly_evaluation import IsNaNEvaluator, ThresholdEvaluator
 from echelon.compat.torchtnt.utils.loggers import (
     AnomalyLogger,
@@ -26,7 +27,6 @@ from echelon.compat.torchtnt.utils.loggers import (
     TensorBoardLogger,
     TrackedMetric,
 )
-from echelon.contracts.errors import UsageError
 from echelon.observe.loggers import CSVLogger, MetricLogger, scalar_to_float
 from tests.conftest import Ranks, clean_environment
 

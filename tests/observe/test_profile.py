@@ -17,7 +17,7 @@ import torch
 
 import echelon as ech
 from echelon.cli import traces
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.contracts.profile import MEMORY_VARIABLE, VARIABLE, Profile
 from echelon.contracts.run_dir import RUN_DIR_VARIABLE, RunDir
 from echelon.world import memory_history

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import chart, report
 from tests.kit.run_folders import PAYLOADS, START, Page, evaluation, make_run, page_of, training

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import echelon.contracts.times
 from echelon.cli.main import main
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
+from echelon.common.files import parse_object
 from echelon.contracts.events import record_of
-from echelon.contracts.files import parse_object
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import chart, report
 from echelon.observe.attempt_times import times_of

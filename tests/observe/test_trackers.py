@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.observe.loggers import MLflowLogger, TrackioLogger, WandbLogger

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.parallel.recipe.compilation import Compiled, check_backend
 from tests.conftest import Ranks

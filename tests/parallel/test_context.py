@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from tests.conftest import Ranks
 from tests.kit import models
 from tests.kit.context_models import LM, Language, lm, plain, tokens

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from tests.conftest import Ranks
 from tests.kit.context_models import Language, plain
 from tests.kit.models import largest_difference, whole

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from tests.conftest import Ranks
 from tests.kit.context_models import LM, VOCABULARY, Language, lm, loss_of, plain, tokens
 from tests.kit.models import largest_difference, whole

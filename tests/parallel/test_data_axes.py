@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, net, plain_training, whole
 from tests.kit.units import Regression

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.fsdp import embedding_and_head as edges
 from echelon.parallel.fsdp.embedding_and_head import edges_of
 from echelon.parallel.parallelize import prepare_module

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.experts.distribute import check_experts
 from tests.conftest import Ranks
 from tests.kit.models import batch, plain_training, whole

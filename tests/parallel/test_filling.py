@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import CheckpointNotFoundError, UsageError
+from echelon.common.errors import CheckpointNotFoundError, UsageError
 from echelon.parallel.meta import fill, tape
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, whole

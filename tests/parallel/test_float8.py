@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.recipe.precision import Precision
 from tests.conftest import Ranks
 from tests.kit.models import whole

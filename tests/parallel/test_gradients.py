@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.gradients.clip import clip_by_norm_, clip_by_value_, pass_zeros, scale_
 from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks

@@ -15,7 +15,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.checkpoint import ranges
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.common.errors import EchelonError, UsageError
 from tests.conftest import Ranks
 
 pytest.importorskip("transformers", reason="pip install transformers peft")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.tensor.vocab_shards import WordShard, liger, unit_of
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, whole

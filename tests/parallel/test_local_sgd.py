@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import CheckpointCorruptError, UsageError
+from echelon.common.errors import CheckpointCorruptError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net
 from tests.kit.units import Regression

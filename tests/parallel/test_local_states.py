@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import echelon as ech
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.early_stop import EarlyStopChecker
 from echelon.loop.trainer.rank import kept_global_batch

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import echelon as ech
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from tests.conftest import Ranks
 from tests.kit.models import whole
 from tests.kit.units import Regression

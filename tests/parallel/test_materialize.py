@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel import LAYOUTS
 from echelon.parallel.meta.materialize import materialize
 from tests.conftest import Ranks

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.fsdp.sharding import unsplittable
 from echelon.parallel.older_torch import ddp_options
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.over_ranks import all_mean, gather, gathered_rows
 from tests.conftest import Ranks
 from tests.kit.models import whole

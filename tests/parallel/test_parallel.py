@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.recipe.blocks import blocks_to_shard
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole

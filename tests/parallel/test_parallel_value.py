@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel import LAYOUTS, resolve
 from echelon.parallel.layouts import in_words
 from echelon.world.mesh import ParallelDims

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.common.errors import EchelonError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.common.errors import EchelonError, UsageError
 from tests.conftest import Ranks
 
 pytest.importorskip("transformers", reason="pip install transformers peft")

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon as ech
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
-from echelon.contracts.errors import UsageError
 from echelon.parallel.parallelize import parallelize, prepare_module
 from echelon.parallel.recipe.recipe import Recipe
 from tests.conftest import Ranks

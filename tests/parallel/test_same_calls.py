@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import RanksDisagreeError, UsageError
+from echelon.common.errors import RanksDisagreeError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, whole
 from tests.kit.units import Regression

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import RanksDisagreeError
+from echelon.common.errors import RanksDisagreeError
 from tests.conftest import Ranks
 
 pytestmark = pytest.mark.standing_ranks

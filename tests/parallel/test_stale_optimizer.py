@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from tests.conftest import Ranks
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.kit.units import PARALLEL, SEVERAL, Regression

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.checkpointing.converted import authors_classes
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, whole

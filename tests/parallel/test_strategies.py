@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import echelon as ech
+from echelon.common.errors import UsageError
 from echelon.compat.older_options import FSDPStrategy
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
-from echelon.contracts.errors import UsageError
 from echelon.parallel.fsdp.fsdp import replicas_default
 from echelon.parallel.recipe.blocks import blocks_by_policy, without_shared
 from tests.conftest import Ranks

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
-from echelon.contracts.errors import UsageError
 from echelon.parallel import LAYOUTS, resolve
 from echelon.parallel.layouts import in_words
 from tests.conftest import Ranks

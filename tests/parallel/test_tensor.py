@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.tensor import collectives as tensor_traffic
 from echelon.parallel.tensor.tensor import check_tensor
 from tests.conftest import Ranks

@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
 
 import echelon as ech
-from echelon.contracts.errors import RanksDisagreeError, UsageError
+from echelon.common.errors import RanksDisagreeError, UsageError
 from echelon.parallel.state.partition import Partition, assign
 from tests.conftest import Ranks
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole

@@ -9,7 +9,7 @@ import torch
 
 import echelon
 from echelon import Callback, fit, train  # bound before anybody looks on
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.launcher.functions.run import launch, spawn
 from echelon.loop.reporting.observer import observing

@@ -19,7 +19,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.cli.main import main
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.target import Target
 from echelon.parallel.layouts import with_options_of
 from echelon.prover import show

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.target import Target
 from echelon.prover.matrix import matrix
 from echelon.prover.prove import prove_target

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.contracts.errors import NonFiniteError
+from echelon.common.errors import NonFiniteError
 from echelon.data.prefetch import Feed
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.kit.units import Regression

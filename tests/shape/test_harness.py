@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import RankFailedError, RankTimeoutError
+from echelon.common.errors import RankFailedError, RankTimeoutError
 from tests.conftest import Ranks
 from tests.kit.standing import StandingRanksBySize
 

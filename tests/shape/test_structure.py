@@ -51,7 +51,7 @@ def test_imports_in_functions_and_for_type_checkers_are_read() -> None:
 
 
 # Not `data` and `checkpoint`, which begin names of torch's, too.
-_NAMED = re.compile(r"`((?:cli|contracts|launcher|loop|observe|parallel|plan|prover|world)(?:\.\w+)+)`")
+_NAMED = re.compile(r"`((?:cli|common|contracts|doctor|launcher|loop|observe|parallel|plan|prover|world)(?:\.\w+)+)`")
 
 
 def test_a_module_that_a_text_names_is_there() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.launcher.cluster.jobs import job_of, tasks_of
 from echelon.launcher.protocol import FolderJob, JobState

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from echelon import SlurmConfig, slurm_fn
-from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.common.errors import RankFailedError, UsageError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.cluster.function_job import FunctionJob
 from echelon.launcher.cluster.jobs import job_of

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from echelon.contracts.errors import EchelonError, RanksDisagreeError
+from echelon.common.errors import EchelonError, RanksDisagreeError
 from echelon.world import agree, first, rng
 from tests.conftest import Ranks
 

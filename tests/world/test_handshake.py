@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.contracts.errors import EchelonError, RanksDisagreeError, UsageError
+from echelon.common.errors import EchelonError, RanksDisagreeError, UsageError
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo, said_by
 from echelon.launcher.functions.run import launch
 from echelon.launcher.local.nodes import free_port

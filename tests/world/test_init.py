@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
-from echelon.contracts.errors import EchelonError, LauncherEnvironmentError, UsageError
-from echelon.contracts.machine import missing_interface
+from echelon.common.errors import EchelonError, LauncherEnvironmentError, UsageError
+from echelon.common.machine import missing_interface
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
 from echelon.world.device import copy_data_to_device, device_of, set_threads, use

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.contracts.errors import LauncherEnvironmentError
-from echelon.contracts.hostlist import expand_hostlist
+from echelon.common.errors import LauncherEnvironmentError
+from echelon.common.hostlist import expand_hostlist
 from echelon.contracts.rank import RankInfo
 
 TORCHRUN = {

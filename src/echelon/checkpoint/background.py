@@ -16,7 +16,7 @@ from echelon.checkpoint import manifest as manifests
 from echelon.checkpoint.location import Location, explain, read_file, replace_file
 from echelon.checkpoint.snapshot import Snapshot
 from echelon.checkpoint.strict import Wrong
-from echelon.contracts.errors import CheckpointCorruptError
+from echelon.common.errors import CheckpointCorruptError
 from echelon.world import agree
 from echelon.world.device import in_thread
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from echelon.contracts.errors import LauncherEnvironmentError
-from echelon.contracts.machine import usable_cores
+from echelon.common.errors import LauncherEnvironmentError
+from echelon.common.machine import usable_cores
 from echelon.contracts.rank import RankInfo
 
 __all__ = ["BLOCK_BYTES", "Sums", "crc32", "fastest", "threads"]

@@ -36,9 +36,9 @@ from echelon.checkpoint.location import (
     sync,
 )
 from echelon.checkpoint.manifest import MANIFEST, committed, is_whole, named, named_folders, step_of
-from echelon.contracts import errors
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
-from echelon.contracts.terminal import rank_ranges
+from echelon.common import errors
+from echelon.common.errors import CheckpointCorruptError, CheckpointError
+from echelon.common.terminal import rank_ranges
 from echelon.world import agree, first
 
 __all__ = [

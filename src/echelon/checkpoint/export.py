@@ -26,7 +26,7 @@ from echelon.checkpoint.manifest import BLOCK_BYTES
 from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.checkpoint.tensors import Tensors
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointOptionError
+from echelon.common.errors import CheckpointCorruptError, CheckpointOptionError
 
 __all__ = ["convert", "differences", "export_safetensors", "export_torch"]
 

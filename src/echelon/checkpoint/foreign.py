@@ -23,8 +23,8 @@ from echelon.checkpoint.store import Report, compare, on_each, untied
 from echelon.checkpoint.strict import Wrong, short
 from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.checkpoint.tensors import Tensors, local_files
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from echelon.contracts.terminal import printable
+from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from echelon.common.terminal import printable
 from echelon.world import agree
 
 __all__ = ["INDEX", "ONE", "is_weights", "read_weights", "tensors_of"]

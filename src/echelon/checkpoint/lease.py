@@ -1,4 +1,4 @@
-"""One live run per folder: the run that writes checkpoints holds the folder's lease, a lock on `.lease` (`contracts/lock.py`)."""
+"""One live run per folder: the run that writes checkpoints holds the folder's lease, a lock on `.lease` (`common/lock.py`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from echelon.checkpoint.location import Location, Remote, read_file, remove_tree, replace_file
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointInUseError
-from echelon.contracts.lock import HeldError, Holder, Lock
-from echelon.contracts.terminal import printable
+from echelon.common.errors import CheckpointCorruptError, CheckpointInUseError
+from echelon.common.lock import HeldError, Holder, Lock
+from echelon.common.terminal import printable
 
 __all__ = ["Lease"]
 

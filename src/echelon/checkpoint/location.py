@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from echelon.contracts import files
-from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointOptionError, require
-from echelon.contracts.files import sync, write_whole
+from echelon.common import files
+from echelon.common.arguments import is_path
+from echelon.common.errors import CheckpointCorruptError, CheckpointOptionError, require
+from echelon.common.files import sync, write_whole
 
 __all__ = [
     "Location",

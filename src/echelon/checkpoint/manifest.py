@@ -18,7 +18,7 @@ from echelon.checkpoint import strict
 from echelon.checkpoint.checksum import BLOCK_BYTES, crc32
 from echelon.checkpoint.location import Location, is_there, open_file, read_file, size_of
 from echelon.checkpoint.strict import Wrong, short
-from echelon.contracts.errors import (
+from echelon.common.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,

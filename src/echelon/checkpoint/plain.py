@@ -11,7 +11,7 @@ import torch
 
 from echelon.checkpoint.header import OTHERS, SIZES
 from echelon.checkpoint.strict import DEPTH
-from echelon.contracts.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 
 __all__ = ["decode", "dtype_of", "encode"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from echelon.contracts.errors import CheckpointOptionError, require
-from echelon.contracts.numbers import whole
+from echelon.common.errors import CheckpointOptionError, require
+from echelon.common.numbers import whole
 
 __all__ = ["BestCheckpointConfig", "Every", "Keep"]
 

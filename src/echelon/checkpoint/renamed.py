@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from echelon.checkpoint.layout import NamedState
-from echelon.contracts.errors import CheckpointMismatchError
+from echelon.common.errors import CheckpointMismatchError
 
 __all__ = ["Naming", "by_old", "check", "hint", "moved", "rename", "state_in", "suggest"]
 

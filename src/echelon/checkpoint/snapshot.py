@@ -22,7 +22,7 @@ from echelon.checkpoint.header import SIZES
 from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_file, own_file, tensors_file, this_rank
 from echelon.checkpoint.location import Location
 from echelon.checkpoint.spread import Piece, spread
-from echelon.contracts.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.world import agree, first
 
 __all__ = ["Planned", "Snapshot", "snapshot"]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from echelon.contracts.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 
 __all__ = ["copy", "versions"]
 

@@ -20,9 +20,9 @@ from echelon.checkpoint.layout import STATE, NamedState, Stateful, own_file, thi
 from echelon.checkpoint.location import Location
 from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.tensors import Tensors, local_files
-from echelon.contracts import errors
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
-from echelon.contracts.terminal import columns, one_line
+from echelon.common import errors
+from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from echelon.common.terminal import columns, one_line
 from echelon.world import agree
 
 __all__ = ["Report", "compare", "fill", "on_each", "read_rank", "read_states", "table", "untied"]

@@ -10,7 +10,7 @@ import reprlib
 from collections import Counter
 from typing import Any
 
-from echelon.contracts.files import is_deeper
+from echelon.common.files import is_deeper
 
 __all__ = [
     "DEPTH",

@@ -23,7 +23,7 @@ from echelon.checkpoint.header import OTHERS, SIZES, Header, shape_of, size_of_a
 from echelon.checkpoint.location import Location, open_file
 from echelon.checkpoint.manifest import INDEX, STATE_KEY, TENSORS, checksums, in_file
 from echelon.checkpoint.strict import Wrong, short
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointUnreadableError
+from echelon.common.errors import CheckpointCorruptError, CheckpointUnreadableError
 
 __all__ = ["problems", "read_index", "state_of"]
 

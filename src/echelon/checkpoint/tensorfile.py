@@ -27,7 +27,7 @@ from echelon.checkpoint.manifest import checksums
 from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.ranges import Stored
 from echelon.checkpoint.strict import Wrong
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointError
+from echelon.common.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["Source", "Span", "TensorFile", "as_bytes", "assemble", "write", "write_text"]
 

@@ -21,7 +21,7 @@ from echelon.checkpoint.location import Location, Remote, create, open_file
 from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.strict import Wrong
 from echelon.checkpoint.tensorfile import Span, TensorFile
-from echelon.contracts.errors import CheckpointCorruptError
+from echelon.common.errors import CheckpointCorruptError
 
 __all__ = ["Files", "Tensors", "local_files"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from echelon.cli.parser import runs_folder
-from echelon.contracts.errors import EchelonError
+from echelon.common.errors import EchelonError
+from echelon.common.terminal import printable
 from echelon.contracts.run_dir import RunDir, find_run
-from echelon.contracts.terminal import printable
 from echelon.launcher.protocol import FolderJob
 
 __all__ = ["add_arguments", "execute"]

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CommandError, UsageError
+from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CommandError, UsageError
+from echelon.common.terminal import columns, one_line, printable
 from echelon.contracts.run_dir import find_run
-from echelon.contracts.terminal import columns, one_line, printable
 
 __all__ = ["add_arguments", "execute"]
 

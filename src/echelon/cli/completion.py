@@ -12,7 +12,7 @@ from typing import Any
 
 from echelon.cli.main import VERBS, root_parser
 from echelon.cli.parser import Parser
-from echelon.contracts.errors import EchelonError
+from echelon.common.errors import EchelonError
 
 __all__ = ["add_arguments", "every_parser", "execute"]
 

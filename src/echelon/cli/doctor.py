@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from echelon.cli.script import check_script
-from echelon.contracts.numbers import digits
-from echelon.contracts.terminal import printable, say
+from echelon.common.numbers import digits
+from echelon.common.terminal import printable, say
 from echelon.launcher.job import parse_duration, parse_ranks
 
 __all__ = ["add_arguments", "execute"]
@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    from echelon.doctor.judge import judged
+    from echelon.doctor.said import Checkup
+    from echelon.doctor.show import as_json, table
     from echelon.launcher.cluster.checkup import allocation, here, on_nodes
-    from echelon.observe.doctor.judge import judged
-    from echelon.observe.doctor.said import Checkup
-    from echelon.observe.doctor.show import as_json, table
 
     limit_s = parse_duration(arguments.time_limit, "--time-limit")
     nodes = [] if arguments.here else allocation(os.environ)
@@ -69,6 +69,6 @@ def _ranks(text: str, nodes: list[str]) -> int:
         return parse_ranks(text)
     if nodes:
         return digits(os.environ.get("SLURM_GPUS_ON_NODE", "")) or 1
-    from echelon.contracts.machine import visible_devices
+    from echelon.common.machine import visible_devices
 
     return len(visible_devices()) or 2

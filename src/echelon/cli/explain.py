@@ -6,8 +6,8 @@ import argparse
 import json
 
 from echelon.cli.parser import runs_folder
-from echelon.contracts.error_pages import PAGES, as_text
-from echelon.contracts.errors import CommandError
+from echelon.common.error_pages import PAGES, as_text
+from echelon.common.errors import CommandError
 from echelon.contracts.run_dir import RunDir, find_run
 
 __all__ = ["add_arguments", "execute"]

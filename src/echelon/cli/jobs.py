@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from echelon.cli.parser import runs_folder
-from echelon.contracts.errors import CommandError, EchelonError
-from echelon.contracts.files import parse_object, read_end
+from echelon.common.errors import CommandError, EchelonError
+from echelon.common.files import parse_object, read_end
+from echelon.common.terminal import columns, one_line, printable
 from echelon.contracts.run_dir import RunDir, find_run
-from echelon.contracts.terminal import columns, one_line, printable
 from echelon.launcher.protocol import FolderJob
 
 __all__ = ["add_arguments", "execute"]

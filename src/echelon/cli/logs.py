@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from echelon.cli.parser import runs_folder
-from echelon.contracts.errors import CommandError
-from echelon.contracts.files import open_file
+from echelon.common.errors import CommandError
+from echelon.common.files import open_file
+from echelon.common.terminal import OutputFilter, printable
 from echelon.contracts.run_dir import RunDir, find_run
-from echelon.contracts.terminal import OutputFilter, printable
 from echelon.launcher.protocol import FolderJob
 
 __all__ = ["add_arguments", "execute"]

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from echelon.cli.output import READER_GONE, flush_streams, open_streams, reader_has_gone
+from echelon.common.traces import FULL_VARIABLE
 from echelon.contracts.run_dir import FULL_DISK
-from echelon.contracts.traces import FULL_VARIABLE
 
 __all__ = ["VERBS", "main", "root_parser"]
 
@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(verb: str, arguments: Sequence[str]) -> int:
     from echelon.cli.parser import Parser
-    from echelon.contracts.errors import EchelonError, UsageError
-    from echelon.contracts.terminal import printable
+    from echelon.common.errors import EchelonError, UsageError
+    from echelon.common.terminal import printable
 
     if verb == "--version" and arguments[1:] in ([], ["--verbose"]):
         from echelon.contracts.version import __version__

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from echelon.contracts.files import read_bytes
+from echelon.common.files import read_bytes
 
 __all__ = ["Parser", "runs_folder"]
 

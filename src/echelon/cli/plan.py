@@ -8,9 +8,9 @@ import os
 import sys
 
 from echelon.cli.script import check_script
-from echelon.contracts.errors import PlanError
+from echelon.common.errors import PlanError
+from echelon.common.terminal import printable
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.terminal import printable
 
 __all__ = ["add_arguments", "execute"]
 

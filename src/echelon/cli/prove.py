@@ -9,8 +9,8 @@ from pathlib import Path
 
 from echelon.cli.parser import runs_folder
 from echelon.cli.script import check_script
-from echelon.contracts.errors import ProveError, UsageError
-from echelon.contracts.files import write_whole
+from echelon.common.errors import ProveError, UsageError
+from echelon.common.files import write_whole
 from echelon.contracts.run_dir import RunDir, write_json
 
 __all__ = ["add_arguments", "execute"]

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from echelon.cli.parser import runs_folder
-from echelon.contracts.errors import CommandError, EchelonError
+from echelon.common.errors import CommandError, EchelonError
+from echelon.common.terminal import printable
 from echelon.contracts.run_dir import RunDir, find_run
-from echelon.contracts.terminal import printable
 
 __all__ = ["add_arguments", "execute"]
 

@@ -18,15 +18,15 @@ from typing import Any
 from echelon.cli import traces
 from echelon.cli.parser import runs_folder
 from echelon.cli.script import check_module, check_script
-from echelon.contracts.errors import CommandError, EchelonError
+from echelon.common.errors import CommandError, EchelonError
+from echelon.common.files import working_folder
+from echelon.common.machine import DEVICE_VARIABLE, missing_interface, package_version
+from echelon.common.redact import redacted_words
+from echelon.common.terminal import one_line, printable, say
 from echelon.contracts.events import read_lines
-from echelon.contracts.files import working_folder
-from echelon.contracts.machine import DEVICE_VARIABLE, missing_interface, package_version
 from echelon.contracts.overrides import Overrides
-from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import one_line, printable, say
 from echelon.contracts.version import __version__
 from echelon.launcher.job import JobSpec, Outcome, parse_duration, parse_hang_timeout, parse_rank_range
 from echelon.launcher.records import exit_record

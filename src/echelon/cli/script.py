@@ -11,9 +11,9 @@ import warnings
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from echelon.contracts.errors import ScriptError
-from echelon.contracts.files import working_folder
-from echelon.contracts.terminal import say
+from echelon.common.errors import ScriptError
+from echelon.common.files import working_folder
+from echelon.common.terminal import say
 
 __all__ = ["check_module", "check_script"]
 

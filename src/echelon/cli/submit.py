@@ -26,13 +26,13 @@ from echelon.cli.run import (
     track_in_env,
 )
 from echelon.cli.script import check_module, check_script
-from echelon.contracts.errors import CommandError, EchelonError
-from echelon.contracts.files import private_folder
+from echelon.common.errors import CommandError, EchelonError
+from echelon.common.files import private_folder
+from echelon.common.redact import redacted_words
+from echelon.common.terminal import printable, say
+from echelon.common.trust import check_parents, doubt
 from echelon.contracts.overrides import Overrides
-from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.contracts.terminal import printable, say
-from echelon.contracts.trust import check_parents, doubt
 from echelon.launcher.job import JobSpec, parse_duration, parse_hang_timeout
 from echelon.launcher.protocol import FolderJob
 

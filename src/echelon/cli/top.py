@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from echelon.cli.parser import runs_folder
-from echelon.contracts.errors import CommandError, EchelonError
+from echelon.common.errors import CommandError, EchelonError
+from echelon.common.terminal import one_line
 from echelon.contracts.run_dir import RunDir, find_run, read_json
-from echelon.contracts.terminal import one_line
 
 __all__ = ["add_arguments", "execute"]
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.machine import package_version, usable_cores
+from echelon.common.machine import package_version, usable_cores
+from echelon.common.terminal import one_line
 from echelon.contracts.stopping import signal_name
-from echelon.contracts.terminal import one_line
 from echelon.contracts.version import __version__
 
 __all__ = ["launcher_variables", "lines"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import RanksDisagreeError
+from echelon.common.errors import RanksDisagreeError
 from echelon.world import agree
 
 __all__ = ["collect", "gather_tensors"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.fsdp import fsdp
 from echelon.parallel.recipe import activation
 from echelon.world import agree

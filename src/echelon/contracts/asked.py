@@ -11,11 +11,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from echelon.contracts.errors import LauncherEnvironmentError, UsageError
-from echelon.contracts.files import parse_object
-from echelon.contracts.numbers import whole
+from echelon.common.errors import LauncherEnvironmentError, UsageError
+from echelon.common.files import parse_object
+from echelon.common.numbers import whole
+from echelon.common.terminal import shortly
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.terminal import shortly
 
 __all__ = ["Asked"]
 

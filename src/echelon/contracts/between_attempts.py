@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.files import open_file
+from echelon.common.files import open_file
 from echelon.contracts.run_dir import RunDir, read_json, write_json
 
 __all__ = ["RESTART_VARIABLE", "begins_anew", "has_begun", "note_begun", "note_loader", "read_loaders"]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from echelon.contracts.files import open_file, open_to_append, parse_object
+from echelon.common.files import open_file, open_to_append, parse_object
 
 __all__ = ["EventLog", "LineReader", "encode", "read_lines", "record_of", "survey", "survey_into"]
 

@@ -10,9 +10,9 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.contracts.errors import LauncherEnvironmentError
-from echelon.contracts.hostlist import expand_hostlist, tasks_on_node
-from echelon.contracts.terminal import shortly
+from echelon.common.errors import LauncherEnvironmentError
+from echelon.common.hostlist import expand_hostlist, tasks_on_node
+from echelon.common.terminal import shortly
 
 __all__ = ["LAUNCHERS", "LOOPBACK", "SAY_RANK", "values_of"]
 

@@ -12,9 +12,9 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
-from echelon.contracts.errors import UsageError
-from echelon.contracts.files import parse_object
-from echelon.contracts.terminal import shortly
+from echelon.common.errors import UsageError
+from echelon.common.files import parse_object
+from echelon.common.terminal import shortly
 
 __all__ = ["VARIABLE", "Overrides", "impose", "overrides"]
 

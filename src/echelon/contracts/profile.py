@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from echelon.contracts.errors import UsageError, require
+from echelon.common.errors import UsageError, require
 
 __all__ = ["MEMORY_VARIABLE", "VARIABLE", "Profile", "wants_memory_snapshot"]
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from echelon.contracts.errors import LauncherEnvironmentError
+from echelon.common.errors import LauncherEnvironmentError
+from echelon.common.terminal import one_line
 from echelon.contracts.launchers import LAUNCHERS, LOOPBACK, SAY_RANK, values_of
-from echelon.contracts.terminal import one_line
 
 __all__ = ["STORE_PREFIX_VARIABLE", "RankInfo", "said_by"]
 

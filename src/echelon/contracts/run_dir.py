@@ -33,11 +33,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import RunFolderError, require
-from echelon.contracts.files import parse_object, private_folder, read_bytes, write_whole
-from echelon.contracts.lock import HeldError, Lock, look
-from echelon.contracts.numbers import count_in
+from echelon.common.arguments import is_path
+from echelon.common.errors import RunFolderError, require
+from echelon.common.files import parse_object, private_folder, read_bytes, write_whole
+from echelon.common.lock import HeldError, Lock, look
+from echelon.common.numbers import count_in
 
 __all__ = [
     "FULL_DISK",

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from echelon.common.files import open_file
 from echelon.contracts.events import LineReader
-from echelon.contracts.files import open_file
 from echelon.contracts.run_dir import RunDir
 
 __all__ = ["PARTS", "TimeRecord", "TimesReader", "parse", "ranks_of", "read_times", "records_of"]

@@ -9,10 +9,10 @@ from typing import Any, Self
 import torch
 from torch.utils.data import default_collate
 
-from echelon.contracts.arguments import flags
+from echelon.common.arguments import flags
+from echelon.common.errors import LoaderError, require
+from echelon.common.numbers import whole
 from echelon.contracts.between_attempts import note_loader
-from echelon.contracts.errors import LoaderError, require
-from echelon.contracts.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.data.options import AnyLoaderOptions, LoaderOptions
 from echelon.data.resume import cannot_divide

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from echelon.contracts.arguments import flags
-from echelon.contracts.errors import DataError, LoaderError, require
-from echelon.contracts.numbers import whole
+from echelon.common.arguments import flags
+from echelon.common.errors import DataError, LoaderError, require
+from echelon.common.numbers import whole
 from echelon.data import resume
 from echelon.data.base import BaseLoader
 from echelon.data.fingerprint import fingerprint as fingerprint_of

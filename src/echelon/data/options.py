@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from echelon.contracts.errors import require
-from echelon.contracts.numbers import number, whole
+from echelon.common.errors import require
+from echelon.common.numbers import number, whole
 from echelon.data.resume import check_accepted
 
 __all__ = ["AnyLoaderOptions", "LoaderOptions", "StreamOptions"]

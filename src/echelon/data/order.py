@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from echelon.contracts.errors import LoaderError
+from echelon.common.errors import LoaderError
 
 __all__ = ["FORMULA", "Indices", "Order", "Positions", "SampleOrder", "key_of", "mix64"]
 

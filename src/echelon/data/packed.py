@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from echelon.contracts.arguments import flags
-from echelon.contracts.errors import require
-from echelon.contracts.numbers import number, whole
+from echelon.common.arguments import flags
+from echelon.common.errors import require
+from echelon.common.numbers import number, whole
 from echelon.data.tokens import Tokens
 
 __all__ = ["IGNORED", "Packed", "Row", "cu_seqlens"]

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from echelon.contracts.errors import EchelonError
+from echelon.common.errors import EchelonError
 from echelon.data.base import Combined
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding, Pieces

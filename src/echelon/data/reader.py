@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import length_hint
 from typing import Any
 
-from echelon.contracts.errors import DataError
+from echelon.common.errors import DataError
 from echelon.data.parts import Padding, Pieces, share
 from echelon.data.workers import Board, said, seed_worker
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, LoaderError, UsageError
-from echelon.contracts.numbers import whole
+from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError, LoaderError, UsageError
+from echelon.common.numbers import whole
 from echelon.world import rng
 
 __all__ = ["Replayed"]

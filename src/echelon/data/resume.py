@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.contracts.arguments import is_list
-from echelon.contracts.errors import LoaderError
-from echelon.contracts.terminal import columns
+from echelon.common.arguments import is_list
+from echelon.common.errors import LoaderError
+from echelon.common.terminal import columns
 
 __all__ = ["Change", "cannot_divide", "changes", "check_accepted", "check_same", "facts"]
 

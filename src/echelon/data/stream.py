@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from echelon.contracts.errors import DataError, LoaderError
+from echelon.common.errors import DataError, LoaderError
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.options import StreamOptions

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from echelon.contracts.errors import DataError
+from echelon.common.errors import DataError
 from echelon.data.reader import ReadFailure
 from echelon.data.workers import Board, said, seed_worker
 from echelon.world import rng

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from echelon.contracts.arguments import is_path, several
-from echelon.contracts.errors import DatasetError
-from echelon.contracts.numbers import whole
+from echelon.common.arguments import is_path, several
+from echelon.common.errors import DatasetError
+from echelon.common.numbers import whole
 
 __all__ = ["ByteText", "split_files"]
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.contracts.arguments import is_list, is_path, several
-from echelon.contracts.errors import DataError, DatasetError, require
-from echelon.contracts.files import open_file
+from echelon.common.arguments import is_list, is_path, several
+from echelon.common.errors import DataError, DatasetError, require
+from echelon.common.files import open_file
 
 __all__ = ["TokenWriter", "Tokens", "write_tokens"]
 

@@ -14,7 +14,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from echelon.contracts.errors import LoaderError
+from echelon.common.errors import LoaderError
 from echelon.data.loader import Loader
 
 __all__ = ["as_loader", "is_distributed"]

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from echelon.contracts.arguments import flags
-from echelon.contracts.errors import DatasetError, require
-from echelon.contracts.numbers import whole
+from echelon.common.arguments import flags
+from echelon.common.errors import DatasetError, require
+from echelon.common.numbers import whole
 from echelon.data.order import Indices, Order, Positions, SampleOrder, key_of, mix64
 
 __all__ = ["Mixture", "Ordered", "Weighted"]

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from echelon.contracts.errors import DataError, LoaderError
-from echelon.contracts.machine import process_stat
+from echelon.common.errors import DataError, LoaderError
+from echelon.common.machine import process_stat
 from echelon.contracts.stopping import SIGNALS, signal_name
 
 __all__ = ["Board", "base_generator", "explain", "method_for", "named", "said", "seed_worker", "start_method"]

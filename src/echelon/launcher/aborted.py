@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from echelon.contracts.terminal import one_line
+from echelon.common.terminal import one_line
 
 __all__ = ["DAMAGED", "TAIL_BYTES", "last_words"]
 

@@ -22,8 +22,8 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import IO, Any
 
-from echelon.contracts.errors import EchelonError, LaunchError, RankFailedError
-from echelon.contracts.files import open_file
+from echelon.common.errors import EchelonError, LaunchError, RankFailedError
+from echelon.common.files import open_file
 from echelon.launcher.workarounds import ImportEndsError, bootstrap_may_end, in_bootstrap, prepare_main
 
 __all__ = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from echelon.contracts.error_pages import PAGES
-from echelon.contracts.terminal import printable
+from echelon.common.error_pages import PAGES
+from echelon.common.terminal import printable
 from echelon.launcher.job import Failure
 
 __all__ = ["render"]

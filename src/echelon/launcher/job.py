@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import LaunchError, UsageError
-from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores, visible_devices
-from echelon.contracts.terminal import shortly
+from echelon.common.errors import LaunchError, UsageError
+from echelon.common.machine import DEVICE_VARIABLE, usable_cores, visible_devices
+from echelon.common.terminal import shortly
 from echelon.launcher.lost_peers import gave_up_waiting, lost_peer, told_by_another
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from echelon.contracts.errors import TOLD_BY
+from echelon.common.errors import TOLD_BY
 
 __all__ = ["error_before", "gave_up_waiting", "lost_peer", "told_by_another"]
 

@@ -17,12 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import RankFailedError, RunFolderError
-from echelon.contracts.files import open_file, parse_object, private_folder, write_whole
+from echelon.common.errors import RankFailedError, RunFolderError
+from echelon.common.files import open_file, parse_object, private_folder, write_whole
+from echelon.common.terminal import printable
+from echelon.common.trust import check_parents, doubt, read_ours
 from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import printable
-from echelon.contracts.trust import check_parents, doubt, read_ours
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome, spec_of
 from echelon.launcher.records import exit_record

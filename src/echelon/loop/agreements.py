@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import RanksDisagreeError
+from echelon.common.errors import RanksDisagreeError
 from echelon.contracts.overrides import overrides
 from echelon.data.prefetch import Feed
 from echelon.loop.callback import Callback

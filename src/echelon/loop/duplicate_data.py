@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, TensorDataset
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.data.fingerprint import checksum, read_twice
 from echelon.data.loader import Loader
 from echelon.loop.unit import Unit

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from echelon.contracts.arguments import flags
-from echelon.contracts.errors import CallbackError, require
-from echelon.contracts.numbers import number, whole
+from echelon.common.arguments import flags
+from echelon.common.errors import CallbackError, require
+from echelon.common.numbers import number, whole
 
 __all__ = ["EarlyStopChecker"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import LoopError
+from echelon.common.errors import LoopError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.base import BaseLoader, Combined

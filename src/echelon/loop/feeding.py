@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from echelon.contracts.errors import LoopError
+from echelon.common.errors import LoopError
 from echelon.data.base import BaseLoader, Combined, loaders_of
 from echelon.data.loader import Loader
 from echelon.data.prefetch import NO_STEP, Feed, known_length

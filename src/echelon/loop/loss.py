@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import LoopError
+from echelon.common.errors import LoopError
 from echelon.loop.samples import samples_of
 
 __all__ = ["count_tokens", "problem_with", "rows", "weighted"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.contracts.errors import LoopError
+from echelon.common.errors import LoopError
 
 __all__ = ["accumulation_of", "refuse_steps"]
 

@@ -6,7 +6,7 @@ import math
 import reprlib
 from typing import Any
 
-from echelon.contracts.errors import CheckpointCorruptError
+from echelon.common.errors import CheckpointCorruptError
 
 __all__ = ["Progress"]
 

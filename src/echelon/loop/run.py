@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
-from echelon.contracts.errors import require
-from echelon.contracts.older_words import translated
+from echelon.common.errors import require
+from echelon.common.older_words import translated
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_up
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver

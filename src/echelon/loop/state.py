@@ -13,8 +13,8 @@ from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from echelon.contracts.errors import LoopError, UsageError, require
-from echelon.contracts.numbers import whole
+from echelon.common.errors import LoopError, UsageError, require
+from echelon.common.numbers import whole
 from echelon.data.generators import state_between_epochs
 from echelon.data.prefetch import NO_STEP, Feed, Step, restored_state
 from echelon.loop.progress import Progress

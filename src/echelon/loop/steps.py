@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from echelon.common.errors import EchelonError
 from echelon.contracts import pulse
-from echelon.contracts.errors import EchelonError
 from echelon.contracts.pulse import Phase
 from echelon.data.prefetch import NO_STEP, Feed
 from echelon.loop import agreements, evaluation_due

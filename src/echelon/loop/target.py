@@ -12,7 +12,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.machine import DEVICE_VARIABLE
+from echelon.common.machine import DEVICE_VARIABLE
 from echelon.loop.run import train
 from echelon.world.init import init_from_env
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from echelon.checkpoint.layout import Stateful
-from echelon.contracts.errors import UnitError
+from echelon.common.errors import UnitError
 from echelon.loop.progress import Progress
 from echelon.parallel.names import without_compile
 from echelon.parallel.prepared import Prepared

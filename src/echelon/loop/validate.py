@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import LoopError, UnitError, UsageError
+from echelon.common.errors import LoopError, UnitError, UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit

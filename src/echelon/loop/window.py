@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import LoopError, RanksDisagreeError, UsageError
+from echelon.common.errors import LoopError, RanksDisagreeError, UsageError
 from echelon.loop.loss import weighted
 from echelon.loop.progress import Progress
 from echelon.loop.records.logged import NOBODY

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.times import PARTS
 from echelon.contracts.version import __version__

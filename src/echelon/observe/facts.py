@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from echelon.common.files import parse_object, read_bytes
 from echelon.contracts.events import survey, survey_into
-from echelon.contracts.files import parse_object, read_bytes
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.observe.columns import Columns, Line, finite, moment

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.contracts.errors import RunFolderError
-from echelon.contracts.files import write_whole
-from echelon.contracts.redact import redacted
+from echelon.common.errors import RunFolderError
+from echelon.common.files import write_whole
+from echelon.common.redact import redacted
 from echelon.contracts.run_dir import RunDir
 from echelon.observe.goodput import LOST, Goodput
 from echelon.observe.page import history

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.common.files import read_end
+from echelon.common.terminal import columns, one_line
 from echelon.contracts.events import LineReader
-from echelon.contracts.files import read_end
 from echelon.contracts.run_dir import RunDir, read_json
-from echelon.contracts.terminal import columns, one_line
 from echelon.contracts.times import PARTS, TimeRecord
 from echelon.observe.columns import finite, moment, number
 from echelon.observe.facts import Attempt, get, word

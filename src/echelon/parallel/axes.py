@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import LayoutError, require
+from echelon.common.errors import LayoutError, require
 from echelon.parallel.shards import is_split
 
 if TYPE_CHECKING:

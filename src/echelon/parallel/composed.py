@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from echelon.contracts.arguments import flags
-from echelon.contracts.errors import LayoutError, require
-from echelon.contracts.numbers import whole
+from echelon.common.arguments import flags
+from echelon.common.errors import LayoutError, require
+from echelon.common.numbers import whole
 from echelon.parallel.axes import data_axes
 from echelon.parallel.composed_prepared import ComposedPrepared, ComposedStages
 from echelon.parallel.context.batch import SequenceDim, check_sequence_dim

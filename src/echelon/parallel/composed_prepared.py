@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from echelon.contracts.errors import LayoutError, RanksDisagreeError
+from echelon.common.errors import LayoutError, RanksDisagreeError
 from echelon.parallel.context.context import ContextParallel
 from echelon.parallel.context.probe import tensors_of
 from echelon.parallel.pipeline import ShardedStages, StagesPrepared

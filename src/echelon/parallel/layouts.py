@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.composed import Layout
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.ddp.dp import DPStrategy

@@ -9,7 +9,7 @@ import math
 
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.axes import Share, axes_of, declared, split_axes
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.registry import Kind, register, wrapper_of

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.ddp.ddp import DDPPrepared
 from echelon.parallel.gradients.unreduced_params import average_in_turns_, check_equal
 from echelon.parallel.micro_batch import MicroBatch

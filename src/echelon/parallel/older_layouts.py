@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from echelon.contracts.errors import LayoutError
-from echelon.contracts.older_words import is_now
+from echelon.common.errors import LayoutError
+from echelon.common.older_words import is_now
 from echelon.parallel.composed import Layout
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.fsdp.fsdp import FSDPStrategy

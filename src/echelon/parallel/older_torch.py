@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 
 __all__ = ["all_gather_single", "ddp_options", "reduce_scatter_single", "shards_integers"]
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.world import agree
 
 __all__ = ["all_mean", "gather", "gathered_rows", "heard", "knows_its_data", "summed", "without_samples"]

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.contracts.errors import LayoutError, RanksDisagreeError, require
-from echelon.contracts.older_words import renames
+from echelon.common.errors import LayoutError, RanksDisagreeError, require
+from echelon.common.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.ddp.sync_batchnorm import on_host

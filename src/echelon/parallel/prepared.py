@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.axes import Axis, Share, mesh_of, share, speaks_for
 from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fixed_order import clip_in_order_

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from echelon.contracts.arguments import flags_of
+from echelon.common.arguments import flags_of
 from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.recipe import Recipe

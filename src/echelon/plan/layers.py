@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import PlanError
+from echelon.common.errors import PlanError
+from echelon.common.terminal import columns
 from echelon.contracts.overrides import Overrides, impose
-from echelon.contracts.terminal import columns
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.reporting.observer import observing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.prover import causes
 from echelon.prover.judge import mean_loss
 from echelon.prover.on_ranks import OnRanks

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from echelon.contracts.errors import ProveError
+from echelon.common.errors import ProveError
 from echelon.parallel.composed import Layout
 from echelon.parallel.ddp.local_sgd import DiLoCoStrategy, LocalSGDStrategy
 from echelon.parallel.layouts import resolve

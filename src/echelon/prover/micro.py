@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.contracts.errors import ProveError
+from echelon.common.errors import ProveError
 from echelon.loop.samples import are_images, samples_of
 
 __all__ = [

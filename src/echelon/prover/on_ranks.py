@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.common.errors import RankFailedError, UsageError
 from echelon.launcher.functions.run import launch
 from echelon.loop.target import Target
 from echelon.prover.matrix import Row

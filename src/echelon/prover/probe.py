@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.prover.kept_state import VARIABLE, unlike
 from echelon.prover.micro import Micro, NotJoinable, digest, joined
 from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values, by_index

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.arguments import flags
-from echelon.contracts.errors import require
-from echelon.contracts.machine import DEVICE_VARIABLE, visible_devices
-from echelon.contracts.numbers import number, whole
+from echelon.common.arguments import flags
+from echelon.common.errors import require
+from echelon.common.machine import DEVICE_VARIABLE, visible_devices
+from echelon.common.numbers import number, whole
 from echelon.loop.target import Target
 from echelon.prover.matrix import Row, matrix
 from echelon.prover.proof import Proof, Result

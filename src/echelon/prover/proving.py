@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.loop.target import Target
 from echelon.prover import causes
 from echelon.prover.explanation import Explanation

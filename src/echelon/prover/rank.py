@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import ProveError
+from echelon.common.errors import ProveError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.data.loader import Loader
 from echelon.data.prefetch import Feed

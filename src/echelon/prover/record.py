@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from echelon.contracts.errors import ProveError
+from echelon.common.errors import ProveError
 from echelon.loop import unit as units
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.callback import Callback

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from echelon.contracts.errors import ProveError
+from echelon.common.errors import ProveError
 from echelon.loop.auto.auto import AutoUnit, TrainStepResults
 from echelon.loop.modes import begin_training
 from echelon.loop.state import EntryPoint, PhaseState, State

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.prover.micro import Micro, NotJoinable, digest, join
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.ran import Computed, Ran

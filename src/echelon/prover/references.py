@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import ProveError
+from echelon.common.errors import ProveError
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.several import Turn
 from echelon.loop.own.unit import LoopUnit, Plain

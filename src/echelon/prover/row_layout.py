@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import ProveError
+from echelon.common.errors import ProveError
 from echelon.parallel.fsdp.fsdp import FSDPStrategy
 from echelon.parallel.layouts import in_words, resolve, with_options_of
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy

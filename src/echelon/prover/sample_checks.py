@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from echelon.contracts.errors import RankFailedError
+from echelon.common.errors import RankFailedError
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import Result
 from echelon.prover.ran import Ran

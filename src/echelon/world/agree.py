@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from echelon.contracts import errors
-from echelon.contracts.errors import TOLD_BY, EchelonError, RanksDisagreeError
+from echelon.common import errors
+from echelon.common.errors import TOLD_BY, EchelonError, RanksDisagreeError
 from echelon.world.timeout import timeout_of_default_group
 
 __all__ = [

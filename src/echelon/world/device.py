@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from echelon.contracts.errors import DeviceError
-from echelon.contracts.machine import DEVICE_VARIABLE, usable_cores
-from echelon.contracts.numbers import digits
+from echelon.common.errors import DeviceError
+from echelon.common.machine import DEVICE_VARIABLE, usable_cores
+from echelon.common.numbers import digits
 from echelon.contracts.rank import RankInfo
 from echelon.world.inductor import compile_alike
 

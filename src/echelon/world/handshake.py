@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import RanksDisagreeError, UsageError, require
-from echelon.contracts.files import parse_object
+from echelon.common.errors import RanksDisagreeError, UsageError, require
+from echelon.common.files import parse_object
+from echelon.common.terminal import one_line, rank_ranges
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.terminal import one_line, rank_ranges
 from echelon.world import agree
 from echelon.world.program import MODULE, SETTINGS, build, program
 

@@ -19,10 +19,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from echelon.common.errors import LauncherEnvironmentError, UsageError, require
+from echelon.common.machine import DEVICE_VARIABLE, missing_interface
+from echelon.common.numbers import digits
 from echelon.contracts.asked import Asked
-from echelon.contracts.errors import LauncherEnvironmentError, UsageError, require
-from echelon.contracts.machine import DEVICE_VARIABLE, missing_interface
-from echelon.contracts.numbers import digits
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.world import stop
 from echelon.world.device import device_of, set_threads, use

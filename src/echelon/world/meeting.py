@@ -22,10 +22,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import LauncherEnvironmentError, RanksDisagreeError, UsageError
-from echelon.contracts.files import parse_object
+from echelon.common.errors import LauncherEnvironmentError, RanksDisagreeError, UsageError
+from echelon.common.files import parse_object
+from echelon.common.terminal import rank_ranges
 from echelon.contracts.rank import RankInfo, said_by
-from echelon.contracts.terminal import rank_ranges
 from echelon.world.handshake import Said, refusal_of, tellers_of, warn_of
 
 __all__ = ["Facts", "meet", "refusal"]

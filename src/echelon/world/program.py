@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from echelon.common.redact import redacted_words
 from echelon.contracts.overrides import VARIABLE as OVERRIDES_VARIABLE
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.redact import redacted_words
 from echelon.contracts.version import __version__
 
 __all__ = ["MODULE", "SETTINGS", "arguments", "build", "nccl_version", "program"]

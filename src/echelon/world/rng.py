@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.contracts.errors import require
-from echelon.contracts.numbers import whole
+from echelon.common.errors import require
+from echelon.common.numbers import whole
 from echelon.world import agree
 
 __all__ = ["at", "digest", "draw", "load_states", "mix", "position", "put_back", "renew", "seed", "separate", "start", "states"]

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from echelon.contracts.errors import LauncherEnvironmentError
+from echelon.common.errors import LauncherEnvironmentError
 from echelon.contracts.rank import RankInfo, said_by
 from echelon.world.device import in_thread
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ParamSpec, TypeVar
 
-from echelon.contracts.errors import RankFailedError, UsageError
+from echelon.common.errors import RankFailedError, UsageError
 from echelon.launcher.cluster import slurm_config
 from echelon.launcher.cluster import slurm_fn as core
 from echelon.launcher.cluster.slurm.render import SlurmOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from echelon.common.errors import UsageError
 from echelon.compat.names import Missing
-from echelon.contracts.errors import UsageError
 
 if TYPE_CHECKING:
     from echelon.compat.transformers.arguments import TrainingArguments

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from echelon.common.errors import UsageError
 from echelon.compat.transformers.options import check
-from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.recipe.recipe import TorchCompileParams

@@ -11,7 +11,7 @@ import transformers
 from torch.utils.data import IterableDataset
 from transformers import trainer_utils
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
 from echelon.data.stream import StreamLoader, is_divided

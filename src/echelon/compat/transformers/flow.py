@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import trainer_callback as theirs
 
+from echelon.common.errors import UsageError
 from echelon.compat.transformers.saving import Saver
-from echelon.contracts.errors import UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.state import State
 from echelon.world import agree

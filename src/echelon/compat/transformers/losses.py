@@ -11,7 +11,7 @@ from transformers import trainer_pt_utils
 from transformers.loss import loss_utils
 from transformers.utils import can_return_loss, find_labels
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.loss import count_tokens, rows
 
 __all__ = ["Losses"]

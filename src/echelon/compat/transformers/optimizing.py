@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 
 __all__ = ["Optimizing"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import transformers
 
-from echelon.contracts import errors
-from echelon.contracts.errors import UsageError
+from echelon.common import errors
+from echelon.common.errors import UsageError
 
 __all__ = ["NotHereError", "check_overrides", "not_here"]
 

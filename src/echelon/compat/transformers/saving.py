@@ -10,7 +10,7 @@ from typing import Any
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
 from echelon.checkpoint.location import Location, absolute, location
-from echelon.contracts.errors import CheckpointError, UsageError
+from echelon.common.errors import CheckpointError, UsageError
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.changes import command_here
 from echelon.loop.checkpointing.folder import RunFolder, is_begun_anew, left_alone

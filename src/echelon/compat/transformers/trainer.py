@@ -17,6 +17,7 @@ from transformers import trainer_callback, trainer_pt_utils, trainer_utils
 from transformers.integrations import get_reporting_integration_callbacks
 
 from echelon.checkpoint.location import location
+from echelon.common.errors import UsageError, require
 from echelon.compat.transformers import batches
 from echelon.compat.transformers.accelerator import Accelerator
 from echelon.compat.transformers.arguments import TrainingArguments
@@ -27,7 +28,6 @@ from echelon.compat.transformers.optimizing import Optimizing
 from echelon.compat.transformers.refused import check_overrides, not_here
 from echelon.compat.transformers.saving import Saver, newest, ranks_that_share, resume, was_cut_short
 from echelon.compat.transformers.unit import TrainerUnit
-from echelon.contracts.errors import UsageError, require
 from echelon.contracts.run_dir import RunDir
 from echelon.data.replayed import Replayed
 from echelon.loop.callback import Callback

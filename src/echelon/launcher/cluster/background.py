@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from echelon.contracts.errors import ClusterError
-from echelon.contracts.files import open_to_append
-from echelon.contracts.machine import boot_id, started_at
+from echelon.common.errors import ClusterError
+from echelon.common.files import open_to_append
+from echelon.common.machine import boot_id, started_at
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.job import JobSpec
 from echelon.launcher.protocol import FolderJob, JobState, note_submitted, write_spec

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from echelon.contracts.errors import ClusterError, EchelonError, RankFailedError, RankTimeoutError
-from echelon.contracts.files import read_bytes
-from echelon.contracts.hostlist import expand_hostlist
-from echelon.contracts.numbers import digits
+from echelon.common.errors import ClusterError, EchelonError, RankFailedError, RankTimeoutError
+from echelon.common.files import read_bytes
+from echelon.common.hostlist import expand_hostlist
+from echelon.common.numbers import digits
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
+from echelon.common.files import read_end
+from echelon.common.terminal import one_line, printable, say
 from echelon.contracts.events import read_lines
-from echelon.contracts.files import read_end
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import one_line, printable, say
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import write_exit

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import ClusterError, RankFailedError
-from echelon.contracts.files import read_end
+from echelon.common.errors import ClusterError, RankFailedError
+from echelon.common.files import read_end
+from echelon.common.terminal import printable
 from echelon.contracts.run_dir import RunDir
-from echelon.contracts.terminal import printable
 from echelon.launcher.calls import load_exception, load_values
 from echelon.launcher.job import Outcome
 from echelon.launcher.protocol import FolderJob, JobState

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from echelon.contracts.errors import ClusterError
+from echelon.common.errors import ClusterError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.cluster.background import LocalJob
 from echelon.launcher.cluster.kubernetes import KubernetesJob

@@ -20,9 +20,9 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from echelon.contracts.errors import ClusterError, EchelonError
+from echelon.common.errors import ClusterError, EchelonError
+from echelon.common.terminal import say
 from echelon.contracts.run_dir import RunDir, read_json
-from echelon.contracts.terminal import say
 from echelon.launcher.cluster.conclude import conclude, refuse
 from echelon.launcher.cluster.node import run_node, start_of
 from echelon.launcher.job import JobSpec, cores_of_a_rank

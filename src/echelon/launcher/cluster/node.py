@@ -16,12 +16,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from echelon.contracts.errors import ClusterError, EchelonError, LauncherEnvironmentError
-from echelon.contracts.hostlist import expand_hostlist
-from echelon.contracts.numbers import count_in
+from echelon.common.errors import ClusterError, EchelonError, LauncherEnvironmentError
+from echelon.common.hostlist import expand_hostlist
+from echelon.common.numbers import count_in
+from echelon.common.terminal import say
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import say
 from echelon.launcher.cluster.conclude import conclude, refuse
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, Outcome

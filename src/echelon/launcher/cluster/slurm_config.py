@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.arguments import flags_of, mapping
-from echelon.contracts.errors import ClusterError, require
+from echelon.common.arguments import flags_of, mapping
+from echelon.common.errors import ClusterError, require
 from echelon.launcher.cluster.slurm.render import SlurmOptions
 from echelon.launcher.functions.command import parse
 from echelon.launcher.functions.run import check_environment

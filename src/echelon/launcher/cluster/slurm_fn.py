@@ -19,8 +19,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from echelon.contracts.errors import ClusterError, EchelonError
-from echelon.contracts.files import private_folder, write_whole
+from echelon.common.errors import ClusterError, EchelonError
+from echelon.common.files import private_folder, write_whole
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher.calls import Call, checksum, main_module, owner_only, pack, refuse_in_bootstrap, write_call
 from echelon.launcher.cluster.background import LocalLauncher

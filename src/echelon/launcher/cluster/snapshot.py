@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.contracts.errors import ClusterError
+from echelon.common.errors import ClusterError
 
 __all__ = ["Copy", "copy_code", "snapshot"]
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import ClusterError
+from echelon.common.errors import ClusterError
 from echelon.launcher.dragon.guard import Guard, end_runtime
 
 __all__ = ["FOLDER_VARIABLE", "run_on_dragon"]

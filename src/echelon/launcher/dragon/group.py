@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from echelon.contracts.arguments import flags, mapping, several
-from echelon.contracts.errors import ClusterError, RankTimeoutError
-from echelon.contracts.numbers import number, whole
+from echelon.common.arguments import flags, mapping, several
+from echelon.common.errors import ClusterError, RankTimeoutError
+from echelon.common.numbers import number, whole
 from echelon.launcher.dragon.system import System, on_dragon
 from echelon.launcher.functions.run import Cancel, call, check_function
 from echelon.launcher.job import auto_ranks

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from echelon.contracts.machine import process_stat
+from echelon.common.machine import process_stat
 
 __all__ = ["Guard", "end_runtime"]
 

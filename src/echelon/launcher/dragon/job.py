@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import ClusterError, EchelonError, RankFailedError
-from echelon.contracts.files import open_to_append
+from echelon.common.errors import ClusterError, EchelonError, RankFailedError
+from echelon.common.files import open_to_append
+from echelon.common.terminal import say
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import say
 from echelon.launcher.cluster.background import LocalLauncher
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.judge import record_end
@@ -103,7 +103,7 @@ def head(here: RunDir, sha256: str) -> int:
 
 def run_rank(path: str, attempt: int, sha256: str) -> int:
     """The program, on one rank."""
-    from echelon.contracts.machine import interface_of
+    from echelon.common.machine import interface_of
     from echelon.launcher.local.nodes import local_address_towards
     from echelon.launcher.local.placement import interfaces
     from echelon.launcher.local.run import rank_environment

@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import ClusterError, RankFailedError, RankTimeoutError
-from echelon.contracts.machine import usable_cores
+from echelon.common.errors import ClusterError, RankFailedError, RankTimeoutError
+from echelon.common.machine import usable_cores
+from echelon.common.terminal import printable
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import write_json
-from echelon.contracts.terminal import printable
 from echelon.launcher.calls import load_exception, load_values
 from echelon.launcher.dragon.command import FOLDER_VARIABLE
 from echelon.launcher.failure import render

@@ -14,10 +14,10 @@ from enum import Enum
 from numbers import Integral
 from typing import Any
 
-from echelon.contracts.arguments import several
-from echelon.contracts.errors import require
-from echelon.contracts.machine import usable_cores, visible_devices
-from echelon.contracts.numbers import whole
+from echelon.common.arguments import several
+from echelon.common.errors import require
+from echelon.common.machine import usable_cores, visible_devices
+from echelon.common.numbers import whole
 
 __all__ = ["Policy", "System", "on_dragon"]
 

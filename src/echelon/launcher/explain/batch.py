@@ -8,7 +8,7 @@ import re
 import time
 from pathlib import Path
 
-from echelon.contracts.files import read_end
+from echelon.common.files import read_end
 from echelon.contracts.run_dir import RunDir
 
 __all__ = ["OUT_OF_MEMORY", "why_ended"]

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.files import open_file, read_end
+from echelon.common.files import open_file, read_end
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.aborted import TAIL_BYTES, last_words

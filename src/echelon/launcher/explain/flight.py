@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from echelon.contracts.terminal import one_line
+from echelon.common.terminal import one_line
 
 __all__ = [
     "ROOTED",

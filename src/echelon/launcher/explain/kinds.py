@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from echelon.contracts import errors
+from echelon.common import errors
 from echelon.launcher.aborted import DAMAGED
 from echelon.launcher.explain.words import lost_data_worker
 from echelon.launcher.job import Failure

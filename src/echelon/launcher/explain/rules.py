@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from echelon.common.terminal import one_line
 from echelon.contracts.pulse import Phase
 from echelon.contracts.stopping import REQUEUE, signal_name
-from echelon.contracts.terminal import one_line
 from echelon.launcher.explain import hung, mismatched
 from echelon.launcher.explain.batch import OUT_OF_MEMORY
 from echelon.launcher.explain.evidence import Evidence, RankEvidence

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from echelon.contracts.terminal import one_line
+from echelon.common.terminal import one_line
 from echelon.launcher.explain.evidence import Evidence
 from echelon.launcher.explain.verdict import Verdict
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from echelon.contracts.terminal import one_line
-from echelon.contracts.traces import from_here, named_in_library
+from echelon.common.terminal import one_line
+from echelon.common.traces import from_here, named_in_library
 
 __all__ = [
     "WAITED_FOR",

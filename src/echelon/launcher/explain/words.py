@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from echelon.contracts.terminal import one_line, rank_ranges
+from echelon.common.terminal import one_line, rank_ranges
 from echelon.launcher.explain.evidence import Evidence, RankEvidence
 from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Wait
 from echelon.launcher.explain.rank import is_check

@@ -21,13 +21,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from echelon.common.errors import LaunchError
+from echelon.common.files import open_to_append, parse_object, read_bytes, read_end
+from echelon.common.redact import redacted_words
+from echelon.common.terminal import say
 from echelon.contracts.asked import Asked
-from echelon.contracts.errors import LaunchError
-from echelon.contracts.files import open_to_append, parse_object, read_bytes, read_end
-from echelon.contracts.redact import redacted_words
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import say
 from echelon.launcher.calls import checksum
 from echelon.launcher.functions.inside import CallSite
 from echelon.launcher.job import Failure, JobSpec, Outcome

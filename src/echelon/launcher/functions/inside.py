@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from echelon.common.errors import LaunchError
+from echelon.common.files import open_to_append
 from echelon.contracts.asked import Asked
-from echelon.contracts.errors import LaunchError
-from echelon.contracts.files import open_to_append
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, leave

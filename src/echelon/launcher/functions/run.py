@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from echelon.contracts.arguments import flags, is_path, mapping, several
-from echelon.contracts.errors import EchelonError, LaunchError, RankFailedError, require
-from echelon.contracts.files import working_folder
-from echelon.contracts.numbers import number, whole
+from echelon.common.arguments import flags, is_path, mapping, several
+from echelon.common.errors import EchelonError, LaunchError, RankFailedError, require
+from echelon.common.files import working_folder
+from echelon.common.numbers import number, whole
+from echelon.common.terminal import printable
 from echelon.contracts.overrides import overrides
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
-from echelon.contracts.terminal import printable
 from echelon.launcher.calls import Call, load_exception, load_values, pack, refuse_in_bootstrap, write_call
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, parse_ranks

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.files import read_bytes
+from echelon.common.files import read_bytes
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.records import rank_record
 from echelon.launcher.workarounds import has_destroyed_groups

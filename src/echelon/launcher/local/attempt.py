@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.files import MOST_BYTES, read_end, write_whole
+from echelon.common.files import MOST_BYTES, read_end, write_whole
+from echelon.common.terminal import say
 from echelon.contracts.stopping import REQUEUE, signal_name
-from echelon.contracts.terminal import say
 from echelon.launcher.aborted import TAIL_BYTES, last_words
 from echelon.launcher.explain.stacks import last_traceback
 from echelon.launcher.job import Failure

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from echelon.contracts.files import parse_object
+from echelon.common.files import parse_object
 from echelon.launcher.local.flight import called, flight_record, waits_in, write_flight
 from echelon.launcher.local.raised import describe
 from echelon.launcher.records import raised_record

@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server import SimpleElasticAgent, Worker, W
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from echelon.contracts import terminal
+from echelon.common import terminal
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import Failure, JobSpec

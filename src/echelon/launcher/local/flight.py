@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.files import private_folder, write_whole
+from echelon.common.files import private_folder, write_whole
 
 __all__ = ["called", "flight_record", "last_calls", "waits_in", "write_flight"]
 

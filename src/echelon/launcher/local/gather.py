@@ -11,9 +11,9 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from echelon.contracts import terminal
-from echelon.contracts.errors import RankTimeoutError
-from echelon.contracts.files import private_folder, write_whole
+from echelon.common import terminal
+from echelon.common.errors import RankTimeoutError
+from echelon.common.files import private_folder, write_whole
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Companions
 from echelon.launcher.local.signs import Pulses, Seen, is_stopped, waits

@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from echelon.contracts.machine import process_stat
+from echelon.common.machine import process_stat
 from echelon.contracts.pulse import Phase
 from echelon.launcher.job import parse_hang_timeout
 from echelon.launcher.local.attempt import Attempt

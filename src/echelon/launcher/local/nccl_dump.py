@@ -17,7 +17,7 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-from echelon.contracts.files import read_bytes, write_whole
+from echelon.common.files import read_bytes, write_whole
 from echelon.launcher.local.flight import MOST, MOST_OF_A_GROUP, group_of
 
 __all__ = ["environment", "read_dump", "translate"]

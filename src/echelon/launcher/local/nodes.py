@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.contracts.errors import EchelonError, LauncherEnvironmentError
-from echelon.contracts.machine import interface_of
+from echelon.common.errors import EchelonError, LauncherEnvironmentError
+from echelon.common.machine import interface_of
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher.records import meeting_record
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.files import open_to_append
+from echelon.common.files import open_to_append
 from echelon.contracts.run_dir import FULL_DISK
 
 __all__ = ["forgive_output", "output_to", "redirect"]

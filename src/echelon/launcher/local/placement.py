@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from echelon.contracts.errors import LaunchError
-from echelon.contracts.machine import DEVICE_VARIABLE, visible_devices
+from echelon.common.errors import LaunchError
+from echelon.common.machine import DEVICE_VARIABLE, visible_devices
 
 __all__ = ["bound", "cores_near", "cores_of_gpus", "cores_of_rank", "interfaces", "numa_nodes", "parse_cpu_list"]
 

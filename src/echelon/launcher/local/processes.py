@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from echelon.contracts.machine import process_stat
+from echelon.common.machine import process_stat
 
 __all__ = ["descends", "kill_children", "runs"]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from echelon.contracts.errors import EchelonError
-from echelon.contracts.redact import redacted, secret_values
-from echelon.contracts.traces import in_library
+from echelon.common.errors import EchelonError
+from echelon.common.redact import redacted, secret_values
+from echelon.common.traces import in_library
 
 __all__ = ["cut", "describe", "in_library", "user_frames"]
 

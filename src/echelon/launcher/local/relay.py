@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from echelon.contracts.files import open_to_append
-from echelon.contracts.terminal import put_bytes
+from echelon.common.files import open_to_append
+from echelon.common.terminal import put_bytes
 
 __all__ = ["PlainScreen", "Relay", "Screen", "SilentScreen"]
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from echelon.contracts.errors import EchelonError
+from echelon.common.errors import EchelonError
 from echelon.launcher.local.nodes import Meeting
 
 __all__ = ["NODES_WAIT_S", "NodesRendezvous", "OneNodeRendezvous"]

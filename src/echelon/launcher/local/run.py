@@ -15,11 +15,11 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from echelon.contracts import terminal
+from echelon.common import terminal
+from echelon.common.errors import EchelonError
+from echelon.common.files import private_folder, working_folder
+from echelon.common.machine import usable_cores, visible_devices
 from echelon.contracts.between_attempts import RESTART_VARIABLE, has_begun
-from echelon.contracts.errors import EchelonError
-from echelon.contracts.files import private_folder, working_folder
-from echelon.contracts.machine import usable_cores, visible_devices
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE

@@ -26,9 +26,9 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from echelon.contracts.errors import EchelonError
+from echelon.common.errors import EchelonError
+from echelon.common.terminal import flush
 from echelon.contracts.stopping import SIGNALS
-from echelon.contracts.terminal import flush
 from echelon.launcher.workarounds import keep_finalizers
 
 __all__ = ["ForkServer", "load", "serve"]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.common.machine import process_stat
+from echelon.common.traces import from_here
 from echelon.contracts import pulse
-from echelon.contracts.machine import process_stat
 from echelon.contracts.pulse import Phase, Standing
-from echelon.contracts.traces import from_here
 from echelon.launcher.local.raised import in_library
 
 __all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped", "user_frame", "waits"]

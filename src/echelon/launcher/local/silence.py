@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
-from echelon.contracts.errors import EchelonError
+from echelon.common.errors import EchelonError
 from echelon.launcher.local.nodes import Meeting
 
 __all__ = ["SILENT_S", "Agent", "NodeSilentError", "Silence"]

@@ -22,10 +22,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from echelon.common.errors import LaunchError
+from echelon.common.files import open_to_append
+from echelon.common.redact import redacted, secret_values
 from echelon.contracts import pulse
-from echelon.contracts.errors import LaunchError
-from echelon.contracts.files import open_to_append
-from echelon.contracts.redact import redacted, secret_values
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, heard, is_ours, leave
 from echelon.launcher.calls import load_call, write_value

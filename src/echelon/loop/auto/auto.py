@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.contracts.errors import LoopError
+from echelon.common.errors import LoopError
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
 from echelon.loop.auto.averaged import AveragedWeights, SWAParams, swa_scheduler

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from echelon.contracts.arguments import flags_of
-from echelon.contracts.errors import LoopError, require
-from echelon.contracts.numbers import number, whole
+from echelon.common.arguments import flags_of
+from echelon.common.errors import LoopError, require
+from echelon.common.numbers import number, whole
 from echelon.parallel.meta.fill import fill_rest
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import local

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import LoopError
+from echelon.common.errors import LoopError
 from echelon.parallel.gradients.fixed_order import GradientTree, is_power_of_two
 from echelon.parallel.strategy import Prepared
 from echelon.world import agree, rng

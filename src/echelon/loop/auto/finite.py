@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import NonFiniteError
+from echelon.common.errors import NonFiniteError
 from echelon.loop.progress import Progress
 from echelon.world import agree
 from echelon.world.device import to_host

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from echelon.contracts.errors import OptimizerError
+from echelon.common.errors import OptimizerError
 from echelon.contracts.overrides import overrides
 from echelon.parallel.ddp.bypass import Watches, watch
 from echelon.parallel.fsdp.step_by_mesh import step_by_kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from echelon.contracts.errors import LoopError
+from echelon.common.errors import LoopError
 from echelon.loop.window import Window
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.strategy import Prepared

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.contracts.errors import LoopError
+from echelon.common.errors import LoopError
 from echelon.contracts.overrides import overrides
 from echelon.loop.auto.standing_in import uncounted
 from echelon.loop.auto.unit_options import AutoOptions, UnitOptions, options_from

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import LoopError, LossError, RanksDisagreeError, UsageError
+from echelon.common.errors import LoopError, LossError, RanksDisagreeError, UsageError
 from echelon.loop.auto.finite import check_loss
 from echelon.loop.auto.optimizer_checks import are_alike, check_holds
 from echelon.loop.loss import problem_with

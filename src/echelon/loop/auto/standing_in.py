@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import LoopError
+from echelon.common.errors import LoopError
 from echelon.loop.records.metrics import load_share, share_of
 from echelon.parallel.ddp.sync_batchnorm import without_rows
 from echelon.parallel.over_ranks import without_samples

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from echelon.contracts.errors import LoopError, LossError
+from echelon.common.errors import LoopError, LossError
 from echelon.data.parts import Pieces
 from echelon.loop.auto.finite import check_loss
 from echelon.loop.auto.loss_scale import tell_of_labels, tell_of_scale

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from echelon.contracts.arguments import flags_of
-from echelon.contracts.errors import LoopError, require
-from echelon.contracts.numbers import number, plain, whole
-from echelon.contracts.older_words import translated, unknown
+from echelon.common.arguments import flags_of
+from echelon.common.errors import LoopError, require
+from echelon.common.numbers import number, plain, whole
+from echelon.common.older_words import translated, unknown
 from echelon.loop.auto.averaged import SWAParams
 from echelon.parallel.layouts import resolve
 from echelon.parallel.recipe.activation import ActivationCheckpointParams, Preset

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from echelon.contracts.errors import CallbackError, UsageError, require
-from echelon.contracts.numbers import whole
+from echelon.common.errors import CallbackError, UsageError, require
+from echelon.common.numbers import whole
 from echelon.loop.callback import Callback
 from echelon.loop.early_stop import EarlyStopChecker
 from echelon.loop.records.monitored import Unknown, mode_of, number

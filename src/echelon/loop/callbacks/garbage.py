@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from echelon.contracts.numbers import whole
+from echelon.common.numbers import whole
 from echelon.loop.callbacks.steps import steps_so_far
 from echelon.loop.callbacks.whole_run import WholeRun
 from echelon.loop.state import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from echelon.contracts.errors import require
+from echelon.common.errors import require
 from echelon.loop.callbacks.whole_run import WholeRun
 from echelon.loop.state import State
 from echelon.loop.unit import Unit

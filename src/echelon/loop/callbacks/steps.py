@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from echelon.contracts.arguments import several
-from echelon.contracts.errors import CallbackError
-from echelon.contracts.numbers import whole
+from echelon.common.arguments import several
+from echelon.common.errors import CallbackError
+from echelon.common.numbers import whole
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.state import ActivePhase, EntryPoint, State

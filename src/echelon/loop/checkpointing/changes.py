@@ -15,9 +15,9 @@ from torch import nn
 from echelon.checkpoint import strict
 from echelon.checkpoint.renamed import moved, state_in
 from echelon.checkpoint.store import table
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
+from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError, UsageError
+from echelon.common.redact import redacted_fields
 from echelon.contracts.overrides import overrides
-from echelon.contracts.redact import redacted_fields
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.version import __version__
 from echelon.data import resume

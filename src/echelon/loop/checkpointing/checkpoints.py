@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from echelon.checkpoint.location import location
 from echelon.checkpoint.policy import BestCheckpointConfig, Keep
-from echelon.contracts.arguments import flags_of, options_of
-from echelon.contracts.errors import CheckpointOptionError, UsageError, require
-from echelon.contracts.numbers import whole
+from echelon.common.arguments import flags_of, options_of
+from echelon.common.errors import CheckpointOptionError, UsageError, require
+from echelon.common.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.launcher.job import parse_duration
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions

@@ -14,7 +14,7 @@ import torch
 from echelon.checkpoint.buffers import Buffers
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
-from echelon.contracts.errors import CheckpointError
+from echelon.common.errors import CheckpointError
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.stream import StreamLoader

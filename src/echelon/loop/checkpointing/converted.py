@@ -19,7 +19,7 @@ from torch import nn
 
 from echelon.checkpoint.placed import Block, Computed, Held, Layout, Lays, chunks, joined, stacked
 from echelon.checkpoint.plain import dtype_of
-from echelon.contracts.errors import CheckpointOptionError
+from echelon.common.errors import CheckpointOptionError
 from echelon.parallel.names import plain_name
 from echelon.parallel.shards import authors_class, is_fully_sharded
 

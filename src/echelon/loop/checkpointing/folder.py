@@ -11,8 +11,8 @@ from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.lease import Lease
 from echelon.checkpoint.location import Location, absolute, make_folder
 from echelon.checkpoint.policy import Keep
+from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
 from echelon.contracts.between_attempts import begins_anew, note_begun
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
 from echelon.contracts.overrides import overrides
 from echelon.loop.unit import TrainUnit
 from echelon.world import agree

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from echelon.contracts.arguments import flags_of, several
-from echelon.contracts.errors import CheckpointOptionError, require
-from echelon.contracts.numbers import whole
-from echelon.contracts.older_words import translated
+from echelon.common.arguments import flags_of, several
+from echelon.common.errors import CheckpointOptionError, require
+from echelon.common.numbers import whole
+from echelon.common.older_words import translated
 
 __all__ = ["OLDER", "RestoreOptions", "SaveOptions", "check_group"]
 

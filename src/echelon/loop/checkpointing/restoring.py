@@ -12,7 +12,7 @@ from typing import Any
 from echelon.checkpoint import commit, foreign, store
 from echelon.checkpoint.location import Location, absolute
 from echelon.checkpoint.store import Report
-from echelon.contracts.errors import (
+from echelon.common.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -20,7 +20,7 @@ from echelon.contracts.errors import (
     UsageError,
     require,
 )
-from echelon.contracts.terminal import printable
+from echelon.common.terminal import printable
 from echelon.data.base import BaseLoader
 from echelon.data.fingerprint import checksum
 from echelon.data.generators import is_between_epochs, load_state_between_epochs, state_between_epochs

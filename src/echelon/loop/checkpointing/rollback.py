@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echelon.checkpoint import commit
-from echelon.contracts.errors import CheckpointOptionError, DivergedError, require
-from echelon.contracts.numbers import number, whole
+from echelon.common.errors import CheckpointOptionError, DivergedError, require
+from echelon.common.numbers import number, whole
 from echelon.data.loader import Loader
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import restoring

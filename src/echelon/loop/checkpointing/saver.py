@@ -16,9 +16,9 @@ from echelon.checkpoint.location import Location, Remote, explain, location
 from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned, Snapshot
 from echelon.checkpoint.store import Report
-from echelon.contracts.arguments import flags, options_of
-from echelon.contracts.errors import CheckpointError, CheckpointOptionError, CheckpointWriteError, require
-from echelon.contracts.older_words import translated
+from echelon.common.arguments import flags, options_of
+from echelon.common.errors import CheckpointError, CheckpointOptionError, CheckpointWriteError, require
+from echelon.common.older_words import translated
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.folder import RunFolder, left_alone

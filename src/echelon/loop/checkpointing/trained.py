@@ -19,7 +19,7 @@ from torch import nn
 from echelon.checkpoint.layout import this_rank
 from echelon.checkpoint.location import Location
 from echelon.checkpoint.store import table
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
+from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError
 from echelon.loop.auto.averaged import AveragedWeights
 from echelon.loop.unit import Unit
 from echelon.parallel.names import plain_names

@@ -16,8 +16,8 @@ from torch import nn
 
 from echelon.checkpoint.location import Location
 from echelon.checkpoint.renamed import moved
-from echelon.contracts.errors import CheckpointCorruptError
-from echelon.contracts.terminal import printable
+from echelon.common.errors import CheckpointCorruptError
+from echelon.common.terminal import printable
 from echelon.loop.auto.optimizer_checks import add_again
 from echelon.loop.unit import Unit
 from echelon.parallel.names import plain_names

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from echelon.contracts.errors import OwnLoopError
-from echelon.contracts.numbers import whole
+from echelon.common.errors import OwnLoopError
+from echelon.common.numbers import whole
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.parts import Padding
 from echelon.data.torch_loader import as_loader, is_distributed

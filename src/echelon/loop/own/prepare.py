@@ -26,8 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from echelon.checkpoint.layout import Stateful
-from echelon.contracts.errors import OwnLoopError
-from echelon.contracts.older_words import renames
+from echelon.common.errors import OwnLoopError
+from echelon.common.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.torch_loader import is_distributed

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import OwnLoopError
+from echelon.common.errors import OwnLoopError
 from echelon.contracts.overrides import overrides
 from echelon.loop.auto.optimizer_checks import are_alike
 from echelon.parallel.parallelize import parallelize

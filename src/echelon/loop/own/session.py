@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from echelon.checkpoint.policy import BestCheckpointConfig
-from echelon.contracts.errors import OwnLoopError
-from echelon.contracts.numbers import whole
+from echelon.common.errors import OwnLoopError
+from echelon.common.numbers import whole
 from echelon.data.prefetch import known_length
 from echelon.loop.auto.several import Turn
 from echelon.loop.callback import Callback

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import OwnLoopError
+from echelon.common.errors import OwnLoopError
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.state import State, step_under_way
 from echelon.parallel.micro_batch import MicroBatch

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from echelon.contracts.errors import LossError, OwnLoopError
-from echelon.contracts.numbers import number
+from echelon.common.errors import LossError, OwnLoopError
+from echelon.common.numbers import number
 from echelon.loop.auto.standing_in import explain_one_sample, standing_in
 from echelon.loop.loss import problem_with
 from echelon.loop.own.unit import LoopUnit

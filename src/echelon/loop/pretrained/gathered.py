@@ -19,7 +19,7 @@ from torch import nn
 
 from echelon.checkpoint.location import explain
 from echelon.checkpoint.plain import dtype_of
-from echelon.contracts.errors import CheckpointOptionError, CheckpointWriteError
+from echelon.common.errors import CheckpointOptionError, CheckpointWriteError
 from echelon.parallel.shards import is_split, whole
 from echelon.parallel.state.state import ModuleState
 from echelon.world import agree

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from echelon.checkpoint import commit
-from echelon.contracts.arguments import flags
-from echelon.contracts.errors import CheckpointOptionError, require
+from echelon.common.arguments import flags
+from echelon.common.errors import CheckpointOptionError, require
 from echelon.loop.checkpointing.converted import authors_classes
 from echelon.loop.pretrained.gathered import Weights
 from echelon.loop.unit import Unit

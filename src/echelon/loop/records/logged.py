@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import LoggerError, RanksDisagreeError, require
+from echelon.common.errors import LoggerError, RanksDisagreeError, require
 from echelon.parallel.shards import whole
 from echelon.world import agree
 

@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any, Literal
 
-from echelon.contracts.errors import require
+from echelon.common.errors import require
 from echelon.loop.records.logged import Logged
 from echelon.world import agree
 

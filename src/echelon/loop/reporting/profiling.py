@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from echelon.contracts.files import private_folder, write_whole
+from echelon.common.files import private_folder, write_whole
 from echelon.contracts.profile import Profile, wants_memory_snapshot
 from echelon.contracts.run_dir import RunDir
 from echelon.loop.callback import Callback

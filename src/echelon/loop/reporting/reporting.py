@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from echelon.checkpoint import manifest
+from echelon.common.redact import redacted
 from echelon.contracts import pulse
-from echelon.contracts.redact import redacted
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.workers import explain
 from echelon.loop.callback import Callback

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from echelon.checkpoint import commit
 from echelon.checkpoint.location import location
-from echelon.contracts.errors import TrainerError
+from echelon.common.errors import TrainerError
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
 from echelon.data.replayed import Replayed

@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from echelon.contracts.errors import TrainerError
+from echelon.common.errors import TrainerError
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.parallel.shards import is_split

@@ -20,11 +20,11 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from echelon.checkpoint.location import absolute, location
-from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import TrainerError, require
-from echelon.contracts.machine import visible_devices
-from echelon.contracts.numbers import whole
-from echelon.contracts.older_words import renames, translated, unknown
+from echelon.common.arguments import is_path
+from echelon.common.errors import TrainerError, require
+from echelon.common.machine import visible_devices
+from echelon.common.numbers import whole
+from echelon.common.older_words import renames, translated, unknown
 from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks

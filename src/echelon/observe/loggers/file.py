@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.arguments import flags, is_path
-from echelon.contracts.errors import LoggerError, require
-from echelon.contracts.files import write_whole
-from echelon.contracts.numbers import whole
+from echelon.common.arguments import flags, is_path
+from echelon.common.errors import LoggerError, require
+from echelon.common.files import write_whole
+from echelon.common.numbers import whole
 from echelon.contracts.rank import RankInfo
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 

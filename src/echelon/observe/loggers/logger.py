@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from echelon.contracts.errors import LauncherEnvironmentError, LoggerError
+from echelon.common.errors import LauncherEnvironmentError, LoggerError
 from echelon.contracts.rank import RankInfo
 
 __all__ = ["MetricLogger", "Scalar", "hold", "rank", "scalar_to_float"]

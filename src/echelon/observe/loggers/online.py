@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import EchelonError, LoggerError, require
+from echelon.common.arguments import is_path
+from echelon.common.errors import EchelonError, LoggerError, require
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 
 __all__ = ["MLflowLogger", "OnlineLogger", "TrackioLogger", "WandbLogger"]

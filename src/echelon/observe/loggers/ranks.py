@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, MutableMapping
 from typing import Any, Literal
 
-from echelon.contracts.errors import LoggerError
+from echelon.common.errors import LoggerError
 from echelon.observe.loggers.logger import rank
 
 __all__ = ["RankLogger", "get_logger"]

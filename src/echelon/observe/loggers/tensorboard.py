@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.contracts.arguments import is_path
-from echelon.contracts.errors import LoggerError, require
+from echelon.common.arguments import is_path
+from echelon.common.errors import LoggerError, require
 from echelon.observe.loggers.logger import Scalar, hold, rank, scalar_to_float
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from echelon.contracts.redact import redacted_words
+from echelon.common.redact import redacted_words
 from echelon.contracts.run_dir import RunDir
 from echelon.observe.columns import number
 from echelon.observe.facts import get, word

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from echelon.contracts.redact import redacted
+from echelon.common.redact import redacted
 from echelon.contracts.run_dir import RunDir
 from echelon.observe.facts import Attempt, Facts, children, size_bytes
 from echelon.observe.page.text import BINARY, NONE, duration, quantity, safe, table, when

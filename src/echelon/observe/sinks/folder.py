@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any, Protocol
 
+from echelon.common.terminal import is_terminal
 from echelon.contracts.events import EventLog
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir
-from echelon.contracts.terminal import is_terminal
 
 __all__ = ["FolderSink", "Sink", "default_sinks"]
 

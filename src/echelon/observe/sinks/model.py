@@ -8,7 +8,7 @@ import os
 import time
 from typing import Any
 
-from echelon.contracts.terminal import printable
+from echelon.common.terminal import printable
 
 __all__ = ["ProgressModel", "plain_number"]
 

@@ -11,9 +11,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from echelon.common.terminal import Forgiving, is_terminal, printable, put_bytes
 from echelon.contracts.events import LineReader
 from echelon.contracts.run_dir import RunDir
-from echelon.contracts.terminal import Forgiving, is_terminal, printable, put_bytes
 from echelon.observe.recent import Recent
 from echelon.observe.sinks.model import ProgressModel, plain_number
 from echelon.observe.stragglers import stragglers

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from echelon.contracts.errors import EchelonError, LoggerError
+from echelon.common.errors import EchelonError, LoggerError
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, read_json
 from echelon.observe.loggers import CSVLogger, MetricLogger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from echelon.observe.sinks.apart import Apart

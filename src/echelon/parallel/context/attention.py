@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.overrides import TorchFunctionMode
 
-from echelon.contracts.errors import ContextParallelError, UsageError
+from echelon.common.errors import ContextParallelError, UsageError
 from echelon.parallel.context.active import current
 from echelon.parallel.context.sequence_layout import SequenceParts
 

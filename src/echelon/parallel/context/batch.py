@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import ContextParallelError
-from echelon.contracts.numbers import whole
+from echelon.common.errors import ContextParallelError
+from echelon.common.numbers import whole
 from echelon.parallel.context.sequence_layout import SequenceParts
 
 __all__ = [

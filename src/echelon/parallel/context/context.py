@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon.contracts.errors import ContextParallelError, EchelonError
+from echelon.common.errors import ContextParallelError, EchelonError
 from echelon.parallel.context.active import current, over
 from echelon.parallel.context.attention import SplitAttention, attend
 from echelon.parallel.context.batch import SequenceDim, check_sequence_dim, counted, cut_batch, named, sequence_dims, size_of

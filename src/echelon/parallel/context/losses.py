@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import ContextParallelError, UsageError
+from echelon.common.errors import ContextParallelError, UsageError
 from echelon.parallel.context.batch import IGNORED, beginning_at, labels_of
 from echelon.parallel.context.noise import AS_IS, LEVELS, perturbed
 from echelon.parallel.context.probe import tensors_of, undisturbed

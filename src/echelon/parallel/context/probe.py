@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import ContextParallelError, UsageError
+from echelon.common.errors import ContextParallelError, UsageError
 from echelon.parallel.context.active import over
 from echelon.parallel.context.noise import AS_IS, LEVELS, perturbed
 from echelon.parallel.context.sequence_layout import SequenceParts

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from echelon.contracts.errors import ContextParallelError
+from echelon.common.errors import ContextParallelError
 from echelon.parallel.older_torch import all_gather_single, reduce_scatter_single
 
 __all__ = ["SequenceParts"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import ContextParallelError
+from echelon.common.errors import ContextParallelError
 from echelon.parallel.context.active import current
 from echelon.parallel.context.sequence_layout import SequenceParts
 from echelon.parallel.layer_drop import layer_drop

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.contracts.arguments import several
-from echelon.contracts.errors import LayoutError, require
-from echelon.contracts.numbers import number, whole
+from echelon.common.arguments import several
+from echelon.common.errors import LayoutError, require
+from echelon.common.numbers import number, whole
 from echelon.parallel.axes import Axis, split_axes
 from echelon.parallel.ddp import bucket_order
 from echelon.parallel.ddp.bypass import Passes, send_through

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.arguments import several
-from echelon.contracts.errors import LayoutError
-from echelon.contracts.numbers import whole
+from echelon.common.arguments import several
+from echelon.common.errors import LayoutError
+from echelon.common.numbers import whole
 from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.prepared import NO_CONTEXT, Prepared, WrapperPrepared
 from echelon.parallel.recipe.recipe import Recipe

@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.contracts.errors import OptimizerError, require
-from echelon.contracts.numbers import whole
+from echelon.common.errors import OptimizerError, require
+from echelon.common.numbers import whole
 from echelon.parallel.axes import Share
 from echelon.parallel.ddp.worker import OuterOptimizer, Worker, WorkerOptimizerState, WorkerState
 from echelon.parallel.meta.materialize import materialize

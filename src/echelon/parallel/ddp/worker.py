@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import CheckpointCorruptError, LayoutError
+from echelon.common.errors import CheckpointCorruptError, LayoutError
 from echelon.parallel.names import plain_buffers, plain_names
 from echelon.parallel.state.optimizer_state import OptimizerState
 from echelon.parallel.state.state import ModuleState

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from echelon.contracts.errors import ExpertsError
+from echelon.common.errors import ExpertsError
 from echelon.parallel.experts.dispatch import Dispatch
 from echelon.parallel.experts.foreign import DividedForward, check_foreign, foreign_experts, num_experts
 from echelon.parallel.experts.moe import MoE

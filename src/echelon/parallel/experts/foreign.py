@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import ExpertsError
+from echelon.common.errors import ExpertsError
 from echelon.parallel.experts.dispatch import Dispatch, Order
 from echelon.parallel.experts.stacks import Experts, part_of_stack
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import ExpertsError, UsageError
+from echelon.common.errors import ExpertsError, UsageError
 from echelon.parallel.experts.moe import Router
 from echelon.parallel.experts.seen import Added
 from echelon.world.agree import is_joined

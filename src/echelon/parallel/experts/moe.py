@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from echelon.contracts.arguments import flags
-from echelon.contracts.errors import ExpertsError, require
-from echelon.contracts.numbers import number, whole
+from echelon.common.arguments import flags
+from echelon.common.errors import ExpertsError, require
+from echelon.common.numbers import number, whole
 from echelon.parallel.experts.dispatch import Order
 from echelon.parallel.experts.seen import Counted, Seen
 from echelon.parallel.experts.stacks import Experts, experts_of

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import ExpertsError, require
-from echelon.contracts.numbers import whole
+from echelon.common.errors import ExpertsError, require
+from echelon.common.numbers import whole
 from echelon.parallel.experts.dispatch import Dispatch
 from echelon.parallel.shards import local
 

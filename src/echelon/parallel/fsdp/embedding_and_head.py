@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.recipe.blocks import Blocks, without_shared
 from echelon.parallel.shards import is_split
 

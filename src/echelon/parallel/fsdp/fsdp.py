@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.arguments import several
-from echelon.contracts.errors import LayoutError, require
+from echelon.common.arguments import several
+from echelon.common.errors import LayoutError, require
 from echelon.parallel.fsdp.fsdp1 import precision_policies, sharding_named
 from echelon.parallel.fsdp.sharding import Reduction, Sharding, offloads, shard
 from echelon.parallel.fsdp.units import check_prefetch, check_reshard

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.axes import Axis
 from echelon.parallel.fsdp.buffers import Buffers
 from echelon.parallel.fsdp.fsdp1_state import FSDP1OptimizerState

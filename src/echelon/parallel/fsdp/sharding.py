@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
 from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.fsdp.buffers import Buffers

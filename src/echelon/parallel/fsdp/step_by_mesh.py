@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import PrecisionError
+from echelon.common.errors import PrecisionError
 from echelon.parallel.guards.messages import explain_step
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.shards import is_split, local, numbers_of_whole, watch_numbers

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from echelon.contracts.arguments import mapping
-from echelon.contracts.errors import LayoutError, require
-from echelon.contracts.numbers import whole
+from echelon.common.arguments import mapping
+from echelon.common.errors import LayoutError, require
+from echelon.common.numbers import whole
 from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.fsdp.compute_type import decides, in_full, policy_for
 from echelon.parallel.fsdp.embedding_and_head import edges_of

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.shards import local
 
 __all__ = ["clear", "clip_by_norm_", "clip_by_value_", "graph", "pass_zeros", "scale_", "times_changed"]

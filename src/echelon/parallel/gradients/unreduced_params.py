@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.gradients.after_backward import after_backward
 from echelon.parallel.gradients.fixed_order import tree_sum
 from echelon.parallel.shards import is_split

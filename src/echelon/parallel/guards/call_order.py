@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import RanksDisagreeError
+from echelon.common.errors import RanksDisagreeError
 from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.names import class_name, plain_name, plain_names
 from echelon.parallel.older_torch import reduce_scatter_single

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.shards import is_fully_sharded, is_split, reshard
 from echelon.world import agree
 

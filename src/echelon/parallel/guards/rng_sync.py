@@ -14,7 +14,7 @@ import zlib
 
 import torch
 
-from echelon.contracts.errors import RanksDisagreeError
+from echelon.common.errors import RanksDisagreeError
 from echelon.world import agree, rng
 from echelon.world.init import World
 from echelon.world.mesh import ParallelDims

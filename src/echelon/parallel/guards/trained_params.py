@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from echelon.contracts.errors import RanksDisagreeError
+from echelon.common.errors import RanksDisagreeError
 from echelon.world import agree
 
 __all__ = ["SameTrained"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 
 __all__ = [
     "DEFAULT",

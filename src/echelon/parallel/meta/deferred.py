@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from echelon.contracts.arguments import flags
+from echelon.common.arguments import flags
 from echelon.parallel.meta.calls import (
     DEFAULT,
     HERE,

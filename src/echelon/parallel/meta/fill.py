@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from echelon.contracts.errors import LayoutError, UsageError
+from echelon.common.errors import LayoutError, UsageError
 from echelon.parallel.meta.tape import Tape, Value
 from echelon.parallel.shards import local
 from echelon.world import agree

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.meta.calls import is_meta, leaves, mapped
 from echelon.parallel.meta.deferred import recording
 from echelon.parallel.meta.fill import Origin, fill, fill_in, leave, waits

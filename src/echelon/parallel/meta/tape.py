@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from echelon.contracts.errors import EchelonError
+from echelon.common.errors import EchelonError
 from echelon.parallel.meta.calls import as_bytes, leaves, mapped, mark, on_device, reach, tensors_in
 
 __all__ = ["Call", "Tape", "Value", "origins"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.contracts.errors import PipelineError
+from echelon.common.errors import PipelineError
 
 __all__ = ["RefuseCollectives"]
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from echelon.contracts.errors import PipelineError, UsageError
+from echelon.common.errors import PipelineError, UsageError
 from echelon.parallel.names import plain_name
 from echelon.parallel.pipeline.absent import Absent, Needed, Sources
 from echelon.parallel.pipeline.draws import Draws

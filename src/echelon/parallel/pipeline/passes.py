@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from echelon.contracts.errors import EchelonError, PipelineError
+from echelon.common.errors import EchelonError, PipelineError
 from echelon.parallel.pipeline.absent import Absent, Needed, Sources, absent_in, in_place_of_absent
 from echelon.parallel.pipeline.values import Form, form_of
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from echelon.contracts.errors import EchelonError, PipelineError
+from echelon.common.errors import EchelonError, PipelineError
 from echelon.parallel.guards.messages import explained
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline.gates import Cut

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import PipelineError
+from echelon.common.errors import PipelineError
 from echelon.parallel.gradients import clip
 from echelon.parallel.layer_drop import layer_drop
 from echelon.parallel.micro_batch import MicroBatch

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import PipelineError
+from echelon.common.errors import PipelineError
 from echelon.parallel.pipeline.split_backward import can_be_split
 from echelon.parallel.pipeline.values import Leaf
 

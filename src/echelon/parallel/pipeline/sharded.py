@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.fsdp.sharding import FSDPPrepared
 from echelon.parallel.guards.grad_presence import SameGradients
 from echelon.parallel.guards.messages import explained

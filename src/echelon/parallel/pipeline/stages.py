@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import PipelineError
+from echelon.common.errors import PipelineError
 from echelon.parallel.names import plain_name
 from echelon.parallel.recipe.blocks import blocks_to_shard
 

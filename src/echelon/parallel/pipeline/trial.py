@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from echelon.contracts.errors import PipelineError
+from echelon.common.errors import PipelineError
 from echelon.parallel.names import plain_buffers, plain_name
 from echelon.parallel.pipeline.absent import Needed
 from echelon.parallel.pipeline.gates import Cut

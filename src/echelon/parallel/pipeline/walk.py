@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import PipelineError
+from echelon.common.errors import PipelineError
 from echelon.parallel.names import plain_buffers
 from echelon.parallel.pipeline.absent import Absent, Needed, Sources
 from echelon.parallel.pipeline.collectives import RefuseCollectives

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from echelon.contracts.arguments import flags, flags_of, several
-from echelon.contracts.errors import RecomputeError, require
-from echelon.contracts.numbers import number, whole
+from echelon.common.arguments import flags, flags_of, several
+from echelon.common.errors import RecomputeError, require
+from echelon.common.numbers import number, whole
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe.blocks import blocks_by_policy, blocks_to_shard
 

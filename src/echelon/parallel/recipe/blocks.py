@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.arguments import several
-from echelon.contracts.errors import LayoutError
+from echelon.common.arguments import several
+from echelon.common.errors import LayoutError
 from echelon.parallel.names import names_of_each
 
 __all__ = ["blocks_by_policy", "blocks_to_shard", "chosen_blocks", "without_shared"]

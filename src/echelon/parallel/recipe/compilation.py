@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import CompileError
+from echelon.common.errors import CompileError
 
 __all__ = ["Compiled", "check_backend", "compile_forward"]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from echelon.contracts.arguments import flags_of, several
-from echelon.contracts.errors import PrecisionError, require
+from echelon.common.arguments import flags_of, several
+from echelon.common.errors import PrecisionError, require
 from echelon.parallel.names import names_of_each
 from echelon.parallel.recipe.blocks import blocks_to_shard
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import PrecisionError, require
-from echelon.contracts.numbers import number, whole
+from echelon.common.errors import PrecisionError, require
+from echelon.common.numbers import number, whole
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.shards import is_split, local

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from echelon.contracts.arguments import flags_of, several
-from echelon.contracts.errors import CompileError, require
+from echelon.common.arguments import flags_of, several
+from echelon.common.errors import CompileError, require
 from echelon.parallel.recipe.activation import ActivationCheckpointParams, checkpoint_activations
 from echelon.parallel.recipe.blocks import blocks_to_shard
 from echelon.parallel.recipe.compilation import check_backend, compile_forward

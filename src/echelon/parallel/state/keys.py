@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import CheckpointMismatchError
+from echelon.common.errors import CheckpointMismatchError
 
 __all__ = ["Saved", "by_parameter", "known", "leaves", "mine", "nested", "options", "tensor_options"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.shards import is_split, reshard
 
 __all__ = ["part_like", "take_whole_states"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import CheckpointMismatchError
+from echelon.common.errors import CheckpointMismatchError
 from echelon.parallel.names import plain_names
 from echelon.parallel.state import keys as state_keys
 from echelon.parallel.state.keys import Saved

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import OptimizerError
+from echelon.common.errors import OptimizerError
 from echelon.parallel.registry import imported
 from echelon.parallel.state.saved_parts import tell_when_optimizer_is_pickled
 from echelon.world import agree

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.names import class_name
 
 __all__ = ["tell_when_module_is_pickled", "tell_when_optimizer_is_pickled"]

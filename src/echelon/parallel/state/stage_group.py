@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 from echelon.parallel.shards import is_fully_sharded
 
 __all__ = ["ranks_apart", "refuse_copies", "refuse_own_saving", "set_apart"]

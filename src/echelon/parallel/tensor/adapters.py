@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import TensorParallelError
+from echelon.common.errors import TensorParallelError
 
 __all__ = ["with_adapters", "without_adapter"]
 

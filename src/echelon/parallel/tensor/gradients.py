@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import TensorParallelError
+from echelon.common.errors import TensorParallelError
 from echelon.parallel.axes import Axis, axes_of
 from echelon.parallel.names import class_name, plain_names
 from echelon.parallel.shards import is_split, local

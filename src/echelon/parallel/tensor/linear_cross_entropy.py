@@ -24,8 +24,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import UsageError, require
-from echelon.contracts.numbers import number, whole
+from echelon.common.errors import UsageError, require
+from echelon.common.numbers import number, whole
 from echelon.parallel.tensor.vocab_shards import WordShard, liger, split_words
 
 __all__ = ["linear_cross_entropy"]

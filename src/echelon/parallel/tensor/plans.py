@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from echelon.contracts.errors import TensorParallelError, require
+from echelon.common.errors import TensorParallelError, require
 from echelon.parallel.names import matching, tied_names
 from echelon.parallel.tensor.adapters import without_adapter
 from echelon.parallel.tensor.layers import has_own_weights, is_transposed, split_dims

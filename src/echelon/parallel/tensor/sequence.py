@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.contracts.errors import TensorParallelError
+from echelon.common.errors import TensorParallelError
 from echelon.parallel.tensor.layers import exchanged
 from echelon.parallel.tensor.sequence_part import PartOfSequence
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from echelon.contracts.errors import TensorParallelError
+from echelon.common.errors import TensorParallelError
 from echelon.parallel.axes import Axis
 from echelon.parallel.tensor import collectives as traffic
 

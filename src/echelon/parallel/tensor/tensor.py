@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import TensorParallelError
+from echelon.common.errors import TensorParallelError
 from echelon.parallel.axes import axes_of
 from echelon.parallel.names import matching, plain_name, tied_names
 from echelon.parallel.tensor.adapters import with_adapters

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.contracts.errors import TensorParallelError
+from echelon.common.errors import TensorParallelError
 from echelon.parallel.shards import is_fully_sharded, is_split
 
 __all__ = ["WordShard", "liger", "split_words", "unit_of"]

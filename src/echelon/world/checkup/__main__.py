@@ -16,10 +16,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import EchelonError
-from echelon.contracts.files import open_to_append
+from echelon.common.errors import EchelonError
+from echelon.common.files import open_to_append
+from echelon.common.redact import redacted
 from echelon.contracts.rank import RankInfo
-from echelon.contracts.redact import redacted
 from echelon.world.checkup import host
 
 __all__ = ["main"]

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.hostlist import expand_hostlist
-from echelon.contracts.machine import boot_id, usable_cores, visible_devices
-from echelon.contracts.redact import redacted_fields
+from echelon.common.hostlist import expand_hostlist
+from echelon.common.machine import boot_id, usable_cores, visible_devices
+from echelon.common.redact import redacted_fields
 from echelon.contracts.version import __version__
 from echelon.world.device import in_thread
 

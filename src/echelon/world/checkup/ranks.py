@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.machine import interface_of
+from echelon.common.machine import interface_of
 from echelon.contracts.rank import RankInfo
 from echelon.world.handshake import VARIABLE as HANDSHAKE_VARIABLE
 from echelon.world.init import init_from_env

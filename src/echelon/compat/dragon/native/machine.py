@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.launcher.dragon import system
 
 __all__ = ["Node", "System", "cpu_count", "current"]

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.common.errors import CheckpointError, CheckpointMismatchError, UsageError
 from echelon.compat.collect import collect
 from echelon.compat.fairscale.clip import clip_owned_
 from echelon.compat.fairscale.groups import outlive
-from echelon.contracts.errors import CheckpointError, CheckpointMismatchError, UsageError
 from echelon.parallel.state.partition import Partition, assign
 from echelon.world.init import ensure_group
 

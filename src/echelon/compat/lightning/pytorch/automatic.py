@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from echelon.common.errors import LossError
 from echelon.compat.lightning.pytorch.hooks import overridden
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, NoOptimizer, Schedules, configured
 from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller, StepPieces
-from echelon.contracts.errors import LossError
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.state import ActivePhase, State

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, SequentialSampler
 
+from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
-from echelon.contracts.errors import UsageError
 from echelon.data.base import BaseLoader, Combined
 from echelon.loop.trainer.rank import kept_global_batch, shared
 

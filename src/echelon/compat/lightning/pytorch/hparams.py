@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 
 __all__ = ["AttributeDict", "HyperparametersMixin", "arguments_for"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.world import agree
 
 __all__ = ["How", "Numbers", "Results"]

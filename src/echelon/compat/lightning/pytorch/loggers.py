@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.common.files import write_whole
 from echelon.compat.lightning.pytorch.successors import LOGGERS, missing
-from echelon.contracts.files import write_whole
 from echelon.observe import loggers
 from echelon.world import agree
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, Schedules, configured
 from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller
-from echelon.contracts.errors import UsageError
 from echelon.contracts.overrides import overrides
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit

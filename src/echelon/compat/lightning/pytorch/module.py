@@ -14,13 +14,13 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from echelon.common.errors import UsageError
 from echelon.compat.collect import gather_tensors
 from echelon.compat.lightning.pytorch import reading
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
 from echelon.compat.lightning.pytorch.hparams import HyperparametersMixin
 from echelon.compat.lightning.pytorch.logged import How
 from echelon.compat.lightning.pytorch.optimizers import advance
-from echelon.contracts.errors import UsageError
 from echelon.parallel.gradients import clip
 from echelon.parallel.shards import is_split
 from echelon.world import agree

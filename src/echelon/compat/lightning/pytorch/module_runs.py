@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch import saving
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
@@ -23,7 +24,6 @@ from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.returning import bring_back, keeps
 from echelon.compat.lightning.pytorch.running import Running
 from echelon.compat.lightning.pytorch.session import PHASES, Session, Work
-from echelon.contracts.errors import UsageError
 from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.loop.state import EntryPoint, State

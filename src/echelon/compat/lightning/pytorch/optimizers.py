@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.unit import LRScheduler
 
 __all__ = ["LightningOptimizer", "NoOptimizer", "Schedule", "Schedules", "configured"]

@@ -11,8 +11,8 @@ import torch
 from echelon.checkpoint import manifest
 from echelon.checkpoint.layout import STATE
 from echelon.checkpoint.tensors import Tensors, local_files
+from echelon.common.errors import CheckpointNotFoundError, CheckpointUnreadableError, UsageError
 from echelon.compat.lightning.pytorch.hparams import arguments_for
-from echelon.contracts.errors import CheckpointNotFoundError, CheckpointUnreadableError, UsageError
 
 __all__ = ["KEPT", "build", "facts_of", "weights_of"]
 

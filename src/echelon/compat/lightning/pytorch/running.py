@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from echelon.checkpoint import plain
+from echelon.common.errors import CheckpointError, UsageError
 from echelon.compat.lightning.pytorch.asked import Asked, TrainerState
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
 from echelon.compat.lightning.pytorch.callbacks.early_stopping import EarlyStopping
 from echelon.compat.lightning.pytorch.callbacks.model_checkpoint import Checkpoint
 from echelon.compat.lightning.pytorch.hooks import log_defaults
 from echelon.compat.lightning.pytorch.logged import How, Numbers, Results
-from echelon.contracts.errors import CheckpointError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.world import agree
 

@@ -13,9 +13,9 @@ import torch
 
 from echelon.checkpoint import commit, manifest, store
 from echelon.checkpoint.location import is_there, remove_tree
+from echelon.common.errors import UsageError
+from echelon.common.files import sync
 from echelon.compat.lightning.pytorch import reading
-from echelon.contracts.errors import UsageError
-from echelon.contracts.files import sync
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State

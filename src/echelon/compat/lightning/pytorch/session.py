@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch import data, saving
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
@@ -19,7 +20,6 @@ from echelon.compat.lightning.pytorch.manual import ManualUnit
 from echelon.compat.lightning.pytorch.meeting import meets
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.stepping import gather_when_alone
-from echelon.contracts.errors import UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.data.replayed import Replayed
 from echelon.loop.modes import tell_of_eval_mode

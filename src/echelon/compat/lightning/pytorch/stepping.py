@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.shards import is_split
 
 __all__ = ["arguments", "gather_when_alone", "places", "through"]

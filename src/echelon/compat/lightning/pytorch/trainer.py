@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import torch
 
+from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch import options
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.module_runs import ModuleRuns
-from echelon.contracts.errors import UsageError
 from echelon.loop.callback import Callback as LoopCallback
 from echelon.loop.trainer import trainer
 from echelon.loop.trainer.rank import Plan

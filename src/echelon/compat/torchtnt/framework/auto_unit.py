@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from echelon.common.errors import UsageError, require
+from echelon.common.older_words import unknown
 from echelon.compat.torchtnt.framework import unit
 from echelon.compat.torchtnt.framework.averages import Averages, source_of
 from echelon.compat.torchtnt.framework.callbacks.dcp_saver import without_effect
@@ -28,8 +30,6 @@ from echelon.compat.torchtnt.utils.prepare_module import (
     convert_str_to_strategy,
     on_mesh,
 )
-from echelon.contracts.errors import UsageError, require
-from echelon.contracts.older_words import unknown
 from echelon.loop.auto import auto, predicting
 from echelon.loop.auto.auto import TrainStepResults
 from echelon.loop.auto.averaged import SWALRParams, SWAParams

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from echelon.common.errors import UnitError
 from echelon.compat.torchtnt.framework.runs import told
-from echelon.contracts.errors import UnitError
 from echelon.loop import run
 from echelon.loop.state import PhaseState
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+from echelon.common.errors import UsageError
+from echelon.common.numbers import whole
 from echelon.compat.torchtnt.private import private_names
-from echelon.contracts.errors import UsageError
-from echelon.contracts.numbers import whole
 from echelon.loop import state
 from echelon.loop.state import ActivePhase, EntryPoint
 

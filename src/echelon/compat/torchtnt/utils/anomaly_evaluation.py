@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.observe.loggers.logger import Scalar, scalar_to_float
 
 __all__ = ["IsNaNEvaluator", "MetricAnomalyEvaluator", "ThresholdEvaluator"]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.location import Location, Remote, location
+from echelon.common.errors import CheckpointUnreadableError
 from echelon.compat.torchtnt.utils.checkpoint_path import CheckpointPath
-from echelon.contracts.errors import CheckpointUnreadableError
 
 __all__ = ["at", "exists", "has_metadata", "hide", "parsed", "paths"]
 

@@ -12,7 +12,7 @@ from functools import total_ordering
 from typing import Literal
 from urllib.parse import quote, unquote
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 
 __all__ = ["CheckpointPath", "DifferentMetricsError", "MetricData", "Phase"]
 

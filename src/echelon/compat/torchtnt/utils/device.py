@@ -7,10 +7,10 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
+from echelon.common.errors import LauncherEnvironmentError, UsageError
 from echelon.compat.torchtnt.utils.distributed import get_local_rank
 from echelon.compat.torchtnt.utils.resources import cpu_stats as get_psutil_cpu_stats
 from echelon.compat.torchtnt.utils.resources import gpu_stats, nvidia_smi
-from echelon.contracts.errors import LauncherEnvironmentError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.world import device as devices
 from echelon.world.device import record_stream as record_data_in_stream

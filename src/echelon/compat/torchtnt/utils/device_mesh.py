@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.world.init import ensure_group
 from echelon.world.mesh import ParallelDims
 from echelon.world.timeout import inherit_timeout

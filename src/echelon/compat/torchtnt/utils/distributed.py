@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.common.errors import LauncherEnvironmentError, UsageError
 from echelon.compat.torchtnt.utils.exchange import (
     Group,
     PGWrapper,
@@ -26,7 +27,6 @@ from echelon.compat.torchtnt.utils.exchange import (
     rank_zero_read_and_broadcast,
     sync_bool,
 )
-from echelon.contracts.errors import LauncherEnvironmentError, UsageError
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.run import launch
 from echelon.parallel.ddp import sync_batchnorm

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop import early_stop
 
 __all__ = ["EarlyStopChecker"]

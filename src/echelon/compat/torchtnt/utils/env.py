@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.utils.device import set_float32_precision
-from echelon.contracts.errors import UsageError
 from echelon.world import init, rng
 
 __all__ = ["init_from_env", "seed"]

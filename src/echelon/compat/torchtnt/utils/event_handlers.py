@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Protocol, runtime_checkable
 
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.utils.event import Event, EventMetadataValue
-from echelon.contracts.errors import UsageError
 
 __all__ = ["EventHandler", "get_event_handlers", "log_event", "log_interval"]
 

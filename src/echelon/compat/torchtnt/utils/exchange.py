@@ -10,8 +10,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from echelon.common.errors import EchelonError, UsageError
 from echelon.compat.collect import gather_tensors
-from echelon.contracts.errors import EchelonError, UsageError
 from echelon.world import agree
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from echelon.contracts.arguments import several
-from echelon.contracts.errors import UsageError, require
+from echelon.common.arguments import several
+from echelon.common.errors import UsageError, require
 from echelon.parallel.fsdp.fsdp import FSDPStrategy
 from echelon.parallel.recipe.blocks import Blocks, chosen_blocks, innermost_first
 from echelon.parallel.recipe.precision import Precision

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import fsdp
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 
 __all__ = ["BackwardPrefetch", "MixedPrecision", "ShardingStrategy", "StateDictType"]
 

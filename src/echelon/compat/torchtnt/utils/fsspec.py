@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 
 __all__ = ["get_filesystem"]
 

@@ -9,8 +9,8 @@ from typing import Self
 
 import torch
 
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.utils.oom import attach_oom_observer, log_memory_snapshot
-from echelon.contracts.errors import UsageError
 
 __all__ = ["MemorySnapshotParams", "MemorySnapshotProfiler", "MemorySnapshotProfilerBase"]
 

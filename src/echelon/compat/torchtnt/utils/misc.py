@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 
 __all__ = ["days_to_secs", "transfer_batch_norm_stats", "transfer_weights"]
 

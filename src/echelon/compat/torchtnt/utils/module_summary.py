@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.utils.flops import counter_of
-from echelon.contracts.errors import UsageError
 from echelon.world import rng
 
 __all__ = ["ModuleSummary", "get_module_summary", "get_summary_table", "prune_module_summary"]

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.gradients.clip import graph
 
 __all__ = ["check_for_nan_or_inf", "register_nan_hooks_on_whole_graph"]

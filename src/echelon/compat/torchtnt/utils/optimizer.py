@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.callbacks.learning_rate import learning_rates
 from echelon.parallel.state.partition import Partition
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.parallel.recipe.precision import Precision
 from echelon.world import agree
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from echelon.common.errors import UsageError
 from echelon.compat import older_options
 from echelon.compat.older_options import ActivationCheckpointParams
 from echelon.compat.torchtnt.utils.distributed import get_global_rank
 from echelon.compat.torchtnt.utils.fsdp2 import FSDP2Strategy
 from echelon.compat.torchtnt.utils.fsdp_utils import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType
 from echelon.compat.torchtnt.utils.optimizer import make_state
-from echelon.contracts.errors import UsageError
 from echelon.parallel import parallelize
 from echelon.parallel.composed import Layout
 from echelon.parallel.ddp.ddp import DDPStrategy

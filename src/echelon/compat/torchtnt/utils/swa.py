@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 
 __all__ = ["AveragedModel"]
 

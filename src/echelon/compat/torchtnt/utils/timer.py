@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.world import agree
 
 __all__ = [

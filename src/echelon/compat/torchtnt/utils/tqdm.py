@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.data.prefetch import known_length
 
 __all__ = ["close_progress_bar", "create_progress_bar", "update_progress_bar"]

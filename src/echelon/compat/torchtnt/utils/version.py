@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 
 if TYPE_CHECKING:
     from packaging.version import Version

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from echelon.contracts.errors import ClusterError, EchelonError
+from echelon.common.errors import ClusterError, EchelonError
 from echelon.launcher.protocol import JobState
 
 __all__ = ["ask", "available", "cancel", "refuse_if_never", "submit", "would_start"]

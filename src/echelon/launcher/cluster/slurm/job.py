@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from echelon.contracts.errors import ClusterError
-from echelon.contracts.files import private_folder, write_whole
+from echelon.common.errors import ClusterError
+from echelon.common.files import private_folder, write_whole
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.cluster.slurm import commands
 from echelon.launcher.cluster.slurm.render import SlurmOptions, render

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from echelon.contracts.errors import ClusterError
+from echelon.common.errors import ClusterError
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import JobSpec, cores_of_a_rank
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
+from echelon.common.errors import CheckpointMismatchError, LayoutError
 from echelon.compat.collect import collect
 from echelon.compat.fairscale.nn.data_parallel.readable import get_fsdp_instances
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import Piece, pieces
-from echelon.contracts.errors import CheckpointMismatchError, LayoutError
 
 __all__ = ["gathered", "sharded"]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
-from echelon.contracts.errors import LayoutError
+from echelon.common.errors import LayoutError
 
 __all__ = ["Options", "ProcessGroupName", "check", "own_parameters"]
 

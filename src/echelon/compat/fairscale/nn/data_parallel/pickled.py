@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
+from echelon.common.errors import CheckpointMismatchError, LayoutError
 from echelon.compat.fairscale.nn.data_parallel.shared import Owners
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import pieces
-from echelon.contracts.errors import CheckpointMismatchError, LayoutError
 
 __all__ = ["form_of"]
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
+from echelon.common.errors import UsageError
 from echelon.compat.fairscale.nn.data_parallel.local_state import padding
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import is_whole, pieces
-from echelon.contracts.errors import UsageError
 
 __all__ = ["Readable", "StateError", "TrainingState", "get_fsdp_instances"]
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.common.errors import LayoutError, UsageError
 from echelon.compat.fairscale.clip import clip_owned_
 from echelon.compat.fairscale.nn.data_parallel.to_owners import ToOwners
 from echelon.compat.fairscale.optim.oss import OSS
-from echelon.contracts.errors import LayoutError, UsageError
 from echelon.parallel.axes import Axis
 from echelon.parallel.prepared import WrapperPrepared
 from echelon.parallel.registry import Kind, register

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
+from echelon.common.errors import LayoutError
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import name_plainly, pieces, unignore
-from echelon.contracts.errors import LayoutError
 
 __all__ = ["Owners"]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 
 __all__ = [
     "ConfigAutoWrap",

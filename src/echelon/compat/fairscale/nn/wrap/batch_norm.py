@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.common.errors import UsageError
 from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 from echelon.compat.fairscale.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
-from echelon.contracts.errors import UsageError
 
 __all__ = ["auto_wrap_bn"]
 

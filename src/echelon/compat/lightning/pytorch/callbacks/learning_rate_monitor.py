@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from echelon.common.errors import UsageError, require
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
-from echelon.contracts.errors import UsageError, require
 
 __all__ = ["LearningRateMonitor"]
 

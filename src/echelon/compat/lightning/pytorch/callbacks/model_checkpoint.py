@@ -16,9 +16,9 @@ import torch
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.location import location, remove_tree
 from echelon.checkpoint.policy import Keep
+from echelon.common.errors import UsageError, require
+from echelon.common.numbers import whole
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
-from echelon.contracts.errors import UsageError, require
-from echelon.contracts.numbers import whole
 from echelon.loop.checkpointing.folder import RunFolder
 from echelon.world import agree
 

@@ -1,5 +1,5 @@
 """`lightning.pytorch.utilities.exceptions`: what a Trainer raises of a value that cannot work."""
 
-from echelon.contracts.errors import UsageError as MisconfigurationException
+from echelon.common.errors import UsageError as MisconfigurationException
 
 __all__ = ["MisconfigurationException"]

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from echelon.checkpoint.policy import BestCheckpointConfig
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.framework.callbacks import checkpoint_naming as naming
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
 from echelon.compat.torchtnt.utils.checkpoint import get_best_checkpoint_path, get_latest_checkpoint_path
 from echelon.compat.torchtnt.utils.checkpoint_manager import CheckpointManager
 from echelon.compat.torchtnt.utils.checkpoint_path import CheckpointPath, MetricData, Phase
 from echelon.compat.torchtnt.utils.distributed import get_world_size
-from echelon.contracts.errors import UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.contents import is_unevaluated
 from echelon.loop.state import EntryPoint, State

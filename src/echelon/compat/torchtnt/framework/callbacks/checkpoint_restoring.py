@@ -12,11 +12,11 @@ import torch.distributed as dist
 from echelon.checkpoint import commit, manifest, store
 from echelon.checkpoint.location import Location, location
 from echelon.checkpoint.store import Report
+from echelon.common.arguments import options_of
+from echelon.common.errors import CheckpointCorruptError
 from echelon.compat.torchtnt.framework.callbacks import torchtnt_checkpoint
 from echelon.compat.torchtnt.utils import checkpoint_folder as folder
 from echelon.compat.torchtnt.utils.checkpoint_path import CheckpointPath, Phase
-from echelon.contracts.arguments import options_of
-from echelon.contracts.errors import CheckpointCorruptError
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.folder import left_alone
 from echelon.loop.checkpointing.options import RestoreOptions

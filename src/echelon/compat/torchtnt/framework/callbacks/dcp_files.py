@@ -20,9 +20,9 @@ from echelon.checkpoint.header import SIZES
 from echelon.checkpoint.location import Location, open_file, read_file
 from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.tensors import Tensors
+from echelon.common.errors import CheckpointCorruptError, CheckpointNotFoundError
+from echelon.common.terminal import printable
 from echelon.compat.torchtnt.framework.callbacks.pickle_bombs import check
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointNotFoundError
-from echelon.contracts.terminal import printable
 
 __all__ = ["METADATA", "Saved"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.callbacks import early_stopping
 from echelon.loop.early_stop import EarlyStopChecker
 from echelon.loop.records.monitored import Unknown

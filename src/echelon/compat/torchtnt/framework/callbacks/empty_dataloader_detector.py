@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from echelon.contracts.errors import DataError, UsageError
+from echelon.common.errors import DataError, UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks.steps import at_least
 from echelon.loop.progress import Progress

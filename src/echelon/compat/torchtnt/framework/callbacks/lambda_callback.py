@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.callback import Callback
 
 __all__ = ["Lambda"]

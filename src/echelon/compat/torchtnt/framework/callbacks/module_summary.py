@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.utils import module_summary
-from echelon.contracts.errors import UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.state import EntryPoint, State
 from echelon.world import agree

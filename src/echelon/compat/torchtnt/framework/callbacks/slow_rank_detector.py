@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from echelon.contracts.errors import UsageError, require
+from echelon.common.errors import UsageError, require
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks.steps import at_least
 from echelon.loop.state import State

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.state import State
 from echelon.loop.validate import inner_of

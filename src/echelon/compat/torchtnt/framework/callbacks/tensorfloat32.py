@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.callbacks.whole_run import WholeRun
 from echelon.loop.state import State
 from echelon.loop.unit import Unit

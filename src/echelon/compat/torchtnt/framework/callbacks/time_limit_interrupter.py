@@ -8,7 +8,7 @@ import time
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks.steps import at_least
 from echelon.loop.state import State

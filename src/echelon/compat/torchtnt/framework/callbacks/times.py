@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, progress_of, state_of
-from echelon.contracts.errors import UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks.steps import at_least
 from echelon.loop.state import PhaseState, State

@@ -11,9 +11,9 @@ from echelon.checkpoint.layout import NamedState
 from echelon.checkpoint.location import Location
 from echelon.checkpoint.manifest import MANIFEST
 from echelon.checkpoint.store import Report
+from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError
+from echelon.common.terminal import printable
 from echelon.compat.torchtnt.framework.callbacks.dcp_files import METADATA, Saved
-from echelon.contracts.errors import CheckpointCorruptError, CheckpointMismatchError
-from echelon.contracts.terminal import printable
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.unit import TrainUnit, Unit

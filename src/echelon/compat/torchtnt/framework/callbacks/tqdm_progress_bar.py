@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, progress_of, state_of
-from echelon.contracts.errors import UsageError
 from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks.steps import at_least

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from echelon.contracts.errors import LoaderError
+from echelon.common.errors import LoaderError
 from echelon.world.device import copy_data_to_device, record_stream
 
 __all__ = ["CudaDataPrefetcher"]

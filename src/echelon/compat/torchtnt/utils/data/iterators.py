@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from echelon.common.errors import LoaderError, UsageError
 from echelon.compat.torchtnt.utils.data.source import END
 from echelon.compat.torchtnt.utils.data.sources_iterator import MultiIterator, SourcesIterator
 from echelon.compat.torchtnt.utils.data.strategies import (
@@ -24,7 +25,6 @@ from echelon.compat.torchtnt.utils.data.strategies import (
     RoundRobin,
     StoppingMechanism,
 )
-from echelon.contracts.errors import LoaderError, UsageError
 from echelon.data.order import key_of, mix64
 from echelon.world import agree
 

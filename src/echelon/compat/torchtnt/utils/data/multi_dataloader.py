@@ -9,10 +9,10 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+from echelon.common.errors import LoaderError
 from echelon.compat.torchtnt.utils.data.iterators import DataIterationStrategyRegistry, MultiIterator, SourcesIterator
 from echelon.compat.torchtnt.utils.data.source import Source
 from echelon.compat.torchtnt.utils.data.strategies import DataIterationStrategy
-from echelon.contracts.errors import LoaderError
 from echelon.data.base import BaseLoader, Combined
 
 __all__ = ["MultiDataLoader"]

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from echelon.contracts.errors import LoaderError
+from echelon.common.errors import LoaderError
 
 __all__ = ["END", "Source"]
 

@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from echelon.common.errors import LoaderError
 from echelon.compat.torchtnt.utils.data.source import END, Source
 from echelon.compat.torchtnt.utils.data.strategies import DataIterationStrategy, StoppingMechanism
-from echelon.contracts.errors import LoaderError
 from echelon.data.parts import Padding
 from echelon.world import agree
 

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.utils.data import Dataset
 
-from echelon.contracts.errors import LoaderError
+from echelon.common.errors import LoaderError
 
 __all__ = ["AbstractRandomDataset", "generate_random_square_image_tensor"]
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from echelon.common.errors import require
 from echelon.compat.torchtnt.utils.anomaly_evaluation import MetricAnomalyEvaluator
 from echelon.compat.torchtnt.utils.loggers.utils import scalar_to_float
-from echelon.contracts.errors import require
 from echelon.observe.loggers.logger import Scalar
 
 __all__ = ["AnomalyLogger", "TrackedMetric"]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from echelon.contracts.files import write_whole
+from echelon.common.files import write_whole
 from echelon.observe.loggers import file
 from echelon.observe.loggers.logger import Scalar, hold
 

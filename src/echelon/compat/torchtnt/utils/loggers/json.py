@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 
+from echelon.common.errors import UsageError
+from echelon.common.files import write_whole
 from echelon.compat.torchtnt.utils.loggers.file import FileLogger
-from echelon.contracts.errors import UsageError
 from echelon.contracts.events import encode
-from echelon.contracts.files import write_whole
 
 __all__ = ["JSONLogger"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.observe.loggers.logger import Scalar, rank, scalar_to_float
 
 __all__ = ["StdoutLogger"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from echelon.observe.loggers import logger
 from echelon.observe.loggers.logger import Scalar
 

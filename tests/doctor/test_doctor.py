@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.contracts.errors import EchelonError, UsageError
+from echelon.common.errors import EchelonError, UsageError
+from echelon.doctor.judge import judged
+from echelon.doctor.row import Row
+from echelon.doctor.said import MARK, Checkup
+from echelon.doctor.show import as_json, table
 from echelon.launcher.cluster.checkup import allocation, on_nodes
-from echelon.observe.doctor.judge import judged
-from echelon.observe.doctor.row import Row
-from echelon.observe.doctor.said import MARK, Checkup
-from echelon.observe.doctor.show import as_json, table
 from echelon.world.checkup import __main__ as program
 from echelon.world.checkup import host
 from echelon.world.checkup.ranks import MOST_PAIRED, rounds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echelon.contracts import errors
-from echelon.contracts.errors import EchelonError
+from echelon.common import errors
+from echelon.common.errors import EchelonError
 
 __all__ = ["PAGES", "Page", "as_markdown", "as_text", "class_of"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from echelon.contracts.errors import require
-from echelon.contracts.numbers import plain
+from echelon.common.errors import require
+from echelon.common.numbers import plain
 
 __all__ = ["flags", "flags_of", "is_list", "is_path", "mapping", "options_of", "several"]
 

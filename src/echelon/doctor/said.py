@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.contracts.files import is_deeper
-from echelon.contracts.terminal import rank_ranges
+from echelon.common.files import is_deeper
+from echelon.common.terminal import rank_ranges
 
 __all__ = ["Checkup", "RankSaid"]
 

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from echelon.contracts.terminal import one_line
-from echelon.observe.doctor.row import Row
-from echelon.observe.doctor.said import Checkup
+from echelon.common.terminal import one_line
+from echelon.doctor.row import Row
+from echelon.doctor.said import Checkup
 
 __all__ = ["as_json", "table"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.contracts.errors import UsageError
+from echelon.common.errors import UsageError
 from tests.kit.models import batch, net
 
 DATA = torch.utils.data.TensorDataset(*batch(8, 0))

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import echelon as ech
+from echelon.common.errors import EchelonError, UsageError
 from echelon.compat.torchtnt.framework.callbacks import SlowRankDetector
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
-from echelon.contracts.errors import EchelonError, UsageError
 from echelon.launcher.calls import Call, pack
 from echelon.loop.callbacks import EarlyStopping, GarbageCollector, LearningRateMonitor, PyTorchProfiler
 from echelon.loop.early_stop import EarlyStopChecker

@@ -14,8 +14,8 @@ import sysconfig
 import traceback
 from types import TracebackType
 
-from echelon.contracts.errors import EchelonError
-from echelon.contracts.terminal import put
+from echelon.common.errors import EchelonError
+from echelon.common.terminal import put
 
 __all__ = ["FULL_VARIABLE", "from_here", "in_library", "named_in_library", "print_uncaught", "shortened"]
 

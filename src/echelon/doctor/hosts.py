@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from echelon.observe.doctor.row import Row, State
-from echelon.observe.doctor.said import Checkup, RankSaid
+from echelon.doctor.row import Row, State
+from echelon.doctor.said import Checkup, RankSaid
 
 __all__ = ["hosts"]
 

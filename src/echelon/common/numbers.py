@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
-from echelon.contracts.errors import LauncherEnvironmentError, UsageError, require
-from echelon.contracts.terminal import shortly
+from echelon.common.errors import LauncherEnvironmentError, UsageError, require
+from echelon.common.terminal import shortly
 
 __all__ = ["count_in", "digits", "number", "plain", "whole"]
 

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from echelon.contracts.numbers import digits
-from echelon.contracts.terminal import shortly
+from echelon.common.numbers import digits
+from echelon.common.terminal import shortly
 
 __all__ = [
     "DEVICE_VARIABLE",

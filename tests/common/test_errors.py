@@ -16,8 +16,8 @@ from torch import nn
 import echelon as ech
 from echelon import errors
 from echelon.cli.main import main
-from echelon.contracts.error_pages import PAGES, as_markdown, class_of
-from echelon.contracts.errors import UsageError, require
+from echelon.common.error_pages import PAGES, as_markdown, class_of
+from echelon.common.errors import UsageError, require
 from tests.conftest import clean_environment
 
 KINDS = [kind for name in errors.__all__ if issubclass(kind := getattr(errors, name), errors.EchelonError)]

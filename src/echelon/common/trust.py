@@ -13,8 +13,8 @@ import pwd
 import stat
 from pathlib import Path
 
-from echelon.contracts.errors import RunFolderError
-from echelon.contracts.files import open_file
+from echelon.common.errors import RunFolderError
+from echelon.common.files import open_file
 
 __all__ = ["check_parents", "doubt", "read_ours"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from echelon.contracts.errors import LauncherEnvironmentError
-from echelon.contracts.terminal import shortly
+from echelon.common.errors import LauncherEnvironmentError
+from echelon.common.terminal import shortly
 
 __all__ = ["expand_hostlist", "tasks_on_node"]
 

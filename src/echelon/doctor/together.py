@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from statistics import median
 
-from echelon.observe.doctor.row import Row, State
-from echelon.observe.doctor.said import Checkup, is_number
+from echelon.doctor.row import Row, State
+from echelon.doctor.said import Checkup, is_number
 
 __all__ = ["together"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from echelon.contracts.terminal import rank_ranges
-from echelon.observe.doctor.hosts import hosts
-from echelon.observe.doctor.row import Row, State
-from echelon.observe.doctor.said import Checkup, RankSaid
-from echelon.observe.doctor.together import together
+from echelon.common.terminal import rank_ranges
+from echelon.doctor.hosts import hosts
+from echelon.doctor.row import Row, State
+from echelon.doctor.said import Checkup, RankSaid
+from echelon.doctor.together import together
 
 __all__ = ["judged"]
 

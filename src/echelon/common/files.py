@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.errors import RunFolderError
+from echelon.common.errors import RunFolderError
 
 __all__ = [
     "MOST_BYTES",

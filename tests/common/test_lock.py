@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from echelon.checkpoint.lease import Lease
-from echelon.contracts.errors import CheckpointInUseError, UsageError
-from echelon.contracts.lock import Lock
+from echelon.common.errors import CheckpointInUseError, UsageError
+from echelon.common.lock import Lock
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.local.judge import record_end
 from tests.kit.started import wait_until
@@ -258,7 +258,7 @@ def test_without_locks_a_launcher_that_lives_says_so_to_other_machines(tmp_path:
     """Of any kind: one rank in the launcher itself, or a launch command, has no loop that would."""
     run = RunDir.create(tmp_path, "a", begin=False)
     waiting = "import sys, unittest.mock as m; from echelon.contracts import run_dir as r"
-    waiting += "; from tests.contracts.test_lock import no_locks"
+    waiting += "; from tests.common.test_lock import no_locks"
     holds = f"m.patch('fcntl.fcntl', no_locks).start(); r.RunDir({str(run.path)!r}).hold(renew_s=0.05); sys.stdin.read()"
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", f"{waiting}; {holds}"], stdin=subprocess.PIPE, cwd=root) as process:

@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from echelon.contracts.files import open_file, parse_object, read_bytes, write_whole
-from echelon.contracts.machine import boot_id, started_at
-from echelon.contracts.terminal import printable
+from echelon.common.files import open_file, parse_object, read_bytes, write_whole
+from echelon.common.machine import boot_id, started_at
+from echelon.common.terminal import printable
 
 __all__ = ["HeldError", "Holder", "Lock", "Place", "look"]
 
