@@ -444,6 +444,34 @@ def test_a_run_that_hangs_is_ended_with_the_evidence_in_its_folder(
     assert f"gloo:{calls[0]}" == f"{record['entries'][-1]['profiling_name']} #{record['entries'][-1]['collective_seq_id']}"
 
 
+OWN_LOOP = """
+import torch, echelon as ech
+ech.seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="fsdp")
+for epoch in ech.epochs(loader, 2):
+    for x, y in loader:
+        with ech.window(model) as window:
+            window.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        if ech.rank() == 1 and window.update == 3:
+            break
+    seen = ech.all_mean(torch.ones(1))
+"""
+
+
+def test_a_loop_of_ones_own_that_one_rank_leaves_is_ended_with_both_calls_and_lines(tmp_path: Path, echelon_command: Any) -> None:
+    (tmp_path / "train.py").write_text(OWN_LOOP)
+    done = echelon_command("run", "--ranks", "2", "--hang-timeout", "1", "train.py")
+    assert done.returncode == 124, done.stderr
+    assert "rank 0 called all_gather" in done.stderr and "rank 1 called all_reduce" in done.stderr, done.stderr
+    assert "(rank 0 at train.py:12, rank 1 at train.py:17)" in done.stderr, done.stderr
+
+
 def _is_slow(how: str) -> None:
     ech.init_from_env()
     for _ in range(20):
