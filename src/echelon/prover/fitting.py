@@ -49,7 +49,7 @@ class Fitting:
     def _rows(self, rows: list[Row]) -> Iterator[Row]:
         """A script that wraps its module by hand can only be run as written; one that trains nothing, once."""
         done: set[int] = set()
-        left_out, accumulates = 0, False
+        left_out, several = 0, False
         for row in rows:
             if self.idle:
                 return
@@ -64,15 +64,17 @@ class Fitting:
                 )
                 if row.ranks not in done:
                     yield replace(rows[0], ranks=row.ranks) if rows[0].yours else Row(AS_WRITTEN, row.ranks)
-            # One optimizer's step changes what the loss of another meets, in an update's last micro-batch alone.
-            elif self.kind == "several optimizers" and (row.accumulation or 1) > 1:
-                accumulates = True
+            # One optimizer's step changes what the loss of another meets, in an update's last micro-batch alone; and the loop
+            # steps its own optimizers by name.
+            elif self.kind == "several optimizers" and (row.optimizer == "sgd" or (row.accumulation or 1) > 1):
+                several = True
             elif not (self.kind == "TrainUnit" and differs) and not self._is_done(row):
                 yield row
             done.add(row.ranks)
-        if accumulates:
+        if several:
             self.say(
-                "Rows with another accumulation were left out: with several optimizers it changes which step a loss comes after."
+                "Rows with another accumulation, or with SGD, were left out: with several optimizers the first changes which "
+                "step a loss comes after, and the loop steps optimizers of its own."
             )
         if left_out:
             self.say(f"{left_out} more rows were left out: the script fails with the same error on so many ranks.")
