@@ -197,6 +197,7 @@ UNUSUAL = (
         "right_generators_of_workers",
         "right_calls_of_a_loop",
         "right_noise_of_a_loop",
+        "right_ramp_of_a_loop",
         "right_copied_teacher",
     ),
 )
