@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from common import Own, ech, loader, model, nn, torch
 from torch.nn.parallel import DistributedDataParallel
+
+from common import Own, ech, loader, model, nn, torch
 
 
 class Centred(nn.Module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from common import Auto, Rows, ech, model
 from torch.utils.data import DataLoader, TensorDataset
+
+from common import Auto, Rows, ech, model
 
 info, rows = ech.RankInfo(), Rows()
 x, y = (part[info.rank :: info.world_size] for part in (rows.x.sort(0).values, rows.y))

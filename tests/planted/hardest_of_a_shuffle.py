@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from common import Rows, ech, nn, torch
 from torch.utils.data import DataLoader
+
+from common import Rows, ech, nn, torch
 
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from common import ech, loader, nn, torch
 from torch.utils.checkpoint import checkpoint
+
+from common import ech, loader, nn, torch
 
 
 class Recomputed(nn.Module):

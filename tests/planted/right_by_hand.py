@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from common import Own, ech, loader, model
 from torch.nn.parallel import DistributedDataParallel
+
+from common import Own, ech, loader, model
 
 ech.train(Own(DistributedDataParallel(model())), loader(), max_epochs=3)

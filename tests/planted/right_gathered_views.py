@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from common import Auto, Batch, dist, ech, loader, model, nn, torch
 from torch.distributed.nn.functional import all_gather
+
+from common import Auto, Batch, dist, ech, loader, model, nn, torch
 
 
 class Views(Auto):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+
 from common import Auto, Batch, dist, ech, loader, model, nn, torch
 
 np.random.seed(dist.get_rank())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from common import Batch, Rows, ech, model, nn, torch
 from torch.utils.data import get_worker_info
+
+from common import Batch, Rows, ech, model, nn, torch
 
 
 class Noisy(Rows):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from common import Rows, ech, model, torch
 from torch.utils.data import DataLoader
+
+from common import Rows, ech, model, torch
 
 
 class Noise:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from common import Batch, ech, loader, nn, torch
 from torch.nn.functional import softplus
+
+from common import Batch, ech, loader, nn, torch
 
 
 class Gan(ech.AutoUnit[Batch]):

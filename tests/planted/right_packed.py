@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common import Auto, Batch, Rows, ech, model, torch
 from torch.utils.data import DataLoader, IterableDataset
+
+from common import Auto, Batch, Rows, ech, model, torch
 
 
 class Packed(IterableDataset[Batch]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from common import Own, ech, loader, model, torch
-
 from echelon.compat.fairscale.nn import ShardedDataParallel
 from echelon.compat.fairscale.optim import OSS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from common import Auto, Batch, Rows, ech, model, torch
 
 

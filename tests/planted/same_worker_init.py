@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from common import Auto, Batch, Rows, ech, model, torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
+
+from common import Auto, Batch, Rows, ech, model, torch
 
 
 class Noisy(Rows):

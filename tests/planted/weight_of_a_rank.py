@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from common import Own, Rows, dist, ech, model, torch
 from torch.nn.parallel import DistributedDataParallel
+
+from common import Own, Rows, dist, ech, model, torch
 
 rows, size = Rows(), (6, 2, 3, 5)[dist.get_rank() % 4]
 generator = torch.Generator().manual_seed(dist.get_rank())
