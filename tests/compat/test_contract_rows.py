@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).parent
 PAGE = "slurm.test_slurm_fn.test_the_page_of_nntool_trains_what_one_process_trains"
 PROGRAMS, TORCHTNT, FAIRSCALE = "compat.test_programs", "compat.test_torchtnt_callbacks", "compat.test_fairscale_programs"
-ON_DRAGON = "test_group.test_on_dragon_failures_arrive_groups_close_and_the_example_trains"
+ON_DRAGON = "launcher.test_group.test_on_dragon_failures_arrive_groups_close_and_the_example_trains"
 
 # (from, program, on) -> the tests, with the cases of a parametrized one behind a colon
 ROWS: dict[tuple[str, str, str], list[str]] = {

@@ -28,12 +28,12 @@ DDP, OSS = "compat/test_fairscale_ddp.py", "compat/test_fairscale_oss.py"
 FSDP, LOCAL = "compat/test_fairscale_fsdp.py", "compat/test_fairscale_local.py"
 FAIRSCALE = "compat/test_fairscale.py"
 ADASCALE, BY_HAND = "compat/test_fairscale_adascale.py", "compat/test_torchtnt_by_hand.py"
-LOOP, CONTROL, WATCH = "test_loop.py", "test_callbacks_control.py", "test_callbacks_watch.py"
-PROCESS, LOGGERS, SAVED = "test_callbacks_process.py", "test_loggers.py", "compat/test_torchtnt_checkpoints.py"
+LOOP, CONTROL, WATCH = "loop/test_loop.py", "loop/test_callbacks_control.py", "loop/test_callbacks_watch.py"
+PROCESS, LOGGERS, SAVED = "loop/test_callbacks_process.py", "observe/test_loggers.py", "compat/test_torchtnt_checkpoints.py"
 RANKS, PREPARE, DATA = "compat/test_torchtnt_distributed.py", "compat/test_torchtnt_prepare.py", "compat/test_torchtnt_data.py"
 TIMERS, TOOLS, SHAPES = "compat/test_torchtnt_timers.py", "compat/test_torchtnt_tools.py", "compat/test_torchtnt_shapes.py"
-CALLS, NNTOOL, ON_SLURM = "test_slurm_fn.py", "compat/test_nntool.py", "slurm/test_slurm_fn.py"
-GROUP = "test_group.py"
+CALLS, NNTOOL, ON_SLURM = "launcher/test_slurm_fn.py", "compat/test_nntool.py", "slurm/test_slurm_fn.py"
+GROUP = "launcher/test_group.py"
 
 TESTED: dict[str, str] = {
     # FairScale
@@ -64,18 +64,20 @@ TESTED: dict[str, str] = {
     # TorchTNT
     "`from torchtnt.": IMPORTS,
     "`TorchSnapshotSaver(...)`": "compat/test_torchtnt_callbacks.py::test_savers_save_and_restore",
-    "an AutoUnit without a strategy trains": "test_auto.py::test_several_ranks_without_a_strategy_are_refused",
-    "the last, shorter window of an accumulation": "test_window.py::test_one_process_equals_plain_pytorch",
-    "a mean over ranks of means": "test_window.py::test_two_ranks_equal_one_process",
+    "an AutoUnit without a strategy trains": "loop/test_auto.py::test_several_ranks_without_a_strategy_are_refused",
+    "the last, shorter window of an accumulation": "loop/test_window.py::test_one_process_equals_plain_pytorch",
+    "a mean over ranks of means": "loop/test_window.py::test_two_ranks_equal_one_process",
     "`stop()` and `max_steps` in mid-epoch": f"{LOOP}::test_max_steps_in_mid_epoch_does_not_count_the_epoch",
     "`fit` evaluates after `stop()`": f"{LOOP}::test_an_epochs_last_step_is_evaluated_once_though_both_intervals_end",
     "without `max_epochs` and `max_steps`": f"{LOOP}::test_training_without_an_end_must_be_asked_for",
     "`max_steps` closes the epoch": f"{LOOP}::test_fit_that_max_steps_ends_is_evaluated_at_its_end",
-    "`SWAParams` counts micro-batches": "test_averaged.py::test_updates_are_counted_and_not_micro_batches",
-    "a loss that is nan trains on": "test_finite.py::test_ten_in_a_row_end_the_run_and_name_the_first",
+    "`SWAParams` counts micro-batches": "loop/test_averaged.py::test_updates_are_counted_and_not_micro_batches",
+    "a loss that is nan trains on": "loop/test_finite.py::test_ten_in_a_row_end_the_run_and_name_the_first",
     "a batch read ahead can be lost": "compat/test_torchtnt_defects.py::test_no_batch_is_lost_or_leaks",
     "a second `predict` of a unit": f"{LOOP}::test_predict_runs_as_often_as_it_is_called",
-    "the same dropout on all data-parallel ranks": "test_activation.py::test_dropout_differs_between_data_parallel_ranks",
+    "the same dropout on all data-parallel ranks": (
+        "parallel/test_activation.py::test_dropout_differs_between_data_parallel_ranks"
+    ),
     "a Ctrl-C calls no `on_exception`": f"{LOOP}::test_whatever_ends_a_run_is_told_and_leaves_modules_in_their_mode",
     "`EarlyStopping`: a missing attribute": f"{CONTROL}::test_rank_0_decides_and_all_ranks_remember_the_same",
     "`SlowRankDetector` compares": f"{CONTROL}::test_the_slow_rank_is_found_though_clocks_are_apart",
@@ -93,19 +95,19 @@ TESTED: dict[str, str] = {
     "Numbers on a GPU are read": f"{LOGGERS}::test_a_number_on_a_gpu_is_read_when_rows_are_written",
     "What TorchTNT's `DistributedCheckpointSaver` wrote": f"{SAVED}::test_checkpoints_of_torchtnt_are_restored",
     "Parameters and optimizer state are by name": (
-        "test_checkpoint_matrix.py::test_every_strategy_and_size_reads_what_every_other_wrote"
+        "checkpoint/test_checkpoint_matrix.py::test_every_strategy_and_size_reads_what_every_other_wrote"
     ),
     "In the middle of an accumulation window a save": f"{SAVED}::test_a_save_waits_for_the_end_of_a_window",
     "A metric of 0.0 is a metric": f"{SAVED}::test_odd_metrics_are_one_part_of_a_name",
     "With `best_checkpoint_config` a run that a signal stops": (
-        "test_preempt.py::test_the_number_of_the_last_checkpoint_is_known_once_its_evaluation_was_made"
+        "launcher/test_preempt.py::test_the_number_of_the_last_checkpoint_is_known_once_its_evaluation_was_made"
     ),
     "A script that is started again in the same folder": f"{SAVED}::test_a_run_from_the_beginning_does_not_mix_with_another",
     "`KnobOptions` and the storage options": "compat/test_torchtnt_callbacks.py::test_what_has_no_effect_is_said",
     "An asynchronous save deletes": f"{SAVED}::test_asynchronous_saves_remove_the_old_when_the_new_is_whole",
     '`init_from_env(dist_init_method_type="tcp")`': f"{RANKS}::test_several_ranks_meet_by_every_method",
     "`get_file_init_method()`": f"{RANKS}::test_several_ranks_meet_by_every_method",
-    "a half-set environment is a warning": "test_init.py::test_a_half_set_environment_is_refused_before_anything_starts",
+    "a half-set environment is a warning": "world/test_init.py::test_a_half_set_environment_is_refused_before_anything_starts",
     "`sync_bool(val, pg)`": f"{RANKS}::test_256_ranks_are_counted",
     "an error in `rank_zero_read_and_broadcast`": f"{RANKS}::test_what_ranks_tell_each_other",
     '`broadcast_str("")`': f"{RANKS}::test_what_ranks_tell_each_other",
@@ -114,8 +116,12 @@ TESTED: dict[str, str] = {
     "`revert_sync_batchnorm` makes": f"{RANKS}::test_a_synchronised_batch_norm_becomes_an_ordinary_one_again",
     "`copy_data_to_device(data, device, stream)`": f"{RANKS}::test_a_stream_is_told_of_data_however_deep",
     "`prepare_fsdp` gives the older": f"{PREPARE}::test_modules_prepared_by_hand_train_what_one_process_trains",
-    '`"fsdp2"` is always an error': "test_strategies.py::test_shards_stay_on_a_machine_and_there_are_two_copies_at_least",
-    "a module on the meta device": "test_materialize.py::test_every_strategy_gives_the_values_of_a_plain_build_and_trains",
+    '`"fsdp2"` is always an error': (
+        "parallel/test_strategies.py::test_shards_stay_on_a_machine_and_there_are_two_copies_at_least"
+    ),
+    "a module on the meta device": (
+        "parallel/test_materialize.py::test_every_strategy_gives_the_values_of_a_plain_build_and_trains"
+    ),
     "`DDPStrategy(process_group=": (
         "compat/test_torchtnt_defects.py::test_a_strategy_takes_groups_and_states_that_cannot_be_copied"
     ),
@@ -149,7 +155,7 @@ TESTED: dict[str, str] = {
     "`get_python_version`": f"{TOOLS}::test_versions_compare_as_versions",
     "A unit is what inherits from one": f"{SHAPES}::test_a_unit_by_shape_needs_no_base_class",
     "The log has TorchTNT's lines": f"{SHAPES}::test_the_log_has_the_epochs_of_a_run",
-    "`SWAParams(use_in_evaluation=True)`": "test_averaged.py::test_evaluations_use_the_averages_if_asked_to",
+    "`SWAParams(use_in_evaluation=True)`": "loop/test_averaged.py::test_evaluations_use_the_averages_if_asked_to",
     "`AutoUnit(gradient_accumulation_sync": (
         "compat/test_torchtnt_framework.py::test_units_without_these_arguments_are_echelons"
     ),

@@ -29,30 +29,32 @@ TESTS = Path(__file__).resolve().parents[1]
 # Where a defect has its test; those without a name of a file stand below.
 TESTED = {
     "B1: a resume in mid-epoch loses the batch that was read ahead": "test_no_batch_is_lost_or_leaks",
-    "B2: a batch read ahead leaks into the next epoch": "test_loop.py::test_no_batch_of_one_epoch_leaks_into_the_next",
+    "B2: a batch read ahead leaks into the next epoch": "loop/test_loop.py::test_no_batch_of_one_epoch_leaks_into_the_next",
     "B3: every other epoch is empty if max_steps_per_epoch is the length": (
-        "test_loop.py::test_every_epoch_runs_as_many_steps_as_allowed"
+        "loop/test_loop.py::test_every_epoch_runs_as_many_steps_as_allowed"
     ),
     "B3b: every other evaluation is empty, and windows end early": "test_evaluations_of_limited_length_are_whole",
     "B4: two optimizers or two groups over sharded modules cannot be saved": "test_two_sharded_modules_with_groups_are_saved",
-    "B5: fsdp2 by name always raises": "test_strategies.py::test_tied_weights_and_batches_of_ones_own_under_every_strategy",
+    "B5: fsdp2 by name always raises": (
+        "parallel/test_strategies.py::test_tied_weights_and_batches_of_ones_own_under_every_strategy"
+    ),
     "B6: DDPStrategy(process_group=...) raises": "test_a_strategy_takes_groups_and_states_that_cannot_be_copied",
     "B7: sync_bool asks all ranks whatever its group, and 256 yeses count as none": (
         "compat/test_torchtnt_distributed.py::test_256_ranks_are_counted"
     ),
     "B8: a module on the meta device trains on garbage": (
-        "test_materialize.py::test_every_strategy_gives_the_values_of_a_plain_build_and_trains"
+        "parallel/test_materialize.py::test_every_strategy_gives_the_values_of_a_plain_build_and_trains"
     ),
     "B9: a monitored 0.0 counts as missing": "compat/test_torchtnt_callbacks.py::test_the_metric_0_is_a_metric",
     "B10: folders and metrics with odd names hide checkpoints": "test_folders_and_metrics_may_have_any_name",
     "B12: max_steps or a stop in mid-epoch skips the rest of it": "test_no_batch_is_lost_or_leaks",
-    "B14: the last, shorter window is scaled wrongly or leaks": "test_window.py::test_one_process_equals_plain_pytorch",
+    "B14: the last, shorter window is scaled wrongly or leaks": "loop/test_window.py::test_one_process_equals_plain_pytorch",
     "B15: Ctrl-C calls no on_exception, modules stay in train mode": (
-        "test_loop.py::test_whatever_ends_a_run_is_told_and_leaves_modules_in_their_mode"
+        "loop/test_loop.py::test_whatever_ends_a_run_is_told_and_leaves_modules_in_their_mode"
     ),
-    "B16: garbage collection stays off, flags stay set": "test_callbacks_process.py::test_garbage_collection_is_on_again",
+    "B16: garbage collection stays off, flags stay set": "loop/test_callbacks_process.py::test_garbage_collection_is_on_again",
     "B17: the old checkpoint goes before the new one is there": (
-        "test_checkpoint_commit.py::test_nothing_is_removed_before_the_new_one_is_there"
+        "checkpoint/test_checkpoint_commit.py::test_nothing_is_removed_before_the_new_one_is_there"
     ),
     "B18: streams are not told of tensors within tuples and dicts": (
         "compat/test_torchtnt_distributed.py::test_a_stream_is_told_of_data_however_deep"
@@ -61,32 +63,32 @@ TESTED = {
         "compat/test_torchtnt_distributed.py::test_several_ranks_meet_by_every_method"
     ),
     "B23: restore changes the caller's options": "test_options_of_a_restore_stay_as_they_are",
-    "B24: HSDP is impossible": "test_strategies.py::test_shards_stay_on_a_machine_and_there_are_two_copies_at_least",
-    "B28: an empty evaluation runs after a stop": "test_loop.py::test_a_stop_ends_after_the_step_and_runs_no_evaluation",
-    "B32: averages fail under fsdp by name": "test_averaged.py::test_averages_on_two_ranks_equal_torchs_on_one_process",
-    "B35: clipping fails over mixed meshes": "test_gradients.py::test_one_norm_for_any_mixture_in_one_message_per_axis",
+    "B24: HSDP is impossible": "parallel/test_strategies.py::test_shards_stay_on_a_machine_and_there_are_two_copies_at_least",
+    "B28: an empty evaluation runs after a stop": "loop/test_loop.py::test_a_stop_ends_after_the_step_and_runs_no_evaluation",
+    "B32: averages fail under fsdp by name": "loop/test_averaged.py::test_averages_on_two_ranks_equal_torchs_on_one_process",
+    "B35: clipping fails over mixed meshes": "parallel/test_gradients.py::test_one_norm_for_any_mixture_in_one_message_per_axis",
     "B37: a loader without state starts over without a word": (
-        "test_loop.py::test_going_on_in_mid_epoch_with_a_loader_without_state_warns"
+        "loop/test_loop.py::test_going_on_in_mid_epoch_with_a_loader_without_state_warns"
     ),
     "B44: clocks of several hosts are compared": (
-        "test_callbacks_control.py::test_the_slow_rank_is_found_though_clocks_are_apart"
+        "loop/test_callbacks_control.py::test_the_slow_rank_is_found_though_clocks_are_apart"
     ),
-    "B48: a prediction's rate is never logged": "test_callbacks_watch.py::test_waits_for_batches_and_throughput_are_logged",
-    "B50: the second predict does nothing": "test_loop.py::test_predict_runs_as_often_as_it_is_called",
+    "B48: a prediction's rate is never logged": "loop/test_callbacks_watch.py::test_waits_for_batches_and_throughput_are_logged",
+    "B50: the second predict does nothing": "loop/test_loop.py::test_predict_runs_as_often_as_it_is_called",
     "B52: an empty string cannot be sent; an error of the reading rank leaves the others waiting": (
         "compat/test_torchtnt_distributed.py::test_what_ranks_tell_each_other"
     ),
     "B59: TorchSnapshotSaver.restore_with_id does nothing": "compat/test_torchtnt_callbacks.py::test_savers_save_and_restore",
     "4.2: what one strategy saves another cannot read": (
-        "test_checkpoint_matrix.py::test_every_strategy_and_size_reads_what_every_other_wrote"
+        "checkpoint/test_checkpoint_matrix.py::test_every_strategy_and_size_reads_what_every_other_wrote"
     ),
-    "#1056: the last checkpoint is written twice": "test_checkpoint.py::test_a_step_is_saved_once",
+    "#1056: the last checkpoint is written twice": "checkpoint/test_checkpoint.py::test_a_step_is_saved_once",
     "percentiles fail with numpy 2.4": "compat/test_torchtnt_timers.py::test_percentiles_are_durations_that_were_measured",
     "making a MultiDataLoader eats a batch of each loader": "compat/test_torchtnt_data.py::test_making_a_loader_reads_nothing",
     "an interval has no end after an exception": "compat/test_torchtnt_tools.py::test_an_interval_ends_after_an_exception_too",
     "a scaler for GPUs on any machine": "compat/test_torchtnt_prepare.py::test_sharded_states_averages_and_scalers",
     "a missing monitored attribute raises on rank 0 alone": (
-        "test_callbacks_control.py::test_a_missing_attribute_is_an_error_on_all_ranks"
+        "loop/test_callbacks_control.py::test_a_missing_attribute_is_an_error_on_all_ranks"
     ),
     "the averages' count of updates is lost at a resume": ("compat/test_torchtnt_prepare.py::test_averages_go_on_after_a_resume"),
 }

@@ -87,7 +87,7 @@ def test_units_without_these_arguments_are_echelons(caplog: pytest.LogCaptureFix
     assert not caplog.records
     with pytest.raises(UsageError, match="torch_compile_params"):
         Classes(module=_module(), enable_compiled_autograd=True)
-    with pytest.raises(TypeError, match="no_such_argument"):
+    with pytest.raises(UsageError, match="no_such_argument"):
         Classes(module=_module(), no_such_argument=1)
     caplog.set_level(logging.WARNING)
     Classes(module=_module(), device=torch.device("cpu"), gradient_accumulation_sync=True)

@@ -110,8 +110,9 @@ def test_echelon_prove_agrees(echelon_command: Command, name: str) -> None:
     common = ("--ranks", "2", "--updates", "2", "--json")
     done = echelon_command("prove", *options, *common, str(EXAMPLES / name), "--toy", timeout_s=300.0)
     rows = json.loads(done.stdout)["rows"]
-    # And with SGD in place of its optimizer; not of a step of its own. The layout of the experts is a row more.
-    assert done.returncode == 0 and len(rows) == {"moe.py": 5, "nodes.py": 6}.get(name, 4), done.stdout + done.stderr
+    # And with SGD in place of its optimizer; not of a step, or of several optimizers, of its own. The layout of the experts is a
+    # row more.
+    assert done.returncode == 0 and len(rows) == {"moe.py": 5, "nodes.py": 6, "gan.py": 2}.get(name, 4), done.stdout + done.stderr
     assert {row["verdict"] for row in rows} <= {"agrees", "bit-equal"}, rows
 
 

@@ -45,7 +45,7 @@ class Reporting:
 
     def training_begins(self, total: int | None, update: int, *, complete: bool) -> None:
         """Why it begins there is said of a checkpoint of this very update: the unit may have trained on since it was restored."""
-        source = self.unit.restored_from
+        source = getattr(self.unit, "restored_from", None)  # a unit by its shape has none
         why = {"restored_from": source} if source is not None and source.endswith(manifest.named(update)) else {}
         self.event("train_start", total_steps=total, step=update, complete=complete, **why)
 
