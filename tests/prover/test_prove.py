@@ -73,6 +73,8 @@ MISTAKES = {
     "evaluation_on_a_rank": ("modules in evaluation mode on some ranks", None),
     "loss_by_rank": ("a loss that depends on the rank", "forward"),
     "class_weights_with_dropout": ("loss weighted per rank", "forward"),
+    "weight_of_a_drawn_mask": ("loss weighted per rank", "forward"),
+    "weights_of_noise_levels": ("loss weighted per rank", "forward"),
     "batch_norm_with_dropout": ("batch norm over the local batch", "forward"),
     "contrast_with_noise": ("an operation over the whole batch", "forward"),
     "tokens_of_padded_batches": ("loss weighted per rank", None),
@@ -197,6 +199,7 @@ UNUSUAL = (
         "right_generators_of_workers",
         "right_calls_of_a_loop",
         "right_noise_of_a_loop",
+        "right_drawn_mask",
         "right_ramp_of_a_loop",
         "right_copied_teacher",
     ),
@@ -360,6 +363,36 @@ def test_what_could_not_be_tested_is_said_and_is_no_agreement(tmp_path: Path) ->
     (row,) = proof.results
     assert row.verdict == "in part" and "not tested" in row.message and not row.is_equal, row
     assert not proof.holds and proof.holds_in_part and "compared in part" in show.summary(proof)[-1]
+
+
+PAIRED = """
+class Paired(Auto):
+    def compute_loss(self, state, data):
+        x, y = torch.cat([data[0], data[0]]), torch.cat([data[1], data[1]])
+        weights = 0.1 + torch.rand(len(x), 1)
+        return (weights / weights.mean() * (self.module(x) - y).square()).mean(), None
+ech.train(Paired(module=model(), layout="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_draws_that_are_no_samples_own_are_not_tested(tmp_path: Path) -> None:
+    (row,) = prove_target(_script(tmp_path, PAIRED), matrix(["ddp"], [2], [1], sgd=False), 1, False).results
+    assert row.verdict == "in part" and "not tested" in row.message and "rand" in row.message, row
+
+
+LEVELS = """
+class Levels(Auto):
+    def compute_loss(self, state, data):
+        weights = 0.1 + torch.bernoulli(torch.full((len(data[0]), 1), 0.5))
+        kept = nn.functional.dropout(torch.ones(8, 4), 0.5).mean()
+        return (weights * (self.module(data[0]) - data[1]).square()).mean() * kept, None
+ech.train(Levels(module=model(), layout="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_draws_with_as_many_rows_as_a_rank_has_samples_by_chance_are_no_mistake(tmp_path: Path) -> None:
+    (row,) = prove_target(_script(tmp_path, LEVELS), matrix(["ddp"], [2], [1], sgd=False), 1, False).results
+    assert row.is_equal, row
 
 
 LOOKED_AT = """

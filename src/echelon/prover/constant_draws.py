@@ -1,21 +1,25 @@
-"""Random operators that give every sample the same numbers, so that a batch can be put together from its parts.
+"""Random operators that give a sample the same numbers in any batch, so that a batch can be put together from its parts.
 
 Dropout, noise and sampled steps make a forward pass over a whole batch draw other numbers than passes over its parts, so that the
-two cannot be compared. Here each operator draws one row of numbers along the last dimension, from a fixed seed, and repeats it
-along all others: what a sample gets depends neither on the batch that it is in, nor on the rank, nor on how often it is asked.
-The RNGs stay where they are. Known in simulation as common random numbers.
+two cannot be compared. Here each operator draws one row of numbers along the last dimension and repeats it along all others;
+where its first dimension has the samples of the batch, one row for each, from a seed that is the sample's own. What a sample gets
+depends neither on the batch that it is in, nor on the rank, nor on how often it is asked; and samples differ, so that a mean over
+drawn numbers, or how many a drawn mask leaves, differs between the parts of a batch, too. The RNGs stay where they are. Known in
+simulation as common random numbers.
 
 torch 2.13 has no public name for TorchDispatchMode; see `wide.py` for why a TorchFunctionMode will not do.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from echelon.prover.micro import NotDivisible, Samples, widened
 from echelon.prover.wide import tensor_first
 
 __all__ = ["ConstantDraws"]
@@ -25,15 +29,59 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")  # of attention, of recurrent laye
 
 
 class ConstantDraws(TorchDispatchMode):
-    """Random operators draw the same for every sample. Each operator costs time in it, so it is entered only where it is needed.
+    """Random operators draw alike in any batch. Each operator costs time in it, so it is entered only where it is needed.
 
     Attributes:
         unknown: an operator whose draws could not be made alike, if there was one.
+        by_sample: samples have numbers of their own; else all have the same.
+        alike: operators, with numbers of dimensions, that give all samples the same even so.
+        kinds: of what was drawn: operator, number of dimensions, whether samples had rows of their own.
+        shapes: operator and shape of what was drawn otherwise, dropout left out.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.unknown: str | None = None
+        self.by_sample, self.alike = False, frozenset[tuple[str, int]]()
+        self.kinds: set[tuple[str, int, bool]] = set()
+        self.shapes: set[tuple[str, tuple[int, ...]]] = set()
+        self._seeds: list[int] = []  # one for each sample of the batch
+
+    def begin(self, data: Any) -> None:
+        """What is drawn from now on is for the samples of this batch."""
+        self._seeds = []
+        if self.by_sample:
+            with contextlib.suppress(NotDivisible):
+                samples = Samples(widened(data, torch.float64))  # alike in every precision
+                self._seeds = [_SEED + each for each in samples.checksums()]
+
+    def end(self) -> None:
+        """What is drawn from now on is for no batch."""
+        self._seeds = []
+
+    def rows(self, name: str, shape: torch.Size, device: torch.device, draw: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `draw` gives for a row, for each sample or for all, to be expanded to `shape`."""
+        name = name.removeprefix("aten::")
+        each = len(shape) > 0 and shape[0] == len(self._seeds) and (name, len(shape)) not in self.alike
+        if self._seeds:
+            self.kinds.add((name, len(shape), each))
+        if not each:
+            if self._seeds and "dropout" not in name:
+                self.shapes.add((name, tuple(shape)))
+            row: torch.Tensor = _seeded(draw, device)
+            return row
+        drawn = torch.stack([_seeded(draw, device, seed) for seed in self._seeds])
+        return drawn.view(len(drawn), *[1] * (len(shape) - 2), *shape[1:][-1:])
+
+    @property
+    def samples(self) -> int:
+        return len(self._seeds)
+
+    def uniform(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        shape, device = like.shape, like.device
+        return self.rows(name, shape, device, lambda: torch.rand(_row_of(shape), dtype=torch.float32, device=device)).expand(
+            shape
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -45,7 +93,7 @@ class ConstantDraws(TorchDispatchMode):
         named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | options
         special = _SPECIAL.get(name)
         if special is not None:
-            return special(named)
+            return special(self, named)
         known = {a.name for a in func._schema.arguments}
         for dropout in _DROPOUT_ARGUMENTS:
             if dropout in known:
@@ -58,10 +106,10 @@ class ConstantDraws(TorchDispatchMode):
             if any(each.dim() >= _FROM_VALUES[name] for each in tensors):
                 self.unknown = str(func)
             return _seeded(lambda: func(**{**named, "generator": None}), _device(named))
-        return _one_row(func, named)
+        return _one_row(self, func, named)
 
 
-def _one_row(func: Any, named: dict[str, Any]) -> Any:
+def _one_row(draws: ConstantDraws, func: Any, named: dict[str, Any]) -> Any:
     """An operator whose numbers depend on a shape alone: it draws a row, which is repeated."""
     changes = func._schema.name.endswith("_")
     like = named.get("self")
@@ -70,15 +118,15 @@ def _one_row(func: Any, named: dict[str, Any]) -> Any:
         named = {**named, "generator": None}
     dtype = (None if changes else named.get("dtype")) or (like.dtype if like is not None else None)
     dtype = dtype or (torch.int64 if "randint" in func._schema.name else torch.get_default_dtype())
-    wide = torch.float64 if dtype.is_floating_point else dtype  # other types round the same numbers
+    drawn_in = torch.float32 if dtype.is_floating_point else dtype  # other types have the same numbers
     if like is not None:
-        named = {**named, "self": torch.empty(_row_of(shape), dtype=wide, device=like.device)}
+        named = {**named, "self": torch.empty(_row_of(shape), dtype=drawn_in, device=like.device)}
         named.pop("memory_format", None)
     else:
         named = {**named, "size": _row_of(shape)}
     if not changes and "dtype" in {a.name for a in func._schema.arguments}:
-        named["dtype"] = wide
-    row = _seeded(lambda: func(**named), _device(named))
+        named["dtype"] = drawn_in
+    row = draws.rows(func._schema.name, shape, _device(named), lambda: func(**named))
     if like is not None and changes:
         return like.copy_(row.expand(shape))
     return row.to(dtype).expand(shape).clone(memory_format=torch.contiguous_format)
@@ -89,14 +137,9 @@ def _row_of(shape: torch.Size) -> torch.Size:
     return shape[-1:] if len(shape) > 1 else torch.Size()
 
 
-def _uniform(like: torch.Tensor) -> torch.Tensor:
-    row: torch.Tensor = _seeded(lambda: torch.rand(_row_of(like.shape), dtype=torch.float64, device=like.device), like.device)
-    return row.expand(like.shape)
-
-
-def _seeded(draw: Callable[[], Any], device: torch.device) -> Any:
+def _seeded(draw: Callable[[], Any], device: torch.device, seed: int = _SEED) -> Any:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(_SEED)
+        torch.manual_seed(seed)
         return draw()
 
 
@@ -112,71 +155,74 @@ def _tensors(named: Mapping[str, Any]) -> list[torch.Tensor]:
 # --- operators whose numbers depend on more than a shape
 
 
-def _dropout(named: dict[str, Any]) -> Any:
+def _dropout(draws: ConstantDraws, named: dict[str, Any]) -> Any:
     given, p = named["input"], named["p"]
     if named.get("train") is False:
         return given.clone(), torch.ones_like(given, dtype=torch.bool)
-    mask = _uniform(given) >= p
+    mask = draws.uniform("dropout", given) >= p
     return given * mask * (1 / (1 - p) if p < 1 else 0.0), mask
 
 
-def _fused_dropout(named: dict[str, Any]) -> Any:
+def _fused_dropout(draws: ConstantDraws, named: dict[str, Any]) -> Any:
     given, kept = named["self"], named["p"]
-    mask = _uniform(given) < kept
+    mask = draws.uniform("fused_dropout", given) < kept
     return given * mask / kept, mask.to(torch.uint8)
 
 
-def _bernoulli(named: dict[str, Any]) -> Any:
+def _bernoulli(draws: ConstantDraws, named: dict[str, Any]) -> Any:
     given = named["self"]
     chance = named.get("p", given)
-    return (_uniform(given) < chance).to(given.dtype)
+    return (draws.uniform("bernoulli", given) < chance).to(given.dtype)
 
 
-def _bernoulli_in_place(named: dict[str, Any]) -> Any:
-    return named["self"].copy_(_uniform(named["self"]) < named.get("p", 0.5))
+def _bernoulli_in_place(draws: ConstantDraws, named: dict[str, Any]) -> Any:
+    return named["self"].copy_(draws.uniform("dropout", named["self"]) < named.get("p", 0.5))
 
 
-def _normal(named: dict[str, Any]) -> Any:
+def _normal(draws: ConstantDraws, named: dict[str, Any]) -> Any:
     mean, std = named.get("mean", 0.0), named.get("std", 1.0)
     like = mean if isinstance(mean, torch.Tensor) else std
     like = mean + std if isinstance(mean, torch.Tensor) and isinstance(std, torch.Tensor) else like
     if not isinstance(like, torch.Tensor):
         like = torch.empty(named["size"], dtype=named.get("dtype"), device=named.get("device"))
-    row = _seeded(lambda: torch.randn(_row_of(like.shape), dtype=torch.float64, device=like.device), like.device)
-    return mean + std * row.to(like.dtype).expand(like.shape)
+    shape, device = like.shape, like.device
+    row = draws.rows("normal", shape, device, lambda: torch.randn(_row_of(shape), dtype=torch.float32, device=device))
+    return mean + std * row.to(like.dtype).expand(shape)
 
 
-def _permutation(named: dict[str, Any]) -> Any:
+def _permutation(draws: ConstantDraws, named: dict[str, Any]) -> Any:
     """None: one of a batch's samples would put other samples together than one of its parts."""
     return torch.arange(named["n"], dtype=named.get("dtype") or torch.int64, device=named.get("device"))
 
 
-def _multinomial(named: dict[str, Any]) -> Any:
+def _multinomial(draws: ConstantDraws, named: dict[str, Any]) -> Any:
     chances, count = named["self"], named["num_samples"]
     if named.get("replacement"):
-        marks = _uniform(chances.new_empty(1, count)).expand(*chances.shape[:-1], count).contiguous()
+        shape = (*chances.shape[:-1], count)
+        one = shape if chances.dim() > 1 or count == draws.samples else (1, count)
+        marks = draws.uniform("multinomial", chances.new_empty(one)).reshape(shape)
         sums = chances.double().cumsum(-1)
         return torch.searchsorted(sums, marks * sums[..., -1:]).clamp_(max=chances.shape[-1] - 1)
-    return (_uniform(chances).log() / chances.double()).topk(count).indices  # Efraimidis and Spirakis 2006
+    return (draws.uniform("multinomial", chances).log() / chances.double()).topk(count).indices  # Efraimidis and Spirakis 2006
 
 
-def _rrelu(named: dict[str, Any]) -> torch.Tensor:
+def _rrelu(draws: ConstantDraws, named: dict[str, Any]) -> torch.Tensor:
     given, noise = named["self"], named["noise"]
     lower, upper = named.get("lower", 0.125), named.get("upper", 1 / 3)
     if not named.get("training"):
         return torch.nn.functional.leaky_relu(given, (lower + upper) / 2)
-    slopes = (lower + (upper - lower) * _uniform(given)).to(given.dtype)
+    slopes = (lower + (upper - lower) * draws.uniform("rrelu", given)).to(given.dtype)
     noise.copy_(torch.where(given <= 0, slopes, 1.0))
     changed: torch.Tensor = given * noise
     return changed
 
 
-def _rrelu_in_place(named: dict[str, Any]) -> torch.Tensor:
-    changed: torch.Tensor = named["self"].copy_(_rrelu(named))
+def _rrelu_in_place(draws: ConstantDraws, named: dict[str, Any]) -> torch.Tensor:
+    changed: torch.Tensor = named["self"].copy_(_rrelu(draws, named))
     return changed
 
 
-_SPECIAL: dict[str, Callable[[dict[str, Any]], Any]] = {
+_SPECIAL: dict[str, Callable[[ConstantDraws, dict[str, Any]], Any]] = {
     "native_dropout": _dropout,
     "_fused_dropout": _fused_dropout,
     "bernoulli": _bernoulli,

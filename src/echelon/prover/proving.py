@@ -292,8 +292,8 @@ class Proving:
         """Whether weights and whatever reaches over samples are right, where the reference trained on each micro-batch alone.
 
         Such a reference adds up as the unit says, and so repeats a mistake in that. Passes that drew random numbers run again
-        with the same ones for every sample, so that they can be joined; batches that cannot be joined are taken apart in one
-        process.
+        with those that a sample has in any batch, so that they can be joined; batches that cannot be joined are taken apart in
+        one process.
         """
         ran, records = seen.ran, seen.ran.records
         drew = not ran.row.constant_draws and any(m.streams for r in records for u in r["updates"] for m in u)
@@ -321,9 +321,9 @@ class Proving:
                 return
         self._split(result, seen, drew, speaks, why)
 
-    def _with_constant_draws(self, seen: Judged) -> tuple[Result | None, str]:
-        """The row with the same draws for every sample, as it was judged; and why that does not show all, if so."""
-        row = replace(seen.ran.row, constant_draws=True, brief=True)
+    def _with_constant_draws(self, seen: Judged, alike: frozenset[tuple[str, int]] = frozenset()) -> tuple[Result | None, str]:
+        """The row with draws that a sample has in any batch, as it was judged; and why that does not show all, if so."""
+        row = replace(seen.ran.row, constant_draws=True, drawn_alike=alike, brief=True)
         result = Result(row.label, row.ranks)
         try:
             ran = self._on_ranks.row(row, with_constant_draws(seen.ran.folder), self.dtype)
@@ -332,7 +332,13 @@ class Proving:
             judged = self._judge(result, ran)
         except RankFailedError as error:
             text = str(error.__cause__ or error).strip().splitlines()
-            return None, f"it fails with the same draws for every sample ({text[0] if text else type(error).__name__})"
+            return None, f"it fails with draws that a sample has in any batch ({text[0] if text else type(error).__name__})"
+        facts, kinds = judged.reference.facts, set[Any]().union(*(r["kinds"] for r in ran.records))
+        by_chance = frozenset((name, dims) for name, dims, _ in kinds ^ facts["kinds"]) - row.drawn_alike
+        if not result.is_equal and by_chance:  # a first dimension is as long as the batch of the ranks or of one process
+            for each in ran.folder.parent.glob(f"{ran.folder.name}*"):
+                shutil.rmtree(each)
+            return self._with_constant_draws(seen, row.drawn_alike | by_chance)
         unknown = next((r["unknown_draw"] for r in ran.records if r["unknown_draw"]), None)
         if not result.is_equal and unknown is not None:
             return None, f"{unknown} draws other numbers for every sample"
@@ -340,14 +346,19 @@ class Proving:
             drawn = self._references.probed(ran, judged.reference)["per_sample"]
             if drawn is None or drawn:
                 return None, f"every sample draws its own numbers from {', '.join(sorted(drawn or ())) or 'a generator'}"
-        if not judged.reference.facts["joined"]:
+        if not facts["joined"]:
             return result, "batches cannot be joined into one"
+        shapes = set[Any]().union(*(r["shapes"] for r in ran.records)) ^ facts["shapes"]
+        if result.is_equal and shapes:  # other ones for another number of samples, and alike for all of them here
+            return None, "it draws {} of shape {}, which has no row for each sample".format(*min(shapes))
         return result, ""
 
     def _take_over(self, result: Result, other: Result) -> None:
         result.verdict, result.first, result.causes, result.updates = other.verdict, other.first, other.causes, other.updates
         result.loss, result.gradient, result.parameter = other.loss, other.gradient, other.parameter
-        result.message = "; ".join(filter(None, ("compared with the same random numbers for every sample", other.message)))
+        result.message = "; ".join(
+            filter(None, ("compared with the same random numbers for a sample in any batch", other.message))
+        )
 
     def _split(self, result: Result, seen: Judged, drew: bool, speaks: bool, why: str) -> None:
         """Take a batch apart in one process, which says nothing of what the ranks put together by speaking to each other."""

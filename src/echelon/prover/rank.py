@@ -80,6 +80,8 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         if row.yours and any(prepared.works_alone for _, prepared in prepared_of(unit)):
             raise ProveError("workers that meet now and then train other numbers than one process: there is nothing to compare.")
         recorder.record.constant_draws = row.constant_draws
+        draws.alike = row.drawn_alike
+        draws.by_sample = row.constant_draws and not any(prepared.draws_apart for _, prepared in prepared_of(unit))
         recorder.cannot_draw_constantly = row.is_compiled
         recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
         if recorder.record.constant_draws:
@@ -147,16 +149,21 @@ class Replay:
     ) -> dict[str, Any]:
         """What `work` makes of a reference of the target's unit."""
 
+        draws = ConstantDraws()
+
         def with_unit(unit: Any, dataloader: Any) -> dict[str, Any]:
             records = load_records(self.data)
             reference = reference_of(unit, records, Path(self.folder), self.dtype, how, shake or Shake())
             reference.loader = dataloader
             reference.constant_draws, reference.restores = self.row.constant_draws, self.row.restores
+            draws.by_sample, draws.alike, reference.by_sample = records[0]["by_sample"], self.row.drawn_alike, draws
             return work(reference)
 
-        return self.instead_of_training(with_unit, torch.float64 if how == "wide" else self.dtype)
+        return self.instead_of_training(with_unit, torch.float64 if how == "wide" else self.dtype, draws)
 
-    def instead_of_training(self, work: Callable[[Any, Any], dict[str, Any]], dtype: torch.dtype) -> dict[str, Any]:
+    def instead_of_training(
+        self, work: Callable[[Any, Any], dict[str, Any]], dtype: torch.dtype, draws: ConstantDraws | None = None
+    ) -> dict[str, Any]:
         """Run the target up to where it would train, and return what `work(unit, dataloader)` does there."""
         found: dict[str, Any] = {}
         turns: Turns | None = None
@@ -166,7 +173,7 @@ class Replay:
             nonlocal turns
             _adapt(unit, self.row)
             if self.row.constant_draws and turns is None:
-                head.enter_context(ConstantDraws())
+                head.enter_context(draws or ConstantDraws())
             if not isinstance(unit, LoopUnit):
                 found.update(work(unit, dataloader))
                 raise Enough

@@ -54,7 +54,7 @@ class RankRecord:
     peak_bytes: int | None = None
     is_double: bool = False  # the script computes in float64 by itself, which was not asked for
     communicates: bool = False  # its steps speak to other ranks: SyncBatchNorm, or collectives that the script calls itself
-    constant_draws: bool = False  # random operators gave every sample the same numbers
+    constant_draws: bool = False  # random operators gave a sample the same numbers in any batch
     wants_constant_draws: bool = False  # and should have, which was not known before
     compiles: bool = False  # the script calls torch.compile, or has it called
     half: str | None = None  # a type with few digits in which it computes: "bf16", "fp16", "float8"
@@ -63,4 +63,7 @@ class RankRecord:
     left_out: int = 0  # updates, by a gradient scaler or because they weigh nothing
     scales: list[float] = field(default_factory=list)  # by update: by how much the unit's scaler multiplied the loss
     warned: str = ""  # what the loop said of the loss's scale, as of one that is divided by the accumulation
+    by_sample: bool = False  # and did so for each sample by itself
+    kinds: set[tuple[str, int, bool]] = field(default_factory=set)  # these and `shapes`: see ConstantDraws
+    shapes: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     unknown_draw: str | None = None  # with constant draws: an operator that still gave every sample other numbers

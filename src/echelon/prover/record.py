@@ -188,11 +188,12 @@ class StepRecorder(Callback):
             if state.active_phase is not ActivePhase.TRAIN or unit.prepared.is_trying:
                 return compute_loss(state, data)
             given, data = data, widened(data, self.dtype, unit.device)
-            before = self._begin_pass()
+            whole = wholes[id(given)][1] if id(given) in wholes else data
+            before = self._begin_pass(whole)
             made = compute_loss(state, data)
             silent = record_is_replica or (state.train_state is not None and state.train_state.step.is_padding)
             weight = 0.0 if silent else float(unit.weight(data))
-            self._take(state, wholes[id(given)][1] if id(given) in wholes else data, weight, made[0], before)
+            self._take(state, whole, weight, made[0], before)
             return made
 
         compute_losses = unit.compute_losses
@@ -201,7 +202,7 @@ class StepRecorder(Callback):
             if state.active_phase is not ActivePhase.TRAIN:
                 return (yield from compute_losses(state, data))
             data, total = widened(data, self.dtype, unit.device), torch.zeros(())
-            before = self._begin_pass()
+            before = self._begin_pass(data)
             passes = compute_losses(state, data)
             while True:
                 try:
@@ -249,7 +250,7 @@ class StepRecorder(Callback):
         def given(data: Any) -> Any:
             nonlocal before
             data = widened(data, self.dtype, unit.device)
-            before = self._begin_pass()
+            before = self._begin_pass(data)
             if accumulated and accumulated != gradients() and self.record.changed_within is None:
                 self.record.changed_within = len(self.record.updates)
             variables, known = of_loop(), self._loop_digests
@@ -297,7 +298,7 @@ class StepRecorder(Callback):
         @functools.wraps(step)
         def watched_step(state: State, data: Any) -> Any:
             data = widened(data, self.dtype)
-            before = self._begin_pass()
+            before = self._begin_pass(data)
             result = step(state, data)
             self._take(state, data, 0.0 if self.record.is_replica else float(rows(data)), loss_in(result), before)
             return result
@@ -325,11 +326,12 @@ class StepRecorder(Callback):
         """The script has called a collective itself."""
         self.record.communicates |= self._in_pass
 
-    def _begin_pass(self) -> dict[str, Any]:
+    def _begin_pass(self, data: Any) -> dict[str, Any]:
         self._in_pass = True
         if self.record.constant_draws:
             assert self._sources is not None
             self._sources.pin()
+            self._draws.begin(data)
         with self._paused():
             self._kept_before = self._kept_now()
         return self._states()
@@ -407,6 +409,7 @@ class StepRecorder(Callback):
     def on_train_step_end(self, state: State, unit: Any) -> None:
         took = time.perf_counter() - self._began - self._spent
         self._spent = 0.0
+        self._draws.end()
         record, watch = self.record, self._gradients
         assert watch is not None
         if len(record.step_s) == len(record.updates):
@@ -447,7 +450,8 @@ class StepRecorder(Callback):
             self.record.rates = self._gradients.rates
             self.record.owners.update(self._gradients.owners)
         self.record.peak_bytes = self.memory.peak()
-        self.record.unknown_draw = self._draws.unknown
+        self.record.unknown_draw, self.record.by_sample = self._draws.unknown, self._draws.by_sample
+        self.record.kinds, self.record.shapes = self._draws.kinds, self._draws.shapes
         torch.save(vars(self.record), self.folder / f"rank{self.rank}.pt")
         return {"updates": len(self.record.updates), "kind": self.record.kind}
 

@@ -29,6 +29,7 @@ from echelon.loop.modes import begin_training
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.shards import local
+from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import Sources
 from echelon.prover.gradients import GradientWatch, rates_of
 from echelon.prover.kept_state import KeptState, agreeing, unlike
@@ -128,6 +129,7 @@ class Reference(ABC):
         self.state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=[]))
         self._epoch: int | None = None
         self.loader: Any = None  # the script's
+        self.by_sample: ConstantDraws | None = None  # where draws are constant
         self.constant_draws = False  # so that passes that drew can be joined
         self.kept = KeptState(unit)
         self.restores: frozenset[str] = frozenset()  # of the state that the unit keeps, what is put back as the ranks had it
@@ -167,7 +169,8 @@ class Reference(ABC):
             values = self.update(k)
             torch.save({**values, **self._state_of_unit()}, self.folder / f"update-{k:03d}.pt")
         facts = ("joined", "drew", "held", "rates", "draws")
-        return {name: getattr(self, name) for name in facts}
+        drawn = self.by_sample or ConstantDraws()
+        return {name: getattr(self, name) for name in facts} | {"kinds": drawn.kinds, "shapes": drawn.shapes}
 
     def run_until(self, k: int) -> None:
         """Train on what comes before update k, and write nothing."""
@@ -227,8 +230,13 @@ class Reference(ABC):
 
     def put_back(self, before: Pass) -> None:
         """What a pass begins with."""
+        self.draws_for(before.data)
         self.sources.restore(before.streams)
         self.kept.restore(before.state)
+
+    def draws_for(self, data: Any) -> None:
+        if self.by_sample is not None:
+            self.by_sample.begin(data)
 
     def note_draws(self, done: Pass) -> None:
         if done.streams:
@@ -429,6 +437,7 @@ class OwnReference(Reference):
         return self.tried([data])[0]
 
     def step(self, batch: Any) -> float | None:
+        self.draws_for(batch)
         with self.computes.autocast(self.device):
             return number_in(loss_in(self.unit.train_step(self.state, widened(batch, self.dtype, self.device))))
 

@@ -107,7 +107,17 @@ def data_of(ran: Ran) -> _Data:
     states = [{path: m.state[path] for path in sorted(row.restores & m.state.keys())} for u in merged for m in u]
     as_script = row.yours and bool(row.compiles or row.half)
     kept = row.restores, digest(states) if row.restores else 0
-    how = ran.dtype, row.optimizer, row.narrow, row.workers, row.constant_draws, as_script, kept
+    how = (
+        ran.dtype,
+        row.optimizer,
+        row.narrow,
+        row.workers,
+        row.constant_draws,
+        first["by_sample"],
+        row.drawn_alike,
+        as_script,
+        kept,
+    )
     at_once = first["kind"] in ("TrainUnit", "optimizers in turn")
     drawn = not row.constant_draws and first["kind"] != "TrainUnit" and any(m.streams for u in merged for m in u)
 
