@@ -36,7 +36,7 @@ class ConstantDraws(TorchDispatchMode):
         by_sample: samples have numbers of their own; else all have the same.
         alike: operators, with numbers of dimensions, that give all samples the same even so.
         kinds: of what was drawn: operator, number of dimensions, whether samples had rows of their own.
-        shapes: operator and shape of what was drawn otherwise, dropout left out.
+        shapes: operator and shape of what was drawn otherwise, dropout and rrelu left out.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class ConstantDraws(TorchDispatchMode):
         if self._seeds:
             self.kinds.add((name, len(shape), each))
         if not each:
-            if self._seeds and "dropout" not in name:
+            if self._seeds and "dropout" not in name and name != "rrelu":
                 self.shapes.add((name, tuple(shape)))
             row: torch.Tensor = _seeded(draw, device)
             return row
