@@ -39,8 +39,8 @@ CAUSES = {
     "identical data on two ranks": "two ranks train on the same samples",
     "a sampler that ignores the rank": "the loader gives every rank all samples: use echelon.Loader or a DistributedSampler",
     "samples that depend on the rank": "ranks must read the same data in the same order: sort files, seed shuffles",
-    "samples that ranks share": "each rank goes through all of the data by itself: give echelon.Loader, or a DistributedSampler",
-    "identical dropout": "data-parallel ranks draw the same random numbers: when the model is built, seed each by its rank",
+    "samples that ranks share": "ranks read what others read: give echelon.Loader, or a sampler with one order for all ranks",
+    "identical random numbers": "data-parallel ranks draw alike: seed each by its rank, once the model is built, and in no step",
     "identical augmentation": "seed each rank by its own number, and data workers by get_worker_info().seed",
     "a forward pass that cannot be repeated": "the forward pass draws from a source that prove cannot find, or keeps state",
     "other random numbers in the backward pass": "what is computed again draws anew: the gradient is not that of the loss",
@@ -49,8 +49,14 @@ CAUSES = {
     "modules in evaluation mode on some ranks": "dropout and batch norm are off there: call train() on every rank",
     "unsynchronised buffers": "buffers differ between ranks",
     "an untracked or stale optimizer parameter": "the optimizer does not hold it: make the optimizer after the module is sharded",
-    "batch norm over the local batch": "its statistics are those of a micro-batch: use SyncBatchNorm, or another normalisation",
-    "parameters that drift apart": "gradients are the same on all ranks, what follows is not: learning rates, states, averages",
+    "batch norm over the local batch": (
+        "its statistics are those of a micro-batch: use SyncBatchNorm, whose micro-batch is that of all ranks, without "
+        "accumulation; or another normalisation"
+    ),
+    "parameters that drift apart": (
+        "gradients are the same on all ranks, what changes parameters besides is not: rates, optimizer states, noise, or what "
+        "the forward pass writes"
+    ),
     "another learning rate": "the optimizer steps with another rate than in one process",
     "a change on one rank's shard": "that rank alone changes its part of the gradients or parameters: hooks, noise, states",
     "gradients that each rank changes": "after they were reduced: by noise, clipping or hooks that are not the same on all ranks",
@@ -69,7 +75,7 @@ CAUSES = {
 
 
 CHANGE_EVERYTHING = {
-    *("identical dropout", "modules in evaluation mode on some ranks", "other random numbers in the backward pass"),
+    *("identical random numbers", "modules in evaluation mode on some ranks", "other random numbers in the backward pass"),
     *("gradients that are still scaled", "gradients that underflow", "parameters that drift apart"),
 }
 
@@ -131,7 +137,7 @@ def _same_streams(records: list[dict[str, Any]], per_sample: Callable[[], set[st
             if more is None or name in more or not before:
                 when = "began with" if before else "came out of their first forward pass with"
                 which = "RNG state" if name == "torch" else f"RNG state of {name}"
-                return [("identical dropout", f"ranks {a['rank']} and {b['rank']} {when} the same {which}")]
+                return [("identical random numbers", f"ranks {a['rank']} and {b['rank']} {when} the same {which}")]
     return []
 
 
