@@ -91,6 +91,8 @@ MISTAKES = {
     "same_generator_of_workers": ("identical augmentation", None),
     "hardest_of_a_shuffle": ("an operation over the whole batch", "forward"),
     "boxes_of_a_batch": ("loss weighted per rank", "forward"),
+    "weights_of_a_clipped_loop": ("an operation over the whole batch", "forward"),
+    "hook_of_a_rank": ("gradients that each rank changes", "gradient"),
     "baseline_of_a_loop": ("the forward pass keeps state", "forward"),
     "baseline_of_a_rank": ("the forward pass keeps state", "forward"),
 }

@@ -59,7 +59,7 @@ CAUSES = {
     ),
     "another learning rate": "the optimizer steps with another rate than in one process",
     "a change on one rank's shard": "that rank alone changes its part of the gradients or parameters: hooks, noise, states",
-    "gradients that each rank changes": "after they were reduced: by noise, clipping or hooks that are not the same on all ranks",
+    "gradients that each rank changes": "hooks, noise or clipping work on a rank's own gradient, or are unlike on ranks",
     "gradients changed in the middle of an update": "only some of its batches are in them: clip by window.clip_grad_norm_",
     "clipping on each rank": "every rank clips its own gradient: reduce first, then clip",
     "collectives without a gradient": "all_gather and all_reduce of torch.distributed carry none: take torch.distributed.nn's",
@@ -349,7 +349,7 @@ def from_mistakes(
 
     found = []
     if explains("weighted"):
-        found.append(_of_parts(mistakes, batch_norms))
+        found.append(_of_parts(mistakes, batch_norms, verdict))
     elif batch_norms and explains("over ranks"):
         found.append(("batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch of all ranks by itself"))
     elif explains("unweighted"):
@@ -386,7 +386,7 @@ def _by_rank(mistakes: Mapping[str, Any], batch_norms: list[str], update: int) -
     return [("a loss that depends on the rank", seen)]
 
 
-def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str]) -> tuple[str, str]:
+def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], verdict: Verdict) -> tuple[str, str]:
     """The row is the weighted mean of its parts, and that is not what the whole batch gives: why not?"""
     if batch_norms:
         return "batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch by itself"
@@ -395,6 +395,9 @@ def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str]) -> tuple[str,
         return "clipping on each rank", f"every rank's own gradient has the norm {norms[0]:.4g}"
     best = mistakes.get("best weights")
     if best is None or best["misses"] * 10 > mistakes["weighted"]["misses"]:
+        if verdict.first is not None and verdict.first.phase == "gradient":
+            seen = "the loss of the whole batch is the mean of those of its parts, its gradient is not that of theirs: by a hook?"
+            return "gradients that each rank changes", seen
         return "an operation over the whole batch", "no weights of the micro-batches give the gradient of the whole batch"
     if len(best["shares"]) > 1 and all(abs(share - 1) < 1e-3 for share in best["shares"]):
         return "loss weighted per rank", "the loss of the whole batch is the sum of those of its parts: return a mean"

@@ -41,7 +41,7 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
     best = best_shares([p.gradients for p in parts], right)
     if best is not None:
         ways["best weights"] = best
-    limit = getattr(reference.unit, "clip_grad_norm", None)
+    limit = reference.records[0]["limits"][k]
     mistakes: dict[str, dict[str, Any]] = {}
     for way, shares in ways.items():
         mistakes[way] = {**_combined(parts, shares, limit), "shares": shares, "misses": _misses(parts, shares, right)}

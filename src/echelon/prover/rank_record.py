@@ -34,6 +34,7 @@ class RankRecord:
     parameter_digests: list[dict[str, int]] = field(default_factory=list)
     buffer_digests: list[dict[str, int]] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
+    limits: list[float | None] = field(default_factory=list)  # to which norms were clipped
     held: set[str] = field(default_factory=set)  # parameters that some optimizer of this rank holds
     strangers: int = 0  # parameters in an optimizer that belong to no module of the unit
     trainable: set[str] = field(default_factory=set)

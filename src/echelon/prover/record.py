@@ -82,6 +82,7 @@ class StepRecorder(Callback):
         self._gradients: GradientWatch | None = None
         self._micros: list[Micro] = []
         self._norm: float | None = None
+        self._limit: float | None = None
         self._began = self._spent = 0.0
         self._sources: Sources | None = None
         self._loader: Any = None
@@ -283,9 +284,9 @@ class StepRecorder(Callback):
     def _watch_clipping(self, unit: AutoUnit[Any]) -> None:
         clip = unit.prepared.clip_grad_norm_
 
-        def watched_clip(*args: Any, **options: Any) -> torch.Tensor:
-            norm = clip(*args, **options)
-            self._norm = float(norm)
+        def watched_clip(max_norm: float, *args: Any, **options: Any) -> torch.Tensor:
+            norm = clip(max_norm, *args, **options)
+            self._norm, self._limit = float(norm), max_norm
             return norm
 
         unit.prepared.clip_grad_norm_ = watched_clip  # type: ignore[method-assign]
@@ -431,8 +432,9 @@ class StepRecorder(Callback):
                 name = f"update-{len(record.updates):03d}"
                 self._write(name, gradients=gradients, parameters=parameters, buffers=self._buffers())
             record.norms.append(self._norm)
+            record.limits.append(self._limit)
             record.updates.append(self._micros)
-            self._micros, self._norm, self._was_scaled = [], None, False
+            self._micros, self._norm, self._limit, self._was_scaled = [], None, None, False
         self._spent = 0.0
         watch.looks = self._looks
         if len(record.updates) == self.updates:
