@@ -393,11 +393,11 @@ def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], verdict: Verd
     norms = mistakes["weighted"]["norms"]
     if len(norms) > 1 and max(norms) - min(norms) < 1e-4 * max(norms):
         return "clipping on each rank", f"every rank's own gradient has the norm {norms[0]:.4g}"
+    if verdict.first is not None and verdict.first.phase == "gradient":
+        seen = "the loss of the whole batch is the mean of those of its parts, its gradient is not that of theirs: by a hook?"
+        return "gradients that each rank changes", seen
     best = mistakes.get("best weights")
     if best is None or best["misses"] * 10 > mistakes["weighted"]["misses"]:
-        if verdict.first is not None and verdict.first.phase == "gradient":
-            seen = "the loss of the whole batch is the mean of those of its parts, its gradient is not that of theirs: by a hook?"
-            return "gradients that each rank changes", seen
         return "an operation over the whole batch", "no weights of the micro-batches give the gradient of the whole batch"
     if len(best["shares"]) > 1 and all(abs(share - 1) < 1e-3 for share in best["shares"]):
         return "loss weighted per rank", "the loss of the whole batch is the sum of those of its parts: return a mean"
