@@ -78,6 +78,7 @@ MISTAKES = {
     "batch_norm_with_dropout": ("batch norm over the local batch", "forward"),
     "contrast_with_noise": ("an operation over the whole batch", "forward"),
     "tokens_of_padded_batches": ("loss weighted per rank", None),
+    "tokens_of_a_loop": ("loss weighted per rank", None),
     "samples_by_rank": ("samples that depend on the rank", None),
     "own_order": ("samples that ranks share", None),
     "same_worker_seeds": ("identical augmentation", None),

@@ -316,7 +316,10 @@ def of_split(has_better_weights: bool, error: float, batch_norms: list[str]) -> 
     if batch_norms:
         return "batch norm over the local batch", f"{seen}; {batch_norms[0]} normalises each micro-batch by itself"
     if has_better_weights:
-        return "loss weighted per rank", f"{seen}; other weights give its gradient (an AutoUnit's: its method weight)"
+        return (
+            "loss weighted per rank",
+            f"{seen}; other weights give its gradient (an AutoUnit's: its weight; a loop's: window's weight=)",
+        )
     return "an operation over the whole batch", f"{seen}, whatever these weigh"
 
 
@@ -406,7 +409,7 @@ def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], verdict: Verd
         return "an operation over the whole batch", seen
     return (
         "loss weighted per rank",
-        "other weights of the micro-batches give the right gradient (an AutoUnit's: its method weight)",
+        "other weights of the micro-batches give the right gradient (an AutoUnit's: its weight; a loop's: window's weight=)",
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from echelon.loop.own.unit import LoopUnit
-from echelon.prover.micro import Micro, NotDivisible, Samples
+from echelon.prover.micro import Micro, NotDivisible, Samples, on_host
 from echelon.prover.mistakes import best_shares
 from echelon.prover.reference import AutoReference, Pass, Reference, Values
 from echelon.prover.samples import first_samples, reads_alike
@@ -77,7 +77,8 @@ _Pass = tuple[float, Values, float]  # loss, gradients, weight
 
 def _pass(reference: AutoReference, data: Any, samples: int, micro: Micro) -> _Pass:
     reference.unit._samples = samples  # as a loader says it, for the weight
-    loss = reference.backward([Pass(data, 1.0, micro.streams, micro.state)])
+    # A copy: state that is put back may be a loop's variable for the batch before, of which this one may be a view.
+    loss = reference.backward([Pass(on_host(data), 1.0, micro.streams, micro.state)])
     gradients = {n: g.double() for n, g in reference.gradients().items()}
     reference.module.zero_grad()
     unit = reference.unit
