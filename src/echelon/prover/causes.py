@@ -353,8 +353,10 @@ def from_mistakes(
     found = []
     if explains("weighted"):
         found.append(_of_parts(mistakes, batch_norms, verdict))
-    elif batch_norms and explains("over ranks"):
-        found.append(("batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch of all ranks by itself"))
+    elif explains("over ranks"):
+        what = f"{batch_norms[0]} normalises" if batch_norms else "the loss is that of"
+        name = "batch norm over the local batch" if batch_norms else "an operation over the whole batch"
+        found.append((name, f"{what} each micro-batch of all ranks by itself: with --accumulation 1 it is whole"))
     elif explains("unweighted"):
         found.append(("loss weighted per rank", "micro-batches of other sizes count the same"))
     else:
