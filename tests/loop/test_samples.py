@@ -282,6 +282,12 @@ def test_what_batches_tell_by_themselves() -> None:
     found, doubts = samples_of(unclear)
     assert found == 8 and doubts is not None and "3" in doubts
     assert samples_of(unclear, 8) == (8, None)
+    filtered = {"class_weights": torch.zeros(3), "x": x[:5], "y": y[:5]}
+    assert samples_of(filtered, 8)[0] == 5
+    # Links of graphs: the two ends of an edge are no two samples.
+    graphs = {"x": torch.zeros(50, 5), "edges": torch.zeros(2, 90), "pairs": torch.zeros(2, 77), "y": torch.zeros(77)}
+    found, doubts = samples_of(graphs, 8)
+    assert found == 8 and doubts is not None
 
 
 class Stream(IterableDataset[Any]):

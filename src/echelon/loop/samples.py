@@ -81,7 +81,7 @@ def _with_given(data: Any, given: int, read: list[set[int]], common: set[int], i
     if not common and any(given in sizes for sizes in read):
         return given, None
     found = _most_frequent(read, common)
-    is_likely = found < given and sum(found in sizes for sizes in read) > 1
+    is_likely = found < given and 2 * sum(found in sizes for sizes in read) > len(read)  # two edges of a graph have 2, too
     return (found if is_likely else given), _shown(read)
 
 
@@ -94,16 +94,17 @@ def _shown(read: list[set[int]]) -> str:
     return ", ".join(" or ".join(map(str, sorted(sizes)[:3])) for sizes in read[:6])
 
 
-def tell_of_doubts(unit: str, data: Any, samples: int, doubts: str) -> None:
-    """Of a batch whose samples are not clear. Per rank."""
+def tell_of_doubts(unit: str, data: Any, samples: int, doubts: str, given: int | None) -> None:
+    """Of a batch whose samples are not clear, though a loader may have said how many it gave. Per rank."""
     if agree.is_rank0():
         logger.warning(
             "%s: a batch (%s) was taken for %s samples, and may have another number: its parts have %s. That number weighs it "
-            "among the micro-batches and ranks. Override weight(data), or give echelon.Loader, which knows it",
+            "among the micro-batches and ranks. Override weight(data)%s",
             unit,
             type(data).__name__,
             samples,
             doubts,
+            ", or give echelon.Loader, which knows it" if given is None else f"; the loader gave {given}",
         )
 
 

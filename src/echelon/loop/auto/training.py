@@ -130,7 +130,7 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
         samples, doubts = samples_of(data, self._samples)
         if doubts is not None and not self._told_of_doubts:
             self._told_of_doubts = True
-            tell_of_doubts(type(self).__name__, data, samples, doubts)
+            tell_of_doubts(type(self).__name__, data, samples, doubts, self._samples)
         share = self.prepared.share
         return samples if isinstance(share, float) and share == 1 else samples * share
 
