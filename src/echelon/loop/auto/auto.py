@@ -1,6 +1,6 @@
 """AutoUnit: the user writes the loss and the optimizer; precision, accumulation, clipping and parallelism are values.
 
-`auto_train` has the training step. Here is how a unit is built, what it does as phases begin and end, and its evaluation.
+`training` has the training step. Here is how a unit is built, what it does as phases begin and end, and its evaluation.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     train_step          the batch, or its pieces, as micro-batches with weights
     _forward_backward   loss, outputs = compute_loss(state, data)    under autocast
                         backward of the loss, weighted               no gradient traffic before the window's last micro-batch
-    _update             see `auto_update`
+    _update             see `updating`
 
 `Window` says how micro-batches are weighed.
 """

@@ -1,9 +1,9 @@
 """Context parallelism: each sequence is cut over ranks that work on the same samples.
 
 `ContextParallel` cuts the batches; within its `active` context attention sees the keys and values of all its ranks
-(`context_attention`), `positions` says where a rank's tokens stand, and dropout draws other masks on each rank. Everything else
+(`attention`), `positions` says where a rank's tokens stand, and dropout draws other masks on each rank. Everything else
 in a model works token by token and needs nothing. What does not, as attention written by hand, is found by a probe before
-training (`context_probe`).
+training (`probe`).
 """
 
 from __future__ import annotations

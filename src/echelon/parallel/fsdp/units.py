@@ -39,7 +39,7 @@ class Unit:
         policy: mixed precision.
         reshard: after the forward, as in `fully_shard`.
         in_order: in the order of the forward pass, so that the one before it can prefetch it.
-        is_read: perhaps elsewhere in the root's forward pass, see `edges`.
+        is_read: perhaps elsewhere in the root's forward pass, see `embedding_and_head`.
         mesh: the ranks, if they are others than those of the rest.
         placement: how its parameters are cut, if it is not as the rest.
     """

@@ -7,7 +7,7 @@
 Values come from the recording of `on_meta()`: those of a plain build, to the bit. A module built under a bare
 `torch.device("meta")` has none; then each layer's own `reset_parameters` is recorded now, in the order of construction, which
 gives a plain build's values only if its constructor did nothing else. A rank never holds more than its parts, and what one
-parameter depends on; `filling` says which rank computes it.
+parameter depends on; `fill` says which rank computes it.
 """
 
 from __future__ import annotations

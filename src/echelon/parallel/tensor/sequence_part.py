@@ -1,4 +1,4 @@
-"""A sequence of which each of the ranks that share layers has a part, and how it travels: see `tensor_sequence`."""
+"""A sequence of which each of the ranks that share layers has a part, and how it travels: see `sequence`."""
 
 from __future__ import annotations
 

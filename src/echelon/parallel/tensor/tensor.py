@@ -1,7 +1,7 @@
 """Tensor parallelism: single layers are split over ranks that work on the same samples.
 
 Communication: within the tensor-parallel ranks, an all-reduce of activations after every "rowwise" layer, and one of the
-gradient of what "colwise" layers read (see `tensor_layers`); over the data-parallel ranks what `fully_shard` does. All
+gradient of what "colwise" layers read (see `layers`); over the data-parallel ranks what `fully_shard` does. All
 parameters, those that tensor parallelism leaves whole, too, are under `fully_shard`, if need be over groups of one rank: so that
 state, optimizers and clipping meet one kind of parameter. DistributedDataParallel would lose the split ones from the state dict.
 """
