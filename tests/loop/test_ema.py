@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import echelon as ech
+from echelon.checkpoint.export import export_torch
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.units import Regression
@@ -98,3 +99,19 @@ def _frozen(layout: str) -> tuple[float, float, int]:
 def test_frozen_parts_stay_and_running_statistics_are_averaged(ranks: Ranks, layout: str) -> None:
     for moved, statistics, batches in ranks(1 if layout == "none" else 2, _frozen, layout):
         assert moved == 0 and statistics > 0 and batches == 6
+
+
+def test_what_is_exported_loads_into_the_module(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    unit = Regression(module=model(), ema=DECAY)
+    ech.train(unit, [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(3)], max_epochs=1, checkpoints=str(tmp_path / "saved"))
+    (folder,) = (tmp_path / "saved").glob("step-*")
+    export_torch(folder, tmp_path / "averaged.pt", state="swa_model")
+    loaded = model()
+    loaded.load_state_dict(torch.load(tmp_path / "averaged.pt"))
+    assert unit.swa_model is not None
+    with unit.swa_model.applied():
+        assert all(torch.equal(value, whole(unit.module)[name]) for name, value in loaded.named_parameters())
+    assert not torch.equal(loaded[0].weight, unit.module[0].weight)  # type: ignore[index]

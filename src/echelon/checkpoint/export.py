@@ -43,6 +43,8 @@ def _chosen(saved: Tensors, state: str | None, path: Location) -> dict[str, str]
     found = {name.removeprefix(f"{state}."): name for name in saved.index if name.startswith(f"{state}.")}
     if not found:
         raise CheckpointOptionError(f"{path} holds no tensors of the state {state!r}.")
+    if all(short.startswith(("parameters.", "buffers.")) for short in found):  # averaged weights: named as the module's own
+        return {short.partition(".")[2]: name for short, name in found.items()}
     return found
 
 
