@@ -421,7 +421,7 @@ class StepRecorder(Callback):
         if gradients is None:
             if self._was_scaled or (isinstance(unit, AutoUnit) and unit.at_boundary):  # the update was left out
                 record.left_out += bool(self._micros)
-                self._micros, self._norm, self._was_scaled = [], None, False
+                self._micros, self._norm, self._limit, self._was_scaled = [], None, None, False
                 del record.scales[len(record.updates) :]
             return
         with self._paused():
