@@ -333,11 +333,14 @@ def _third_of_the_limit_passes_once_two_have_spoken(monkeypatch: pytest.MonkeyPa
     [
         ("echo 'srun: error: Task launch for StepId=2.0 failed on node b: Connection failure' >&2; exit 1",
          "Task launch for StepId=2.0 failed on node b: Connection failure"),
+        ("echo 'srun: error: Task launch for StepId=2.0 failed on node b: Connection failure' >&2; for n in a c; do "
+         "echo 'slurmstepd: error: *** STEP 2.0 ON a CANCELLED ***' >&2; echo \"srun: error: $n: task 0: Terminated\" >&2; done; exit 1",
+         "Task launch for StepId=2.0 failed on node b: Connection failure"),
         ("echo '1: ImportError: No echelon' >&2; echo 'srun: error: b: task 1: Exited with exit code 1' >&2; exit 1",
          "Exited with exit code 1: ImportError: No echelon"),
         (f"{HERE}; exec sleep 600", "said nothing within "),
     ],
-    ids=["srun names it", "it has no echelon", "it is silent"],
+    ids=["srun names it", "srun names it and ends the others", "it has no echelon", "it is silent"],
 )  # fmt: skip
 def test_a_node_that_does_not_answer_is_named_and_the_others_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, why: str
@@ -355,7 +358,7 @@ def test_a_node_that_does_not_answer_is_named_and_the_others_are_looked_at(
     assert len(calls) == 2 and "--nodelist=a,c --ntasks=4 --ntasks-per-node=2" in calls[1]
 
 
-def test_all_nodes_silent_endsin_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_nodes_silent_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _with_srun(tmp_path, monkeypatch, "exec sleep 600")
     lines, silent, ended = on_nodes(["a", "b", "c"], 1, [], {}, 0.6)
     assert lines == [] and list(silent) == ["a", "b", "c"] and ended.startswith("Time was up")

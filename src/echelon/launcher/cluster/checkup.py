@@ -206,8 +206,7 @@ class _Step:
 
     def _find_lost(self, why: str) -> None:
         """Nodes that srun named, and, if that was given as a reason, those of which nobody said a word."""
-        if why:
-            self.lost = {node: why for node in self.nodes if node not in self._begun}
+        silent = {node: why for node in self.nodes if why and node not in self._begun}
         last_words: dict[str, str] = {}  # by task
         for line in self._errors:
             if (said := _LABEL.match(line)) and not line[said.end() :].startswith("slurmstepd:"):
@@ -216,4 +215,6 @@ class _Step:
                 self.lost[found[1]] = re.sub(r"^(?:srun: )?(?:error: )?", "", line)[:200]
             elif (found := _OF_TASK.search(line)) and found[1] in self.nodes and found[1] not in self._begun:
                 words = last_words.get(found[2], "")
-                self.lost[found[1]] = f"{found[3]}{f': {words}' if words else ''}"[:200]
+                silent[found[1]] = f"{found[3]}{f': {words}' if words else ''}"[:200]
+        # A node that srun cannot reach makes it end the tasks of the others, some before their first word.
+        self.lost = self.lost or silent
