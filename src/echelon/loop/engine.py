@@ -32,8 +32,8 @@ from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps
 from echelon.loop.unit import TrainUnit
 from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, no_end
-from echelon.parallel.ddp.bypass import Watches
-from echelon.parallel.guards.trained_params import SameTrained
+from echelon.parallel.guards.guard import Guard
+from echelon.parallel.guards.trained_params import check_trained_alike, watch_trained
 from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
 from echelon.world.handshake import greet
@@ -69,7 +69,7 @@ class Run:
                 launched,
             )
         self._agree_after_step: Callable[[], None] | None = None
-        self._doubts: list[Watches | SameTrained] = []  # in which a rank asks all to compare
+        self._doubts: list[Guard] = []  # in which a rank asks all to compare
 
     # --- the whole run
 
@@ -106,9 +106,9 @@ class Run:
         self._begin(stage)
         if state.eval_state is not None:
             check_evaluation(self._stages["eval"])
-        watches = check_tracked(self._inner)
-        agreements.on_optimizers(self._inner)
-        self._doubts = [each for each in (watches, agreements.same_trained(self._inner)) if each is not None]
+        self._doubts = check_tracked(self._inner)
+        self._check_trained_alike()
+        self._doubts += watch_trained(self._inner.prepared_modules())
         self._agree_on_agreeing()
         self._agree_to_stop()
         self._take_up_streams()
@@ -188,7 +188,7 @@ class Run:
             stage.call(stage.hooks.epoch_start)
             self._settle_doubts()  # hooks of an epoch's beginning freeze and unfreeze
             if stage.progress.num_epochs_completed:
-                agreements.on_optimizers(self._inner)  # whose lr is changed between epochs
+                self._check_trained_alike()  # by optimizers whose lr is changed between epochs
         evaluates = self.state.eval_state is not None
         return Steps(stage, Between(self._agree_after_step, self._evaluate_if_due if evaluates else None))
 
@@ -321,13 +321,16 @@ class Run:
         """A wish to stop, and what is to be compared."""
         return [self.state.stop_requested, *[each.in_doubt for each in self._doubts]]
 
+    def _check_trained_alike(self) -> None:
+        check_trained_alike(self._inner.prepared_modules(), self._inner.tracked_optimizers())
+
     def _settle_doubts(self) -> None:
         self._compare(*agree.any_ranks([each.in_doubt for each in self._doubts]))
 
     def _compare(self, *doubts: bool) -> None:
         for each, doubt in zip(self._doubts, doubts, strict=True):
             if doubt:
-                each.check()
+                each.compare()
 
     def _act_upon(self, stop: bool, *doubts: bool) -> None:
         self._compare(*doubts)

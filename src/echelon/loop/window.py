@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,9 +25,7 @@ from echelon.common.errors import LoopError, RanksDisagreeError, UsageError
 from echelon.loop.loss import weighted
 from echelon.loop.progress import Progress
 from echelon.loop.records.logged import NOBODY
-from echelon.parallel.guards.call_order import SAME, SameCalls
-from echelon.parallel.guards.rng_sync import SameDraws
-from echelon.parallel.guards.trained_params import SameTrained
+from echelon.parallel.guards.guard import Guard
 from echelon.world import agree
 
 __all__ = ["Window"]
@@ -55,9 +54,7 @@ class Window:
         reference: W0.
         latest_loss: this rank's mean loss of the latest micro-batch, without its graph.
         told: the sum of the ranks' signatures of what they have logged, and their number; None where ranks were not asked.
-        called: likewise, of what they have done with the module; None also where no rank has done something new.
-        draws: compares what ranks that share layers draw; None where there are none.
-        drawn: the sum of what they said of it.
+        guards: the module's, whose signatures travel with the window's message.
         is_nothing: the latest update's global batch is known to weigh nothing, on all ranks; what a device knows takes waiting.
         empty: how many updates of the run were so.
         passed_over: batches that a loop of one's own has left out since the ranks compared what they trained on.
@@ -74,10 +71,10 @@ class Window:
         self.latest_loss: Any = None
         self.own_loss: Any = None
         self.told: list[float] | None = None
-        self.called: list[float] | None = None
-        self.draws: SameDraws | None = None
-        self.drawn = 0.0
+        self.guards: Sequence[Guard] = ()
         self._weight: Any = 0
+        self._always: list[float] = []  # sums of the guards' signatures
+        self._news: list[float] = []
         self._loss: Any = None  # the mean of the one micro-batch so far, or the weighted sum of several
         self._is_sum = False
         self._reduction: _Reduction | None = None
@@ -85,8 +82,8 @@ class Window:
     def open(self, is_last_batch: bool) -> bool:
         """Count one more micro-batch; True if it is the window's last."""
         self.count += 1
-        if self.draws is not None:
-            self.draws.begin(first=self.count == 1)
+        for guard in self.guards:
+            guard.begin_pass(first=self.count == 1)
         return is_last_batch or self.count >= self.size
 
     def estimate(self, weight: float | torch.Tensor, *, over_ranks: bool) -> None:
@@ -100,6 +97,8 @@ class Window:
     def discard(self) -> None:
         """Forget the micro-batches of an unfinished window."""
         self.count, self._weight, self._loss, self._is_sum = 0, 0, None, False
+        for guard in self.guards:
+            guard.discard()
 
     def derive_updates(self, progress: Progress) -> None:
         """Count the updates of a restored run, if its checkpoint is older than their count."""
@@ -114,8 +113,8 @@ class Window:
     def add(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
         """Take in the mean loss, without its graph, of a micro-batch or a piece of one, and its weight."""
         self.latest_loss = loss
-        if self.draws is not None:
-            self.draws.end()
+        for guard in self.guards:
+            guard.end_pass()
         if self._loss is None:
             self._loss, self._weight = loss, weight
         else:
@@ -123,38 +122,36 @@ class Window:
             self._weight = self._weight + weight
             self._is_sum = True
 
-    def start_reduction(
-        self,
-        wants_stop: bool,
-        logged: Sequence[float] = NOBODY,
-        calls: SameCalls | None = None,
-        trained: SameTrained | None = None,
-    ) -> None:
+    def start_reduction(self, wants_stop: bool, logged: Sequence[float] = NOBODY) -> None:
         """Begin to sum up over the ranks; the backward pass runs meanwhile. Collective, in the same order on every rank.
 
         Args:
             logged: the signature of what this rank has logged.
-            calls: knows what this rank has done with the module.
-            trained: knows whether it trains other parameters than before. Only a rank that does waits for the others here.
         Raises:
-            RanksDisagreeError: this rank has left out a batch, frozen or unfrozen a parameter, and others have not.
+            RanksDisagreeError: this rank has left out a batch, or done what a guard watches, and others have not. Only a rank
+                that is in doubt waits for the others here.
         """
-        freezes = trained is not None and trained.in_doubt
-        in_doubt = freezes or self.passed_over > 0
-        called = SAME if calls is None else calls.signature()
-        more = (*called, *logged)
-        has_more = wants_stop or any(logged) or (calls is not None and calls.has_news)
-        drawn = () if self.draws is None else (self.draws.signature(),)
+        doubting = [guard for guard in self.guards if guard.in_doubt]
+        in_doubt = bool(doubting) or self.passed_over > 0
+        always, news = self._signatures()
+        has_more = wants_stop or any(logged) or any(guard.has_news for guard in self.guards)
         told = _IN_DOUBT if in_doubt else None
-        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, more, has_more, drawn, self.group, told)
+        more = (*news, *logged)
+        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, more, has_more, always, self.group, told)
         if in_doubt:
             if not self._reduction.all_told(_IN_DOUBT):
-                raise (
-                    self._differs("the others trained on") if self.passed_over or trained is None else trained.differs_from_some()
-                )
+                raise self._differs("the others trained on") if self.passed_over else doubting[0].differs_from_some()
             self._compare_batches(f"in update {self.updates}")
-            if trained is not None:
-                trained.check()
+            for guard in self.guards:
+                guard.compare()
+
+    def _signatures(self) -> tuple[list[float], list[float]]:
+        """Of all guards: those that are always told, and the others."""
+        always: list[float] = []
+        news: list[float] = []
+        for guard in self.guards:
+            (always if guard.is_always_told else news).extend(guard.signature())
+        return always, news
 
     def settle_batches(self, *, left: bool) -> None:
         """At the end of an epoch. Collective where the loop left the epoch or batches of it, by the message that others may send
@@ -164,8 +161,8 @@ class Window:
             RanksDisagreeError: others have trained on more batches.
         """
         if self.group is not None and (left or self.passed_over):
-            drawn = () if self.draws is None else (0.0,)
-            told = _Reduction(0.0, torch.zeros((), dtype=torch.float64), False, (), False, drawn, self.group, _IN_DOUBT)
+            none = [0.0] * sum(guard.numbers for guard in self.guards if guard.is_always_told)
+            told = _Reduction(0.0, torch.zeros((), dtype=torch.float64), False, (), False, none, self.group, _IN_DOUBT)
             if not told.all_told(_IN_DOUBT):
                 raise self._differs("the others go on with" if left else "the others trained on")
             self._compare_batches(f"at the end of an epoch, after update {self.updates}")
@@ -193,10 +190,12 @@ class Window:
             UsageError: on all ranks: a weight below 0, or none in any update of the run so far, after several.
         """
         weight, loss, stop = self._weight, self._loss, False
-        self.own_loss, self.told, self.called = loss, None, None
+        self.own_loss, self.told, self._always, self._news = loss, None, [], []
         if self._reduction is not None:
             weight, loss, stop = self._reduction.wait()
-            self.told, self.called, self.drawn = self._reduction.told, self._reduction.called, self._reduction.drawn
+            self._always, self._news, self.told = self._reduction.always, self._reduction.more, [*NOBODY, 1.0]
+            if self._news:
+                self.told = self._news[-len(self.told) :]
             self._is_sum, self._reduction = True, None
         if self._is_sum:
             loss = loss / weight if isinstance(weight, torch.Tensor) or weight else loss
@@ -214,6 +213,18 @@ class Window:
             if weight < 0 or self.empty == self.updates == _NONE_IN:
                 raise self.weightless(weight)
         return weight, loss, stop
+
+    def check_guards(self) -> None:
+        """After `close`. Collective where a rank had news.
+
+        Raises:
+            RanksDisagreeError: on all ranks.
+        """
+        ranks = round(self.told[-1]) if self.told else 1
+        always, news = iter(self._always), iter(self._news)
+        for guard in self.guards:
+            sums = list(islice(always if guard.is_always_told else news, guard.numbers))
+            guard.check(sums, ranks, self.updates - 1)
 
     def weightless(self, weight: float = 0) -> UsageError:
         """What is wrong with a global batch that weighs nothing, or less."""
@@ -250,7 +261,7 @@ class _Reduction:
         wants_stop: bool,
         more: Sequence[float],
         has_more: bool,
-        drawn: Sequence[float],
+        always: Sequence[float],
         group: dist.ProcessGroup | None,
         instead: float | None,
     ) -> None:
@@ -264,10 +275,9 @@ class _Reduction:
             1.0,
         ]
         sent = [self._mine[0], self._mine[1]] if instead is None else [math.nan, instead]
-        self._host = torch.tensor([math.nan if has_more else sent[0], sent[1], *drawn], dtype=torch.float64)
-        self.told: list[float] = []  # the sums of what ranks have logged, and of ones
-        self.called: list[float] | None = None
-        self.drawn = 0.0
+        self._host = torch.tensor([math.nan if has_more else sent[0], sent[1], *always], dtype=torch.float64)
+        self.always: list[float] = []  # the sums of what is in every message
+        self.more: list[float] = []  # the sums of the rest, and of ones, where a rank had more to say
         self._works = [dist.all_reduce(self._host, group=group, async_op=True)]
         self._loss, self._weight, self._group = loss, weight, group
 
@@ -285,13 +295,11 @@ class _Reduction:
         for work in self._works:
             assert work is not None
             work.wait()
-        (weight, loss, *drawn), stop, self.told = self._host.tolist(), 0.0, [*NOBODY, 1.0]
-        self.drawn = sum(drawn)
+        (weight, loss, *self.always), stop = self._host.tolist(), 0.0
         if math.isnan(weight):
             full = torch.tensor(self._mine, dtype=torch.float64)
             dist.all_reduce(full, group=self._group)
-            weight, loss, stop, *rest = full.tolist()
-            self.called, self.told = [*rest[: len(SAME)], rest[-1]], rest[len(SAME) :]
+            weight, loss, stop, *self.more = full.tolist()
         if self._on_device:
             return (self._device[1] if self._weight_on_device else weight), self._device[0], stop > 0
         return weight, loss, stop > 0

@@ -188,8 +188,9 @@ class Layout(Strategy):
         prepared.pipe(pipeline)
         prepared.lay_out(dims, world.rank)
         prepared.draws_apart |= self.sequence_parallel and dims.tp > 1
-        if pipeline is None and dims.cp == 1:  # which begin streams of their own
-            prepared.draws = SameDraws.over(dims, world)
+        if pipeline is None and dims.cp == 1 and dims.tp > 1:  # stages and parts of sequences begin streams of their own
+            prepared.draws = SameDraws(dims.tp_rank(world.rank), dims.tp, world.device)
+            prepared.guards.append(prepared.draws)
         return prepared
 
     def check(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> tuple[Stages | None, Chosen | None]:

@@ -58,6 +58,9 @@ class Networks(Prepared[nn.Module]):
         first = parts[0]
         super().__init__(module, first.averaged)
         self.parts, self._share = list(parts), first._share
+        for part in parts:
+            self.guards += part.guards
+            part.guards = self.guards
         self.is_replica, self.computes_in = first.is_replica, first.computes_in
         self.replaces_parameters = any(part.replaces_parameters for part in parts)
         self.divides_optimizer = any(part.divides_optimizer for part in parts)
@@ -122,10 +125,6 @@ class Networks(Prepared[nn.Module]):
         self.reshard()  # a pass without a backward pass has left whole parameters, of before the step
         for part in self.parts:
             part.after_step()
-
-    def end_training(self) -> None:
-        for part in self.parts:
-            part.end_training()
 
     def parameters_written(self) -> None:
         for part in self.parts:

@@ -20,9 +20,7 @@ from echelon.parallel.axes import Axis, Share, mesh_of, share, speaks_for
 from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fixed_order import clip_in_order_
 from echelon.parallel.gradients.unreduced_params import Joined, average_, check_equal
-from echelon.parallel.guards.call_order import SameCalls
-from echelon.parallel.guards.rng_sync import SameDraws
-from echelon.parallel.guards.trained_params import SameTrained
+from echelon.parallel.guards.guard import Guard
 from echelon.parallel.meta.fill import fill_rest
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
@@ -67,9 +65,7 @@ class Prepared(Generic[M]):
         is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
-        calls: compares what the ranks do with the module, once `compare_calls` was called; None where they need not do the same.
-        trained: while ranks train, knows whether they train the same parameters of the modules that they share.
-        draws: likewise, the random numbers of ranks that share layers.
+        guards: watch that the ranks do the same with the module.
         explaining: makes a context around passes, in which errors of torch's that say nothing of their cause are UsageErrors.
     """
 
@@ -86,15 +82,13 @@ class Prepared(Generic[M]):
     share: float | torch.Tensor = 1.0
     doubts_parts = False
     computes_in: torch.dtype | None = None
-    calls: SameCalls | None = None
-    trained: SameTrained | None = None
-    draws: SameDraws | None = None
     explaining: Callable[[], AbstractContextManager[Any]] = staticmethod(lambda: NO_CONTEXT)
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
         self.module, self.averaged = module, list(averaged)
         self.averaged_over = math.prod(axis.size for axis in self.averaged)
         self._share = share(module, self.averaged)
+        self.guards: list[Guard] = []
         self.others: list[nn.Parameter] = []
         self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
         self._frozen: list[nn.Parameter] = []  # nor theirs, if they are unfrozen
@@ -253,7 +247,7 @@ class Prepared(Generic[M]):
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
 
     def compare_calls(self) -> None:
-        """Training begins, in windows, by whose messages `calls` compares the ranks."""
+        """Training begins, in windows, whose messages tell what guards have to say."""
 
     def window(self) -> AbstractContextManager[Any]:
         """Context around all forward and backward passes of an update, whichever way they are called."""
@@ -313,6 +307,8 @@ class Prepared(Generic[M]):
 
     def end_training(self) -> None:
         """Training is over, not only interrupted. Collective."""
+        for guard in self.guards:
+            guard.settle()
 
     def follow_step(self, follow: Callable[[], None]) -> None:
         """Have something done after each update."""

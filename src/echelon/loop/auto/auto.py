@@ -241,7 +241,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         together = self.prepared.averaged_over > 1 or self.prepared.forward_is_collective
         self._reduces = agree.is_joined() and together
         self.window.group = agree.control_group() if self._reduces else None
-        self.window.may_be_empty, self.window.draws = self.prepared.works_alone, self.prepared.draws
+        self.window.may_be_empty = self.prepared.works_alone
+        self.window.guards = () if self.has_several else self.prepared.guards  # those of several steps have other passes
         if self._reduces:
             self.prepared.compare_calls()
         has_layout = self._options.layout is not None
@@ -304,8 +305,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
 
     def epoch_closed(self, state: State, phase: str) -> None:
         state.logged.weight = 0 if self.prepared.is_replica else 1  # of no micro-batch
-        if phase != "train" and self.prepared.calls is not None:
-            self.prepared.calls.evaluated()
+        for guard in self.prepared.guards if phase != "train" else ():
+            guard.evaluated()
         if phase == "train" and self.window.count:
             logger.warning("the epoch ended in the middle of an accumulation window; its micro-batches are left out")
             self._leave_window()

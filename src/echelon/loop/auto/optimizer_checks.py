@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.common.errors import OptimizerError
 from echelon.contracts.overrides import overrides
-from echelon.parallel.ddp.bypass import Watches, watch
+from echelon.parallel.ddp.bypass import watch
 from echelon.parallel.fsdp.step_by_mesh import step_by_kind
+from echelon.parallel.guards.guard import Guard
 from echelon.parallel.guards.stale_params import name_before
 from echelon.parallel.meta.fill import fill_rest
 from echelon.parallel.shards import is_split
@@ -160,7 +161,7 @@ class _Growing:
             grew()
 
 
-def check_tracked(unit: Any) -> Watches | None:
+def check_tracked(unit: Any) -> list[Guard]:
     """Before a unit trains: all optimizers and modules among its attributes. Collective.
 
     Returns:
@@ -177,7 +178,7 @@ def check_tracked(unit: Any) -> Watches | None:
         if isinstance(optimizer, torch.optim.LBFGS):
             _searches_together(unit, optimizer)
     if not unit.steps_by_itself or not agree.is_joined() or overrides().observes:
-        return None
+        return []
     return watch(modules, optimizers.values())
 
 

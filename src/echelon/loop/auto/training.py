@@ -216,7 +216,7 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
             clock.enter(Part.STEP)  # in any order
             made = iter(self.prepared.forward_backward_window(every, forward, partial(self._backward, state)))
         if self._reduces:
-            self.window.start_reduction(state.stop_requested, state.logged.signature(), self.prepared.calls)
+            self.window.start_reduction(state.stop_requested, state.logged.signature())
         results: list[tuple[list[MicroBatch[T]], Any, Any]] = []
         for step in steps:
             of_step = [next(made) for _ in step]
@@ -314,7 +314,7 @@ class AutoTrainUnit(AutoPredictUnit[T], AutoUpdates[T]):
             self._look_at(loss, micro_batch)
         window.add(loss.detach(), 0 if prepared.is_replica else weight)
         if micro_batch.is_last and self._reduces and not prepared.takes_windows:  # whose last backward pass may be another
-            window.start_reduction(state.stop_requested, state.logged.signature(), prepared.calls, prepared.trained)
+            window.start_reduction(state.stop_requested, state.logged.signature())
         if clock.running is not None and not prepared.takes_windows:
             clock.running.enter(BACKWARD)
         assert window.reference is not None

@@ -154,12 +154,8 @@ class AutoUpdates(TrainUnit[T]):
         micro_batches, (weight, loss, stop) = window.count, window.close()
         if clock.running is not None:
             clock.running.enter(OPTIMIZER)
-        if prepared.calls is not None:
-            if window.called is not None:
-                prepared.calls.check(window.called, window.updates - 1)
-            prepared.calls.look(window.updates - 1)
-        if window.draws is not None:
-            window.draws.check(window.drawn, window.updates - 1)
+        if window.guards:
+            window.check_guards()
         self._finite.take(loss, window.own_loss, micro_batches, self.train_progress)
         if stop:
             state.agree_to_stop()

@@ -40,8 +40,8 @@ def check_ranks(unit: Unit) -> None:
         RanksDisagreeError: the latest update mixed gradients of different parameters.
     """
     for prepared in unit.prepared_modules().values():
-        if prepared.calls is not None:
-            prepared.calls.settle()
+        for guard in prepared.guards:
+            guard.settle()
     _warn_of_drift(unit)
 
 

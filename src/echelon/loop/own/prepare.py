@@ -231,8 +231,8 @@ def evaluating(prepared: Any) -> Iterator[OwnEvaluation]:
             session.logged.discard("eval")
             raise
     unit.prepared.reshard()
-    if unit.prepared.calls is not None:
-        unit.prepared.calls.evaluated()
+    for guard in unit.prepared.guards:
+        guard.evaluated()
     evaluation.end()
     if session.run is not None and session.state.recorder is not None:
         session.state.recorder.pause_clock()

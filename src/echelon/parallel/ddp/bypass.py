@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.common.errors import LayoutError
 from echelon.parallel.gradients.after_backward import after_backward
+from echelon.parallel.guards.guard import Guard
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree
 
-__all__ = ["Passes", "Watches", "send_through", "watch"]
+__all__ = ["Passes", "send_through", "watch"]
 
 
 class Passes:
@@ -120,7 +121,7 @@ def send_through(module: DistributedDataParallel, loss: torch.Tensor) -> torch.T
     return through
 
 
-def watch(modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Watches:
+def watch(modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[Guard]:
     """Look, from now on, at each step with gradients of a DistributedDataParallel, whether it reduced them.
 
     Args:
@@ -137,7 +138,7 @@ def watch(modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Opt
                 watched[module] = _Watch(name, module, optimizer)
             if module in watched:
                 found.setdefault(name, []).append(watched[module])
-    return Watches(found)
+    return [Watches(found)]
 
 
 _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakKeyDictionary[nn.Module, _Watch]] = (
@@ -145,7 +146,7 @@ _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakKeyDictio
 )
 
 
-class Watches:
+class Watches(Guard):
     """Of a unit, by the attributes' names of its wrappers.
 
     A rank that doubts says so by a flag, which all ranks learn with what else they tell each other after a step: the others, on
@@ -157,16 +158,12 @@ class Watches:
         self._all = [each for several in watches.values() for each in several]
 
     @property
-    def in_doubt(self) -> bool:
+    def in_doubt(self) -> bool:  # type: ignore[override]
         """Whether this rank has stepped with what may not have been reduced."""
         return any(each.doubt for each in self._all)
 
-    def check(self) -> None:
-        """After steps, when a rank is in doubt. Parameters must be equal all the same: reducing by hand is allowed. Collective.
-
-        Raises:
-            UsageError: on every rank: they differ.
-        """
+    def compare(self) -> None:
+        """Parameters must be equal all the same: reducing by hand is allowed."""
         doubts = [(name, each.doubt) for name, several in self._watches.items() for each in several if each.doubt]
         for each in self._all:
             each.doubt = ""

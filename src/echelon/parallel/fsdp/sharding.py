@@ -33,6 +33,7 @@ from echelon.parallel.guards.call_order import SameCalls
 from echelon.parallel.guards.grad_presence import SameGradients
 from echelon.parallel.guards.lost_hooks import refuse_unheard
 from echelon.parallel.guards.messages import explained, gathers_in
+from echelon.parallel.guards.rng_sync import SameDraws
 from echelon.parallel.layer_drop import layer_drop
 from echelon.parallel.meta.materialize import materialize, remember
 from echelon.parallel.micro_batch import MicroBatch
@@ -68,8 +69,10 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     Attributes:
         reduction: what travels in an accumulation window.
+        draws: compares the random numbers of ranks that share layers; None where there are none.
     """
 
+    draws: SameDraws | None = None
     forward_is_collective = True
     replaces_parameters = True
 
@@ -78,7 +81,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         super().__init__(module, sharded_axes(module) if averaged is None else averaged)
         self.reduction = Reduction()
         self._same: SameGradients | None = None
-        self._is_checked = self._is_known = False
+        self._is_checked = self._is_known = self._compares_calls = False
         self._losses = around_losses(module) or NO_CONTEXT
         refuse_copies(module)
 
@@ -146,13 +149,12 @@ class FSDPPrepared(Prepared[nn.Module]):
             forget_gradients(self.module)
         if self._same is not None:
             self._same.forget()
-        if self.calls is not None:
-            self.calls.discard()
 
     def compare_calls(self) -> None:
-        if self.calls is None and self.averaged_over > 1 and not self.takes_windows:  # each stage has other blocks
+        if not self._compares_calls and self.averaged_over > 1 and not self.takes_windows:  # each stage has other blocks
+            self._compares_calls = True
             self.reshard()
-            self.calls = SameCalls(self.module, reduces=not self.order_is_fixed)
+            self.guards.append(SameCalls(self.module, reduces=not self.order_is_fixed))
 
     def before_evaluation(self) -> None:
         super().before_evaluation()
@@ -166,11 +168,6 @@ class FSDPPrepared(Prepared[nn.Module]):
         if by_itself is not None:
             by_itself.enabled = False
         super().trains_also(others)
-
-    def end_training(self) -> None:
-        super().end_training()
-        if self.calls is not None:
-            self.calls.settle()
 
     def fix_order(self) -> None:
         if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if is_split(p)):  # type: ignore[attr-defined]

@@ -27,14 +27,14 @@ from torch import nn
 
 from echelon.common.errors import RanksDisagreeError
 from echelon.parallel.experts.distribute import divided_experts
+from echelon.parallel.guards.guard import Guard
 from echelon.parallel.names import class_name, plain_name, plain_names
 from echelon.parallel.older_torch import reduce_scatter_single
 from echelon.parallel.shards import is_fully_sharded, is_split
 from echelon.world import agree
 
-__all__ = ["SAME", "SameCalls"]
+__all__ = ["SameCalls"]
 
-SAME = (0.0, 0.0)  # of a module whose ranks need not do the same
 _BITS = 18  # the squares of 2 ** 14 ranks are whole numbers of float64 then
 _REMEMBERED = 10_000  # calls by their blocks; a text that a model writes token by token makes millions
 _REMEDY = (
@@ -43,14 +43,14 @@ _REMEDY = (
 )
 
 
-class SameCalls:
+class SameCalls(Guard):
     """Notes what this rank does with a sharded module, and what there is to say of it.
 
     Args:
         reduces: gradients are reduced by torch's own call, in the place of which one that sends equally many is put.
-    Attributes:
-        has_news: this rank has done something else than in the window before.
     """
+
+    numbers = 2  # one for what this rank has done, and its square
 
     def __init__(self, module: nn.Module, *, reduces: bool = True) -> None:
         self._module = module
@@ -71,8 +71,7 @@ class SameCalls:
         self._calls: list[int] | None = None
         self._without: list[bool] = []  # by parameter, whether it had no gradient after the latest window
         self._looked_after = 0  # which update, from 0
-        self._said = SAME
-        self.has_news = False
+        self._said = (0.0, 0.0)
 
     def _noting(self, number: int) -> Any:
         def note(part: nn.Module, args: Any) -> None:
@@ -86,7 +85,6 @@ class SameCalls:
         return note
 
     def signature(self) -> tuple[float, float]:
-        """Of the window under way, before its last backward pass: a number for what this rank has done, and its square."""
         calls, self._now = self._now, []
         self._ungraded.clear()
         self._beyond = 0
@@ -99,47 +97,26 @@ class SameCalls:
         number = 1.0 + zlib.crc32(repr((self._calls, self._without)).encode()) % ((1 << _BITS) - 1)
         return number, number * number
 
-    def look(self, update: int) -> None:
-        """At the gradients of a window, when they have been reduced."""
+    def check(self, sums: Sequence[float], ranks: int, update: int) -> None:
+        if sums:
+            total, squares = map(round, sums)
+            self.has_news = False
+            if ranks * squares != total * total:
+                self._compare(update)
         without, self._looked_after = [p.grad is None for p in self._parameters], update
         if without != self._without:
             self._without, self.has_news = without, True
 
     def discard(self) -> None:
-        """The window under way was given up, on all ranks."""
         self._now = []
 
     def evaluated(self) -> None:
-        """At the end of an evaluation or prediction. Collective.
-
-        Raises:
-            RanksDisagreeError: on every rank: they have called other blocks.
-        """
         calls, beyond = self._ungraded, self._beyond
         self._ungraded, self._beyond = [], 0
         if not agree.is_same([calls, beyond]):
             self._compare_calls(agree.gather([self._blocks[at] for at in calls]), "the evaluation", "Its numbers are wrong.")
 
-    def check(self, told: Sequence[float], update: int) -> None:
-        """After a message in which a rank had something to say. Collective.
-
-        Args:
-            told: the sums of all ranks' signatures, and how many these are.
-            update: the window's, from 0.
-        Raises:
-            RanksDisagreeError: on every rank, with what two of them have done.
-        """
-        total, squares, ranks = map(round, told)
-        self.has_news = False
-        if ranks * squares != total * total:
-            self._compare(update)
-
     def settle(self) -> None:
-        """Compare what no window has told yet: before a save, and at the end. Collective.
-
-        Raises:
-            RanksDisagreeError: on every rank.
-        """
         if agree.any_rank(self.has_news):
             self.has_news, self._said = False, self._number()
             self._compare(self._looked_after)

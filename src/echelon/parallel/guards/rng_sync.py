@@ -11,18 +11,18 @@ layers add up to 0 if their streams stand alike. Where the passes draw nothing, 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 
 from echelon.common.errors import RanksDisagreeError
+from echelon.parallel.guards.guard import Guard
 from echelon.world import agree, rng
-from echelon.world.init import World
-from echelon.world.mesh import ParallelDims
 
 __all__ = ["SameDraws"]
 
 
-class SameDraws:
+class SameDraws(Guard):
     """What this rank says of its stream.
 
     Args:
@@ -30,36 +30,25 @@ class SameDraws:
         device: what it computes on, whose stream is looked at.
     """
 
+    numbers = 1
+    is_always_told = True
+
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self._factor, self._device = (size - 1 if rank == 0 else -1), device
         self._before = self._said = 0
 
-    @classmethod
-    def over(cls, dims: ParallelDims, world: World) -> SameDraws | None:
-        """None without tensor parallelism. With parts of a sequence, too, each rank draws for all of it."""
-        return cls(dims.tp_rank(world.rank), dims.tp, world.device) if dims.tp > 1 else None
-
-    def begin(self, *, first: bool) -> None:
-        """A forward pass is about to begin, perhaps a window's `first`."""
+    def begin_pass(self, *, first: bool) -> None:
         self._before, self._said = self._now(), 0 if first else self._said
 
-    def end(self) -> None:
-        """A forward pass is over."""
+    def end_pass(self) -> None:
         if (now := self._now()) != self._before:
             self._before, self._said = now, zlib.crc32(now.to_bytes(4, "little"), self._said)
 
-    def signature(self) -> float:
-        """Of a window's passes: a whole number below 2**32 x size, so that sums over ranks are exact."""
-        return float(self._said * self._factor)
+    def signature(self) -> tuple[float]:
+        return (float(self._said * self._factor),)  # below 2**32 x size
 
-    def check(self, total: float, update: int) -> None:
-        """
-        Args:
-            total: the sum of all ranks' signatures.
-        Raises:
-            RanksDisagreeError: on every rank, before the update steps.
-        """
-        if total:
+    def check(self, sums: Sequence[float], ranks: int, update: int) -> None:
+        if any(sums):
             raise RanksDisagreeError(
                 f"ranks that share layers (tp) must draw the same random numbers, got different ones in update {update}: dropout "
                 "or noise would differ from rank to rank, and their parameters would drift apart. Something draws on some ranks "
@@ -69,7 +58,8 @@ class SameDraws:
 
     def check_now(self, update: int) -> None:
         """As `check`, in the middle of a window. Collective."""
-        self.check(sum(agree.gather(self.signature())), update)
+        told = agree.gather(self.signature())
+        self.check([sum(each for (each,) in told)], len(told), update)
 
     def _now(self) -> int:
         on_gpu = self._device.type == "cuda"

@@ -7,17 +7,22 @@ a step or an epoch, or by the window's message before a backward pass. Where nob
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import nn
 
 from echelon.common.errors import RanksDisagreeError
+from echelon.contracts.overrides import overrides
+from echelon.parallel.guards.guard import Guard
+from echelon.parallel.state.stage_group import ranks_apart
 from echelon.world import agree
 
-__all__ = ["SameTrained"]
+__all__ = ["check_trained_alike", "watch_trained"]
 
 
-class SameTrained:
+class SameTrained(Guard):
     """Notes which parameters are trained, when all ranks have the same ones.
 
     Args:
@@ -33,16 +38,10 @@ class SameTrained:
         return [p.requires_grad for p in self._parameters]
 
     @property
-    def in_doubt(self) -> bool:
-        """Whether this rank has changed something since the ranks had the same."""
+    def in_doubt(self) -> bool:  # type: ignore[override]
         return self._now() != self._agreed
 
-    def check(self) -> None:
-        """When a rank is in doubt. Collective.
-
-        Raises:
-            RanksDisagreeError: on every rank: they have not changed the same.
-        """
+    def compare(self) -> None:
         now = self._now()
         every = agree.unless_same("which parameters were frozen or unfrozen", self._changed(now))
         if every is not None:
@@ -52,7 +51,6 @@ class SameTrained:
         self._agreed = now
 
     def differs_from_some(self) -> RanksDisagreeError:
-        """For a rank in doubt which knows that another one is not, and waits in its backward pass."""
         return self._differs(self._changed(self._now())[0], agree.rank(), None)
 
     def _changed(self, now: list[bool]) -> list[str]:
@@ -65,3 +63,72 @@ class SameTrained:
             f"ranks that share a model must train the same parameters of it, and disagree: {name} was {did} on rank {here} and "
             f"not on {other}. Freeze and unfreeze the same on all ranks, at the same step."
         )
+
+
+def _shared(modules: Mapping[str, Any]) -> dict[str, Any]:
+    """The modules, by the attributes' names, of which all ranks train the same parameters."""
+    shared = {name: each for name, each in modules.items() if each.averaged or each.forward_is_collective}
+    # Others have other parameters on each rank, or train by themselves.
+    own = (p.works_alone or p.stages or p.flattens_parameters or ranks_apart(p.module) is not None for p in shared.values())
+    return {} if overrides().observes or any(own) else shared
+
+
+def _named(shared: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+    for prepared in shared.values():
+        prepared.reshard()
+    return {f"{name}.{n}": p for name, each in shared.items() for n, p in each.named_parameters()}
+
+
+def watch_trained(modules: Mapping[str, Any]) -> list[Guard]:
+    """As ranks begin to train, alike: whether they go on to train the same of what they share; none if they share nothing.
+
+    Args:
+        modules: a unit's, as `Prepared`, by the attributes' names.
+    """
+    named = _named(_shared(modules))
+    found: list[Guard] = [SameTrained(named.items())] if named and agree.is_joined() else []
+    for prepared in modules.values():
+        prepared.guards[:] = [*(each for each in prepared.guards if not isinstance(each, SameTrained)), *found]
+    return found
+
+
+def check_trained_alike(modules: Mapping[str, Any], tracked: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Before each epoch: ranks that share a model train the same of it, and alike. Collective. Copies would drift apart, or
+    shards of one parameter be trained in different ways, in silence; a backward pass would wait for gradients of others.
+
+    Args:
+        modules, tracked: a unit's, by the attributes' names.
+    Raises:
+        RanksDisagreeError: on all ranks, with what differs.
+    """
+    shared = _shared(modules)
+    told: dict[str, list[Any]] = {}
+    ids = {id(p) for each in shared.values() for p in (*each.module.parameters(), *each.others)}
+    for name, optimizer in tracked.items() if shared else ():
+        groups = getattr(optimizer, "param_groups", [])
+        held = {id(p) for group in groups for p in group["params"]}  # a divided one may hold none here
+        if not held or not ids.isdisjoint(held):  # else of what each rank has for itself
+            rates = [float(g["lr"]) for g in groups if isinstance(g.get("lr"), (int, float, torch.Tensor))]
+            told[name] = [type(optimizer).__name__, *rates]
+    kinds = agree.kinds([told, [n for n, p in _named(shared).items() if not p.requires_grad]])
+    if len(kinds) == 1:
+        return
+    (optimizers, first), (others, second) = kinds[:2]
+    for name in {**optimizers, **others}:
+        one, another = optimizers.get(name, ["none"]), others.get(name, ["none"])
+        if one != another:
+            raise RanksDisagreeError(
+                f"ranks that share a model must train it alike, and disagree about {name}: {_told(one)} on one, "
+                f"{_told(another)} on another. Make the same optimizer on all ranks, of the same groups, and change its lr alike."
+            )
+    differ = sorted(set(first) ^ set(second))
+    raise RanksDisagreeError(
+        "ranks that share a model must train the same parameters of it, and disagree: "
+        f"{differ[0] if differ else 'some'} is frozen on one and trained on another. Freeze and unfreeze the same on all ranks."
+    )
+
+
+def _told(optimizer: list[Any]) -> str:
+    kind, *rates = optimizer
+    shown = ", ".join(f"{rate:g}" for rate in rates[:8])
+    return f"{kind} (lr of its groups: {shown}{', ...' if len(rates) > 8 else ''})" if rates else str(kind)
