@@ -334,7 +334,8 @@ def _third_of_the_limit_passes_once_two_have_spoken(monkeypatch: pytest.MonkeyPa
         ("echo 'srun: error: Task launch for StepId=2.0 failed on node b: Connection failure' >&2; exit 1",
          "Task launch for StepId=2.0 failed on node b: Connection failure"),
         ("echo 'srun: error: Task launch for StepId=2.0 failed on node b: Connection failure' >&2; for n in a c; do "
-         "echo 'slurmstepd: error: *** STEP 2.0 ON a CANCELLED ***' >&2; echo \"srun: error: $n: task 0: Terminated\" >&2; done; exit 1",
+         "echo 'slurmstepd: error: *** STEP 2.0 ON a CANCELLED ***' >&2; echo \"srun: error: $n: task 0: Terminated\" "
+         ">&2; done; exit 1",
          "Task launch for StepId=2.0 failed on node b: Connection failure"),
         ("echo '1: ImportError: No echelon' >&2; echo 'srun: error: b: task 1: Exited with exit code 1' >&2; exit 1",
          "Exited with exit code 1: ImportError: No echelon"),
