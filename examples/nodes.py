@@ -56,10 +56,10 @@ def main() -> None:
     with ech.on_meta():  # takes no memory: each rank fills in what it keeps, with the values that one process would have
         model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
     train_files, held_out = ech.data.split_files(Path(sysconfig.get_paths()["stdlib"]), "*.py")
-    unit = Pretrain(module=model, layout=args.layout, clip_grad_norm=1.0)
+    unit = Pretrain(module=model, layout=args.layout, accumulate=4, clip_grad_norm=1.0)  # pp: as many are under way
     ech.train(
         unit,
-        ech.Loader(ech.data.ByteText(train_files, context), global_batch=batch, accumulation=4),  # pp: as many are under way
+        ech.Loader(ech.data.ByteText(train_files, context), global_batch=batch),
         max_updates=args.updates,
         eval=ech.Loader(ech.data.ByteText(held_out[:4], context), global_batch=batch, shuffle=False),
         eval_every=args.updates,

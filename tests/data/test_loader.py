@@ -229,8 +229,8 @@ def test_text_that_is_missing_or_too_little_is_named(tmp_path: Any) -> None:
 def test_arguments_of_torchs_loader_are_answered_with_ours() -> None:
     with pytest.raises(UsageError, match="Loader has no batch_size: it takes global_batch"):
         ech.Loader(range(8), batch_size=4)  # type: ignore[call-arg, arg-type]
-    with pytest.raises(UsageError, match="Loader has no accumulate: it takes accumulation"):
-        ech.Loader(range(8), 4, accumulate=2)  # type: ignore[call-arg, arg-type]
+    with pytest.raises(UsageError, match="Loader has no gradient_accumulation_steps: a unit or"):
+        ech.Loader(range(8), 4, gradient_accumulation_steps=2)  # type: ignore[call-arg, arg-type]
     with pytest.raises(UsageError, match='Loader has no drop_last: write tail="drop"'):
         ech.Loader(range(8), 4, drop_last=True)  # type: ignore[call-arg, arg-type]
 

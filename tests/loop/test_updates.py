@@ -389,7 +389,50 @@ def test_older_words_are_refused_where_they_would_count_something_else(call: Any
     ech.train(Regression(gradient_accumulation_steps=3), data, max_steps=math.inf, max_epochs=1)  # no limit, in either unit
 
 
+def _told(where: str, folder: Path) -> list[tuple[tuple[int, int], dict[str, torch.Tensor]]]:
+    """Four updates of an epoch of five, and once more from there to the tenth, of two micro-batches of two rows on each rank."""
+    found = []
+    for updates in (4, 10):
+        loader = ech.Loader(DATA, 8, seed=1, accumulate=2 if where in ("the loader", "both") else None)
+        unit = Regression(layout="ddp", accumulate=2 if where in ("the unit", "both") else None)
+        Saver.restore_from_latest(folder, unit, train_dataloader=loader)
+        ech.train(unit, loader, max_updates=updates, callbacks=[Saver(folder)])
+        found.append((_counts(unit), whole(unit.module)))
+    return found
+
+
+def test_a_loader_splits_its_batches_as_it_or_the_unit_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    found = [ranks(2, _told, where, tmp_path / where)[0] for where in ("the loader", "the unit", "both")]
+    assert [counts for counts, _ in found[0]] == [(4, 8), (10, 20)]
+    for other in found[1:]:
+        assert [counts for counts, _ in other] == [(4, 8), (10, 20)]
+        assert all(largest_difference(a, b) == 0 for (_, a), (_, b) in zip(other, found[0], strict=True))
+
+
+def test_a_loader_splits_its_batches_as_prepare_is_told() -> None:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, loader = ech.prepare(module, optimizer, ech.Loader(DATA, 8), layout="none", accumulate=4)
+    rows = []
+    for x, y in loader:
+        with ech.window(model) as window:
+            window.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            rows.append((len(x), window.is_last))
+    assert rows == [(2, False), (2, False), (2, False), (2, True)] * 5
+    with pytest.raises(UsageError, match="Say it once"):
+        other = net()
+        ech.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1), ech.Loader(DATA, 8, accumulate=2), accumulate=4)
+
+
 def test_the_accumulation_is_said_once() -> None:
+    loader = ech.Loader(DATA, 8)
+    for accumulate, steps in ((4, 8), (None, 2), (2, 4)):  # of whatever unit comes
+        ech.train(unit := Regression(accumulate=accumulate), loader, max_updates=2)
+        assert _counts(unit) == (2, steps)
+    with pytest.warns(DeprecationWarning, match=r"Loader\(accumulation=...\) is now accumulate="):
+        assert len(ech.Loader(DATA, 8, accumulation=4)) == 20  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="Say it once"):
         ech.train(Regression(gradient_accumulation_steps=2), ech.Loader(DATA, 8, accumulation=4), max_updates=1)
     unit = Regression()

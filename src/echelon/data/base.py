@@ -23,10 +23,8 @@ __all__ = ["BaseLoader", "Combined", "loaders_of"]
 
 # Arguments of torch's DataLoader, and what is written here in their place.
 _TORCHS = {
-    "batch_size": "it takes global_batch, the samples of an update over all ranks, that is batch_size x ranks x accumulation",
-    **dict.fromkeys(
-        ("accumulate", "gradient_accumulation_steps"), "it takes accumulation, the batches of an update on each rank"
-    ),
+    "batch_size": "it takes global_batch, the samples of an update over all ranks, that is batch_size x ranks x accumulate",
+    "gradient_accumulation_steps": "a unit or prepare() takes accumulate, the micro-batches of an update on each rank",
     "drop_last": 'write tail="drop" or tail="keep"',
 }
 # What belongs into the options, by the names that people look for, and how it is written there.
@@ -60,7 +58,7 @@ class BaseLoader(ABC):
     def __init__(
         self,
         global_batch: int,
-        accumulation: int,
+        accumulate: int | None,
         tail: str,
         num_workers: int,
         collate_fn: Any,
@@ -71,7 +69,8 @@ class BaseLoader(ABC):
         require(is_one, "options", f"{self._options.__name__}(...) or None", options)
         self.options = options = self._options() if options is None else options
         require(tail in ("keep", "drop"), "tail", "'keep' or 'drop'", tail)
-        accumulation = whole("accumulation", accumulation, at_least=1)
+        if accumulate is not None:
+            accumulate = whole("accumulate", accumulate, at_least=1)
         global_batch = whole("global_batch", global_batch, at_least=1)
         if pin_memory is not None:
             flags(pin_memory=pin_memory)
@@ -79,7 +78,8 @@ class BaseLoader(ABC):
         num_workers = whole("num_workers", num_workers, at_least=0)
         self.global_batch, self.tail = global_batch, tail
         self.samples_of_a_rank: int | None = None  # of an update, where the script said so and not the global batch
-        self.accumulation = overrides().accumulation or accumulation
+        self._accumulate = overrides().accumulation or accumulate  # what it was told; None leaves it to the unit or prepare
+        self.accumulation = self._accumulate or 1
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.collate_fn = collate_fn or default_collate
         self._dp = options.dp
@@ -104,6 +104,20 @@ class BaseLoader(ABC):
         if not self._told:
             self._told = True
             self._tell_launcher(dp_size)
+
+    def take_accumulation(self, accumulate: int | None) -> None:
+        """The micro-batches per update that a unit or `prepare` was told, for a loader that was told nothing; None is one.
+
+        Raises:
+            UsageError: the loader was told another number.
+        """
+        if self._accumulate is None:
+            self.accumulation = accumulate or 1
+        elif accumulate is not None and accumulate != self._accumulate:
+            raise LoaderError(
+                f"accumulate must be one number, got {self._accumulate} of the loader, which splits a global batch into as many "
+                f"micro-batches a rank, and {accumulate} of the unit or prepare(). Say it once: leave it out at the loader."
+            )
 
     def split(self, accumulation: int, *, shares: int) -> None:
         """For bit-equal training, which decides into how many micro-batches a global batch is split, whatever was asked for.

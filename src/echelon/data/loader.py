@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from echelon.common.arguments import flags
 from echelon.common.errors import DataError, LoaderError, require
 from echelon.common.numbers import whole
+from echelon.common.older_words import renames
 from echelon.data import resume
 from echelon.data.base import BaseLoader
 from echelon.data.fingerprint import fingerprint as fingerprint_of
@@ -42,10 +43,11 @@ class Loader(BaseLoader):
 
     Args:
         dataset: has `__len__` and `__getitem__`; `__getitems__` is used if present. `Weighted` and `Mixture` bring an order.
-        global_batch: samples per optimizer update over all ranks; ranks x accumulation must divide it.
+        global_batch: samples per optimizer update over all ranks; ranks x accumulate must divide it.
         seed: of the order. The same on all ranks.
         shuffle: permute the samples, again in every epoch.
-        accumulation: micro-batches per update on each rank. It is said here alone: a unit takes it from its loader.
+        accumulate: micro-batches per update on each rank. None is what the unit or `prepare` says, else 1: say it there, and
+            here only for a TrainUnit of your own, which has no such argument.
         tail: "keep" the short last global batch, weighted by its size, or "drop" it.
         num_workers: processes that load batches; 0 loads in this one.
         collate_fn: list of samples -> batch.
@@ -56,6 +58,7 @@ class Loader(BaseLoader):
         DataError: while iterating: a sample cannot be read, or a worker died; the text names them.
     """
 
+    @renames(accumulation="accumulate")
     def __init__(
         self,
         dataset: Dataset[Any] | Sequence[Any],
@@ -63,7 +66,7 @@ class Loader(BaseLoader):
         *,
         seed: int = 0,
         shuffle: bool = True,
-        accumulation: int = 1,
+        accumulate: int | None = None,
         tail: Literal["keep", "drop"] = "keep",
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -78,7 +81,7 @@ class Loader(BaseLoader):
         if isinstance(dataset, (str, bytes)) or (isinstance(dataset, Mapping) and 0 not in dataset):
             keys = f" of {', '.join(map(repr, list(dataset)[:5]))}. Choose one of them" if isinstance(dataset, Mapping) else ""
             raise LoaderError(f"dataset must be map-style, with samples 0, 1, 2, ..., got {type(dataset).__name__}{keys}.")
-        super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, options)
+        super().__init__(global_batch, accumulate, tail, num_workers, collate_fn, pin_memory, options)
         flags(shuffle=shuffle)
         seed = whole("seed", seed)
         self.dataset = dataset
@@ -234,7 +237,7 @@ class Loader(BaseLoader):
         if rest and accumulation != self.accumulation:
             raise LoaderError(
                 f"saved in the middle of an update ({rest} of {accumulation} micro-batches): "
-                f"resume it with accumulation {accumulation}."
+                f"resume it with accumulate={accumulation}."
             )
         counted = batches * self.accumulation + rest
         if state["global_batch"] != self.global_batch:

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from echelon.common.errors import DataError, LoaderError
+from echelon.common.older_words import renames
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.options import StreamOptions
@@ -54,7 +55,7 @@ class StreamLoader(BaseLoader):
             default the first if the dataset has that method, the last for what `split_dataset_by_node` of the library datasets
             has divided; needed as soon as there are two streams.
         tail: "drop" or "keep" the samples that do not fill a stream's last micro-batch.
-        global_batch, accumulation, num_workers, collate_fn, pin_memory: as in `Loader`.
+        global_batch, accumulate, num_workers, collate_fn, pin_memory: as in `Loader`.
         options: what else: a StreamOptions. A LoaderOptions is taken, too, without what only a Loader can do.
     Raises:
         UsageError: nothing says how to shard, or a state that was saved by other ranks or workers.
@@ -64,12 +65,13 @@ class StreamLoader(BaseLoader):
     _options = StreamOptions
     _fixed_ranks = True
 
+    @renames(accumulation="accumulate")
     def __init__(
         self,
         dataset: Iterable[Any],
         global_batch: int,
         *,
-        accumulation: int = 1,
+        accumulate: int | None = None,
         tail: Literal["keep", "drop"] = "drop",
         shards: Literal["set_place", "stride", "itself"] | None = None,
         num_workers: int = 0,
@@ -77,7 +79,7 @@ class StreamLoader(BaseLoader):
         pin_memory: bool | None = None,
         options: StreamOptions | None = None,
     ) -> None:
-        super().__init__(global_batch, accumulation, tail, num_workers, collate_fn, pin_memory, options)
+        super().__init__(global_batch, accumulate, tail, num_workers, collate_fn, pin_memory, options)
         for name in ("fingerprint", "accept_changes"):
             if value := getattr(self.options, name, None):  # of a LoaderOptions
                 raise LoaderError(f"{name} must be left out for a StreamLoader, whose state is its dataset's own, got {value!r}.")

@@ -59,7 +59,7 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         global_batch,
         seed=sampler.seed if divided else 0,
         shuffle=sampler.shuffle if divided else _is(sampler, RandomSampler),
-        accumulation=accumulation,
+        accumulate=accumulation,
         tail="drop" if loader.drop_last else "keep",
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,

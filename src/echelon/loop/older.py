@@ -12,7 +12,10 @@ __all__ = ["accumulation_of", "refuse_steps"]
 
 
 def accumulation_of(unit: Any, loader: Any) -> int:
-    """The micro-batches of an update: as many as the loader says, else the unit."""
+    """The micro-batches of an update, on which unit and loader agree here if they have not yet."""
+    settle = getattr(unit, "settle_accumulation", None)
+    if settle is not None:
+        return int(settle(loader))
     found = getattr(loader, "accumulation", None) or getattr(unit, "gradient_accumulation_steps", None)
     return found if isinstance(found, int) else 1
 

@@ -16,14 +16,13 @@ from torch import nn
 
 from echelon.common.errors import LoopError
 from echelon.contracts.overrides import overrides
-from echelon.data.base import BaseLoader
+from echelon.data.base import BaseLoader, loaders_of
 from echelon.loop.auto.averaged import AveragedWeights, SWAParams, swa_scheduler
 from echelon.loop.auto.bitwise import BitEqual
 from echelon.loop.auto.evaluating import AutoEvalUnit
 from echelon.loop.auto.finite import FiniteWatch
 from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
 from echelon.loop.auto.option_checks import (
-    check_accumulation,
     check_evaluated,
     check_made,
     check_own_names,
@@ -73,8 +72,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             as it is.
         precision: "fp32", "bf16", "fp16" (with a gradient scaler), "float8" (torchao), a torch dtype, or a Precision or Float8.
             Parameters, their gradients and optimizer state stay float32; a sharded layout gathers parameters in this type.
-        accumulate: micro-batches per update; None takes the loader's, 1 where it has none. A short last window keeps its full
-            weight.
+        accumulate: micro-batches per update on each rank. A Loader splits its global batch into as many; of other loaders as many
+            batches make an update. A short last one keeps its full weight. None is 1, or what the loader was told.
         clip_grad_norm: largest norm of the whole model's gradient; inf only measures it.
         compile: "blocks" compiles the repeated blocks one by one, True the whole module; or a TorchCompileParams.
         recompute: "blocks", "selective" or an ActivationCheckpointParams: recompute activations instead of keeping them.
@@ -267,12 +266,23 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             own_step = self.has_several or any(_overrides(self, AutoUnit, name) for name in own)  # a loss meets steps before it
             self._pieces_of_step = pieces_for(loader, own_step)
             rng.separate(self.prepared.dp_rank)  # of bit-equal training, streams belong to samples and not to ranks
-        elif isinstance(loader, BaseLoader):
-            loader.split(self._bitwise.accumulation, shares=self._bitwise.parts)
-        if self._takes_loaders:
-            self.gradient_accumulation_steps = self.window.size = getattr(loader, "accumulation", None) or 1
-        check_accumulation(loader, self.gradient_accumulation_steps)
+        self.window.size = self.settle_accumulation(loader)
         self.window.rescale(self.train_progress)
+
+    def settle_accumulation(self, loader: Any) -> int:
+        """Agree with a training loader on the micro-batches of an update, before anything counts them.
+
+        Raises:
+            UsageError: both were told, and not the same.
+        """
+        for part in loaders_of(loader):
+            if isinstance(part, BaseLoader) and self._bitwise is not None:
+                part.split(self._bitwise.accumulation, shares=self._bitwise.parts)
+            elif isinstance(part, BaseLoader):
+                part.take_accumulation(None if self._takes_loaders else self.gradient_accumulation_steps)
+        if self._takes_loaders:
+            self.gradient_accumulation_steps = getattr(loader, "accumulation", None) or 1
+        return self.gradient_accumulation_steps
 
     def _check_optimizer(self) -> None:
         """At every start of training, whoever made it: it may have been assigned, or been given more parameters."""

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from echelon.loop.state import State
 
 __all__ = [
-    "check_accumulation",
     "check_evaluated",
     "check_made",
     "check_own_names",
@@ -102,13 +101,4 @@ def check_evaluated(unit: Any) -> None:
             f"ReduceLROnPlateau needs the loss of evaluations, and this one counted none: {type(unit).__name__}.eval_step must "
             "call super().eval_step(state, data), of batches that are not empty. Or override step_lr_scheduler and call "
             "self.lr_scheduler.step(metric) there."
-        )
-
-
-def check_accumulation(loader: Any, steps: int) -> None:
-    accumulation = getattr(loader, "accumulation", None)
-    if accumulation is not None and accumulation != steps:
-        raise LoopError(
-            f"the loader splits a global batch into {accumulation} micro-batches a rank, but the unit accumulates {steps}. "
-            "Say it once: leave it out at the unit."
         )

@@ -30,6 +30,7 @@ from echelon.loop.checkpointing import changes, forgotten, unfrozen
 from echelon.loop.checkpointing.converted import lays_for
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.trained import without_frozen
+from echelon.loop.older import accumulation_of
 from echelon.loop.records.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.meta.fill import check_left, fill_rest
@@ -136,6 +137,8 @@ def _restore(
     path: Location, manifest: dict[str, Any], unit: Unit, loader: Any, options: RestoreOptions, *, rolls_back: bool = False
 ) -> Report:
     chosen = chosen_of(unit, options)
+    if loader is not None:
+        accumulation_of(unit, loader)  # in whose micro-batches the saved position is counted
     allowed = options.allow_changes
     seeks = loader is not None and (hasattr(loader, "load_state_dict") or state_between_epochs(loader) is not None)
     config = changes.renamed(manifest.get("config", {}), options.rename)

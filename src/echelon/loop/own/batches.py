@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from echelon.common.errors import OwnLoopError
 from echelon.common.numbers import whole
-from echelon.data.base import BaseLoader, Combined
+from echelon.data.base import BaseLoader, Combined, loaders_of
 from echelon.data.parts import Padding
 from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.own.kept import kept_for
@@ -159,4 +159,7 @@ def training_loader(loader: Any, accumulation: int | None) -> tuple[Any, int]:
         ranks = loader.sampler.num_replicas if is_distributed(loader) else 1  # type: ignore[attr-defined]
         why = "has an order that prepare() cannot divide between ranks and resume"
         return as_loader(loader, per_rank * ranks * steps, steps, why), steps
+    for part in loaders_of(loader):
+        if isinstance(part, BaseLoader):
+            part.take_accumulation(accumulation)
     return loader, accumulation or int(getattr(loader, "accumulation", 1))

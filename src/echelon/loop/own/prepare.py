@@ -83,7 +83,8 @@ def prepare(
             optimizers and schedulers there may be several, which train together: see `window`. A
             torch DataLoader's batch size is that of one process, which the ranks share; with a DistributedSampler, each rank's.
         layout, precision, compile, recompute, device: as in AutoUnit. Who gives a device calls `init_from_env` before.
-        accumulate: batches of a rank in an update; by default the loader's, 1 for a DataLoader.
+        accumulate: batches of a rank in an update, 1 by default. As many batches of a DataLoader make an update; a Loader splits
+            its global batch into as many.
         checkpoints: a folder, or a Checkpoints, which says when to save there and what stays: the newest there is restored,
             before this returns. Or a DistributedCheckpointSaver.
         callbacks: as in `train`.
