@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from echelon import nn as nn
     from echelon import units as units
     from echelon.common.errors import CheckpointError, EchelonError, RankFailedError, UsageError
+    from echelon.compat.trainer.trainer import Trainer
     from echelon.contracts.rank import RankInfo
     from echelon.data.loader import Loader
     from echelon.data.packed import Packed
@@ -113,14 +114,13 @@ if TYPE_CHECKING:
     from echelon.loop.callback import Callback
     from echelon.loop.callbacks import EarlyStopping
     from echelon.loop.checkpointing.checkpoints import Checkpoints
+    from echelon.loop.checkpointing.save_pretrained import save_pretrained
     from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
     from echelon.loop.loss import count_tokens
     from echelon.loop.own.prepare import epochs, evaluating, prepare, window
-    from echelon.loop.pretrained.pretrained import save_pretrained
     from echelon.loop.records.metrics import Mean
     from echelon.loop.run import evaluate, fit, predict, train
     from echelon.loop.state import State
-    from echelon.loop.trainer.trainer import Trainer
     from echelon.loop.unit import EvalUnit, PredictUnit, TrainUnit
     from echelon.parallel.composed import Layout
     from echelon.parallel.ddp.ddp import DDPStrategy
@@ -206,10 +206,10 @@ _NAMES = {
     "loop.loss": ["count_tokens"],
     "loop.records.metrics": ["Mean"],
     "loop.own.prepare": ["epochs", "evaluating", "prepare", "window"],
-    "loop.pretrained.pretrained": ["save_pretrained"],
+    "loop.checkpointing.save_pretrained": ["save_pretrained"],
     "loop.run": ["evaluate", "fit", "predict", "train"],
     "loop.state": ["State"],
-    "loop.trainer.trainer": ["Trainer"],
+    "compat.trainer.trainer": ["Trainer"],
     "loop.unit": ["EvalUnit", "PredictUnit", "TrainUnit"],
     "parallel.composed": ["Layout"],
     "parallel.ddp.ddp": ["DDPStrategy"],

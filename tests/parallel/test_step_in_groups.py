@@ -11,7 +11,7 @@ from torch import nn
 
 import echelon as ech
 from echelon.common.errors import UsageError
-from echelon.loop.checkpointing.converted import authors_classes
+from echelon.parallel.shards import authors_classes
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, whole
 from tests.kit.units import Regression

@@ -16,7 +16,6 @@ from echelon.checkpoint import renamed, strict, structure
 from echelon.checkpoint.header import FOREIGN_BYTES, SIZES
 from echelon.checkpoint.layout import NamedState
 from echelon.checkpoint.location import Location, read_file
-from echelon.checkpoint.placed import Block, Computed, Held, Layout, Lays
 from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.renamed import Naming
 from echelon.checkpoint.store import Report, compare, on_each, untied
@@ -25,6 +24,7 @@ from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from echelon.common.terminal import printable
+from echelon.hf.placed import Block, Computed, Held, Layout, Lays
 from echelon.world import agree
 
 __all__ = ["INDEX", "ONE", "is_weights", "read_weights", "tensors_of"]

@@ -16,7 +16,7 @@ from torch import nn
 from echelon.parallel.registry import imported
 
 __all__ = [
-    "authors_class",
+    "authors_classes",
     "is_fully_sharded",
     "is_split",
     "local",
@@ -62,11 +62,25 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return isinstance(module, imported("torch.distributed.fsdp", "FSDPModule"))
 
 
-def authors_class(kind: type[nn.Module]) -> type[nn.Module]:
+def _authors_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of which `fully_shard` made this one, by putting its own and perhaps more in front of it."""
     line = kind.__mro__
     found: type[nn.Module] = line[line.index(imported("torch.distributed.fsdp", "FSDPModule")) + 1]
     return found
+
+
+@contextmanager
+def authors_classes(module: nn.Module) -> Iterator[None]:
+    """Context in which sharded modules have the classes that their authors gave them, by which libraries know them."""
+    parts = [part for part in module.modules() if is_fully_sharded(part)]
+    classes = [type(part) for part in parts]
+    try:
+        for part, kind in zip(parts, classes, strict=True):
+            part.__class__ = _authors_class(kind)
+        yield
+    finally:
+        for part, kind in zip(parts, classes, strict=True):
+            part.__class__ = kind
 
 
 def reshard(module: nn.Module) -> None:

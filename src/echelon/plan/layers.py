@@ -17,11 +17,11 @@ from echelon.loop.callback import Callback
 from echelon.loop.reporting.observer import observing
 from echelon.loop.target import Target
 from echelon.parallel.composed import Layout
-from echelon.parallel.layers import Layers, layers_of
 from echelon.parallel.layouts import resolve, with_options_of
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
+from echelon.plan.rows import Layers, layers_of
 from echelon.world.init import World
 
 __all__ = ["lines", "plan_layers"]

@@ -14,11 +14,11 @@ from transformers import trainer_pt_utils as theirs
 from transformers import trainer_utils
 
 from echelon.compat.collect import collect
+from echelon.compat.trainer.rank import shared
 from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.run import evaluate
 from echelon.loop.state import State
-from echelon.loop.trainer.rank import shared
 
 __all__ = ["Evaluating"]
 

@@ -11,13 +11,13 @@ from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
 from echelon.checkpoint.location import Location, absolute, location
 from echelon.common.errors import CheckpointError, UsageError
+from echelon.compat.trainer.rank import kept, planned
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.changes import command_here
 from echelon.loop.checkpointing.folder import RunFolder, is_begun_anew, left_alone
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State
-from echelon.loop.trainer.rank import kept, planned
 
 __all__ = ["Saver", "newest", "ranks_that_share", "resume", "was_cut_short"]
 

@@ -18,6 +18,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from echelon.checkpoint.location import location
 from echelon.common.errors import UsageError, require
+from echelon.compat.trainer.rank import planned, shared
 from echelon.compat.transformers import batches
 from echelon.compat.transformers.accelerator import Accelerator
 from echelon.compat.transformers.arguments import TrainingArguments
@@ -32,10 +33,9 @@ from echelon.contracts.run_dir import RunDir
 from echelon.data.replayed import Replayed
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.options import RestoreOptions
-from echelon.loop.pretrained.pretrained import save_pretrained
+from echelon.loop.checkpointing.save_pretrained import save_pretrained
 from echelon.loop.progress import Progress
 from echelon.loop.run import train
-from echelon.loop.trainer.rank import planned, shared
 from echelon.loop.window import Window
 from echelon.world import agree
 from echelon.world.init import World, rank_info

@@ -26,14 +26,16 @@ from echelon.data.fingerprint import checksum
 from echelon.data.generators import is_between_epochs, load_state_between_epochs, state_between_epochs
 from echelon.data.loader import Loader
 from echelon.data.replayed import Replayed
+from echelon.hf.conversion import lays_for
 from echelon.loop.checkpointing import changes, forgotten, unfrozen
-from echelon.loop.checkpointing.converted import lays_for
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.trained import without_frozen
 from echelon.loop.older import accumulation_of
 from echelon.loop.records.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.parallel.meta.fill import check_left, fill_rest
+from echelon.parallel.names import plain_name
+from echelon.parallel.shards import authors_classes
 from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng
 
@@ -115,7 +117,7 @@ def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: R
             module.state(),
             strict=options.strict,
             rename=options.rename,
-            lays=None if options.rename else lays_for(module.unwrapped),
+            lays=None if options.rename else lays_for(module.unwrapped, plain_name, authors_classes),
             leaves=leaves,
         )
         fill_rest(module.module, expected)

@@ -21,13 +21,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon.common.errors import ContextParallelError, EchelonError
+from echelon.hf.context_parallel import adapt, with_shifted_labels
 from echelon.parallel.context.active import current, over
 from echelon.parallel.context.attention import SplitAttention, attend
 from echelon.parallel.context.batch import SequenceDim, check_sequence_dim, counted, cut_batch, named, sequence_dims, size_of
 from echelon.parallel.context.losses import KeptOutputs, Losses, check_losses, check_separate
 from echelon.parallel.context.probe import probe
 from echelon.parallel.context.sequence_layout import SequenceParts
-from echelon.parallel.context.transformers import adapt, with_shifted_labels
 from echelon.parallel.guards.messages import SHAPES
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.world import agree
@@ -99,7 +99,7 @@ class ContextParallel:
         self._here = threading.local()
         self._learns = False
         self._attend = torch.compiler.disable(self._split)  # graphs end where ranks exchange keys and values
-        self._shifts = adapt(module)
+        self._shifts = adapt(module, current)
         for name, part in module.named_modules():
             if not name:
                 part.forward = _Root(self, part)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.common.errors import LayoutError
+from echelon.hf.layer_drop import layer_drop
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
 from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.fsdp.buffers import Buffers
@@ -34,7 +35,6 @@ from echelon.parallel.guards.grad_presence import SameGradients
 from echelon.parallel.guards.lost_hooks import refuse_unheard
 from echelon.parallel.guards.messages import explained, gathers_in
 from echelon.parallel.guards.rng_sync import SameDraws
-from echelon.parallel.layer_drop import layer_drop
 from echelon.parallel.meta.materialize import materialize, remember
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import class_name

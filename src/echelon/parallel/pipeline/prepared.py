@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import PipelineError
+from echelon.hf.layer_drop import layer_drop
 from echelon.parallel.gradients import clip
-from echelon.parallel.layer_drop import layer_drop
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import names_of_each, plain_name
 from echelon.parallel.pipeline.gates import cut, kept_by

@@ -12,9 +12,9 @@ import torch
 
 from echelon.compat.lightning.pytorch.data import batches_of
 from echelon.compat.lightning.pytorch.successors import missing_of_trainer
+from echelon.compat.trainer.trainer import is_launched
 from echelon.contracts.rank import RankInfo
 from echelon.loop.state import step_under_way
-from echelon.loop.trainer.trainer import is_launched
 from echelon.parallel.recipe.precision import Precision
 
 __all__ = ["Asked", "RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"]

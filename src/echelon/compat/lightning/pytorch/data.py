@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, SequentialSampler
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
+from echelon.compat.trainer.rank import kept_global_batch, shared
 from echelon.data.base import BaseLoader, Combined
-from echelon.loop.trainer.rank import kept_global_batch, shared
 
 __all__ = ["Chain", "batches_of", "given_loaders", "length_of", "limit_of", "one_loader", "several_loaders", "without_shuffling"]
 

@@ -24,12 +24,12 @@ from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.returning import bring_back, keeps
 from echelon.compat.lightning.pytorch.running import Running
 from echelon.compat.lightning.pytorch.session import PHASES, Session, Work
+from echelon.compat.trainer.rank import Done, in_order
+from echelon.compat.trainer.rebuild import recall, remembered
+from echelon.compat.trainer.trainer import is_launched, visible
 from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.loop.state import EntryPoint, State
-from echelon.loop.trainer.rank import Done, in_order
-from echelon.loop.trainer.rebuild import recall, remembered
-from echelon.loop.trainer.trainer import is_launched, visible
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.names import without_compile
 from echelon.parallel.shards import whole

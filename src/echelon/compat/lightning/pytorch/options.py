@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.common.errors import UsageError
-from echelon.loop.trainer.trainer import ACCELERATORS
+from echelon.compat.trainer.trainer import ACCELERATORS
 from echelon.parallel.layouts import is_word
 
 __all__ = [

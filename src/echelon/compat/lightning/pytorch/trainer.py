@@ -1,4 +1,4 @@
-"""`echelon.loop.trainer.trainer.Trainer` with Lightning's options, also those of older releases.
+"""`echelon.compat.trainer.trainer.Trainer` with Lightning's options, also those of older releases.
 
 It trains an AutoUnit, as the core's does, or a LightningModule: `session` says how.
 """
@@ -19,9 +19,9 @@ from echelon.compat.lightning.pytorch import options
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.module_runs import ModuleRuns
+from echelon.compat.trainer import trainer
+from echelon.compat.trainer.rank import Plan
 from echelon.loop.callback import Callback as LoopCallback
-from echelon.loop.trainer import trainer
-from echelon.loop.trainer.rank import Plan
 from echelon.loop.unit import TrainUnit
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.strategy import Strategy
@@ -173,7 +173,7 @@ class Trainer(ModuleRuns, trainer.Trainer):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """As `echelon.loop.trainer.trainer.Trainer.fit`; or train a LightningModule.
+        """As `echelon.compat.trainer.trainer.Trainer.fit`; or train a LightningModule.
 
         Args:
             datamodule: in place of loaders; it may also be the second argument.

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedR
 import echelon as ech
 from echelon.common.errors import RankFailedError, UsageError
 from echelon.compat.lightning import Trainer
+from echelon.compat.trainer.rank import shared
+from echelon.compat.trainer.rebuild import BUILT
 from echelon.data.torch_loader import as_loader
 from echelon.loop.auto.unit_options import AutoOptions
-from echelon.loop.trainer.rank import shared
-from echelon.loop.trainer.rebuild import BUILT
 from tests.conftest import clean_environment
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.kit.units import Regression
@@ -349,7 +349,7 @@ import sys, torch, logging
 sys.path.insert(0, {root!r})
 import echelon as ech
 from echelon.compat.lightning import Trainer
-from tests.loop.test_trainer import loader, whole
+from tests.compat.test_trainer import loader, whole
 from tests.kit.units import Regression
 
 if {guard}:
@@ -459,8 +459,8 @@ def test_gpus_by_number_are_those_that_are_visible(monkeypatch: pytest.MonkeyPat
         started.append(env)
         raise InterruptedError
 
-    monkeypatch.setattr("echelon.loop.trainer.trainer.visible_devices", lambda: ["4", "7", "GPU-1f"])
-    monkeypatch.setattr("echelon.loop.trainer.trainer.launch", refuse)
+    monkeypatch.setattr("echelon.compat.trainer.trainer.visible_devices", lambda: ["4", "7", "GPU-1f"])
+    monkeypatch.setattr("echelon.compat.trainer.trainer.launch", refuse)
     for chosen in ([2, 0], [1]):  # one rank that is not to take the first GPU needs a process of its own, too
         with pytest.raises(InterruptedError):
             ech.Trainer(devices=chosen, max_epochs=1).fit(Regression(), loader())

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from echelon.checkpoint import commit
 from echelon.checkpoint.location import location
 from echelon.common.errors import TrainerError
+from echelon.compat.trainer.rebuild import Parcel, own_attributes, rebuild, remembered, unpack
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader
 from echelon.data.replayed import Replayed
@@ -28,7 +29,6 @@ from echelon.loop.checkpointing.saver import DistributedCheckpointSaver, Restore
 from echelon.loop.older import accumulation_of, refuse_steps
 from echelon.loop.run import evaluate, predict, run_training, test
 from echelon.loop.state import EntryPoint, PhaseState, State
-from echelon.loop.trainer.rebuild import Parcel, own_attributes, rebuild, remembered, unpack
 from echelon.loop.unit import Unit
 from echelon.parallel.layouts import resolve
 from echelon.parallel.recipe.precision import Precision

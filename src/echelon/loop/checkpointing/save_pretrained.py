@@ -6,10 +6,8 @@ holds more than its own parts and one whole tensor.
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,11 @@ from torch import nn
 from echelon.checkpoint import commit
 from echelon.common.arguments import flags
 from echelon.common.errors import CheckpointOptionError, require
-from echelon.loop.checkpointing.converted import authors_classes
-from echelon.loop.pretrained.gathered import Weights
+from echelon.hf.plain_model import can_be_built, of_adapters, plain_model
+from echelon.loop.checkpointing.gathered import Weights
 from echelon.loop.unit import Unit
 from echelon.parallel.prepared import Prepared
+from echelon.parallel.shards import authors_classes
 from echelon.world import agree
 from echelon.world.init import World
 
@@ -89,7 +88,7 @@ def _write(
 ) -> None:
     if merged:
         _plain(module, weights, whole).merge_and_unload().save_pretrained(folder, **options)
-    elif weights.is_cut and _is_known(module):  # this stage's own counts and names its own layers only
+    elif weights.is_cut and can_be_built(module):  # this stage's own counts and names its own layers only
         _plain(module, weights, whole).save_pretrained(folder, state_dict=whole, **options)
     else:
         with authors_classes(module):
@@ -127,74 +126,16 @@ def _needed(module: nn.Module, weights: Weights) -> set[str]:
 
     Collective.
     """
-    peft = sys.modules.get("peft")
-    if peft is None or not isinstance(module, peft.PeftModel):
+    if (own := of_adapters(module, _stand_ins(weights))) is None:
         return set(weights.entries)
     # A stage knows of its own layers only what PEFT would write.
-    return {name for each in agree.kinds(sorted(_of_adapters(peft, module, weights))) for name in each}
+    return {name for each in agree.kinds(sorted(own)) for name in each}
 
 
-def _of_adapters(peft: Any, module: Any, weights: Weights) -> set[str]:
-    stand_ins = {name: entry.stand_in() for name, entry in weights.entries.items()}
-    names = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    chosen: set[str] = set()
-    for adapter in module.peft_config:
-        for value in peft.get_peft_model_state_dict(module, state_dict=dict(stand_ins), adapter_name=adapter).values():
-            if id(value) not in names:
-                return set(stand_ins)  # it computes with them
-            chosen.add(names[id(value)])
-    return chosen
-
-
-def _is_known(module: nn.Module) -> bool:
-    """Whether `_plain` can make another one."""
-    peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
-    if peft is not None and isinstance(module, peft.PeftModel):
-        module = module.get_base_model()
-    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
-
-
-@torch.no_grad()
-def _plain(module: Any, weights: Weights, whole: Mapping[str, torch.Tensor]) -> Any:
-    """The model once more as its library builds it from its configuration, not sharded or cut, with the mapped weights.
-
-    Weights that were not gathered lie on the meta device.
-    """
-    peft = sys.modules.get("peft")
-    adapted = peft is not None and isinstance(module, peft.PeftModel)
+def _plain(module: nn.Module, weights: Weights, whole: Mapping[str, torch.Tensor]) -> Any:
     with authors_classes(module):
-        base = module.get_base_model() if adapted else module
-        kind, outer = type(base), type(module)
-    with torch.device("meta"):
-        plain = kind(copy.deepcopy(base.config))
-        made = _adapted(outer, plain, module) if adapted else plain
-    state = {name: whole[name] if name in whole else entry.stand_in() for name, entry in weights.entries.items()}
-    given = made.load_state_dict({name: t.requires_grad_(False) for name, t in state.items()}, strict=False, assign=True)
-    if given.missing_keys or given.unexpected_keys:
-        adapters = " with these adapters" if adapted else ""
-        remedy = " Write the adapter (merged=False); PEFT merges it." if adapted and not weights.is_cut else ""
-        raise CheckpointOptionError(
-            f"a plain {kind.__name__}{adapters} has other weights than the trained one: "
-            f"{', '.join([*given.missing_keys, *given.unexpected_keys][:3])}.{remedy}"
-        )
-    if hasattr(plain, "tie_weights"):
-        plain.tie_weights()
-    if getattr(base, "generation_config", None) is not None:
-        plain.generation_config = base.generation_config
-    if adapted:
-        made.set_adapter(module.active_adapters if len(module.peft_config) > 1 else next(iter(module.peft_config)))
-        made.peft_config.update(copy.deepcopy(module.peft_config))
-    return made
+        return plain_model(module, {**_stand_ins(weights), **whole}, is_cut=weights.is_cut)
 
 
-def _adapted(outer: Any, plain: nn.Module, module: Any) -> Any:
-    """PEFT's own model around a plain one, with the adapters that a trained one has."""
-    configs = copy.deepcopy(module.peft_config)
-    for config in configs.values():
-        if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = False  # the values are there
-    (first, config), *others = configs.items()
-    made = outer(plain, config, adapter_name=first)
-    for name, config in others:
-        made.add_adapter(name, config)
-    return made
+def _stand_ins(weights: Weights) -> dict[str, torch.Tensor]:
+    return {name: entry.stand_in() for name, entry in weights.entries.items()}

@@ -25,6 +25,8 @@ from echelon.common.errors import TrainerError, require
 from echelon.common.machine import visible_devices
 from echelon.common.numbers import whole
 from echelon.common.older_words import renames, translated, unknown
+from echelon.compat.trainer.rank import BETWEEN_PROCESSES, OLDER, Plan, Work, in_order, save, work_here, work_in_rank
+from echelon.compat.trainer.rebuild import pack, recall
 from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import auto_ranks
@@ -34,8 +36,6 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import PhaseState
-from echelon.loop.trainer.rank import BETWEEN_PROCESSES, OLDER, Plan, Work, in_order, save, work_here, work_in_rank
-from echelon.loop.trainer.rebuild import pack, recall
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.loop.validate import callbacks_of, check_loader, no_end
 from echelon.parallel.layouts import is_word, resolve

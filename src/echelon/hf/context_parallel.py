@@ -10,25 +10,39 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from echelon.common.errors import ContextParallelError
-from echelon.parallel.context.active import current
-from echelon.parallel.context.sequence_layout import SequenceParts
-from echelon.parallel.layer_drop import layer_drop
+from echelon.hf.layer_drop import layer_drop
 
-__all__ = ["adapt", "with_shifted_labels"]
+__all__ = ["Parts", "adapt", "with_shifted_labels"]
 
 _NAME = "echelon_context"
 _IGNORED = -100
 
 
-def adapt(module: nn.Module) -> bool:
+class Parts(Protocol):
+    """How sequences are cut over ranks, as `parallel/context/sequence_layout.py` does it."""
+
+    @property
+    def size(self) -> int: ...
+    def chunk_of_part(self, length: int, name: str) -> int: ...
+    def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor: ...
+    def positions(self, length: int, device: torch.device) -> torch.Tensor: ...
+    def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor: ...
+
+
+Current = Callable[[], Parts | None]
+
+
+def adapt(module: nn.Module, current: Current) -> bool:
     """Prepare the models of transformers that are in the module. Returns whether one shifts its labels.
 
+    Args:
+        current: this rank's part of the sequences that go through the module when it is called; None if they are whole.
     Raises:
         UsageError: one computes attention otherwise than by "sdpa", or leaves out layers at random, or has no positions.
     """
@@ -41,11 +55,11 @@ def adapt(module: nn.Module) -> bool:
     for model in (m for m in module.modules() if isinstance(m, PreTrainedModel)):
         if model not in inside:
             inside.update(model.modules())
-            shifts |= _adapt_one(model)
+            shifts |= _adapt_one(model, current)
     return shifts
 
 
-def _adapt_one(model: Any) -> bool:
+def _adapt_one(model: Any, current: Current) -> bool:
     kind, config = type(model).__name__, model.config
     names = inspect.signature(model.forward).parameters
     if "position_ids" not in names:
@@ -69,12 +83,12 @@ def _adapt_one(model: Any) -> bool:
             f"context parallelism: {kind} leaves out layers at random ({name}={often}), and ranks that share a sequence would "
             f"leave out different ones. Set {name}=0."
         )
-    _register()
+    _register(current)
     model.set_attn_implementation(_NAME)
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     shifts = "labels" in names and getattr(model, "loss_function", None) is ForCausalLMLoss
-    model.forward = _Filled(model, tuple(names), shifts)
+    model.forward = _Filled(model, tuple(names), shifts, current)
     return shifts
 
 
@@ -130,21 +144,22 @@ def _shifted(labels: torch.Tensor) -> torch.Tensor:
 class _Filled:
     """The `forward` of a model: on parts, what it would make of its local tokens is made of the whole sequence."""
 
-    def __init__(self, model: Any, names: tuple[str, ...], shifts: bool) -> None:
+    def __init__(self, model: Any, names: tuple[str, ...], shifts: bool, current: Current) -> None:
+        self._current = current
         self._forward, self._names, self._shifts = model.forward, names, shifts
         self.__wrapped__ = model.forward  # for inspect.signature
         self._kind, self._config = type(model).__name__, model.config
         self._causal = any(getattr(part, "is_causal", False) for part in model.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        parts = current()
+        parts = self._current()
         if parts is None:
             return self._forward(*args, **kwargs)
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         _refuse_other_losses(self._kind, (), self._config, given)
         return self._forward(**self._fill(parts, given))
 
-    def _fill(self, parts: SequenceParts, given: dict[str, Any]) -> dict[str, Any]:
+    def _fill(self, parts: Parts, given: dict[str, Any]) -> dict[str, Any]:
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         if tokens is None:
             return given
@@ -167,7 +182,7 @@ class _Filled:
         cached = getattr(self._config, "use_cache", False) if cached is None else cached
         return self._causal and not cached and given.get("past_key_values") is None
 
-    def _documents(self, parts: SequenceParts, where: torch.Tensor) -> torch.Tensor | None:
+    def _documents(self, parts: Parts, where: torch.Tensor) -> torch.Tensor | None:
         """The number of each token's document, (B, T), where positions begin again within a row; None where they do not."""
         if where.dim() != 2:
             raise ContextParallelError(
@@ -177,7 +192,7 @@ class _Filled:
         begins = whole[:, 1:] != whole[:, :-1] + 1
         return nn.functional.pad(begins.cumsum(1), (1, 0)) if begins.any() else None
 
-    def _mask_of_documents(self, parts: SequenceParts, documents: torch.Tensor, rows: int) -> torch.Tensor:
+    def _mask_of_documents(self, parts: Parts, documents: torch.Tensor, rows: int) -> torch.Tensor:
         """(B, 1, local T, T): causal, within documents."""
         if (window := getattr(self._config, "sliding_window", None)) is not None:
             raise ContextParallelError(
@@ -190,19 +205,19 @@ class _Filled:
         return seen[:, None].expand(rows, -1, -1, -1)
 
 
-def _register() -> None:
+def _register(current: Current) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if _NAME not in AttentionMaskInterface().valid_keys():
         AttentionInterface.register(_NAME, AttentionInterface()["sdpa"])
-        AttentionMaskInterface.register(_NAME, _Mask(AttentionMaskInterface()["sdpa"]))
+        AttentionMaskInterface.register(_NAME, _Mask(AttentionMaskInterface()["sdpa"], current))
 
 
 class _Mask:
     """How transformers has masks made: of this rank's queries over all keys. Without an active context as "sdpa" makes them."""
 
-    def __init__(self, usual: Callable[..., Any]) -> None:
-        self._usual = usual
+    def __init__(self, usual: Callable[..., Any], current: Current) -> None:
+        self._usual, self._current = usual, current
 
     def __call__(
         self,
@@ -218,7 +233,7 @@ class _Mask:
         device: torch.device | str = "cpu",
         **more: Any,
     ) -> torch.Tensor | None:
-        parts = current()
+        parts = self._current()
         if parts is None:
             return self._usual(  # type: ignore[no-any-return]
                 batch_size,

@@ -7,29 +7,32 @@ here the same is said of what each rank reads.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from echelon.checkpoint.placed import Block, Computed, Held, Layout, Lays, chunks, joined, stacked
-from echelon.checkpoint.plain import dtype_of
 from echelon.common.errors import CheckpointOptionError
-from echelon.parallel.names import plain_name
-from echelon.parallel.shards import authors_class, is_fully_sharded
+from echelon.hf.placed import Block, Computed, Held, Layout, Lays, chunks, joined, stacked
 
-__all__ = ["authors_classes", "lays_for"]
+__all__ = ["lays_for"]
 
 Shapes = Mapping[str, list[int]]
+AuthorsClasses = Callable[[nn.Module], AbstractContextManager[None]]
 
 
-def lays_for(module: nn.Module) -> Lays | None:
-    """How a module's files are to be understood; None if neither transformers nor PEFT made it."""
+def lays_for(module: nn.Module, plain_name: Callable[[str], str], authors_classes: AuthorsClasses) -> Lays | None:
+    """How a module's files are to be understood; None if neither transformers nor PEFT made it.
+
+    Args:
+        plain_name: gives a name as the author of the module has it.
+        authors_classes: context in which the parts of a module have the classes that their authors gave them.
+    """
     peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
     adapted = peft is not None and isinstance(module, peft.PeftModel)
     base = module.get_base_model() if adapted else module  # type: ignore[operator]
@@ -38,12 +41,12 @@ def lays_for(module: nn.Module) -> Lays | None:
         return None
 
     def lays(held: Mapping[str, Held], state: Shapes) -> Layout:
-        names, kept = _of_base(module, base, state) if adapted else ({name: name for name in state}, set[str]())
+        names, kept = _of_base(module, base, state, plain_name) if adapted else ({name: name for name in state}, set[str]())
         known: dict[str, list[str]] = {}  # a module that is trained whole beside an adapter is there twice
         for name, plain in names.items():
             known.setdefault(plain, []).append(name)
         shapes = {plain: state[each[0]] for plain, each in known.items()}
-        found = _Conversion(base, held, shapes).layout if of_transformers else _as_they_are(held, shapes)
+        found = _Conversion(base, held, shapes, authors_classes).layout if of_transformers else _as_they_are(held, shapes)
         blocks = {name: block for plain, block in found.blocks.items() for name in known[plain]}
         computed = {name: each for plain, each in found.computed.items() for name in known[plain]}
         return Layout(blocks, computed, found.unused, kept | {name for plain in found.kept for name in known[plain]})
@@ -51,24 +54,10 @@ def lays_for(module: nn.Module) -> Lays | None:
     return lays
 
 
-@contextlib.contextmanager
-def authors_classes(module: nn.Module) -> Iterator[None]:
-    """Context in which sharded modules have the classes that their authors gave them, by which libraries know them."""
-    parts = [part for part in module.modules() if is_fully_sharded(part)]
-    classes = [type(part) for part in parts]
-    try:
-        for part, kind in zip(parts, classes, strict=True):
-            part.__class__ = authors_class(kind)
-        yield
-    finally:
-        for part, kind in zip(parts, classes, strict=True):
-            part.__class__ = kind
-
-
 # --- PEFT
 
 
-def _of_base(module: Any, base: nn.Module, state: Shapes) -> tuple[dict[str, str], set[str]]:
+def _of_base(module: Any, base: nn.Module, state: Shapes, plain_name: Callable[[str], str]) -> tuple[dict[str, str], set[str]]:
     """By name in the state the name in the base model, and which names are an adapter's own."""
     layers = sys.modules["peft"].tuners.tuners_utils.BaseTunerLayer
     at = next(plain_name(path) for path, part in module.named_modules() if part is base)
@@ -103,8 +92,9 @@ class _Conversion:
         layout: by the model's own names.
     """
 
-    def __init__(self, model: Any, held: Mapping[str, Held], shapes: Shapes) -> None:
+    def __init__(self, model: Any, held: Mapping[str, Held], shapes: Shapes, authors_classes: AuthorsClasses) -> None:
         self.model, self.held, self.layout = model, held, Layout()
+        self._authors_classes = authors_classes
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -155,12 +145,13 @@ class _Conversion:
             for pattern, names in sources.items():
                 for name in names:
                     fresh.add_tensor(first, name, pattern, lambda name=name: read(name))
-            with authors_classes(self.model):
+            with self._authors_classes(self.model):
                 made = fresh.convert(first, model=self.model, config=self.model.config)
             return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
         def on_meta(name: str) -> torch.Tensor:
-            return torch.empty(self.held[name].shape, dtype=dtype_of(self.held[name].dtype), device="meta")
+            dtype, shape = self.held[name]
+            return torch.empty(shape, dtype=vars(torch)[dtype.removeprefix("torch.")], device="meta")
 
         try:
             targets = converted(on_meta)

@@ -1,1 +1,0 @@
-"""Weights that were trained before, into whichever layout, and out of it."""
