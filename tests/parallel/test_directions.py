@@ -1,4 +1,4 @@
-"""Every direction of parallelism, and their products: twenty updates as in one process of plain PyTorch, with prove's engine.
+"""Every direction of parallelism, and their products: twenty updates as in one process of plain PyTorch.
 
 A small language model with all that the gradient of a window may meet: token weights, a short tail, uneven shares, clipping,
 accumulation, frozen layers.
@@ -13,30 +13,29 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import echelon as ech
-from echelon.loop.target import Target
-from echelon.prover.judge import compare
-from echelon.prover.matrix import Row
-from echelon.prover.parts import load_records
-from echelon.prover.rank import Replay, run_reference, run_row
+from tests.kit.curves import Curve, Noting, check_curve, plain_curve, trained
 from tests.kit.language import LENGTH, WORDS, Language, Unit
 from tests.kit.standing import StandingRanksBySize
 
 pytestmark = pytest.mark.standing_ranks
 
 UPDATES = 20
+OPTIMIZERS = ("SGD", "AdamW")
 
 
-def _unit(optimizer: str) -> Unit:
+def _model() -> Language:
     torch.manual_seed(3)
-    module = Language(4)
+    module = Language(4).double()
     module.blocks[0].norm_1.requires_grad_(False)
     module.blocks[2].mlp[2].requires_grad_(False)
-    return Unit(optimizer, module)
+    return module
 
 
-def _data() -> ech.Loader:
+def _data(accumulation: int) -> ech.Loader:
     """42 = 16 + 16 + 10 sequences, which neither two nor four ranks share evenly in the end."""
     generator = torch.Generator().manual_seed(1)
     samples = []
@@ -45,47 +44,38 @@ def _data() -> ech.Loader:
         targets = words[1:].clone()
         targets[: i % 5] = -100
         samples.append({"words": words[:-1], "targets": targets})
-    return ech.Loader(samples, 16)
+    return ech.Loader(samples, 16, accumulation=accumulation)
 
 
-def _target(optimizer: str) -> Target:
-    return Target(make_unit=functools.partial(_unit, optimizer), make_data=_data)
+class _Unit(Noting, Unit):
+    """Keeps what is compared."""
 
 
-def _folder(root: str, optimizer: str, name: str) -> Path:
-    path = Path(root) / f"{name}-{optimizer}".replace(" ", "-")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+def _run(layout: Any, root: str) -> list[list[float]]:
+    """On each rank: the norms of all updates, by optimizer."""
+    units = [(kind, _Unit(optimizer=kind, module=_model(), layout=layout)) for kind in OPTIMIZERS]
+    return [trained(unit, _data(2), Path(root) / kind, UPDATES) for kind, unit in units]
 
 
-OPTIMIZERS = ("SGD", "AdamW")
+def _loss(module: nn.Module, data: Any, update: int) -> torch.Tensor:
+    return F.cross_entropy(module(data["words"]).flatten(0, 1), data["targets"].flatten(), ignore_index=-100)
 
 
-def _run(layout: Any, root: str, name: str) -> None:
-    """On each rank, in float64."""
-    for optimizer in OPTIMIZERS:
-        run_row(_target(optimizer), Row(name, 0, layout, 2), str(_folder(root, optimizer, name)), UPDATES, torch.float64, 0, 5)
-
-
-def _refer(root: str) -> None:
-    for optimizer in OPTIMIZERS:
-        data = [str(_folder(root, optimizer, "plain") / "rank0.pt")]
-        replay = Replay(_target(optimizer), Row("plain", 1), data, str(_folder(root, optimizer, "reference")), torch.float64, 0)
-        run_reference(replay)
+def _plain() -> dict[str, Curve]:
+    """By optimizer, on the global batches, which are those of any number of ranks."""
+    unit, curves = _Unit(optimizer="SGD", module=_model(), layout="none"), {}
+    ech.train(unit, _data(1), max_updates=UPDATES)
+    for kind in OPTIMIZERS:
+        module = _model()
+        unit.kind = kind
+        optimizer, _ = unit.configure_optimizers_and_lr_scheduler(module)
+        curves[kind] = plain_curve(module, unit.batches, _loss, optimizer, 0.3)
+    return curves
 
 
 @pytest.fixture(scope="module")
-def references(standing_ranks: StandingRanksBySize, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], str]:
-    """What plain PyTorch gives on the global batches, which are those of any number of ranks."""
-
-    @functools.cache
-    def made() -> str:
-        root = str(tmp_path_factory.mktemp("directions"))
-        standing_ranks(1, _run, "none", root, "plain")
-        standing_ranks(1, _refer, root)
-        return root
-
-    return made
+def plain(standing_ranks: StandingRanksBySize) -> Callable[[], dict[str, Curve]]:
+    return functools.cache(lambda: standing_ranks(1, _plain)[0])
 
 
 P = ech.Layout
@@ -115,13 +105,10 @@ FIRST = ("shards x pp",)  # the others are in `make test-all`
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in FIRST else pytest.mark.full) for way in WAYS])
-def test_twenty_updates_equal_one_process(standing_ranks: StandingRanksBySize, references: Callable[[], str], way: str) -> None:
+def test_twenty_updates_equal_one_process(
+    standing_ranks: StandingRanksBySize, plain: Callable[[], dict[str, Curve]], tmp_path: Path, way: str
+) -> None:
     ranks, layout = WAYS[way]
-    root = references()
-    standing_ranks(ranks, _run, layout, root, way, timeout_s=240)
-    for optimizer in OPTIMIZERS:
-        mine, right = _folder(root, optimizer, way), _folder(root, optimizer, "reference")
-        records = load_records([mine / f"rank{r}.pt" for r in range(ranks)])
-        verdict = compare(mine, right, records, torch.float64)
-        assert verdict.updates == UPDATES and verdict.first is None, f"{way}, {optimizer}: {verdict}"
-        assert max(verdict.loss, verdict.norm, verdict.parameter) < 1e-11, f"{way}, {optimizer}: {verdict}"
+    for norms in standing_ranks(ranks, _run, layout, str(tmp_path), timeout_s=240):
+        for kind, mine in zip(OPTIMIZERS, norms, strict=True):
+            check_curve(plain()[kind], tmp_path / kind, mine, 1e-11, 1e-11, f"{way}, {kind}")
