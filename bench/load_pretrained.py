@@ -52,7 +52,7 @@ def number(file: str, name: str) -> int:
 
 
 def straight(folder: str, layout: str) -> nn.Module:
-    with ech.on_meta(restores=True, on_device=True):
+    with ech.on_meta(on_device=True):
         module = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.from_pretrained(folder), dtype=torch.float32)
     unit = Tuned(module=module, layout=layout)
     ech.DistributedCheckpointSaver.restore(folder, unit)

@@ -41,7 +41,7 @@ def small_config(name: str, width: int) -> tf.PretrainedConfig:
 def build(folder: Path, width: int) -> torch.nn.Module:
     """The model; if there is a folder, without memory for its weights, which each rank then reads its own part of."""
     config = tf.AutoConfig.from_pretrained(folder) if folder.is_dir() else small_config(folder.name, width)
-    with ech.on_meta(restores=True, on_device=True) if folder.is_dir() else contextlib.nullcontext():
+    with ech.on_meta(on_device=True) if folder.is_dir() else contextlib.nullcontext():
         # float32, also of weights that are saved as bf16: small updates would be lost in them
         return tf.AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
 

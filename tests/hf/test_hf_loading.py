@@ -46,7 +46,7 @@ def _made(kind: str, seed: int = 0) -> Any:
 
 def _unit(make: Callable[[], nn.Module], layout: Any) -> Tuning:
     torch.manual_seed(7)  # other values than those in the files
-    with ech.on_meta(restores=True):
+    with ech.on_meta():
         module = make()
     return Tuning(module=module, layout=layout)
 

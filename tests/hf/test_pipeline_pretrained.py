@@ -61,7 +61,7 @@ def _built_again(made: Any) -> nn.Module:
 
 def _unit(make: Callable[[], nn.Module], layout: Any) -> Causal:
     torch.manual_seed(7)  # other values than those in the files
-    with ech.on_meta(restores=True):
+    with ech.on_meta():
         module = make()
     return Causal(module=module, layout=layout)
 

@@ -235,7 +235,7 @@ def read_weights(
     trust_pickle: bool = False,
     rename: Mapping[str, str] | None = None,
     lays: Lays | None = None,
-    leaves: Callable[[set[str], set[str]], None] = lambda left, kept: None,
+    keeps: Callable[[set[str]], None] = lambda kept: None,
 ) -> Report:
     """Fill a module's state, however it is sharded or cut into stages, from a file of another program. Collective.
 
@@ -243,7 +243,7 @@ def read_weights(
 
     Args:
         lays: says where the state's tensors lie in the files, if not under their own names.
-        leaves: is told the names that the files will give no value, and which of them nobody expects to, before anything is read.
+        keeps: is told the names that the files will give no value and are not expected to, before anything is read.
     Raises:
         CheckpointMismatchError: names or shapes differ, with a table.
     """
@@ -258,12 +258,11 @@ def read_weights(
     there = {id(v) for k, v in tensors_only.items() if k in saved.index}
     wanted = {k: v for k, v in tensors_only.items() if k in saved.index or id(v) not in there}
     wanted = {k: v for k, v in wanted.items() if k in saved.index or k.removeprefix("module.") not in layout.kept}
-    left = {k.removeprefix("module.") for k, v in tensors_only.items() if k not in saved.index and id(v) not in there}
     groups = [[f"module.{n}" for n in names] for names in getattr(module, "tied", list)()]
     lost = on_each(path, lambda: untied(groups, wanted, saved))
     report = compare(path, {"module": module}, {"module": {}}, wanted, saved, strict, lost=lost)
     values |= {n.removeprefix("module."): wanted[first] for n, first in lost.items()}
-    on_each(path, lambda: leaves(left, layout.kept))
+    on_each(path, lambda: keeps(layout.kept))
     tensors = {k: v for k, v in wanted.items() if k in saved.index and k not in lost}
     on_each(path, lambda: saved.read_into(tensors))
     on_each(path, lambda: module.load_state_dict(values))

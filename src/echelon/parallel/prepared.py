@@ -21,7 +21,6 @@ from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fixed_order import clip_in_order_
 from echelon.parallel.gradients.unreduced_params import Joined, average_, check_equal
 from echelon.parallel.guards.guard import Guard
-from echelon.parallel.meta.fill import fill_rest
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
 from echelon.parallel.over_ranks import knows_its_data
@@ -231,7 +230,6 @@ class Prepared(Generic[M]):
         """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
         Raises UsageError if these parameters, or those that the module has got since, are not the same on all ranks.
         """
-        fill_rest(self.module)
         self.others = others
         if groups := self.data_groups:
             check_equal(others, groups, "the optimizer has parameters outside the module")

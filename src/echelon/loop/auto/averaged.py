@@ -20,7 +20,6 @@ from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg
 from echelon.common.arguments import flags_of
 from echelon.common.errors import LoopError, require
 from echelon.common.numbers import number, whole
-from echelon.parallel.meta.fill import fill_rest
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import local
 
@@ -110,7 +109,6 @@ class AveragedWeights:
         self.n_averaged = self.passed = 0
         self.applied_now = False
         prepared.parameters_written()  # refuses here what could not be exchanged later
-        fill_rest(prepared.module)
         # Once: sharded parameters are found under their names only while they are not gathered.
         self._parameters = {f"parameters.{n}": p for n, p in prepared.named_parameters()}
         sources = self._sources()

@@ -24,7 +24,6 @@ from echelon.parallel.ddp.bypass import watch
 from echelon.parallel.fsdp.step_by_mesh import step_by_kind
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.guards.stale_params import name_before
-from echelon.parallel.meta.fill import fill_rest
 from echelon.parallel.shards import is_split
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree
@@ -217,7 +216,6 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
     prepared = [each for name, each in unit.prepared_modules().items() if name in modules]
     for each in prepared:
         each.reshard()
-        fill_rest(each.module)
     held = {name: parameters_of(optimizer) for name, optimizer in optimizers.items()}
     everywhere = {id(p) for parameters in held.values() for p in parameters}
     reached = {id(p) for p in _within(vars(unit).values())}

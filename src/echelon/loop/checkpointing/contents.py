@@ -25,7 +25,6 @@ from echelon.loop.records import monitored as numbers
 from echelon.loop.records.metrics import share_of
 from echelon.loop.records.monitored import Unknown
 from echelon.loop.unit import TrainUnit
-from echelon.parallel.meta.fill import fill_rest
 from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng
 
@@ -54,8 +53,6 @@ def take(
         more: what else each rank writes for itself.
     """
     metrics = unit.tracked_metrics()
-    for module in unit.tracked_modules().values():
-        fill_rest(module)
     check_ranks(unit)
     states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
     loader = state.train_state.dataloader if state.train_state is not None else None

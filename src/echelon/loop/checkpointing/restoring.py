@@ -33,7 +33,7 @@ from echelon.loop.checkpointing.trained import without_frozen
 from echelon.loop.older import accumulation_of
 from echelon.loop.records.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel.meta.fill import check_left, fill_rest
+from echelon.parallel.meta.materialize import check_kept
 from echelon.parallel.names import plain_name
 from echelon.parallel.shards import authors_classes
 from echelon.parallel.state.state import states_by_name
@@ -106,21 +106,14 @@ def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: R
                 f"{path} holds the weights of one module, and the unit has {len(modules)}: {', '.join(modules)}."
             )
         (module,) = modules.values()
-        expected = set[str]()
-
-        def leaves(left: set[str], kept: set[str]) -> None:
-            check_left(module.module, left)
-            expected.update(kept)
-
         report = foreign.read_weights(
             path,
             module.state(),
             strict=options.strict,
             rename=options.rename,
             lays=None if options.rename else lays_for(module.unwrapped, plain_name, authors_classes),
-            leaves=leaves,
+            keeps=lambda kept: check_kept(module.module, kept),
         )
-        fill_rest(module.module, expected)
         _log(report, path)
         return report
     try:
@@ -185,8 +178,6 @@ def _restore(
     _log(report, path)
     if not options.takes_weights_only:
         _load_own(path, own, unit, metrics=options.restore_metrics)
-    for module in unit.tracked_modules().values():
-        fill_rest(module)
     unit.restored()
     if options.restore_train_progress:
         unit.restored_from = str(absolute(path))

@@ -56,25 +56,24 @@ def on_meta(*, on_device: bool = False, restores: bool = False) -> Iterator[None
         on_device: draw no random numbers here, but parameter by parameter on each rank's device, where that takes moments. The
             values are others than those of a plain build (the same distributions), the same on any number of ranks of one kind of
             device; so are random numbers after the block.
-        restores: a restore follows, which gives the values: none is computed that it gives. Floating tensors are nan until then.
-            What it does not give is computed when it ends, when training begins, or in the first forward pass.
+        restores: of no effect. Say `on_device` where a restore follows and a plain build's values take long.
     Raises:
         UsageError: inside, a `from_pretrained` that builds on the meta device by itself; it loads the whole model.
     """
     flags(on_device=on_device, restores=restores)
-    with recording(on_device=on_device, restores=restores):
+    with recording(on_device=on_device):
         yield
 
 
 @contextlib.contextmanager
-def recording(*, on_device: bool = False, restores: bool = False) -> Iterator[None]:
+def recording(*, on_device: bool = False) -> Iterator[None]:
     """Context in which tensors are made on the meta device and what gives them values is written down. One lies in no other."""
     if _inside.now:
         yield
         return
     _inside.now = True
     try:
-        with Recording(Tape(on_device=on_device, restores=restores)), DEFAULT:
+        with Recording(Tape(on_device=on_device)), DEFAULT:
             yield
     finally:
         _inside.now = False

@@ -1,34 +1,24 @@
-"""The values of tensors without any, computed and put in place: each large one on one rank, or on the device; or left for later.
+"""The values of tensors without any, computed and put in place: each large one on one rank, or on the device.
 
 Computing a value takes as long as in a plain build. So large ones are divided over the ranks: each computes every so many-th and
 sends it to the others, which keep their parts of it. What `on_meta(on_device=True)` recorded each rank computes on its device.
-
-Of a model that is about to be restored (`on_meta(restores=True)`) nothing is computed. Its tensors are marked by a nan that no
-arithmetic gives, all bits set. What still has the mark when a restore has ended, when training begins, or in the first forward
-pass, is computed then: a checkpoint that is not there, fails or lacks a tensor leaves nothing without a value.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from echelon.common.errors import LayoutError, UsageError
-from echelon.parallel.meta.tape import Tape, Value
+from echelon.parallel.meta.tape import Value
 from echelon.parallel.shards import local
 from echelon.world import agree
 
-__all__ = ["Origin", "check_left", "fill", "fill_in", "fill_rest", "leave", "waits"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Origin", "fill", "fill_in"]
 
 # Smaller values are computed by every rank: sending one takes as long.
 SENT_BYTES = 1 << 20
@@ -113,77 +103,3 @@ def fill_in(target: torch.Tensor, value: torch.Tensor) -> None:
     # Each rank has the whole value and keeps its part: no communication.
     whole = DTensor.from_local(value.to(target.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     local(target).copy_(local(whole.redistribute(mesh, target.placements)))  # type: ignore[attr-defined]
-
-
-# --- a restore follows
-
-_waiting: WeakKeyDictionary[nn.Module, tuple[list[Origin], torch.device, RemovableHandle]] = WeakKeyDictionary()
-
-
-def waits(origin: Origin) -> bool:
-    """Whether it may be left for a restore: it can be marked."""
-    return origin.value.tape.restores and origin.value.dtype.is_floating_point
-
-
-@torch.no_grad()
-def leave(module: nn.Module, origins: list[Origin], targets: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Mark what a restore is to fill."""
-    if not origins:
-        return
-    for origin in origins:
-        _bits(targets[origin.names[0]]).fill_(-1)
-    before_forward = module.register_forward_pre_hook(torch.compiler.disable(lambda root, args: fill_rest(root)), prepend=True)
-    _waiting[module] = origins, device, before_forward
-
-
-def check_left(module: nn.Module, left: Collection[str]) -> None:
-    """
-    Args:
-        left: names of what a restore gives no value.
-    Raises:
-        UsageError: one of these is computed from a tensor that the restore does give a value, other than the one it had.
-    """
-    for part in list(module.modules()) if len(_waiting) else ():
-        origins = _waiting[part][0] if part in _waiting else []
-        rest = [origin for origin in origins if set(origin.names) & set(left)]
-        given: dict[tuple[Tape, int], str] = {}
-        for origin in origins if rest else ():
-            if origin not in rest:
-                given |= dict.fromkeys(origin.value.needs(), origin.names[0])
-        for origin in rest:
-            value = origin.value
-            source = next((given[each] for each in value.needs() - {(value.tape, value.storage)} if each in given), None)
-            if source is not None:
-                raise LayoutError(
-                    f"{origin.names[0]} is computed from the values of {source} when the model is built, and the file gives that "
-                    "one others afterwards. Build the model with its weights (from_pretrained), without on_meta."
-                )
-
-
-@torch.no_grad()
-def fill_rest(module: nn.Module, expected: Collection[str] = ()) -> None:
-    """Compute what still has no value in the module, or in one inside it. Per rank: what generators drew is agreed on before.
-
-    Args:
-        expected: names of which nothing need be said.
-    """
-    for part in list(module.modules()) if len(_waiting) else ():
-        if part not in _waiting:
-            continue
-        origins, device, before_forward = _waiting.pop(part)
-        before_forward.remove()
-        targets = {n: t for named in (part.named_parameters, part.named_buffers) for n, t in named(remove_duplicate=False)}
-        rest = [origin for origin in origins if bool((_bits(targets[origin.names[0]]) == -1).any())]
-        told = [origin.names[0] for origin in rest if not set(origin.names) & set(expected)]
-        if told and len(rest) < len(origins):
-            names = ", ".join(told[:3])
-            more = f" and {len(told) - 3} more" if len(told) > 3 else ""
-            logger.warning("not restored, so these have the values of their initialisation: %s%s", names, more)
-        fill(rest, targets, device, same_on_all=False)
-
-
-def _bits(tensor: Any) -> torch.Tensor:
-    """This rank's part, as whole numbers of the same size."""
-    part: torch.Tensor = local(tensor.detach())
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return part.view(kinds[part.element_size()])

@@ -13,7 +13,7 @@ parameter depends on; `fill` says which rank computes it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,16 +24,18 @@ from torch import nn
 from echelon.common.errors import LayoutError
 from echelon.parallel.meta.calls import is_meta, leaves, mapped
 from echelon.parallel.meta.deferred import recording
-from echelon.parallel.meta.fill import Origin, fill, fill_in, leave, waits
+from echelon.parallel.meta.fill import Origin, fill, fill_in
 from echelon.parallel.meta.tape import Value
 from echelon.world import agree
 
-__all__ = ["materialize", "on_meta_tensors", "remember"]
+__all__ = ["check_kept", "materialize", "on_meta_tensors", "remember"]
 
 logger = logging.getLogger(__name__)
 
 
 _remembered: WeakKeyDictionary[nn.Module, list[Origin]] = WeakKeyDictionary()
+# By name of a tensor, others from whose values its own were computed.
+_computed_from: WeakKeyDictionary[nn.Module, dict[str, set[str]]] = WeakKeyDictionary()
 
 
 def on_meta_tensors(module: nn.Module) -> bool:
@@ -103,20 +105,41 @@ def materialize(
     with torch.no_grad():
         for name, tensor in kept.items():
             fill_in(targets[name], tensor)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        # What other ranks have of the module counts as theirs do: values are sent in one order on all ranks.
-        away = {o.names[0] for o in origins if o.holder is None and o.names[0] not in targets}
-        later = [o for o in origins if (o.names[0] in parameters or o.names[0] in away) and waits(o)]
-        now = [origin for origin in origins if origin.holder is None and origin not in later]
-        fill(now, targets, device, same_on_all=same_on_all)
+        fill([origin for origin in origins if origin.holder is None], targets, device, same_on_all=same_on_all)
         for origin in origins:
             if origin.holder is not None:  # on the CPU, where a plain build leaves it
                 value = origin.computed()
                 _exchanged(origin.holder, lambda t, o=origin, v=value: v if Value.of(t) == o.value else t)  # type: ignore[misc]
-        leave(module, [o for o in later if o.names[0] in targets], targets, device)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(buffers or device)
+    _computed_from[module] = _sources(origins)
     return module
+
+
+def check_kept(module: nn.Module, kept: Collection[str]) -> None:
+    """Before weights of another program are read into a module.
+
+    Args:
+        kept: names to which they give no value, and are not expected to, as those of adapters.
+    Raises:
+        UsageError: one of these was computed from a tensor that will have other values, when the module was built without memory.
+    """
+    for part in module.modules():
+        for name, sources in _computed_from.get(part, {}).items():
+            if name in kept and (given := sources.difference(kept)):
+                raise LayoutError(
+                    f"{name} is computed from the values of {min(given)} when the model is built, and the file gives that "
+                    "one others afterwards. Build the model with its weights (from_pretrained), without on_meta."
+                )
+
+
+def _sources(origins: list[Origin]) -> dict[str, set[str]]:
+    named = {(o.value.tape, o.value.storage): o.names[0] for o in origins if o.holder is None}
+    found: dict[str, set[str]] = {}
+    for origin in origins:
+        if sources := {named[each] for each in origin.value.needs() if each in named} - {*origin.names}:
+            found |= dict.fromkeys(origin.names, sources)
+    return found
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

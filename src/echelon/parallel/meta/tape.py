@@ -104,11 +104,10 @@ class Tape:
         sources: tapes of earlier recordings, whose tensors were changed in this one.
         on_device: values may be computed on any device, from random numbers of their own.
         seed: of these.
-        restores: a restore is to give the values.
     """
 
-    def __init__(self, *, on_device: bool = False, restores: bool = False) -> None:
-        self.on_device, self.restores = on_device, restores
+    def __init__(self, *, on_device: bool = False) -> None:
+        self.on_device = on_device
         self.seed = int(torch.randint(2**62, ())) if on_device else 0
         self.calls: list[Call] = []
         self.writers: dict[int, list[int]] = {}

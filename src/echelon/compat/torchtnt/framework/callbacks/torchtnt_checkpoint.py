@@ -17,7 +17,6 @@ from echelon.compat.torchtnt.framework.callbacks.dcp_files import METADATA, Save
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.unit import TrainUnit, Unit
-from echelon.parallel.meta.fill import fill_rest
 from echelon.parallel.state.optimizer_state import OptimizerState
 from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng
@@ -61,8 +60,6 @@ def restore(path: Location, unit: Unit, loaders: Mapping[str, Any], options: Res
     for phase, loader in loaders.items():
         if loader is not None:
             _restore_loader(f"{phase}_dataloader", loader, rest)
-    for module in unit.tracked_modules().values():
-        fill_rest(module)
     if isinstance(unit, TrainUnit):
         rng.renew(unit.train_progress.num_steps_completed)
     unit.restored()
