@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, usual)
+    # As `echelon run` does for itself, starting anew for it.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
     # Until the tests are collected: the collector would search what stays again and again, a third of the time.
     gc.disable()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # else others run the tests

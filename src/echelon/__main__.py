@@ -2,7 +2,7 @@
 
 import sys
 
-from echelon.cli.main import main
+from echelon.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

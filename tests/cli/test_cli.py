@@ -920,6 +920,15 @@ def test_a_run_of_one_rank_imports_no_torch_that_the_script_does_not(started: St
     assert run.communicate(timeout=50)[0] == b"False\n"
 
 
+def test_sets_of_strings_have_one_order_in_every_start(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
+    script = started.script("print(list(set('abcdefghijklmnop')))")
+    for chosen in ({}, {"PYTHONHASHSEED": "random"}):
+        runs = [started.run("--ranks", "1", script, fresh=True, env=chosen) for _ in range(2)]
+        one, other = (run.communicate(timeout=50)[0] for run in runs)
+        assert one.endswith(b"]\n") and (one == other) is (not chosen)
+
+
 def test_every_verb_is_a_module_that_says_what_it_does() -> None:
     for verb in VERBS:
         module = importlib.import_module(f"echelon.cli.{verb}")

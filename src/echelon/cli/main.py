@@ -10,16 +10,20 @@ import sys
 from collections.abc import Sequence
 
 from echelon.cli.output import READER_GONE, flush_streams, open_streams, reader_has_gone
+from echelon.common.hash_seed import fix_hash_seed
 from echelon.common.traces import FULL_VARIABLE
 from echelon.contracts.run_dir import FULL_DISK
 
-__all__ = ["VERBS", "main", "root_parser"]
+__all__ = ["VERBS", "command", "main", "root_parser"]
 
 # A person's files are not as they should be: its name says more than a traceback.
 _OF_FILES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ESTALE)
 
 # What these have done is done, whether or not anybody read of it.
 _ACTS = ("run", "submit", "cancel", "dragon")
+
+# Ranks come out of these processes.
+_STARTS_RANKS = ("run", "prove", "dragon")
 
 # A verb is a module of this package with `add_arguments(parser)` and `execute(arguments) -> exit code`.
 VERBS = {
@@ -38,6 +42,13 @@ VERBS = {
     "ckpt": "list, verify, compare and export checkpoints",
     "completion": "print what makes a shell complete these commands and their options",
 }
+
+
+def command() -> int:
+    """`main` of a process of its own."""
+    if sys.argv[1:2] and sys.argv[1] in _STARTS_RANKS:
+        fix_hash_seed()
+    return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from echelon.common.errors import ClusterError, EchelonError
+from echelon.common.hash_seed import fix_hash_seed
 from echelon.common.terminal import say
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.launcher.cluster.conclude import conclude, refuse
@@ -190,5 +191,6 @@ def _has_address(host: str) -> bool:
 
 
 if __name__ == "__main__":
+    fix_hash_seed()
     forgive_output()
     sys.exit(main())

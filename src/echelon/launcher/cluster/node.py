@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from echelon.common.errors import ClusterError, EchelonError, LauncherEnvironmentError
+from echelon.common.hash_seed import fix_hash_seed
 from echelon.common.hostlist import expand_hostlist
 from echelon.common.numbers import count_in
 from echelon.common.terminal import say
@@ -137,5 +138,6 @@ def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None,
 
 
 if __name__ == "__main__":
+    fix_hash_seed()
     forgive_output()
     sys.exit(main())

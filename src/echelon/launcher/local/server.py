@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from echelon.common.errors import EchelonError
+from echelon.common.hash_seed import VARIABLE
 from echelon.common.terminal import flush
 from echelon.contracts.stopping import SIGNALS
 from echelon.launcher.workarounds import keep_finalizers
@@ -71,6 +72,7 @@ class ForkServer:
         code = f"from echelon.launcher.local.server import main; main({theirs.fileno()}, {list(preload)!r})"
         # One thread per library at import: libgomp reads this once, and forking a process with running threads is unsafe.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        env.setdefault(VARIABLE, "0")
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         # Without -P the first place on its path would be the folder it is started in, which may be anybody's.
         process = subprocess.Popen(
