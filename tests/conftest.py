@@ -30,7 +30,7 @@ import torch.distributed as dist
 from echelon.launcher.functions import run as function
 from echelon.launcher.functions.run import launch
 from echelon.launcher.local.server import ForkServer
-from tests.kit import forked
+from tests.kit import forked, refusals
 from tests.kit.standing import StandingRanksBySize
 
 TIMEOUT_S = 60.0
@@ -56,7 +56,13 @@ hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("untimed")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-golden", action="store_true", help="write tests/golden/messages.txt anew for the tests that run")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("write_golden") and not hasattr(config, "workerinput"):
+        refusals.collect()
     # Background jobs of a shell, and `nohup`, are born with these ignored, and so would be every process of the tests.
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -80,6 +86,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if server is not None:
         server.close()
     forked.close()
+    if config.getoption("write_golden") and not hasattr(config, "workerinput"):
+        refusals.write()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

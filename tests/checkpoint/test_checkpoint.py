@@ -19,9 +19,10 @@ from torch import nn
 
 import echelon as ech
 from echelon.checkpoint import commit
-from echelon.common.errors import CheckpointError, CheckpointNotFoundError, RanksDisagreeError, UsageError
+from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RanksDisagreeError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.refusals import refused
 from tests.kit.saving import DATA, make_loader, make_unit, resume, train_and_save, uninterrupted
 from tests.kit.units import EACH, Regression
 
@@ -71,9 +72,9 @@ def test_saves_count_updates_and_old_ones_go(ranks: Ranks, tmp_path: Path) -> No
 def _refuses_groups_of_some(folder: Path) -> str:
     some = dist.new_group([0])
     ech.DistributedCheckpointSaver(folder, process_group=dist.new_group())
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         ech.DistributedCheckpointSaver(folder, process_group=some)
-    return str(refused.value)
+    return str(caught.value)
 
 
 def test_a_saver_takes_a_group_of_all_ranks_alone(ranks: Ranks, tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_fewer_ranks_with_more_accumulation_go_on_with_the_same_updates(ranks: R
 
 def test_a_fresh_run_does_not_mix_with_an_older_one(tmp_path: Path) -> None:
     train_and_save(tmp_path, "none", 4)
-    with pytest.raises(CheckpointError, match="step-00000004 is ahead of this run, which is at update 0"):
+    with refused(CheckpointError):
         train_and_save(tmp_path, "none", 2)
 
 
@@ -221,7 +222,7 @@ def test_what_cannot_be_read_back_is_refused_when_it_is_saved(tmp_path: Path) ->
 
     unit = make_unit("none")
     unit.odd = Odd()  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError, match=r"the state of odd.path is a PosixPath"):
+    with refused(CheckpointError):
         ech.train(unit, make_loader(), max_updates=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
     assert commit.latest(tmp_path) is None
 
@@ -232,7 +233,7 @@ def test_a_flipped_bit_is_found_when_it_is_restored(tmp_path: Path) -> None:
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    with pytest.raises(CheckpointError, match=f"{victim.name}.*is not what was written"):
+    with refused(CheckpointCorruptError):
         ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, make_unit("none"))
 
 
@@ -311,7 +312,7 @@ def test_what_a_killed_save_left_is_swept_by_the_next(tmp_path: Path) -> None:
 
 def test_nothing_there_is_an_answer_of_its_own(tmp_path: Path) -> None:
     assert not ech.DistributedCheckpointSaver.restore_from_latest(tmp_path / "absent", make_unit("none"))
-    with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
+    with refused(CheckpointNotFoundError):
         ech.DistributedCheckpointSaver.restore(tmp_path, make_unit("none"))
 
 
@@ -382,7 +383,7 @@ def test_a_frozen_layer_is_saved_and_has_no_optimizer_state(tmp_path: Path) -> N
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
 @pytest.mark.parametrize("name", ["save_every_n_updates", "save_every_n_epochs", "keep_last_n_checkpoints"])
 def test_intervals_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"^{name} must be a whole number of at least 1, or None for .*, got {value!r}."):
+    with refused(UsageError):
         ech.DistributedCheckpointSaver(tmp_path, **{name: value})
 
 
@@ -391,9 +392,9 @@ def test_intervals_that_make_no_sense_are_refused(tmp_path: Path, name: str, val
     [("options", {"restart": True}, "a SaveOptions"), ("best_checkpoint_config", "loss", "a BestCheckpointConfig")],
 )
 def test_a_saver_names_what_it_wants(tmp_path: Path, name: str, value: Any, what: str) -> None:
-    with pytest.raises(UsageError, match=f"^{name} must be {what}, got {value!r}"):
+    with refused(UsageError):
         ech.DistributedCheckpointSaver(tmp_path, **{name: value})
-    with pytest.raises(UsageError, match=r"^keep_every_n_updates must be a whole number of at least 1"):
+    with refused(UsageError):
         ech.callbacks.SaveOptions(keep_every_n_updates=0)
 
 

@@ -26,12 +26,13 @@ from echelon.common.errors import (
     CheckpointError,
     CheckpointInUseError,
     CheckpointNotFoundError,
+    CheckpointOptionError,
     CheckpointUnreadableError,
     CheckpointWriteError,
-    UsageError,
 )
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, whole
+from tests.kit.refusals import refused
 from tests.kit.saving import HOLD, make_loader, make_unit, train_and_save, uninterrupted
 
 Saver = ech.DistributedCheckpointSaver
@@ -109,7 +110,7 @@ def test_a_damaged_newest_is_named_and_the_older_one_taken(two: Path, tmp_path: 
     with caplog.at_level(logging.WARNING):
         assert _restored(folder) == 2
     assert "tensors-00000.safetensors is not what was written" in caplog.text and "went on from" in caplog.text
-    with pytest.raises(CheckpointCorruptError, match=r"step-00000004.*tensors-00000"):
+    with refused(CheckpointCorruptError):
         _restored(folder, fall_back=False)
     # The run goes on from step 2 and saves step 4 again; the damaged one is kept for whoever wants to see it.
     unit = make_unit("none", seed=9)
@@ -129,7 +130,7 @@ def test_all_damaged_is_an_error_and_never_a_fresh_start(two: Path, tmp_path: Pa
     shutil.copytree(two, tmp_path / "c")
     (tmp_path / "c" / "step-00000004" / "manifest.json").unlink()
     (tmp_path / "c" / "step-00000002" / "index.json").unlink()
-    with pytest.raises(CheckpointCorruptError, match=r"every checkpoint in .* is corrupt.*manifest.json.*index.json is missing"):
+    with refused(CheckpointCorruptError):
         Saver.restore_from_latest(tmp_path / "c", make_unit("none"))
 
 
@@ -140,27 +141,28 @@ def test_a_newer_format_says_so(two: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(manifest, "FORMAT", 3)
     path.write_bytes(manifest.render({k: v for k, v in newer.items() if k not in ("format", "checksum")}))
     monkeypatch.setattr(manifest, "FORMAT", 2)
-    with pytest.raises(CheckpointError, match=r"has format 3, but this echelon reads formats up to 2. Update echelon"):
+    with refused(CheckpointError):
         _restored(tmp_path / "c")
 
 
 def test_absent_unreadable_and_corrupt_are_three_answers(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a refusal of the system: as root, modes refuse nothing."""
-    with pytest.raises(CheckpointNotFoundError, match="there is no such folder"):
+    with refused(CheckpointNotFoundError):
         Saver.restore(tmp_path / "step-00000001", make_unit("none"))
     real = os.open
 
     def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
-        if Path(path).name == refused:
+        if Path(path).name == unreadable:
             raise PermissionError(13, "Permission denied")
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    for refused in ("tensors-00000.safetensors", "manifest.json"):
-        with pytest.raises(CheckpointUnreadableError, match=rf"{refused} is there but cannot be read: Permission denied"):
+    for unreadable in ("tensors-00000.safetensors", "manifest.json"):
+        with refused(CheckpointUnreadableError) as caught:
             _restored(two)
+        assert unreadable in str(caught.value)
     monkeypatch.setattr(Path, "iterdir", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-    with pytest.raises(CheckpointUnreadableError, match="is there but cannot be read"):
+    with refused(CheckpointUnreadableError):
         Saver.restore_from_latest(two, make_unit("none"))
 
 
@@ -191,7 +193,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_takes_over_when_it_di
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
         (tmp_path / ".staged-step-00000009").mkdir()  # of the save that the first run is making
-        with pytest.raises(CheckpointInUseError, match=rf"another run: process {first.pid} of .* on .*, since"):
+        with refused(CheckpointInUseError):
             _train(tmp_path, 2)
         assert (tmp_path / ".staged-step-00000009").exists()
     finally:
@@ -224,7 +226,7 @@ def test_without_locks_the_text_of_the_lease_decides(tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointInUseError):
         Lease(tmp_path).acquire()
     left(host="elsewhere", seen=time.time())
-    with pytest.raises(CheckpointInUseError, match="on elsewhere"):
+    with refused(CheckpointInUseError):
         Lease(tmp_path).acquire()
     for dead in (
         {"pid": parent, "start": "1"},
@@ -249,7 +251,7 @@ def test_a_run_that_ends_leaves_no_lease_whatever_ended_it(tmp_path: Path) -> No
 
 def test_a_restart_sets_the_older_runs_checkpoints_aside(tmp_path: Path) -> None:
     train_and_save(tmp_path, "none", 4)
-    with pytest.raises(CheckpointError, match=r"SaveOptions\(restart=True\)"):
+    with refused(CheckpointError):
         _train(tmp_path, 2)
     _train(tmp_path, 2, options=ech.callbacks.SaveOptions(restart=True))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["replaced-step-00000004", "step-00000002"]
@@ -271,7 +273,7 @@ def test_which_checkpoints_go() -> None:
     # A metric that is not a number leaves as many as were asked for: the newest.
     assert Keep(3, best=config("loss")).doomed(steps, {}) == [1, 2]
     assert Keep(3, best=config("loss")).doomed(steps, {2: {"loss": 1.0}}) == [1, 3]
-    with pytest.raises(UsageError, match="'min' or 'max'"):
+    with refused(CheckpointOptionError):
         config("loss", "least")  # type: ignore[arg-type]
 
 
@@ -295,7 +297,7 @@ def test_nothing_is_removed_before_the_new_one_is_there(tmp_path: Path, monkeypa
     unit = make_unit("none")
     Saver.restore_from_latest(tmp_path, unit)
     monkeypatch.setattr(commit, "commit", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(CheckpointWriteError, match="No space left on device"):
+    with refused(CheckpointWriteError):
         _train(tmp_path, 4, unit, save_every_n_updates=1, keep_last_n_checkpoints=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
     commit.verify(tmp_path / "step-00000002")

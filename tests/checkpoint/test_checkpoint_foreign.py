@@ -44,6 +44,7 @@ from tests.kit.forged import (
     write,
 )
 from tests.kit.models import net
+from tests.kit.refusals import refused
 from tests.kit.saving import HOLD, make_loader, make_unit
 
 Saver = ech.DistributedCheckpointSaver
@@ -135,7 +136,7 @@ def test_the_text_of_a_lease_does_nothing_to_the_terminal(tmp_path: Path, monkey
     monkeypatch.setattr("fcntl.fcntl", _no_locks)
     theirs = {"host": EVIL, "boot": "", "pid": 1, "start": "1", "user": EVIL, "since": 0, "seen": time.time()}
     (tmp_path / ".lease").write_text(json.dumps(theirs))
-    with pytest.raises(CheckpointInUseError, match="process 1 of") as caught:
+    with refused(CheckpointInUseError) as caught:
         Lease(tmp_path).acquire()
     assert printable(str(caught.value)) == str(caught.value)
 
@@ -147,7 +148,7 @@ def test_a_lease_that_another_holds_under_two_names_is_not_taken(tmp_path: Path,
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
         (tmp_path / "copy").hardlink_to(tmp_path / ".lease")
-        with pytest.raises(CheckpointInUseError, match=f"process {first.pid} of"):
+        with refused(CheckpointInUseError):
             Lease(tmp_path).acquire()
     finally:
         first.kill()
@@ -182,7 +183,7 @@ def test_a_complete_run_in_a_read_only_folder_ends_well_and_another_is_refused(
         if steps == 4:
             ech.train(unit, loader, max_updates=steps, callbacks=[ech.callbacks.RollBack(saver := Saver(folder)), saver])
             continue
-        with pytest.raises(CheckpointWriteError, match="Read-only file system"):
+        with refused(CheckpointWriteError):
             ech.train(unit, loader, max_updates=steps, callbacks=[Saver(folder)])
     assert sorted(p.name for p in folder.rglob("*")) == before
 
@@ -203,7 +204,7 @@ def test_small_files_replace_links_and_new_ones_never_follow_them(tmp_path: Path
 def test_what_a_rank_says_it_has_written_is_read_strictly(tmp_path: Path) -> None:
     for text in ("[]", '{"../x": {"size": 1, "crc32": ["00000000"]}}', '{"x": 1}', "[" * 2000, '{"x": {}, "x": {}}'):
         (tmp_path / "done").write_text(text)
-        with pytest.raises(CheckpointCorruptError, match="done"):
+        with refused(CheckpointCorruptError):
             _done(tmp_path / "done")
 
 
@@ -297,18 +298,18 @@ def test_a_foreign_header_is_read_as_strictly_as_its_own_library_does(tmp_path: 
     path = tmp_path / "model.safetensors"
     for what, head in HEADERS.items():
         write(path, head, bytes(16))
-        with pytest.raises(CheckpointCorruptError, match="is not a tensor file"):
+        with refused(CheckpointCorruptError):
             Saver.restore(path, make_unit("none"))
         if what not in ("twice", "deep"):
             with pytest.raises((SafetensorError, ValueError, OverflowError)):
                 load_file(path)
     path.unlink()
     sparse(path)  # zeros: a header of no bytes
-    with pytest.raises(CheckpointCorruptError, match="it is not JSON"):
+    with refused(CheckpointCorruptError):
         Saver.restore(path, make_unit("none"))
     with open(path, "r+b") as file:
         file.write(struct.pack("<Q", 1 << 39))
-    with pytest.raises(CheckpointCorruptError, match=r"its header must be at most .*, got 549755813888"):
+    with refused(CheckpointCorruptError):
         Saver.restore(path, make_unit("none"))
 
 
@@ -316,7 +317,7 @@ def test_foreign_indexes_and_torch_files_that_say_too_much_are_refused(tmp_path:
     (tmp_path / "i").mkdir()
     for text in ('{"weight_map": {"a": "../x.safetensors"}}', '{"weight_map": {"a": 3}}', "[" * 9999, '{"weight_map": []}', "{}"):
         (tmp_path / "i" / "model.safetensors.index.json").write_text(text)
-        with pytest.raises(CheckpointCorruptError, match="is not a safetensors index"):
+        with refused(CheckpointCorruptError):
             Saver.restore(tmp_path / "i", make_unit("none"))
     tall = torch.zeros(1).expand(1 << 40)
     sparse, meta = torch.eye(2).to_sparse(), torch.empty(2, device="meta")
@@ -353,7 +354,7 @@ def test_a_state_is_refused_when_it_is_saved_and_not_when_it_is_read(tmp_path: P
     for bad in (DEEP, itself, torch.eye(2).to_sparse()):
         unit = make_unit("none")
         unit.held = Holds(bad)
-        with pytest.raises(CheckpointError, match=r"too deep|is not saved"):
+        with refused(CheckpointError):
             ech.train(unit, make_loader(), max_updates=1, callbacks=[Saver(tmp_path)])
     unit, nested = make_unit("none"), functools.reduce(lambda inner, _: ({1: inner},), range(36), 0)
     unit.held, unit.config = Holds(nested), {"deep": DEEP, "long": "x" * 2_000_000, "kept": 1}
@@ -394,5 +395,5 @@ def test_a_fused_optimizer_never_gets_a_state_of_another_shape(tmp_path: Path) -
 
     forge(checkpoint, TENSORS, lambda head: head[name].update(shape=[shape[0] * shape[1]]))
     forge(checkpoint, "index.json", flat)
-    with pytest.raises(CheckpointMismatchError, match="a fused optimizer wants"):
+    with refused(CheckpointMismatchError):
         Saver.restore(checkpoint, unit())

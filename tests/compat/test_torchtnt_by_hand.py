@@ -41,6 +41,8 @@ from echelon.compat.torchtnt.utils.prepare_module import (
 )
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.timer import Timer
+from echelon.errors import UsageError
+from tests.kit.refusals import refused
 
 CPU = torch.device("cpu")
 BATCH = (torch.ones(4, 2), torch.tensor([0, 1, 1, 0]))
@@ -136,7 +138,7 @@ def test_a_backend_that_torch_has_not() -> None:
         lambda: prepare_module(nn.Linear(1, 1), CPU, torch_compile_params=params),
         lambda: apply_torch_compile(nn.Linear(1, 1), params),
     ):
-        with pytest.raises(RuntimeError, match="Invalid backend: 'none such'"):
+        with refused(UsageError):
             use()
 
 
@@ -273,7 +275,7 @@ def test_a_scale_and_parallel_losses() -> None:
     scaler = Classifier(precision="fp16", grad_scaler_params=GradScalerParams(init_scale=4.0, growth_interval=7)).grad_scaler
     assert scaler is not None and scaler.get_growth_interval() == 7 and scaler.state_dict().get("scale", 4.0) == 4.0
     for options in ({}, {"strategy": "noop"}):
-        with pytest.raises(ValueError, match="enable_loss_parallel is only supported with TPStrategy"):
+        with refused(UsageError):
             Classifier(enable_loss_parallel=True, **options)
 
 
@@ -327,19 +329,19 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "2")
     if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="Device type is specified to cuda but got cpu from env"):
+        with refused(UsageError):
             monkeypatch.delenv("LOCAL_RANK")
             env.init_from_env(device_type="cuda")
         monkeypatch.setenv("LOCAL_RANK", "2")
     with (
         patch("torch.cuda.is_available", return_value=True),
         patch("torch.cuda.device_count", return_value=2),
-        pytest.raises(RuntimeError, match="The local rank is larger than the number of available GPUs"),
+        refused(UsageError),
     ):
         device.get_device_from_env()
     with patch("shutil.which", return_value=None), pytest.raises(FileNotFoundError, match="nvidia-smi: command not found"):
         device.get_nvidia_smi_gpu_stats(torch.device("cuda:0"))
-    with pytest.raises(TypeError, match="Invalid value for `coherence_mode` provided"):
+    with refused(UsageError):
         distributed.sync_bool(True, coherence_mode="foo")  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import CheckpointCorruptError, CheckpointError
+from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, UsageError
 from echelon.compat.torchtnt.framework import EvalUnit, PredictUnit, TrainUnit, evaluate, fit, predict, train
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
@@ -27,6 +27,7 @@ from echelon.compat.torchtnt.utils import checkpoint
 from echelon.compat.torchtnt.utils.checkpoint import BestCheckpointConfig, CheckpointManager, CheckpointPath, MetricData, Phase
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, whole
+from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
 DATA = [torch.randn(2, 2) for _ in range(5)]
@@ -216,9 +217,9 @@ def test_wrong_options_are_refused_in_torchtnts_words(tmp_path: Path, monkeypatc
     for what in ("train_steps", "epochs", "eval_epochs", "eval_steps", "predict_steps"):
         with pytest.raises(ValueError, match=steps.format(what, -2)):
             Saver(tmp_path, **{f"save_every_n_{what}": -2})
-    with pytest.raises(ValueError, match=r"passed for keep_last_n_checkpoints\. .* positive number, but received 0"):
+    with refused(UsageError):
         Saver(tmp_path, keep_last_n_checkpoints=0)
-    with pytest.raises(ValueError, match=r"best_checkpoint_config.mode\. Expected to receive 'min' or 'max', but received foo"):
+    with refused(UsageError):
         Saver(tmp_path, best_checkpoint_config=BestCheckpointConfig("loss", "foo"))  # type: ignore[arg-type]
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="distributed environment without default process group initialized"):
@@ -281,10 +282,10 @@ def test_paths_are_parsed_and_compared() -> None:
         "foo/epoch_1_step_2_l=",
         "foo/epoch_1_step_2/x",
     ):
-        with pytest.raises(ValueError, match=f"^Attempted to parse malformed checkpoint path: {odd}.$"):
+        with refused(UsageError):
             CheckpointPath.from_str(odd)
-    for value, kind in ((float("nan"), "NaN"), (float("inf"), "inf")):
-        with pytest.raises(ValueError, match=f"Value of monitored metric 'l' can't be {kind} in CheckpointPath."):
+    for value in (float("nan"), float("inf")):
+        with refused(UsageError):
             CheckpointPath("a", 0, 1, MetricData("l", value))
     oldest_first = [
         "epoch_0_train_step_9",
@@ -309,7 +310,7 @@ def test_paths_are_compared_by_their_metric() -> None:
     assert low.more_optimal_than(high, "min") and high.more_optimal_than(low, "max") and not low.more_optimal_than(low, "min")
     assert low.more_optimal_than(newer, "min") and not newer.more_optimal_than(high, "min")
     assert newer.more_optimal_than(older, "min") and not older.more_optimal_than(newer, "max")
-    with pytest.raises(AssertionError, match="compare optimality of checkpoints tracking different metrics"):
+    with refused(UsageError):
         low.more_optimal_than(CheckpointPath("a", 0, 1, MetricData("k", 0.0)), "min")
 
 
@@ -327,9 +328,9 @@ def test_managers_keep_the_best(tmp_path: Path) -> None:
                 assert [p.metric_data.value for p in manager._ckpt_paths if p.metric_data] == kept
         assert [p.metric_data.value for p in manager._ckpt_paths if p.metric_data] == then
         assert _names(folder) == {Path(p.path).name for p in manager._ckpt_paths}
-    with pytest.raises(AssertionError, match="but best checkpoint config is for 'l'"):
+    with refused(UsageError):
         manager.generate_checkpoint_path(0, 1, MetricData("k", 1.0))
-    with pytest.raises(AssertionError, match="best checkpoint config is not set"):
+    with refused(UsageError):
         CheckpointManager(str(tmp_path)).generate_checkpoint_path(0, 1, MetricData("k", 1.0))
 
 
@@ -352,7 +353,7 @@ def test_managers_prune_what_is_there(tmp_path: Path, caplog: pytest.LogCaptureF
 
 def test_a_run_from_the_beginning_does_not_mix_with_another(tmp_path: Path) -> None:
     _train(Unit(), DistributedCheckpointSaver(tmp_path))
-    with pytest.raises(CheckpointError, match=r"epoch_2_train_step_10 is ahead of this run, which is at step 0"):
+    with refused(CheckpointError):
         _train(Unit(), DistributedCheckpointSaver(tmp_path))
     unit = Unit()
     assert DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
@@ -369,7 +370,7 @@ def test_a_run_whose_steps_are_larger_now_goes_on_elsewhere(tmp_path: Path) -> N
     train(unit, data, max_steps=6, callbacks=[DistributedCheckpointSaver(tmp_path)])
     unit = Regression(accumulate=1, module=nn.Linear(4, 2))
     assert DistributedCheckpointSaver.restore_from_latest(tmp_path, unit) and unit.train_progress.num_steps_completed == 3
-    with pytest.raises(CheckpointError, match=r"epoch_0_train_step_6 is ahead of this run, which is at step 3"):
+    with refused(CheckpointError):
         train(unit, data, max_steps=4, callbacks=[DistributedCheckpointSaver(tmp_path)])
 
 
@@ -452,7 +453,7 @@ def test_parts_of_a_checkpoint_of_torchtnt(tmp_path: Path) -> None:
     DistributedCheckpointSaver.restore(path, unit, restore_options=RestoreOptions(restore_modules=False))
     assert largest_difference(whole(unit.module), whole(first.module)) > 0 and unit.train_progress.num_steps_completed == 3
     wrong = Regression(module=nn.Linear(4, 2), optimizer="Adam")
-    with pytest.raises(CheckpointError, match=r"does not fit this model|parameters here"):
+    with refused(CheckpointMismatchError):
         DistributedCheckpointSaver.restore(path, wrong)
 
 
@@ -533,7 +534,7 @@ def test_names_that_are_not_here_can_be_imported() -> None:
 
     assert not isinstance(nn.Linear(1, 1), Pipe)
     for use in (lambda: Pipe(nn.Linear(1, 1)), lambda: Pipe.balance, lambda: type("Mine", (), {})() and _subclass(Pipe)):
-        with pytest.raises(UsageError, match=r"Pipe is not part of echelon\.compat\. Instead: "):
+        with refused(UsageError):
             use()
 
 

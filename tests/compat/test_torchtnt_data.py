@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import echelon as ech
-from echelon.common.errors import RanksDisagreeError, UsageError
+from echelon.common.errors import LoaderError, LoopError, RanksDisagreeError, UsageError
 from echelon.compat.torchtnt.utils.data import (
     AbstractRandomDataset,
     CudaDataPrefetcher,
@@ -38,6 +38,7 @@ from echelon.compat.torchtnt.utils.data.synthetic_data import generate_random_sq
 from echelon.data.parts import Padding
 from tests.conftest import Ranks
 from tests.kit import models
+from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
 ALL = StoppingMechanism.ALL_DATASETS_EXHAUSTED
@@ -78,7 +79,7 @@ def test_wrapping_around_never_ends() -> None:
     many = list(itertools.islice(MultiDataLoader(LETTERS, RandomizedBatchSampler(None, WRAP)), 60))
     assert len(many) == 60 and {name for batch in many for name in batch} == set(LETTERS)
     for strategy in (RoundRobin(WRAP), AllDatasetBatches("WRAP_AROUND_UNTIL_KILLED")):  # type: ignore[arg-type]
-        with pytest.raises(NotImplementedError, match="WRAP_AROUND_UNTIL_KILLED is not implemented for"):
+        with refused(UsageError):
             iter(MultiDataLoader(LETTERS, strategy))
 
 
@@ -207,7 +208,7 @@ def test_making_a_loader_reads_nothing() -> None:
     loader = MultiDataLoader({"a": stream()}, InOrder())
     assert used == []
     assert [batch["a"] for batch in loader] == [0, 1, 2]
-    with pytest.raises(UsageError, match="loader 'a' contains no data"):
+    with refused(LoaderError):
         list(loader)
 
 
@@ -218,20 +219,20 @@ def test_empty_loaders(nothing: Any, caplog: pytest.LogCaptureFixture) -> None:
             return iter(())
 
     empty: Any = Unsized() if nothing == "unsized" else nothing
-    with pytest.raises(UsageError, match="'e' contains no data"):
+    with refused(LoaderError):
         list(MultiDataLoader({"e": empty, "a": ["a0", "a1"]}, RoundRobin()))
     for strategy in (RoundRobin(SMALLEST), AllDatasetBatches(RESTART), InOrder(["e", "a", "e"]), RandomizedBatchSampler()):
         left = MultiDataLoader({"e": empty, "a": ["a0", "a1"]}, strategy, ignore_empty_data=True)
         assert _text(left) == "a0 a1", strategy
     assert "'e' contains no data and is left out" in caplog.text
-    with pytest.raises(UsageError, match=r"at least one loader, .*, got \[\]"):
+    with refused(LoaderError):
         MultiDataLoader({}, RoundRobin())
 
 
 @pytest.mark.parametrize("may_be_empty", [True, False])
 def test_what_can_be_read_once_only_cannot_be_restarted(may_be_empty: bool) -> None:
     loaders = {"a": iter(["a0"]), "b": ["b0", "b1", "b2"]}
-    with pytest.raises(UsageError, match="'a' contains no data a second time"):
+    with refused(LoaderError):
         list(MultiDataLoader(loaders, RoundRobin(RESTART), ignore_empty_data=may_be_empty))
 
 
@@ -346,13 +347,13 @@ def test_a_state_of_other_loaders_is_refused(caplog: pytest.LogCaptureFixture) -
     next(iter(old))
     new = MultiDataLoader({"a": ["a0"], "d": ["d0"]}, RoundRobin())
     new.load_state_dict(old.state_dict())
-    with pytest.raises(UsageError, match=r"those of the saved run, \['a', 'b', 'c'\], got \['a', 'd'\]"):
+    with refused(LoaderError):
         iter(new)
-    with pytest.raises(UsageError, match="must be that of a MultiDataLoader"):
+    with refused(LoaderError):
         new.load_state_dict({"position": 3})
     shorter = MultiDataLoader({"a": [], "b": ["b0"], "c": []}, RoundRobin(), ignore_empty_data=True)
     shorter.load_state_dict(old.state_dict())
-    with pytest.raises(UsageError, match="'a' must resume after 1 batches, but has only 0"):
+    with refused(LoaderError):
         list(shorter)
 
 
@@ -387,7 +388,7 @@ def test_padding_stays_padding() -> None:
     batches = list(MultiDataLoader({"a": short(), "b": short()}, RoundRobin()))
     assert [isinstance(batch, Padding) for batch in batches] == [False, False, True, True]
     assert set(batches[2].batch) == {"a"}
-    with pytest.raises(UsageError, match="tail='drop'"):
+    with refused(LoaderError):
         list(MultiDataLoader({"a": short(), "b": range(2)}, AllDatasetBatches()))
 
 
@@ -434,7 +435,7 @@ def test_the_loop_places_and_checks_the_loaders_within() -> None:
     ech.train(unit, MultiDataLoader({"a": ech.Loader(list(range(8)), 4, shuffle=False)}, InOrder()), max_epochs=1)
     assert unit.seen == ["a:[2, 3]", "a:[6, 7]"]
     uneven = MultiDataLoader({"a": ech.Loader(list(range(5)), 4, options=ech.data.LoaderOptions(dp=(0, 2)))}, InOrder())
-    with pytest.raises(UsageError, match="only AutoUnit weighs shares"):
+    with refused(LoopError):
         ech.train(Sees(), uneven, max_epochs=1)
 
 
@@ -536,9 +537,9 @@ def test_random_datasets() -> None:
 
 
 def test_the_prefetcher_is_for_gpus() -> None:
-    with pytest.raises(UsageError, match="expects a CUDA device, but got device type cpu"):
+    with refused(LoaderError):
         CudaDataPrefetcher([], torch.device("cpu"))
-    with pytest.raises(UsageError, match=r"`num_prefetch_batches` must be greater than 0. Got 0."):
+    with refused(LoaderError):
         CudaDataPrefetcher([], torch.device("cuda"), 0)
 
 

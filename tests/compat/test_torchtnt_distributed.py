@@ -28,6 +28,7 @@ from echelon.compat.torchtnt.utils.distributed import PGWrapper, rank_zero_read_
 from echelon.launcher.functions.run import launch
 from echelon.parallel.ddp.sync_batchnorm import LocalBatchNorm, sync_batchnorm
 from tests.conftest import Ranks
+from tests.kit.refusals import refused
 
 
 def test_the_package_gives_what_its_modules_have() -> None:
@@ -51,7 +52,7 @@ def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     assert distributed.rank_zero_fn(lambda x, *, y: x + y)(2, y=3) == 5
     monkeypatch.setenv("LOCAL_RANK", "first")
-    with pytest.raises(UsageError, match="LOCAL_RANK='first'"):
+    with refused(UsageError):
         distributed.get_local_rank()
     assert distributed.get_process_group_backend_from_device(torch.device("cuda:1")) == "nccl"
     assert distributed.get_process_group_backend_from_device(torch.device("cpu")) == "gloo"
@@ -85,7 +86,7 @@ def test_without_a_group_a_process_speaks_to_itself() -> None:
     alone.all_gather_object(gathered, "y")
     alone.scatter_object_list(scattered, ["z"])
     assert (listed, gathered, scattered) == (["x"], ["y"], ["z"])
-    with pytest.raises(UsageError, match=r"The length of input_list 2 .* world size \(1\)"):
+    with refused(UsageError):
         alone.scatter_object_list(scattered, ["a", "b"])
     distributed.barrier()
     distributed.destroy_process_group()
@@ -98,7 +99,7 @@ def test_without_a_group_a_process_speaks_to_itself() -> None:
         assert group is None
     assert rank_zero_read_and_broadcast(lambda x: x + 1)(1) == 2
     for mode in ("some", 1.5, True):
-        with pytest.raises(UsageError, match="coherence_mode"):
+        with refused(UsageError):
             sync_bool(True, coherence_mode=mode)  # type: ignore[arg-type]
 
 
@@ -274,10 +275,10 @@ def test_the_ways_of_meeting_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         distributed.destroy_process_group()
         assert not dist.is_initialized()
     assert distributed.get_tcp_init_method(world_size=2, rank=1, hostname="::1", port=5) == "tcp://[::1]:5?world_size=2&rank=1"
-    with pytest.raises(UsageError, match="'env', 'tcp' or 'file'"):
+    with refused(UsageError):
         env.init_from_env(dist_init_method_type="mpi")  # type: ignore[arg-type]
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(LauncherEnvironmentError, match="WORLD_SIZE"):
+    with refused(LauncherEnvironmentError):
         env.init_from_env()
 
 
@@ -343,13 +344,13 @@ def test_a_stream_is_told_of_data_however_deep() -> None:
 def test_statistics_of_the_machine_and_precision() -> None:
     stats = device.collect_system_stats(torch.device("cpu"))
     assert set(stats) == set(device.CPUStats.__annotations__) and stats["worker_rss"] > 0
-    with pytest.raises(UsageError, match="cpu is no GPU"):
+    with refused(UsageError):
         device.get_nvidia_smi_gpu_stats(torch.device("cpu"))
     before = torch.get_float32_matmul_precision()
     device.set_float32_precision("high")
     assert torch.cuda.is_available() or torch.get_float32_matmul_precision() == before
     torch.set_float32_matmul_precision(before)
-    with pytest.raises(UsageError, match="'exact'"):
+    with refused(UsageError):
         device.set_float32_precision("exact")
 
 
@@ -367,7 +368,7 @@ def test_seed(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.get_deterministic_debug_mode() == level
             assert (cudnn.deterministic, cudnn.benchmark) == (level > 0, level == 0)
         assert torch.equal(first, torch.rand(2)) and os.environ["PYTHONHASHSEED"] == "5"
-        with pytest.raises(ValueError, match="Invalid seed value provided: -1"):
+        with refused(UsageError):
             env.seed(-1)
     finally:
         torch.set_deterministic_debug_mode(before[0])

@@ -51,7 +51,9 @@ from echelon.compat.torchtnt.utils.loggers import MetricLogger
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.swa import AveragedModel
 from echelon.compat.torchtnt.utils.timer import Timer
+from echelon.errors import DataError, LoopError, UnitError, UsageError
 from tests.conftest import Ranks
+from tests.kit.refusals import refused
 
 CPU = torch.device("cpu")
 
@@ -160,8 +162,8 @@ def test_what_is_no_unit_of_both_kinds_is_refused_by_fit() -> None:
     class Trains(TrainUnit[int]):
         def train_step(self, state: State, data: int) -> None: ...
 
-    for unit, kind in ((Trains(), "EvalUnit"), (object(), "TrainUnit")):
-        with pytest.raises(TypeError, match=f"Expected unit to implement {kind} interface"):
+    for unit in (Trains(), object()):
+        with refused(UnitError):
             fit(unit, [1], [1], max_epochs=1)
 
 
@@ -216,7 +218,7 @@ def test_intervals_of_evaluation_are_read_and_changed_in_the_evaluations_state()
             assert state.eval_state is not None
             read.append((state.eval_state.evaluate_every_n_epochs, state.eval_state.evaluate_every_n_steps))
             state.eval_state.evaluate_every_n_epochs = 1
-            with pytest.raises(ValueError, match="evaluate_every_n_steps"):
+            with refused(LoopError):
                 state.eval_state.evaluate_every_n_steps = -1
 
         def on_eval_end(self, state: State, unit: Any) -> None:
@@ -345,9 +347,9 @@ def test_words_of_wrong_arguments() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             make()
-    with pytest.raises(RuntimeError, match="Unit does not have attribute 'nothing', unable to read monitored attribute"):
+    with refused(UsageError):
         EarlyStopping("nothing", EarlyStopChecker("min", 1), interval="step").on_train_step_end(_state(), _unit(1))
-    with pytest.raises(TypeError, match="foo"):
+    with refused(UsageError):
         Lambda(foo=print)
 
 
@@ -356,7 +358,7 @@ def test_empty_epochs_are_warned_of_and_counted_for_each_phase(caplog: pytest.Lo
     fit(Plain(), [1], [], max_epochs=2, callbacks=[detector])
     assert "Empty eval epoch detected! Epoch 1 completed 0 steps. Consecutive empty eval epochs: 1" in caplog.text
     assert "Detected 2 consecutive empty eval epochs, which exceeds the threshold of 2" in caplog.text
-    with pytest.raises(RuntimeError, match="Detected 1 consecutive empty train epochs, which exceeds the threshold of 1"):
+    with refused(DataError):
         train(Plain(), [], max_epochs=1, callbacks=[EmptyDataloaderDetectorCallback(1)])
 
 
@@ -453,7 +455,7 @@ def test_attributes_are_plain_values() -> None:
     assert AutoPredictUnit(module=_module(), device=CPU, precision="fp32").precision is None
     still = Auto(module=_module(), device=CPU, training=False)
     assert still.optimizer is still.lr_scheduler is still.swa_model is still.swa_scheduler is None and not still.configured
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps must be > 0\. Got 0"):
+    with refused(UsageError):
         Auto(module=_module(), device=CPU, gradient_accumulation_steps=0)
 
 

@@ -39,6 +39,7 @@ from echelon.compat.torchtnt.utils.oom import (
 )
 from echelon.compat.torchtnt.utils.tqdm import close_progress_bar, create_progress_bar, update_progress_bar
 from echelon.compat.torchtnt.utils.version import get_python_version, get_torch_version, is_torch_version_geq, is_windows
+from tests.kit.refusals import refused
 
 # --- memory
 
@@ -261,7 +262,7 @@ def test_nan_is_found_where_it_comes_up() -> None:
     register_nan_hooks_on_whole_graph([out])()
     out.backward()
     assert x.grad is not None and x.grad.isnan().all()
-    with pytest.raises(UsageError, match="output 1 requires no gradient"):
+    with refused(UsageError):
         register_nan_hooks_on_whole_graph([x, torch.ones(1)])
 
 
@@ -307,11 +308,11 @@ def test_weights_and_statistics_are_copied_to_a_twin() -> None:
 
     before = [p.clone() for p in target.parameters()]
     for other in (nn.Linear(2, 3), _with_norms(width=1)):  # TorchTNT copies what there is, and one value to many
-        with pytest.raises(UsageError, match="differ"):
+        with refused(UsageError):
             transfer_weights(other, target)
     assert all(map(torch.equal, before, target.parameters()))
     for other in (nn.Linear(2, 3), _with_norms(track=False), _with_norms(width=1)):
-        with pytest.raises(UsageError, match=r"differ|must have same number of batch norm layers"):
+        with refused(UsageError):
             transfer_batch_norm_stats(other, target)
 
 
@@ -414,5 +415,5 @@ def test_an_interval_ends_after_an_exception_too(handler: Collects, caplog: pyte
 def test_what_is_no_handler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [SimpleNamespace(value="x:make", load=lambda: dict)])
     event_handlers.get_event_handlers.cache_clear()
-    with pytest.raises(UsageError, match="The factory function for x:make did not return a EventHandler object"):
+    with refused(UsageError):
         log_event(Event("any"))

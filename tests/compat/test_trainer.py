@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import echelon as ech
-from echelon.common.errors import RankFailedError, UsageError
+from echelon.common.errors import LoaderError, LoopError, RankFailedError, TrainerError, UsageError
 from echelon.compat.lightning import Trainer
 from echelon.compat.trainer.rank import shared
 from echelon.compat.trainer.rebuild import BUILT
@@ -25,6 +25,7 @@ from echelon.data.torch_loader import as_loader
 from echelon.loop.auto.unit_options import AutoOptions
 from tests.conftest import clean_environment
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
+from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -129,7 +130,7 @@ def test_a_plain_dataloader_has_its_batch_size_on_each_rank() -> None:
 def test_a_sampler_that_draws_a_part_is_refused() -> None:
     """Every sample would be trained on."""
     part = DataLoader(data(), 2, sampler=RandomSampler(data(), num_samples=4))
-    with pytest.raises(UsageError, match=f"RandomSampler must draw every sample, got 4 of {ROWS}"):
+    with refused(LoaderError):
         as_loader(part, 2, 1, "")
 
 
@@ -137,7 +138,7 @@ def test_a_sampler_that_draws_a_part_is_refused() -> None:
     "case", [DataLoader(data(), sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)), DataLoader(range(4), None)]
 )
 def test_a_dataloader_that_cannot_be_divided_is_refused(case: Any) -> None:
-    with pytest.raises(UsageError, match=r"cannot be divided between 2 ranks.*echelon\.Loader"):
+    with refused(LoaderError):
         shared(case, 2, 1)
 
 
@@ -324,7 +325,7 @@ def test_a_checkpoint_is_evaluated_by_name(tmp_path: Path) -> None:
         unit = Regression()
         assert trainer.validate(unit, loader(), ckpt_path=where) == want
         assert largest_difference(whole(unit.module), whole(trained.module)) == 0
-    with pytest.raises(UsageError, match="there is no checkpoint in"):
+    with refused(TrainerError):
         Trainer(default_root_dir=tmp_path / "other").test(Regression(), loader(), ckpt_path="last")
 
 
@@ -449,9 +450,9 @@ def test_what_the_core_trainer_does_not_know_is_not_left_unread(arguments: dict[
 
 
 def test_gpus_by_number_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"a number of ranks on the CPU, got \[0, 1\]. Give 2"):
+    with refused(TrainerError):
         ech.Trainer(devices=[0, 1], accelerator="cpu", max_epochs=1)
-    with pytest.raises(UsageError, match=r"among the 0 GPUs that are visible here, got \[0, 1\]. Give a number of ranks"):
+    with refused(TrainerError):
         ech.Trainer(devices=[0, 1], max_epochs=1).fit(Regression(), loader())
     started: list[dict[str, str]] = []
 
@@ -468,7 +469,7 @@ def test_gpus_by_number_are_those_that_are_visible(monkeypatch: pytest.MonkeyPat
 
 
 def test_several_nodes_need_a_launcher_and_it_says_which() -> None:
-    with pytest.raises(UsageError, match=r"num_nodes=2.*echelon submit.*torchrun"):
+    with refused(TrainerError):
         Trainer(devices=2, num_nodes=2, max_epochs=1).fit(Regression(), loader())
 
 
@@ -489,7 +490,7 @@ def test_the_trainer_in_this_librarys_words(tmp_path: Path) -> None:
 
 
 def test_the_trainer_is_not_without_an_end_unless_told() -> None:
-    with pytest.raises(UsageError, match="max_epochs"):
+    with refused(LoopError):
         ech.Trainer().fit(Regression(), loader())
 
 

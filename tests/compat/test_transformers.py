@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, UsageError
+from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, NotHereError, UsageError
 from echelon.contracts.run_dir import RunDir
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
@@ -25,6 +25,7 @@ from echelon.world import rng
 from tests.compat.reference import in_order, plain, run_programs
 from tests.conftest import server_with
 from tests.kit.models import largest_difference
+from tests.kit.refusals import refused
 
 program: Any = pytest.importorskip("tests.compat.programs.transformers_trainer", reason="pip install transformers")
 pytest.importorskip("accelerate", reason="pip install 'echelon[accelerate]'")
@@ -322,14 +323,12 @@ def test_a_run_goes_on_with_fewer_micro_batches_in_its_folder(tmp_path: Path) ->
 def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = {"save_strategy": "epoch", "save_total_limit": 1}
     trainer = _trainer(tmp_path, args=saves)
-    with pytest.raises(UsageError, match="No valid checkpoint found in output directory"):
+    with refused(UsageError):
         trainer.train(resume_from_checkpoint=True)
     trainer = _trainer(tmp_path, args=saves)
     trainer.train()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-6 is ahead of this run, which is at step 0.*resume_from_checkpoint=True"
-    ):
+    with refused(CheckpointError):
         _trainer(tmp_path, args=saves).train()
     again = _trainer(tmp_path, args={**saves, "overwrite_output_dir": True})
     again.train()
@@ -343,7 +342,7 @@ def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path, monke
     assert len(_losses(anew)) == 6 and largest_difference(_values(anew.model), _values(trainer.model)) == 0
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs/trainer_state.json").write_text("{}")
-    with pytest.raises(UsageError, match="was written by transformers' own Trainer"):
+    with refused(UsageError):
         _trainer(tmp_path, args=saves).train(resume_from_checkpoint=str(tmp_path / "theirs"))
 
 
@@ -463,7 +462,7 @@ def test_another_batch_of_the_script_counts_when_a_run_goes_on(ranks: Any, tmp_p
 
 def _complete_or_another(folder: str) -> list[Any]:
     found = [_interrupted(f"{folder}/one", None, max_steps=2)[:2]]
-    with pytest.raises(CheckpointError, match="ahead of this run"):
+    with refused(CheckpointError):
         _interrupted(f"{folder}/one", None, max_steps=2)
     return found
 
@@ -499,7 +498,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_command(tmp_path: Path, mon
             trainer.train()
             assert largest_difference(_values(trainer.model), _plain()[0]) < 1e-5 and len(_losses(trainer)) == 6
         else:
-            with pytest.raises(CheckpointError, match="ahead of this run"):
+            with refused(CheckpointError):
                 trainer.train()
 
 
@@ -736,42 +735,36 @@ def test_what_a_trainer_cannot_mean_is_said(tmp_path: Path) -> None:
             control.should_epoch_stop = True
 
     theirs = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(
-        UsageError, match=r"args must be a TrainingArguments of echelon.compat.transformers, got 'TrainingArguments'"
-    ):
+    with refused(UsageError, name="args", got="'TrainingArguments'"):
         ours.Trainer(_summed(), theirs)
-    with pytest.raises(UsageError, match=r"Steps overrides training_step, which nothing in echelon.compat calls.*compute_loss"):
+    with refused(UsageError):
         _trainer(tmp_path, kind=Steps)
-    with pytest.raises(UsageError, match="needs a model or a model_init"):
+    with refused(UsageError):
         ours.Trainer(args=_arguments(tmp_path))
-    with pytest.raises(UsageError, match="eval_strategy` to steps but you didn't pass an `eval_dataset`"):
+    with refused(UsageError):
         _trainer(tmp_path, args={"eval_strategy": "steps"}, eval_dataset=None)
     trainer = _trainer(tmp_path)
     for name in ("hyperparameter_search", "training_step", "is_in_train"):
-        with pytest.raises(UsageError, match=f"Trainer.{name} is not part of echelon.compat. Instead"):
+        with refused(NotHereError):
             getattr(trainer, name)
         assert not hasattr(trainer, name)
-    with pytest.raises(
-        UsageError, match=r"accelerator.get_state_dict is not part of echelon.compat. Instead: trainer.save_model"
-    ):
+    with refused(NotHereError):
         trainer.accelerator.get_state_dict(trainer.model)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         trainer.nonsense  # noqa: B018
     for callback, says in ((Optimizes, "Optimizes has on_pre_optimizer_step or on_optimizer_step"), (Ends, "should_epoch_stop")):
         with pytest.raises(UsageError, match=says):
             _trainer(tmp_path, callbacks=[callback]).train()
-    with pytest.raises(UsageError, match=r"metric_for_best_model must be one of the evaluation's metrics, eval_.*got 'bleu'"):
+    with refused(UsageError):
         _trainer(tmp_path, args={"eval_strategy": "epoch", "metric_for_best_model": "bleu"}).train()
-    with pytest.raises(
-        UsageError, match="train_dataset must hold at least one batch of 4 x 1 ranks x 2 accumulation steps, got 5"
-    ):
+    with refused(UsageError):
         _trainer(tmp_path, train_dataset=Points(5), model=_summed()).train()
-    with pytest.raises(UsageError, match="max_steps must be set to a positive value"):
+    with refused(UsageError):
         _trainer(tmp_path, train_dataset=Stream(), model=_summed())
-    with pytest.raises(UsageError, match="did not return a loss from the inputs, only the following keys: Tensor"):
+    with refused(UsageError):
         _trainer(tmp_path, model=nn.Linear(4, 1), train_dataset=[{"input": torch.zeros(4)} for _ in range(8)]).train()
     missing = ours.Seq2SeqTrainer
-    with pytest.raises(UsageError, match=r"Seq2SeqTrainer is not part of echelon.compat. Instead: Trainer"):
+    with refused(UsageError):
         missing(model=None)
     assert ours.AutoModelForCausalLM is transformers.AutoModelForCausalLM
 

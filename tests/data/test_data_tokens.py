@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.common.errors import DataError, UsageError
+from echelon.common.errors import DataError, DatasetError, UsageError
 from echelon.data.packed import IGNORED
+from tests.kit.refusals import refused
 
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 
@@ -140,7 +141,7 @@ def test_a_pickled_file_is_opened_again_not_copied(tmp_path: Path) -> None:
 
 def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
     with (
-        pytest.raises(UsageError, match="the tokens of document 1 must fit into uint16, got 70000 to 70000"),
+        refused(DatasetError),
         ech.data.TokenWriter(tmp_path / "t.bin") as w,
     ):
         w.add([1, 2])
@@ -155,13 +156,13 @@ def test_raw_files_are_read_with_their_type(tmp_path: Path) -> None:
     split = ech.Tokens(tmp_path / "nano.bin", "uint16", documents=[0, 4, 10])
     assert [split.document(i).tolist() for i in range(2)] == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
     assert pickle.loads(pickle.dumps(split)).offsets.tolist() == [0, 4, 10]
-    with pytest.raises(UsageError, match=r"the dtype of the tokens in .* is unknown.*nano\.idx"):
+    with refused(DatasetError):
         ech.Tokens(tmp_path / "nano.bin")
-    with pytest.raises(UsageError, match="offsets that rise from 0 to 10"):
+    with refused(DatasetError):
         ech.Tokens(tmp_path / "nano.bin", "uint16", documents=[0, 11])
-    with pytest.raises(DataError, match="a whole number of uint64 tokens, got 20 bytes"):
+    with refused(DataError):
         ech.Tokens(tmp_path / "nano.bin", "uint64")
-    with pytest.raises(UsageError, match="path must be a file"):
+    with refused(DatasetError):
         ech.Tokens(tmp_path / "absent.bin")
 
 
@@ -173,7 +174,7 @@ def test_files_of_megatron_are_read_with_their_index(tmp_path: Path) -> None:
     tokens = ech.Tokens(tmp_path / "m.bin")
     assert [tokens.document(i).tolist() for i in range(tokens.documents)] == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
     (tmp_path / "m.idx").write_bytes(index[:40])
-    with pytest.raises(DataError, match=r"m\.idx is not an index of Megatron-LM's"):
+    with refused(DataError):
         ech.Tokens(tmp_path / "m.bin")
 
 
@@ -182,7 +183,7 @@ def test_a_file_of_another_size_than_its_header_says_is_refused(tmp_path: Path, 
     path = tmp_path / "t.bin"
     ech.data.write_tokens(path, DOCUMENTS)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match="must have 144 bytes by its header"):
+    with refused(DataError):
         ech.Tokens(path)
 
 
@@ -191,14 +192,14 @@ def test_a_header_may_name_no_other_type_than_the_two(tmp_path: Path, dtype: byt
     """numpy would take bytes of the file for addresses of objects; the size fits each time."""
     header = struct.pack("<8s8sQQ32x", b"ECHTOK1\n", dtype, 4, 1)
     (tmp_path / "t.bin").write_bytes(header + b"\1" * 32 + struct.pack("<2q", 0, 4))
-    with pytest.raises(DataError, match="must be uint16 or uint32, got"):
+    with refused(DataError):
         ech.Tokens(tmp_path / "t.bin")
 
 
 @pytest.mark.parametrize("offsets", [[1, 4, 10], [0, 4, 9], [0, 4, 2**62], [-1, 4, 10]])
 def test_documents_begin_with_the_first_token_and_end_with_the_last(tmp_path: Path, offsets: list[int]) -> None:
     _forged(tmp_path / "t.bin", offsets)
-    with pytest.raises(DataError, match="do not begin one after the other"):
+    with refused(DataError):
         ech.Tokens(tmp_path / "t.bin")
 
 
@@ -209,7 +210,7 @@ def test_a_document_that_lies_elsewhere_is_named_when_it_is_read(tmp_path: Path,
     tokens = ech.Tokens(tmp_path / "t.bin")
     assert tokens.document(0).tolist() == [0, 1, 2] and tokens.document(-1).tolist() == [6, 7, 8, 9]
     for read in (lambda: tokens.document(1), lambda: ech.Packed(tokens, 4, cut=False), lambda: ech.Packed(tokens, 4)):
-        with pytest.raises(DataError, match="do not begin one after the other"):
+        with refused(DataError):
             read()
 
 
@@ -230,7 +231,7 @@ def test_an_index_of_megatrons_that_says_what_cannot_be_is_refused(tmp_path: Pat
     ):
         index = start + struct.pack("<QBQQ", 1, 8, *counts) + struct.pack("<3i", *lengths) + struct.pack("<3q", 0, 8, 10)
         (tmp_path / "m.idx").write_bytes(index + struct.pack("<3q", *bounds))
-        with pytest.raises(DataError, match=r"m\.idx"):
+        with refused(DataError):
             ech.Tokens(tmp_path / "m.bin")
 
 
@@ -242,9 +243,9 @@ def test_a_writer_follows_no_link(tmp_path: Path) -> None:
 
 
 def test_rows_without_tokens_are_refused() -> None:
-    with pytest.raises(UsageError, match="documents must be at least 1 token in all, got 0"):
+    with refused(UsageError, name="documents", got="0"):
         ech.Packed([[], []], 8)
-    with pytest.raises(UsageError, match="length must be at least 1 token, got 0"):
+    with refused(UsageError, name="length", got="0"):
         ech.Packed(DOCUMENTS, 0)
     with pytest.raises(IndexError, match="row 3 is out of range for 3 rows"):
         ech.Packed(DOCUMENTS, 6)[3]

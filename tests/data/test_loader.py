@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.common.errors import UsageError
+from echelon.common.errors import DatasetError, LoaderError, UsageError
 from echelon.data.loader import Padding, share
 from echelon.data.prefetch import Feed
 from echelon.data.text import ByteText, split_files
 from tests.conftest import Ranks
+from tests.kit.refusals import refused
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -155,7 +156,7 @@ def test_an_evaluation_sees_each_sample_once_at_any_number_of_ranks(ranks: int, 
 
 
 def test_a_dataset_smaller_than_a_global_batch_is_refused() -> None:
-    with pytest.raises(UsageError, match="at least one global batch of 8 samples, got 7"):
+    with refused(LoaderError):
         ech.Loader(Numbers(7), 8)
     assert _batches(ech.Loader(Numbers(7), 8, shuffle=False)) == [[0, 1, 2, 3, 4, 5, 6]]  # an evaluation set may be small
 
@@ -165,7 +166,7 @@ def test_an_iterable_dataset_is_refused_by_name() -> None:
         def __iter__(self) -> Any:
             return iter(range(3))
 
-    with pytest.raises(UsageError, match=r"must be map-style, .*, got Endless"):
+    with refused(LoaderError):
         ech.Loader(Endless(), 8)
 
 
@@ -196,7 +197,7 @@ def test_a_loader_with_a_wrong_length_is_named() -> None:
         def __len__(self) -> int:
             return 5
 
-    with pytest.raises(ech.EchelonError, match="length 5 but gave only 2"):
+    with refused(ech.EchelonError):
         list(Feed(Liar([1, 2])))
 
 
@@ -217,27 +218,27 @@ def test_files_are_split_the_same_way_whatever_else_is_there(tmp_path: Any) -> N
 
 
 def test_text_that_is_missing_or_too_little_is_named(tmp_path: Any) -> None:
-    with pytest.raises(UsageError, match="must be a folder of text files"):
+    with refused(DatasetError):
         split_files(tmp_path / "absent")
-    with pytest.raises(UsageError, match=r"must hold at least 2 files .*, got 0"):
+    with refused(DatasetError):
         split_files(tmp_path)
     (tmp_path / "a.txt").write_text("ab")
-    with pytest.raises(UsageError, match=r"context . 1 = 9 bytes, got 3"):
+    with refused(DatasetError):
         ByteText([tmp_path / "a.txt"], context=8)
 
 
 def test_arguments_of_torchs_loader_are_answered_with_ours() -> None:
-    with pytest.raises(UsageError, match="Loader has no batch_size: it takes global_batch"):
+    with refused(LoaderError):
         ech.Loader(range(8), batch_size=4)  # type: ignore[call-arg, arg-type]
-    with pytest.raises(UsageError, match="Loader has no gradient_accumulation_steps: a unit or"):
+    with refused(LoaderError):
         ech.Loader(range(8), 4, gradient_accumulation_steps=2)  # type: ignore[call-arg, arg-type]
-    with pytest.raises(UsageError, match='Loader has no drop_last: write tail="drop"'):
+    with refused(LoaderError):
         ech.Loader(range(8), 4, drop_last=True)  # type: ignore[call-arg, arg-type]
 
 
 def test_a_global_batch_may_be_a_whole_float() -> None:
     assert [len(each) for each in ech.Loader(range(8), 8 / 2)] == [4, 4]  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"global_batch must be a whole number of at least 1, got 2\.5"):
+    with refused(UsageError):
         ech.Loader(range(8), 2.5)  # type: ignore[arg-type]
 
 

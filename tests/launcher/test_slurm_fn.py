@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from echelon import SlurmConfig, slurm_fn
-from echelon.common.errors import EchelonError, LauncherEnvironmentError, RankFailedError, UsageError
+from echelon.common.errors import ClusterError, EchelonError, LauncherEnvironmentError, LaunchError, RankFailedError, UsageError
 from echelon.contracts.asked import Asked
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir, write_json
@@ -30,6 +30,7 @@ from echelon.launcher.functions import command
 from echelon.launcher.job import JobSpec
 from echelon.launcher.protocol import JobState, write_spec
 from tests.conftest import clean_environment
+from tests.kit.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -111,11 +112,11 @@ def test_a_configured_function_takes_changes_and_a_secret_is_not_shown() -> None
     base = SlurmConfig(distributed_launch_command="torchrun main.py", extra_task_kwargs={"TOKEN": "canary"})
     configured = double.configure(base, use_distributed_env=True)
     assert configured.config.use_distributed_env and not base.use_distributed_env and "canary" not in repr(configured)
-    with pytest.raises(UsageError, match="no field 'nodes'"):
+    with refused(ClusterError):
         double.configure(base, nodes=2)
-    with pytest.raises(UsageError, match="extra_task_kwargs") as refused:
+    with refused(LaunchError) as caught:
         double.configure(base, extra_task_kwargs={"TOKEN": b"canary"})
-    assert "canary" not in str(refused.value)
+    assert "canary" not in str(caught.value)
 
 
 def test_debug_stops_in_the_debugger_where_somebody_sits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +163,9 @@ def test_debug_stops_in_the_debugger_where_somebody_sits(monkeypatch: pytest.Mon
     ],
 )
 def test_what_cannot_work_is_said_when_the_config_is_made(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         double[fields]
-    assert says in str(refused.value) and "\n" not in str(refused.value)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_launch_command_is_words_in_which_five_names_mean_something() -> None:
@@ -223,7 +224,7 @@ def test_ranks_in_the_background_give_values_and_the_failing_ones_exception(tmp_
     one = double.configure(config, tasks_per_node=1)
     after = one.afterok(good).afternotok(bad)
     assert after(4).result(60) == 8 and one.conditions == ()  # a new one: the other waits for nothing
-    with pytest.raises(UsageError, match="afterok of job"):
+    with refused(ClusterError):
         one.afterok([bad])(1)
     for path in (tmp_path / "runs").rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
@@ -239,7 +240,7 @@ def test_conditions_and_columns_are_checked() -> None:
         with pytest.raises(UsageError):
             wrong()
     for columns in ([], [[]], [[1], [1, 2]]):
-        with pytest.raises(UsageError, match="map_array"):
+        with refused(ClusterError):
             configured.map_array(*columns)
 
 
@@ -286,7 +287,7 @@ def test_a_value_is_loaded_only_with_the_seal_of_its_job_and_place(tmp_path: Pat
         first.unlink(missing_ok=True)
         plant()
         first.chmod(0o600)
-        with pytest.raises(EchelonError, match="was not written by a rank of this job"):
+        with refused(EchelonError):
             load_value(first, KEY)
         assert calls.load_exception(first, KEY) is None
     assert not evidence.exists()
@@ -303,15 +304,15 @@ def test_values_come_from_files_that_only_the_user_can_have_written(tmp_path: Pa
         load_value(other, KEY)
     for mode in (0o620, 0o602):
         path.chmod(mode)
-        with pytest.raises(EchelonError, match="only you can write"):
+        with refused(EchelonError):
             load_value(path, KEY)
     path.chmod(0o600)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(EchelonError, match="only you can write"):
+    with refused(EchelonError):
         load_value(tmp_path / "pipe", KEY)
     if os.geteuid() == 0:
         os.chown(path, 65534, -1)
-        with pytest.raises(EchelonError, match="only you can write"):
+        with refused(EchelonError):
             load_value(path, KEY)
     with pytest.raises(Exception, match=r"pickle|local object"):  # the second by Python 3.13
         write_value(lambda: 0, path, KEY)
@@ -467,7 +468,7 @@ def test_a_launch_command_that_starts_another_world_than_was_asked_for_fails_by_
 @pytest.mark.parametrize("said", ["x", "[1]", '{"ranks": 0, "nodes": 0, "command": ""}', '{"ranks": 2}', "[" * 99999])
 def test_what_no_launcher_writes_is_named(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_ASKED", said)
-    with pytest.raises(LauncherEnvironmentError, match=r"(?s)^ECHELON_ASKED=.{1,200} cannot be read: .*unset it\."):
+    with refused(LauncherEnvironmentError):
         Asked.from_env()
 
 
@@ -477,9 +478,7 @@ def test_a_world_of_its_own_on_every_node_is_no_world() -> None:
     asked.check(RankInfo.from_env({**env, "LOCAL_WORLD_SIZE": "2"}), {**env, "LOCAL_WORLD_SIZE": "2"})
     asked.check(RankInfo.from_env(env), env)  # a launcher that does not say it
     own = {**env, "LOCAL_WORLD_SIZE": "4"}
-    with pytest.raises(
-        LauncherEnvironmentError, match=r"(?s)rank 1 is one of 4 on its node, but 4 .* \(2 nodes x 2\).*--multi_gpu"
-    ) as it:
+    with refused(LauncherEnvironmentError) as it:
         asked.check(RankInfo.from_env(own), own)
     assert "accelerate launch --cpu main.py" in str(it.value)
 
@@ -573,6 +572,6 @@ def test_a_script_without_a_guard_does_not_submit_for_ever(tmp_path: Path) -> No
 
 def test_nothing_of_a_launch_command_is_believed_from_a_strange_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ECHELON_CALL", "{}")
-    with pytest.raises(UsageError, match=r"ECHELON_CALL='\{\}' cannot be read"):
+    with refused(LaunchError):
         double[SlurmConfig(mode="local").set_output_path(tmp_path / "runs")](1)
     assert double(2) == 4 and double[SlurmConfig()](2).result() == 4 and not (tmp_path / "runs").exists()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from echelon.cli.submit import parse_sweep
-from echelon.common.errors import EchelonError, RankFailedError, UsageError
+from echelon.common.errors import ClusterError, EchelonError, RankFailedError, RunFolderError, UsageError
 from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.launcher.cluster.background import LocalLauncher
 from echelon.launcher.cluster.conclude import conclude, refuse
@@ -28,6 +28,7 @@ from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local import nodes
 from echelon.launcher.protocol import JobState, write_spec
 from tests.conftest import clean_environment
+from tests.kit.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -89,7 +90,7 @@ def test_a_path_is_one_word_or_is_refused(tmp_path: Path, folder: str, tasks: in
     run = f"/data/{folder}/gpt-7"
     try:
         script = text(SlurmOptions(), run, tasks=tasks)
-    except UsageError as refused:
+    except UsageError:
         assert "\n" not in str(refused)
         assert set(folder) & set("'\"\\")
         return
@@ -104,17 +105,17 @@ def test_a_path_is_one_word_or_is_refused(tmp_path: Path, folder: str, tasks: in
 @pytest.mark.parametrize("value", ["a b", "a;b", "a\nb", "$(x)", "'", '"', "`x`", "-a", "", "#x", "a\\b", "é"])
 @pytest.mark.parametrize("name", ["partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "mem"])
 def test_a_value_that_is_more_than_a_value_is_refused(name: str, value: str) -> None:
-    with pytest.raises(UsageError, match=f"--{name}") as refused:
+    with refused(ClusterError) as caught:
         text(SlurmOptions(**{name: value}))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a\nb", "; rm -rf ~", "'", "-n", ".x", "a b", "$x", "x" * 65, ""])
 def test_a_name_that_is_no_name_is_refused_in_one_line(echelon_command: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "train.py").write_text("pass\n")
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         RunDir.check_name(name)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
     if name == "a\nb":
         said = echelon_command("submit", "--name", name, "--dry-run", "train.py")
         assert said.returncode == 2 and said.stderr.count("\n") == 1 and not said.stdout
@@ -237,7 +238,7 @@ def test_a_job_in_the_background_fulfils_the_protocol(tmp_path: Path) -> None:
     job = job_of(good)  # as another process finds it
     assert (job.ranks, job.result(60).exit_code, job.state()) == (2, 0, JobState.DONE)
     assert job.log(1).read_text() == "rank 1\n"
-    with pytest.raises(UsageError, match="rank must be between 0 and 1, got 2"):
+    with refused(RunFolderError):
         job.log(2)
     with pytest.raises(RankFailedError, match="ValueError: planted"):
         job_of(bad).result(60)
@@ -355,7 +356,7 @@ def test_nodes_meet_through_a_private_file_and_not_through_an_older_one(tmp_path
     assert (second.token, second.attempt, second.interface) == (first.token, 0, "lo") and len(first.token) == 32
     assert stat.S_IMODE(nodes.meeting_path(run, "7.0").stat().st_mode) == 0o600
     first.listener.close()
-    with pytest.raises(EchelonError, match="first node, localhost"):
+    with refused(EchelonError):
         nodes.meet(run, "7.1", 1, ["localhost", "localhost"], timeout_s=0.1)
     again = nodes.meet(run, "7.1", 0, ["localhost", "localhost"])
     assert again.listener is not None and again.attempt == 1 and again.token != first.token

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import echelon as ech
-from echelon.common.errors import DataError, RanksDisagreeError, UsageError
+from echelon.common.errors import CallbackError, DataError, RanksDisagreeError, UsageError
 from echelon.compat.torchtnt.framework import callbacks as theirs
 from echelon.compat.torchtnt.framework.callbacks import (
     EmptyDataloaderDetectorCallback,
@@ -32,6 +32,7 @@ from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.early_stop import EarlyStopChecker
 from tests.conftest import Ranks
 from tests.kit.models import batch, net
+from tests.kit.refusals import refused
 from tests.kit.units import Numbers, Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -84,7 +85,7 @@ def test_the_checker_refuses_what_cannot_work() -> None:
     for options in ({"mode": "least"}, {"patience": -1}, {"min_delta": -0.1}, {"threshold_mode": "both"}):
         with pytest.raises(UsageError):
             EarlyStopChecker(**{"mode": "min", "patience": 1, **options})
-    with pytest.raises(UsageError, match="must be one number, got a tensor of 2"):
+    with refused(CallbackError):
         EarlyStopChecker("min", 1).check(torch.zeros(2))
 
 
@@ -210,7 +211,7 @@ def test_lambda_runs_functions_at_hooks() -> None:
     with pytest.raises(ZeroDivisionError):
         ech.train(Numbers(), [1], max_epochs=1, callbacks=[Lambda(on_train_step_end=lambda *_: 1 / 0), hooks])
     assert log == ["start", 1, 2, "evaluated", "start", "division by zero"]
-    with pytest.raises(UsageError, match="on_step_end"):
+    with refused(UsageError):
         Lambda(on_step_end=print)
 
 
@@ -415,13 +416,13 @@ def test_a_slow_rank_detector_must_check_sometimes() -> None:
 
 def test_epochs_without_a_batch_end_the_run() -> None:
     unit, used_up = Numbers(), iter([1, 2])
-    with pytest.raises(DataError, match="Detected 2 consecutive empty train epochs, which exceeds the threshold of 2"):
+    with refused(DataError):
         ech.train(unit, used_up, max_epochs=9, callbacks=[EmptyDataloaderDetectorCallback()])
     assert unit.train_progress.num_epochs_completed == 3
     detector = EmptyDataloaderDetectorCallback(threshold=2)
     for loader in ([], [1], []):
         ech.predict(unit, loader, callbacks=[detector])
-    with pytest.raises(DataError, match="2 consecutive empty predict epochs"):
+    with refused(DataError):
         ech.predict(unit, [], callbacks=[detector])
 
 
@@ -433,7 +434,7 @@ class Broken(Regression):
 
 def test_a_property_that_fails_is_an_error_of_early_stopping() -> None:
     stopping = EarlyStopping("latest", EarlyStopChecker("min", 1))
-    with pytest.raises(UsageError, match="reading it failed: KeyError: 'nothing'"):
+    with refused(CallbackError):
         ech.train(Broken(), [batch(2, 0)], max_epochs=1, callbacks=[stopping])
 
 
@@ -489,9 +490,9 @@ def test_a_name_that_is_none_is_refused_with_those_that_there_are(ranks: Ranks) 
 
 def test_early_stopping_says_what_is_better_or_asks() -> None:
     assert EarlyStopping("val_accuracy").checker.mode == "max" and EarlyStopping("eval_loss").checker.mode == "min"
-    with pytest.raises(UsageError, match="mode must be 'min' or 'max' for 'quality'"):
+    with refused(CallbackError):
         EarlyStopping("quality")
-    with pytest.raises(UsageError, match="left out with patience"):
+    with refused(UsageError, name="early_stop_checker"):
         EarlyStopping("quality", EarlyStopChecker("min", 1), patience=2)
 
 

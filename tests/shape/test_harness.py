@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.common.errors import RankFailedError, RankTimeoutError
+from echelon.common.errors import LayoutError, RankFailedError, RankTimeoutError, UsageError, require
 from tests.conftest import Ranks
+from tests.kit import refusals
+from tests.kit.refusals import refused
 from tests.kit.standing import StandingRanksBySize
 
 
@@ -34,6 +36,20 @@ def _wait_for_nobody() -> None:
     if dist.get_rank() == 1:
         time.sleep(100)
     _sum_of_ranks()
+
+
+def test_a_refusal_is_one_by_its_code_its_fields_and_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused(LayoutError, name="tp", got="3") as caught:
+        require(False, "tp", "a divisor of 4", 3, kind=LayoutError)
+    assert caught.value.code == "E-LAYOUT"
+    with pytest.raises(AssertionError, match="no UsageError"), refused(UsageError):
+        raise LayoutError("another class below it")
+    with pytest.raises(AssertionError), refused(LayoutError, name="cp"):
+        require(False, "tp", "a divisor of 4", 3, kind=LayoutError)
+    monkeypatch.setattr(refusals, "golden", lambda: {refusals.VERSIONS: []})
+    monkeypatch.delenv(refusals.WRITES_TO, raising=False)
+    with pytest.raises(AssertionError, match="--write-golden"), refused(LayoutError):
+        raise LayoutError("words that nobody has written down")
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -6,6 +6,8 @@ import ast
 import functools
 from pathlib import Path
 
+from tests.kit.refusals import golden
+
 TESTS = Path(__file__).parents[1]
 
 # Private names of the library that a test uses still: (file, name). Take a line out when its test does without; add none.
@@ -87,6 +89,17 @@ def test_a_planted_private_name_is_found() -> None:
         "auto._table\nsaver = Saver()\nsaver._buffers\nself._own\ntorch._foreach_copy_\nauto.__file__\n"
     )
     assert private_names(ast.parse(source)) == {"_start_of", "_table", "_buffers"}
+
+
+def test_words_are_held_for_functions_that_there_are() -> None:
+    there = {
+        f"tests/{path}::{prefix}{node.name}"
+        for path, tree in trees_of_tests().items()
+        for prefix, body in [("", tree.body), *((f"{n.name}.", n.body) for n in tree.body if isinstance(n, ast.ClassDef))]
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert {asks for asks in golden() if not asks.startswith("#")} - there == set(), "take them out of tests/golden/messages.txt"
 
 
 @functools.cache
