@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import LayoutError, LoopError, LossError, NonFiniteError, UsageError
+from echelon.common.errors import LayoutError, LoaderError, LoopError, LossError, NonFiniteError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
 from tests.kit.refusals import refused
@@ -366,7 +366,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 
 def test_accumulation_of_loader_and_unit_must_agree() -> None:
     data = torch.utils.data.TensorDataset(*batch(16, 0))
-    with refused(LoopError):
+    with refused(LoaderError):
         ech.train(Regression(accumulate=1), ech.Loader(data, 8, accumulation=2), max_epochs=1)
 
 
