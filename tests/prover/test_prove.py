@@ -96,6 +96,13 @@ MISTAKES = {
     "hook_of_a_rank": ("gradients that each rank changes", "gradient"),
     "baseline_of_a_loop": ("the forward pass keeps state", "forward"),
     "baseline_of_a_rank": ("the forward pass keeps state", "forward"),
+    "norms_of_a_shard": ("an optimizer that computes with its shard alone", "update"),
+    "step_by_world_size": ("another step of the optimizer", "update"),
+    "scale_of_the_first_batch": ("the forward pass keeps state", "forward"),
+    "samples_counted_by_a_rank": ("the forward pass keeps state", "forward"),
+    "mean_of_a_rank": ("the forward pass keeps state", "forward"),
+    "order_of_a_set": ("samples that depend on the rank", None),
+    "clamped_gradients": ("gradients that each rank changes", "gradient"),
 }
 
 
@@ -179,7 +186,10 @@ FIRST = {cause: script for script, (cause, _) in reversed(MISTAKES.items())}.val
 @pytest.mark.parametrize("script", [pytest.param(m, marks=() if m in FIRST else pytest.mark.full) for m in MISTAKES])
 def test_a_planted_mistake_is_named(script: str) -> None:
     proof = _prove(
-        script, ["fsdp" if "stale" in script or "shard" in script else "ddp"], [2], accumulation=2 if "window" in script else 1
+        script,
+        ["fsdp" if "stale" in script or "shard" in script else "ddp"],
+        [2],
+        accumulation=2 if "window" in script or "clamped" in script else 1,
     )
     (row,) = proof.results
     cause, phase = MISTAKES[script]
@@ -259,6 +269,57 @@ def test_of_ranks_that_shuffle_for_themselves_the_shared_samples_are_counted() -
     ((cause, seen),) = row.causes
     assert cause == "samples that ranks share" and "23 of 96 rows were seen by two ranks" in seen, row
     assert "23 of 96 rows were seen by no rank" in seen
+
+
+NAMED = {
+    "norms_of_a_shard": "0.weight, which is split over the ranks",
+    "scale_of_the_first_batch": "sets the parameter 3.scale",
+    "samples_counted_by_a_rank": "weight is another than in one process: 8 on every rank, 16 in one process",
+    "mean_of_a_rank": "centred is not the same on all ranks",
+    "order_of_a_set": "PYTHONHASHSEED",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", NAMED)
+def test_of_a_cause_is_said_where_it_was_seen(script: str) -> None:
+    (row,) = _prove(script, ["fsdp" if "shard" in script else "ddp"], [2]).results
+    ((_, seen),) = row.causes
+    assert NAMED[script] in seen, row.causes
+
+
+@pytest.mark.full
+def test_a_batch_with_nan_is_compared_in_float64_too(tmp_path: Path) -> None:
+    """nan marks a target that was not measured. It was a traceback: "atol must be greater than or equal to zero"."""
+    text = """
+class Partly(Rows):
+    def __getitem__(self, i):
+        return self.x[i], self.y[i] if i % 3 else self.y[i] * float("nan")
+class Known(Auto):
+    def compute_loss(self, state, data):
+        known = ~data[1].isnan()
+        return nn.functional.mse_loss(self.module(data[0])[known], data[1][known]), None
+ech.train(Known(module=model(), layout="ddp"), ech.Loader(Partly(), 16), max_epochs=1)
+"""
+    (row,) = prove_target(_script(tmp_path, text), matrix(["ddp"], [2], [1], sgd=False), 2, False).results
+    assert row.verdict == "DIFFERS" and row.causes[0][0] == "loss weighted per rank", row
+
+
+def test_a_row_says_what_differs_where_its_numbers_do_not() -> None:
+    row = Result("ddp", 2, "DIFFERS", loss=0.0, gradient=0.0, parameter=0.0, causes=[("identical data on two ranks", "")])
+    assert "DIFFERS: identical data on two ranks" in show.line(row)
+    row.first = Difference(2, "update", "0.weight", 0.1, 0.0)
+    assert "DIFFERS: update 2, 0.weight" in show.line(row)
+
+
+def test_options_after_the_script_are_its_own_and_what_it_said_of_them_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["prove", "train.py", "--ranks", "2"]) == NOTHING_COMPARED
+    said = capsys.readouterr().out
+    assert "unrecognized arguments: --ranks 2" in said and "stand before the script" in said, said
 
 
 def test_repeated_rows_and_filled_tails_are_no_overlap(tmp_path: Path) -> None:

@@ -15,20 +15,30 @@ import torch
 
 from echelon.prover.kept_state import VARIABLE, unlike
 from echelon.prover.micro import digest
-from echelon.prover.verdict import Verdict
+from echelon.prover.values import near
+from echelon.prover.verdict import Difference, Verdict
 
 __all__ = [
     "CAUSES",
     "CHANGE_EVERYTHING",
+    "Cause",
     "from_mistakes",
     "from_records",
     "from_verdict",
     "gradients_apart",
     "is_of_one_rank",
-    "not_repeatable",
+    "of_scaler",
     "of_shards",
+    "of_split",
+    "of_state",
+    "of_step",
+    "of_underflow",
     "state_apart",
 ]
+
+Cause = tuple[str, str]  # its name, and what was seen
+_FEW = 4  # parts of a state that are named one by one
+_KEEPS = "the forward pass keeps state"
 
 # Of the elements that are no small part of a gradient: more than so many, and this share, may not be zero.
 _NO_SMALL_PART, _LEAST_LOST, _MOST_LOST = 1e-2, 8, 0.1
@@ -38,7 +48,7 @@ CAUSES = {
     "loss weighted per rank": "the means of ranks or micro-batches are averaged as if they were equally large",
     "identical data on two ranks": "two ranks train on the same samples",
     "a sampler that ignores the rank": "the loader gives every rank all samples: use echelon.Loader or a DistributedSampler",
-    "samples that depend on the rank": "ranks must read the same data in the same order: sort files, seed shuffles",
+    "samples that depend on the rank": "ranks must read the same data in the same order: sort files and sets, seed shuffles",
     "samples that ranks share": "ranks read what others read: give echelon.Loader, or a sampler with one order for all ranks",
     "identical random numbers": "data-parallel ranks draw alike: seed each by its rank, once the model is built, and in no step",
     "identical augmentation": "seed each rank by its own number, and data workers by get_worker_info().seed",
@@ -58,6 +68,13 @@ CAUSES = {
         "the forward pass writes"
     ),
     "another learning rate": "the optimizer steps with another rate than in one process",
+    "an optimizer that computes with its shard alone": (
+        "such as a norm over p.to_local(): numbers of a whole parameter must be added up over the ranks"
+    ),
+    "another step of the optimizer": (
+        "the gradients that it gets are right: it computes with the rank or the number of ranks, draws random numbers, or "
+        "something else changes parameters after it"
+    ),
     "a change on one rank's shard": "that rank alone changes its part of the gradients or parameters: hooks, noise, states",
     "gradients that each rank changes": "hooks, noise or clipping work on a rank's own gradient, or are unlike on ranks",
     "gradients changed in the middle of an update": "only some of its batches are in them: clip by window.clip_grad_norm_",
@@ -76,57 +93,39 @@ CAUSES = {
 
 CHANGE_EVERYTHING = {
     *("identical random numbers", "modules in evaluation mode on some ranks", "other random numbers in the backward pass"),
-    *("gradients that are still scaled", "gradients that underflow", "parameters that drift apart"),
+    *("gradients that are still scaled", "gradients that underflow"),
 }
 
 
-def from_records(records: list[dict[str, Any]], per_sample: Callable[[], set[str] | None]) -> list[tuple[str, str]]:
-    """Causes that the ranks' own records show, each with what was seen. Right numbers do not excuse them.
+def from_records(records: list[dict[str, Any]], per_sample: Callable[[], set[str] | None]) -> list[Cause]:
+    """Causes that the ranks' own records show. Right numbers do not excuse them.
 
     Args:
         per_sample: tells the RNGs from which more samples draw more; None if that is not known. Others may be alike
             on all ranks: they make the choices that ranks have to make together.
     """
-    found = []
-    data_ranks = [r for r in records if not r["is_replica"]]
-    if len(data_ranks) > 1:
-        found += _same_data(data_ranks)
-        found += _same_streams(data_ranks, per_sample)
-        found += _same_reading(data_ranks)
-    found += _modes_apart(records)
-    found += _differing(records)
-    stale = [r for r in records if r["strangers"]]
-    held = set().union(*(r["held"] for r in records))
-    left_out = [n for r in records[:1] for n in sorted(r["trainable"] - held)]
-    if stale and left_out:
-        found.append(
-            (
-                "an untracked or stale optimizer parameter",
-                f"{left_out[0]} is in no optimizer; they hold {stale[0]['strangers']} parameters that are not the module's",
-            )
-        )
-    return found
+    of_data = [r for r in records if not r["is_replica"]]
+    found = [_same_data(of_data), _same_streams(of_data, per_sample), _same_reading(of_data), _modes_apart(records)]
+    return [each for each in (*found, *_differing(records), _stale(records)) if each is not None]
 
 
-def _same_data(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _same_data(records: list[dict[str, Any]]) -> Cause | None:
     digests = [[digest(m.plain) for update in r["updates"] for m in update if m.weight > 0] for r in records]
-    twins = [(a, b) for a in range(len(records)) for b in range(a + 1, len(records)) if digests[a] == digests[b] and digests[a]]
+    twins = [(a, b) for a, b in combinations(range(len(records)), 2) if digests[a] == digests[b] and digests[a]]
     several = len({d for seen in digests for d in seen}) > 1  # one batch for ever says nothing
     if not twins or not several:
-        return []
+        return None
     a, b = (records[i]["rank"] for i in twins[0])
     everywhere = len(twins) == len(records) * (len(records) - 1) // 2
     if everywhere and records[0]["samples_by_rank"] is False:
-        return [
-            (
-                "a sampler that ignores the rank",
-                f"all {len(records)} ranks got the same micro-batches from a {records[0]['loader']}",
-            )
-        ]
-    return [("identical data on two ranks", f"ranks {a} and {b} got the same micro-batches in every update")]
+        return (
+            "a sampler that ignores the rank",
+            f"all {len(records)} ranks got the same micro-batches from a {records[0]['loader']}",
+        )
+    return "identical data on two ranks", f"ranks {a} and {b} got the same micro-batches in every update"
 
 
-def _same_streams(records: list[dict[str, Any]], per_sample: Callable[[], set[str] | None]) -> list[tuple[str, str]]:
+def _same_streams(records: list[dict[str, Any]], per_sample: Callable[[], set[str] | None]) -> Cause | None:
     """Dropout in a user's own train_step is switched off here, so its draws cannot be tried."""
     for a, b in combinations(records, 2):
         for name in a["streams"].keys() & b["streams"].keys():
@@ -137,54 +136,41 @@ def _same_streams(records: list[dict[str, Any]], per_sample: Callable[[], set[st
             if more is None or name in more or not before:
                 when = "began with" if before else "came out of their first forward pass with"
                 which = "RNG state" if name == "torch" else f"RNG state of {name}"
-                return [("identical random numbers", f"ranks {a['rank']} and {b['rank']} {when} the same {which}")]
-    return []
+                return "identical random numbers", f"ranks {a['rank']} and {b['rank']} {when} the same {which}"
+    return None
 
 
-def _same_reading(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _same_reading(records: list[dict[str, Any]]) -> Cause | None:
     draws = [bool(r["reading"]) for r in records]
     if any(draws) and not all(draws):
         seen = f"reading samples draws random numbers on rank {records[draws.index(True)]['rank']}, and on rank"
-        return [("samples that depend on the rank", f"{seen} {records[draws.index(False)]['rank']} it does not")]
+        return "samples that depend on the rank", f"{seen} {records[draws.index(False)]['rank']} it does not"
     for a, b in combinations(records, 2):
         for name in a["reading"].keys() & b["reading"].keys():
             if a["reading"][name] & b["reading"][name]:
                 seen = f"ranks {a['rank']} and {b['rank']} read their first samples with the same RNG state of {name}"
-                return [("identical augmentation", seen)]
-    return []
+                return "identical augmentation", seen
+    return None
 
 
-def _modes_apart(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _modes_apart(records: list[dict[str, Any]]) -> Cause | None:
     for k, resting in enumerate(zip(*(r["resting"] for r in records), strict=False)):
         for record, names in zip(records, resting, strict=True):
             alone = [n for n in names if any(n not in others for others in resting)]
             if alone:
-                module = alone[0] or "the model"
-                seen = f"update {k}: {module} is in evaluation mode on rank {record['rank']}, and not on all"
-                return [("modules in evaluation mode on some ranks", seen)]
-    return []
+                seen = f"update {k}: {alone[0] or 'the model'} is in evaluation mode on rank {record['rank']}, and not on all"
+                return "modules in evaluation mode on some ranks", seen
+    return None
 
 
-def _differing(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _differing(records: list[dict[str, Any]]) -> list[Cause]:
     """What should be the same on all ranks and is not."""
     names = _unlike([r["initial_digests"] for r in records])
     if names:
         return [("different initial parameters", f"{names[0]} is not the same on all ranks before the first update")]
-    names_apart = {
-        what: next(
-            (
-                (k, n)
-                for k, each in enumerate(zip(*(r[f"{what}_digests"] for r in records), strict=False))
-                if (n := _unlike(each))
-            ),
-            None,
-        )
-        for what in ("gradient", "buffer", "parameter")
-    }
-    found: list[tuple[str, str]] = []
-    drifted = names_apart["parameter"]
+    drifted, found = _apart(records, "parameter"), list[Cause]()
     for what, cause in (("gradient", "missing all-reduce"), ("buffer", "unsynchronised buffers")):
-        apart = names_apart[what]
+        apart = _apart(records, what)
         if apart is not None and (drifted is None or apart[0] <= drifted[0]):  # and not because parameters were apart before
             found.append((cause, f"update {apart[0]}: the {what} {apart[1][0]} is not the same on all ranks"))
     if found or drifted is None:
@@ -198,8 +184,57 @@ def _differing(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [("parameters that drift apart", f"update {k}: the parameter {names[0]} is not the same on all ranks")]
 
 
-def state_apart(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """What the unit keeps from one pass to the next, on which losses depend, and which is not the same on all ranks.
+def _apart(records: list[dict[str, Any]], what: str) -> tuple[int, list[str]] | None:
+    """The first update in which something is not the same on all ranks, and its names."""
+    each = enumerate(zip(*(r[f"{what}_digests"] for r in records), strict=False))
+    return next(((k, names) for k, of_ranks in each if (names := _unlike(of_ranks))), None)
+
+
+def _unlike(digests: Sequence[Mapping[str, int]]) -> list[str]:
+    return [n for n in digests[0] if len({d.get(n) for d in digests}) > 1]
+
+
+def _stale(records: list[dict[str, Any]]) -> Cause | None:
+    strangers = next((r["strangers"] for r in records if r["strangers"]), 0)
+    left_out = sorted(records[0]["trainable"] - set().union(*(r["held"] for r in records)))
+    if not strangers or not left_out:
+        return None
+    seen = f"{left_out[0]} is in no optimizer; they hold {strangers} parameters that are not the module's"
+    return "an untracked or stale optimizer parameter", seen
+
+
+# --- of what is kept between passes
+
+
+def of_state(records: list[dict[str, Any]], probed: Mapping[str, Any]) -> Cause | None:
+    """What the unit keeps from one pass to the next, on which losses depend, and which is not what one process keeps.
+
+    Args:
+        probed: what trying the forward pass in one process showed (`probe.py`).
+    """
+    if probed["writes"]:
+        return _KEEPS, f"the forward pass itself sets the parameter {probed['writes']}, from the samples of its own batch"
+    state: Mapping[str, Sequence[str]] = probed["state"]
+    if found := state_apart(records, state):
+        return found
+    later = records[0]["updates"][1][0].state if len(records[0]["updates"]) > 1 else {}
+    for name, paths in state.items():
+        for path in paths:
+            mine, one = later.get(path), probed["kept"].get(path)
+            if not _is_near(mine, one):
+                numbers = f": {mine:g} on every rank, {one:g} in one process" if isinstance(one, (int, float)) else ""
+                seen = f"after the first update {name} is another than in one process{numbers}; the loss depends on it"
+                return _KEEPS, seen
+    if probed["repeatable"]:
+        return None
+    variables = [name for name in state if name.startswith(VARIABLE)]
+    if not variables:
+        return "a forward pass that cannot be repeated", "the first forward pass gave another loss when it was run again"
+    return _KEEPS, f"the first batch, given again, has another loss: {variables[0]} changes from one to the next"
+
+
+def state_apart(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]]) -> Cause | None:
+    """What is not the same on all ranks of it.
 
     Args:
         state: paths by name.
@@ -208,62 +243,60 @@ def state_apart(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]
     for k, of_ranks in enumerate(zip(*(r["updates"] for r in records), strict=False)):
         for first, *others in zip(*of_ranks, strict=False):
             apart = set().union(*(unlike(first.state, other.state) for other in others))
-            for name, paths in state.items():
-                if apart.intersection(paths):
-                    return [
-                        (
-                            "the forward pass keeps state",
-                            f"update {k}: {name} is not the same on all ranks, and the loss or its gradient depends on it",
-                        )
-                    ]
-    return []
+            named = next(((name, paths) for name, paths in state.items() if apart.intersection(paths)), None)
+            if named is not None:
+                name = min(apart.intersection(named[1])) if len(named[1]) <= _FEW else named[0]
+                seen = f"update {k}: {name} is not the same on all ranks, and the loss or its gradient depends on it"
+                return _KEEPS, seen
+    return None
 
 
-def not_repeatable(state: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Why the first forward pass, run again, has another loss."""
-    variables = [name for name in state if name.startswith(VARIABLE)]
-    if not variables:
-        return [("a forward pass that cannot be repeated", "the first forward pass gave another loss when it was run again")]
-    seen = f"the first batch, given again, has another loss: {variables[0]} changes from one to the next"
-    return [("the forward pass keeps state", seen)]
+def _is_near(one: Any, other: Any) -> bool:
+    """Of numbers and tensors, to rounding; of other values nothing is said."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape != other.shape or near(one, other, 1e-3)
+    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
+    return not numbers or abs(one - other) <= 1e-3 * abs(other)
 
 
-def _unlike(digests: Sequence[Mapping[str, int]]) -> list[str]:
-    return [n for n in digests[0] if len({d.get(n) for d in digests}) > 1]
+# --- of the first difference
 
 
-def from_verdict(verdict: Verdict, records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Causes that follow from the first difference itself.
+def from_verdict(verdict: Verdict, records: list[dict[str, Any]], facts: Mapping[str, Any]) -> Cause | None:
+    """A cause that follows from the first difference itself.
 
     Args:
         facts: `held` and `rates` of the reference.
     """
     first = verdict.first
     if first is None:
-        return []
+        return None
     if first.phase == "initialisation":
-        return [("different initial parameters", f"{first.tensor} differs before the first update")]
-    held = set().union(*(r["held"] for r in records))
+        return "different initial parameters", f"{first.tensor} differs before the first update"
     if not records[0]["flattened"]:
-        left_out = sorted(facts["held"] - held)
+        left_out = sorted(facts["held"] - set().union(*(r["held"] for r in records)))
         if left_out or (first.phase == "update" and verdict.unmoved):
             name = left_out[0] if left_out else verdict.unmoved[0]
-            return [("an untracked or stale optimizer parameter", f"{name} did not change in update {first.update}")]
+            return "an untracked or stale optimizer parameter", f"{name} did not change in update {first.update}"
     for record in records:
         if record["changed_within"] is not None and record["changed_within"] <= first.update:
             where = f"update {record['changed_within']}, rank {record['rank']}"
             seen = f"{where}: between two of its batches, as by torch.nn.utils.clip_grad_norm_"
-            return [("gradients changed in the middle of an update", seen)]
+            return "gradients changed in the middle of an update", seen
     right = facts["rates"][first.update]
     for record in records if first.phase == "update" else ():
         mine = record["rates"][first.update]
         if set(mine) - set(right):
             where = f" on rank {record['rank']}" if any(r["rates"][first.update] != mine for r in records) else ""
-            return [("another learning rate", f"update {first.update}: {_rates(mine)}{where}, in one process {_rates(right)}")]
-    return []
+            return "another learning rate", f"update {first.update}: {_rates(mine)}{where}, in one process {_rates(right)}"
+    return None
 
 
-def of_scaler(values: Mapping[str, torch.Tensor], rescaled: Mapping[str, torch.Tensor], factor: float) -> list[tuple[str, str]]:
+def _rates(rates: list[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
+
+
+def of_scaler(values: Mapping[str, torch.Tensor], rescaled: Mapping[str, torch.Tensor], factor: float) -> list[Cause]:
     """Gradients at the optimizer's step that are others where the script's own scaler begins with `factor` times its scale."""
     before, after = (sum(float(g.double().square().sum()) for g in each.values()) ** 0.5 for each in (values, rescaled))
     if not before or not after or 0.8 < after / before < 1.25:
@@ -272,7 +305,7 @@ def of_scaler(values: Mapping[str, torch.Tensor], rescaled: Mapping[str, torch.T
     return [("gradients that are still scaled", seen)]
 
 
-def of_underflow(mine: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], half: str) -> list[tuple[str, str]]:
+def of_underflow(mine: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], half: str) -> list[Cause]:
     """Gradients that are zero in a type with few digits, and not in float64."""
     for name, value in right.items():
         counts = value.abs() > _NO_SMALL_PART * float(value.abs().max()) if name in mine and value.numel() else None
@@ -284,8 +317,8 @@ def of_underflow(mine: Mapping[str, torch.Tensor], right: Mapping[str, torch.Ten
 
 
 def of_shards(
-    verdict: Verdict, mine: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], owners: Mapping[str, Any]
-) -> list[tuple[str, str]]:
+    first: Difference, mine: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], owners: Mapping[str, Any]
+) -> Cause | None:
     """Whether all elements that differ are those of some ranks.
 
     Args:
@@ -302,15 +335,24 @@ def of_shards(
             errors[rank] = max(errors.get(rank, 0.0), float(error[whose == rank].max()))
     most = max(errors.values(), default=0.0)
     guilty = sorted(rank for rank, error in errors.items() if error > 1e-2 * most)
-    if not 0 < len(guilty) < len(errors) or verdict.first is None:
-        return []
+    if not 0 < len(guilty) < len(errors):
+        return None
     ranks = f"rank {guilty[0]}" if len(guilty) == 1 else f"ranks {', '.join(map(str, guilty))}"
-    what = "gradients" if verdict.first.phase == "gradient" else "parameters"
-    seen = f"update {verdict.first.update}: what differs in the {what} is on {ranks}; the shards of the others are right"
-    return [("a change on one rank's shard", seen)]
+    what = "gradients" if first.phase == "gradient" else "parameters"
+    seen = f"update {first.update}: what differs in the {what} is on {ranks}; the shards of the others are right"
+    return "a change on one rank's shard", seen
 
 
-def of_split(has_better_weights: bool, error: float, batch_norms: list[str]) -> tuple[str, str]:
+def of_step(first: Difference, owners: Mapping[str, Any]) -> Cause | None:
+    """The last that may be said: what the optimizers got is right, and what they made of it is not."""
+    if first.phase != "update":
+        return None
+    split = ", which is split over the ranks," if first.tensor in owners else ""
+    seen = f"update {first.update}: the loss and all gradients agree; {first.tensor}{split} is another after the optimizer's step"
+    return "an optimizer that computes with its shard alone" if split else "another step of the optimizer", seen
+
+
+def of_split(has_better_weights: bool, error: float, batch_norms: list[str]) -> Cause:
     """Why a batch, taken apart in one process, is not the weighted mean of its parts."""
     seen = f"one batch, taken apart in one process, differs from the weighted mean of its parts by {error:.1e}"
     if batch_norms:
@@ -323,13 +365,9 @@ def of_split(has_better_weights: bool, error: float, batch_norms: list[str]) -> 
     return "an operation over the whole batch", f"{seen}, whatever these weigh"
 
 
-def _rates(rates: list[float]) -> str:
-    return ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
-
-
 def from_mistakes(
-    verdict: Verdict, mine: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], record: Mapping[str, Any]
-) -> list[tuple[str, str]]:
+    first: Difference, mine: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], record: Mapping[str, Any]
+) -> Cause | None:
     """Which way of putting the ranks' shares together gives this row's gradients instead of the right ones.
 
     Args:
@@ -346,59 +384,57 @@ def from_mistakes(
         if way not in mistakes:
             return False
         nearer = _distance(mine["gradients"], mistakes[way]["gradients"])
-        if verdict.first is not None and verdict.first.tensor == "loss":
+        if first.tensor == "loss":
             return abs(mine["loss"] - mistakes[way]["loss"]) * 10 <= loss_gap and nearer * 10 <= max(gap, 1e-30)
         return nearer * 10 <= gap
 
-    found = []
     if explains("weighted"):
-        found.append(_of_parts(mistakes, batch_norms, verdict))
-    elif explains("over ranks"):
+        return _of_parts(mistakes, batch_norms, first)
+    if explains("over ranks"):
         what = f"{batch_norms[0]} normalises" if batch_norms else "the loss is that of"
         name = "batch norm over the local batch" if batch_norms else "an operation over the whole batch"
-        found.append((name, f"{what} each micro-batch of all ranks by itself: with --accumulation 1 it is whole"))
-    elif explains("unweighted"):
-        found.append(("loss weighted per rank", "micro-batches of other sizes count the same"))
-    else:
-        alone = next((way for way in mistakes if way.startswith("rank ") and explains(way)), None)
-        found += [("missing all-reduce", f"the gradients are those of {alone}")] if alone is not None else []
-    scale = found or _wrong_scale(mine, right, gap)
-    if not record["communicates"] or found:
-        return scale or _by_rank(mistakes, batch_norms, verdict.first.update if verdict.first is not None else 0)
-    if verdict.first is None or verdict.first.phase != "gradient":
-        return scale  # a rank's loss is another with what others send than without
-    if scale and record["kind"] == "TrainUnit":
-        return scale  # what its step sends may be the gradients
-    seen = f": {scale[0][1]}" if scale else ""
-    return [
-        (
-            "collectives without a gradient",
-            f"the loss is right, its gradient is not, and the forward pass speaks to other ranks{seen}",
+        return name, f"{what} each micro-batch of all ranks by itself: with --accumulation 1 it is whole"
+    if explains("unweighted"):
+        return "loss weighted per rank", "micro-batches of other sizes count the same"
+    alone = next((way for way in mistakes if way.startswith("rank ") and explains(way)), None)
+    if alone is not None:
+        return "missing all-reduce", f"the gradients are those of {alone}"
+    if not mistakes["weighted"]["is_linear"]:
+        return (
+            "gradients that each rank changes",
+            "half of a loss has not half of its gradient: a hook changes it, for each micro-batch",
         )
-    ]
+    scale = _wrong_scale(mine, right, gap)
+    if not record["communicates"]:
+        return scale or _by_rank(mistakes, batch_norms, first.update)
+    # A rank's loss is another with what others send than without; and what a step of one's own sends may be the gradients.
+    if first.phase != "gradient" or (scale and record["kind"] == "TrainUnit"):
+        return scale
+    seen = f"the loss is right, its gradient is not, and the forward pass speaks to other ranks{f': {scale[1]}' if scale else ''}"
+    return "collectives without a gradient", seen
 
 
-def _by_rank(mistakes: Mapping[str, Any], batch_norms: list[str], update: int) -> list[tuple[str, str]]:
+def _by_rank(mistakes: Mapping[str, Any], batch_norms: list[str], update: int) -> Cause | None:
     """Micro-batches whose rank had another loss for them than one process has, at the same parameters."""
     known = [each for each in mistakes["weighted"]["losses"] if each[2] is not None and not batch_norms]
     wrong = [(rank, loss, recorded) for rank, loss, recorded in known if abs(loss - recorded) > 1e-5 * abs(loss)]
     if not wrong:
-        return []
+        return None
     rank, loss, recorded = wrong[0]
     seen = f"rank {rank}: {recorded:.6g}, one process on its samples: {loss:.6g}"
     if update and len(wrong) == len(known):  # the updates before it left each rank, and one process, something of their own
-        return [("the forward pass keeps state", f"update {update}: {seen}; the updates before it were right")]
-    return [("a loss that depends on the rank", seen)]
+        return "the forward pass keeps state", f"update {update}: {seen}; the updates before it were right"
+    return "a loss that depends on the rank", seen
 
 
-def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], verdict: Verdict) -> tuple[str, str]:
+def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], first: Difference) -> Cause:
     """The row is the weighted mean of its parts, and that is not what the whole batch gives: why not?"""
     if batch_norms:
         return "batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch by itself"
     norms = mistakes["weighted"]["norms"]
     if len(norms) > 1 and max(norms) - min(norms) < 1e-4 * max(norms):
         return "clipping on each rank", f"every rank's own gradient has the norm {norms[0]:.4g}"
-    if verdict.first is not None and verdict.first.phase == "gradient":
+    if first.phase == "gradient":
         seen = "the loss of the whole batch is the mean of those of its parts, its gradient is not that of theirs: by a hook?"
         return "gradients that each rank changes", seen
     best = mistakes.get("best weights")
@@ -409,16 +445,14 @@ def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], verdict: Verd
     if abs(sum(best["shares"]) - 1) > 1e-4:
         seen = "weights that give the gradient of the whole batch do not add up to 1, as with a root or a logarithm of a mean"
         return "an operation over the whole batch", seen
-    return (
-        "loss weighted per rank",
-        "other weights of the micro-batches give the right gradient (an AutoUnit's: its weight; a loop's: window's weight=)",
-    )
+    seen = "other weights of the micro-batches give the right gradient (an AutoUnit's: its weight; a loop's: window's weight=)"
+    return "loss weighted per rank", seen
 
 
 def gradients_apart(records: list[dict[str, Any]]) -> int | None:
     """The first update whose gradients are not the same on all ranks."""
-    each = enumerate(zip(*(r["gradient_digests"] for r in records), strict=False))
-    return next((k for k, of_ranks in each if _unlike(of_ranks)), None)
+    apart = _apart(records, "gradient")
+    return apart[0] if apart else None
 
 
 def is_of_one_rank(
@@ -429,20 +463,18 @@ def is_of_one_rank(
     alone = mistakes.get(f"rank {records[0]['rank']} alone")
     if alone is None or not names:
         return True
-
-    def of_names(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {n: gradients[n] for n in names if n in gradients}
-
-    own = of_names(mine["gradients"])
-    return _distance(own, of_names(alone["gradients"])) * 10 <= _distance(own, of_names(right["gradients"]))
+    own, right_ones, of_alone = (
+        {n: each["gradients"][n] for n in names if n in each["gradients"]} for each in (mine, right, alone)
+    )
+    return _distance(own, of_alone) * 10 <= _distance(own, right_ones)
 
 
-def _wrong_scale(mine: Mapping[str, Any], right: Mapping[str, Any], gap: float) -> list[tuple[str, str]]:
+def _wrong_scale(mine: Mapping[str, Any], right: Mapping[str, Any], gap: float) -> Cause | None:
     factor, where = _factor(mine["gradients"], right["gradients"]), ""
     norms = mine["norm"], right["norm"]
     if factor is None and all(norms) and abs(norms[0] / norms[1] - 1) > 1e-3 and gap < 1e-3 * min(norms):
         factor, where = norms[0] / norms[1], ", before clipping"
-    return [("a wrong scale", f"the gradients are {factor:.4g} times what they should be{where}")] if factor is not None else []
+    return ("a wrong scale", f"the gradients are {factor:.4g} times what they should be{where}") if factor is not None else None
 
 
 def _distance(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:

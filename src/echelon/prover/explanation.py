@@ -7,6 +7,7 @@ from typing import Any
 
 from echelon.common.errors import RankFailedError
 from echelon.prover import causes
+from echelon.prover.causes import Cause
 from echelon.prover.judge import mean_loss
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import Result
@@ -15,8 +16,11 @@ from echelon.prover.rank import run_mistakes
 from echelon.prover.reference import micros_in_order
 from echelon.prover.reference_store import ReferenceStore
 from echelon.prover.values import load_values
+from echelon.prover.verdict import Difference
 
 __all__ = ["Explanation"]
+
+DRIFT = "parameters that drift apart"
 
 
 class Explanation:
@@ -26,45 +30,47 @@ class Explanation:
         self._on_ranks, self._references, self.folder = on_ranks, references, folder
 
     def explain(self, result: Result, final: Judged) -> None:
-        """Add the causes that numbers and records show."""
-        ran, reference, verdict = final.ran, final.reference, final.verdict
-        known = {name for name, _ in result.causes}
-
-        def add(found: list[tuple[str, str]]) -> None:
-            result.causes += [cause for cause in found if cause[0] not in known]
-
+        """Add the cause that numbers and records show: the first of the rules that applies."""
+        ran, reference, first = final.ran, final.reference, final.verdict.first
+        records, known = ran.records, {name for name, _ in result.causes}
         if known & causes.CHANGE_EVERYTHING:
             return
-        if not result.causes:
-            add(causes.state_apart(ran.records, self._references.state(ran, reference)))
-            if not result.causes and not self._references.probed(ran, reference)["repeatable"]:
-                add(causes.not_repeatable(self._references.state(ran, reference)))
-            if result.causes:
-                return
-        if not ran.is_auto and not result.causes and any(m.streams for r in ran.records for u in r["updates"] for m in u):
+        probed = self._references.probed(ran, reference) if not known or known == {DRIFT} else None
+        if probed is not None and (found := causes.of_state(records, probed)):
+            result.causes = [found]
+            return
+        if known == {DRIFT}:
+            return
+        if not ran.is_auto and not known and any(m.streams for r in records for u in r["updates"] for m in u):
             result.verdict, result.first = "not possible", None
             result.message = (
                 "its own train_step draws random numbers, on each rank for its own samples; one process draws for all at once: "
                 "there is nothing to compare with. The draws of an AutoUnit can be repeated micro-batch by micro-batch."
             )
             return
-        k = causes.gradients_apart(ran.records)
-        if k is not None and known == {"missing all-reduce"} and (verdict.first is None or verdict.first.update >= k):
+        k = causes.gradients_apart(records)
+        if k is not None and known == {"missing all-reduce"} and (first is None or first.update >= k):
             tried = self._tried_mistakes(final, k)
-            if tried is not None and not causes.is_of_one_rank(*tried, ran.records, k):
+            if tried is not None and not causes.is_of_one_rank(*tried, records, k):
                 result.causes = [("gradients that each rank changes", result.causes[0][1])]
             return
-        if verdict.first is not None:
-            add(found := causes.from_verdict(verdict, ran.records, reference.facts))
-            if not result.causes and verdict.first.phase in ("gradient", "update"):
-                add(causes.of_shards(verdict, *values_of_first(final), ran.records[0]["owners"]))
-            if verdict.first.phase in ("forward", "gradient") and not found:
-                add(self._mistakes(final))
+        if first is not None:
+            result.causes += [
+                cause for cause in (self._of_first(final, first, known=bool(known)),) if cause and cause[0] not in known
+            ]
 
-    def _mistakes(self, final: Judged) -> list[tuple[str, str]]:
-        assert final.verdict.first is not None
-        tried = self._tried_mistakes(final, final.verdict.first.update)
-        return causes.from_mistakes(final.verdict, *tried, final.ran.records[0]) if tried is not None else []
+    def _of_first(self, final: Judged, first: Difference, *, known: bool) -> Cause | None:
+        """What follows from the first difference."""
+        found, owners = (
+            causes.from_verdict(final.verdict, final.ran.records, final.reference.facts),
+            final.ran.records[0]["owners"],
+        )
+        if not found and not known and first.phase in ("gradient", "update"):
+            found = causes.of_shards(first, *values_of_first(final), owners)
+        if not found and first.phase in ("forward", "gradient"):
+            tried = self._tried_mistakes(final, first.update)
+            found = causes.from_mistakes(first, *tried, final.ran.records[0]) if tried is not None else None
+        return found or (causes.of_step(first, owners) if not known else None)
 
     def _tried_mistakes(self, final: Judged, k: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None:
         """The row's and the right values of update k, and what likely mistakes would give."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-__all__ = ["GLOBAL", "Sources", "drawn_between", "is_library", "own_frames", "own_modules"]
+__all__ = ["GLOBAL", "Sources", "drawn_between", "is_filled", "is_library", "own_frames", "own_modules"]
 
 GLOBAL = ("torch", "numpy", "python")
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "echelon", "_pytest", "pytest"} - {"__main__"}
@@ -183,7 +183,7 @@ def _of_sequence(value: Sequence[Any]) -> _Inside:
 def _of_function(value: types.FunctionType) -> _Inside:
     if not is_library(value.__module__):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        yield from [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        yield from [(name, cell.cell_contents) for name, cell in cells if is_filled(cell)]
         yield from [("", default) for default in value.__defaults__ or ()]
         yield "", sys.modules.get(value.__module__)
 
@@ -240,7 +240,7 @@ class _Roles(dict[type, Callable[[Any], _Inside] | None]):
 _ROLES = _Roles()
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:

@@ -1,8 +1,9 @@
 """What a unit keeps from one forward pass to the next beside what it trains: counters, queues, running means, teachers.
 
 One process makes other passes than the ranks did, so that such state would not be theirs. It is found as generators are
-(`generators.py`): attributes of the unit and of modules, and the globals of the script's own modules; its name is its path. The
-local variables of a loop's function are seen, but Python lets nobody set them. What is sharded is not seen.
+(`generators.py`): attributes of the unit, of modules, and of objects in the variables of functions under way or around others;
+the globals of the script's own modules. Its name is its path. The variables of a loop's function themselves are seen, but Python
+lets nobody set them. What is sharded is not seen.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.unit import Unit
-from echelon.prover.generators import is_library, own_frames, own_modules
+from echelon.prover.generators import is_filled, is_library, own_frames, own_modules
 from echelon.prover.micro import digest
 from echelon.prover.values import modules_of, parameters_of
 
@@ -89,6 +90,12 @@ class KeptState:
         trained = {id(p) for _, p in parameters_of(self._unit)}
         roots = [("", self._unit), *((f"{prefix}module", module) for prefix, module in modules_of(self._unit))]
         roots += [(module.__name__.replace("__main__", "script"), module) for module in own_modules(self._unit)]
+        roots += [
+            (f"{frame.f_code.co_name}.{name}", value)
+            for frame in own_frames()
+            for name, value in frame.f_locals.items()
+            if not is_library(type(value).__module__) and _is_open(value)
+        ]
         waiting: deque[tuple[str, Any, int]] = deque((path, root, 0) for path, root in roots)
         seen: set[int] = set()
         while waiting and len(seen) < _MOST_OBJECTS:
@@ -150,6 +157,11 @@ def _inside(value: Any) -> Iterator[_Place]:
         yield from ((value, i) for i in range(min(len(value), _MOST_ITEMS)))
         return
     names = vars(value)
+    if isinstance(value, types.FunctionType):
+        cells = _Cells(value)
+        yield from ((cells, name) for name in cells.names)
+        yield from ((names, name) for name in list(names))
+        return
     if isinstance(value, nn.Module):
         for kind in ("_parameters", "_modules", *(() if _counts_only(value) else ("_buffers",))):
             yield from ((names[kind], name) for name in list(names[kind]))
@@ -159,6 +171,25 @@ def _inside(value: Any) -> Iterator[_Place]:
         own: Any = type(value)
         others = _set_by_libraries(own) if isinstance(value, (Unit, nn.Module)) else ()
         yield from ((names, name) for name in list(names) if name not in others)
+
+
+class _Cells:
+    """What a function keeps in the variables of the one around it, by name."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+        self.names = {name: cell for name, cell in cells.items() if is_filled(cell)}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.names[name].cell_contents
+
+    get = __getitem__
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.names[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        """It is there as long as the function."""
 
 
 def _counts_only(module: nn.Module) -> bool:
@@ -189,7 +220,9 @@ def _is_open(value: Any) -> bool:
         return False
     if isinstance(value, nn.Module) or type(value) in (dict, list, tuple):
         return True
-    return hasattr(value, "__dict__") and not callable(value) and not is_library(type(value).__module__)
+    if isinstance(value, types.FunctionType):
+        return not is_library(value.__module__)
+    return hasattr(value, "__dict__") and not is_library(type(value).__module__)
 
 
 def _is_state(value: Any) -> bool:

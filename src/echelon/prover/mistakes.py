@@ -49,6 +49,7 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
         mistakes.update(_micro_batch_of_all_ranks(reference, k, limit))
     mistakes["weighted"]["losses"] = [(p.rank, p.loss, p.recorded) for p in parts]
     mistakes["weighted"]["norms"] = [_norm(p.gradients) for p in parts]
+    mistakes["weighted"]["is_linear"] = not isinstance(reference, AutoReference) or _is_linear(reference, k, parts[0])
     return mistakes
 
 
@@ -66,6 +67,17 @@ def _of_auto(reference: AutoReference, k: int) -> tuple[list[_Part], Values]:
     right = reference.gradients()
     module.zero_grad()
     return parts, right
+
+
+def _is_linear(reference: AutoReference, k: int, part: _Part) -> bool:
+    """Whether half of a loss has half of its gradient, as it has where nothing but autograd makes it."""
+    micro = next(m for record in reference.records for m in record["updates"][k] if m.weight > 0)
+    reference.backward([Pass.of(micro, 0.5)])
+    half = reference.gradients()
+    reference.module.zero_grad()
+    return _norm({n: 2 * half[n].double() - g.double() for n, g in part.gradients.items() if n in half}) <= 1e-3 * _norm(
+        part.gradients
+    )
 
 
 def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:

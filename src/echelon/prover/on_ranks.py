@@ -79,4 +79,13 @@ class OnRanks:
         logs = self.folder / "logs"
         kept = Path(tempfile.mkdtemp(prefix="echelon-")) if self.logs is None else self.logs / name
         shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.pkl"))
-        return "failed", str(error).replace(str(logs), str(kept))
+        return "failed", f"{self._said_last(error, kept)}{error}".replace(str(logs), str(kept))
+
+    def _said_last(self, error: RankFailedError, logs: Path) -> str:
+        """What the script said as it ended by itself, which no traceback has."""
+        text = "".join(log.read_text(errors="replace") for log in sorted(logs.rglob(f"rank{error.rank}.log"))[-1:]).strip()
+        last = text.rpartition("\n")[2].strip()
+        if not last or last in str(error):
+            return ""
+        hint = " (options of prove stand before the script, those after it are the script's own)" if self.target.args else ""
+        return f"the script's last words: {last}{hint}\n"

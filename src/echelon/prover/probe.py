@@ -15,11 +15,12 @@ from echelon.common.errors import UsageError
 from echelon.prover.kept_state import VARIABLE, unlike
 from echelon.prover.micro import Micro, NotJoinable, digest, joined
 from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values, by_index
-from echelon.prover.values import named_values
+from echelon.prover.values import named_values, near, parameters_of
 
-__all__ = ["probe"]
+__all__ = ["UNKNOWN", "probe"]
 
 _MOST_STATES = 50
+UNKNOWN: dict[str, Any] = {"narrowest": None, "repeatable": True, "per_sample": None, "state": {}, "writes": None, "kept": {}}
 
 
 def probe(reference: Reference) -> dict[str, Any]:
@@ -29,12 +30,13 @@ def probe(reference: Reference) -> dict[str, Any]:
         `state`: of what the unit keeps from earlier passes, that on which the loss or the gradient depends: paths by name;
         `narrowest`: the floating-point type with the fewest digits in which anything was kept for the backward pass, None if
         that cannot be known; `repeatable`: whether the same random numbers give the same loss again; `per_sample`: of the
-        streams that are in the same state on two ranks, those from which more samples draw more.
+        streams that are in the same state on two ranks, those from which more samples draw more; `writes`: a parameter that the
+        pass itself sets, to what its samples are; `kept`: what the unit keeps after an update of all ranks' samples at once.
     """
     reference.begin(write=False)
     reference.enter_epoch(reference.updates[0][0].epoch)
-    facts: dict[str, Any] = {"narrowest": None, "repeatable": True, "per_sample": _per_sample(reference)}
-    facts["state"] = _state_that_matters(reference)
+    facts: dict[str, Any] = {**UNKNOWN, "writes": _written(reference)}
+    facts["per_sample"], facts["state"] = _per_sample(reference), _state_that_matters(reference)
     if isinstance(reference, AutoReference):
         micro = reference.updates[0][0]
         seen: list[torch.dtype] = []
@@ -54,7 +56,26 @@ def probe(reference: Reference) -> dict[str, Any]:
         if variables and not facts["repeatable"]:
             names = VARIABLE + ", ".join(each.removeprefix(VARIABLE) for each in variables)
             facts["state"][names] = variables
+    if facts["state"] and not reference.drew:
+        with contextlib.suppress(Exception):  # a batch of all ranks can be too large
+            reference.update(0)
+            facts["kept"] = reference.kept.values() if reference.joined else {}
     return facts
+
+
+def _written(reference: Reference) -> str | None:
+    """As a layer does that is initialised by its first batch."""
+    parameters, first = dict(parameters_of(reference.unit)), reference.updates[0]
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    left: list[dict[str, torch.Tensor]] = []
+    for micro in (first[0], first[-1]) if isinstance(reference, AutoReference) and len(first) > 1 else ():
+        _pass(reference, micro.data, micro.streams)
+        left.append({name: p.detach().clone() for name, p in parameters.items() if not torch.equal(p, before[name])})
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(before[name])
+    one, other = left or ({}, {})
+    return next((name for name in one if name in other and not torch.equal(one[name], other[name])), None)
 
 
 def _narrowest(loss: torch.Tensor, kept: list[torch.dtype]) -> torch.dtype | None:
@@ -99,7 +120,8 @@ def _state_that_matters(reference: Reference) -> dict[str, list[str]]:
     for path in sorted(p for p in set().union(*(m.state for m in micros)) if not p.startswith(VARIABLE)):
         first, *rest = path.split(".")
         keeps = first.endswith("module") or not rest  # of a model outside, such as a teacher, all belongs together
-        groups.setdefault(path if keeps else f"{first}.{rest[0]}" if first == "script" else first, []).append(path)
+        whole = first if hasattr(reference.unit, first) else f"{first}.{rest[0]}" if rest else path
+        groups.setdefault(path if keeps else whole, []).append(path)
     as_it_was = {path: value for path, value in {**begin, **one.state}.items() if any(path in g for g in groups.values())}
     usual, again = (_tried(reference, one, as_it_was) for _ in range(2))
     found: dict[str, list[str]] = {}
@@ -135,10 +157,8 @@ def _tried(reference: Reference, micro: Micro, state: Mapping[str, Any]) -> tupl
 
 
 def _are_close(one: tuple[float, Values], other: tuple[float, Values]) -> bool:
-    near = abs(one[0] - other[0]) <= 1e-6 * abs(one[0]) or one[0] != one[0]
-    return near and all(
-        torch.allclose(g, other[1][n], 1e-5, 1e-7 * float(g.abs().max())) for n, g in one[1].items() if n in other[1]
-    )
+    same = abs(one[0] - other[0]) <= 1e-6 * abs(one[0]) or one[0] != one[0]
+    return same and all(near(g, other[1][n], 1e-6) for n, g in one[1].items() if n in other[1])
 
 
 def _per_sample(reference: Reference) -> set[str]:

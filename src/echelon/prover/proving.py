@@ -204,6 +204,7 @@ class Proving:
             return
         if row.parts and result.is_equal:
             result.verdict = "bit-equal" if self._same_bits(ran, seen.verdict) else "DIFFERS"
+            result.message = result.message if result.verdict == "bit-equal" else "other bits than the first bitwise row"
         self._over_samples(result, seen)
         if result.is_equal and (warned := records[0]["warned"]):
             result.verdict = IN_PART  # one process makes the same mistake, as the script itself scales its loss
@@ -229,7 +230,8 @@ class Proving:
         seen.is_recorded = bool(result.causes)
         self._decide(result, seen)
         if result.is_equal and ran.row.restores and not reference.facts["joined"]:
-            result.causes = causes.state_apart(ran.records, self._references.state(ran, reference))
+            found = causes.state_apart(ran.records, self._references.state(ran, reference))
+            result.causes = [found] if found is not None else []
             result.verdict = "DIFFERS" if result.causes else result.verdict
         return seen
 

@@ -12,7 +12,7 @@ import torch
 from echelon.prover.matrix import Row
 from echelon.prover.micro import digest
 from echelon.prover.proof import Result
-from echelon.prover.values import load_values
+from echelon.prover.values import load_values, near
 from echelon.prover.verdict import SMALL_SHARE, Verdict, larger
 
 __all__ = [
@@ -144,7 +144,4 @@ def of_same_samples(one: Ran, other: Ran) -> bool:
 def _is_like(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or not one.is_floating_point():
         return digest(one) == digest(other)
-    one, other = one.double(), other.double()
-    return one.shape == other.shape and torch.allclose(
-        one, other, 1e-2, 1e-2 * float(one.abs().max() if one.numel() else 0), True
-    )
+    return near(one, other, 1e-2)

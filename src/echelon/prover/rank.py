@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from echelon.prover.backward import backward_draws
 from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import GLOBAL
 from echelon.prover.matrix import Row
-from echelon.prover.micro import checksums, on_host, widened
+from echelon.prover.micro import checksums, digest, on_host, widened
 from echelon.prover.mistakes import mistakes_of
 from echelon.prover.parts import load_records
 from echelon.prover.probe import probe
@@ -37,7 +38,7 @@ from echelon.prover.row_layout import RowLayout
 from echelon.prover.samples import Epoch, Seen, drawn_by_reading, reads_alike
 from echelon.prover.splits import split
 from echelon.prover.turns import Enough, Turns
-from echelon.prover.values import prepared_of
+from echelon.prover.values import parameters_of, prepared_of
 from echelon.prover.wide import without_narrow_casts
 from echelon.prover.workarounds import (
     noting_autocast,
@@ -52,6 +53,7 @@ from echelon.world import rng
 
 __all__ = [
     "Replay",
+    "print_begin",
     "run_backward",
     "run_epoch",
     "run_mistakes",
@@ -63,6 +65,7 @@ __all__ = [
 ]
 
 _FIRST_SAMPLES = 16  # reading draws in the first few or not at all
+_FIRST_BATCHES = 4
 _EPOCH_S = 10.0  # for counting what one process sees in an epoch
 
 
@@ -248,6 +251,18 @@ def run_samples(replay: Replay, count: int) -> dict[str, Any]:
         return {"seen": seen}
 
     return replay.instead_of_training(read, replay.dtype)
+
+
+def print_begin(file: str) -> None:
+    """A checksum of the initial parameters and the first batches of a pickled Replay."""
+
+    def read(unit: Any, dataloader: Any) -> dict[str, Any]:
+        seen = [digest({name: p.detach() for name, p in parameters_of(unit)})]
+        seen += [digest(on_host(step.batch)) for step, _ in zip(Feed(dataloader), range(_FIRST_BATCHES), strict=False)]
+        return {"seen": seen}
+
+    replay: Replay = pickle.loads(Path(file).read_bytes())
+    print(f"\n{replay.instead_of_training(read, replay.dtype)['seen']}", flush=True)
 
 
 def run_epoch(replay: Replay) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
+import re
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -32,7 +34,7 @@ from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_name
 from echelon.parallel.shards import local
 from echelon.prover.constant_draws import ConstantDraws
-from echelon.prover.generators import Sources, drawn_between
+from echelon.prover.generators import Sources, drawn_between, own_modules
 from echelon.prover.gradients import GradientWatch
 from echelon.prover.kept_state import ABSENT, KeptState, digests_of, of_loop
 from echelon.prover.micro import Micro, digest, widened
@@ -57,6 +59,7 @@ from echelon.world.init import rank_info
 
 __all__ = ["StepRecorder"]
 
+_SETS = re.compile(r"\b(?:set|frozenset|hash)\(|\{[^{}:]+\bfor\b")
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -164,6 +167,8 @@ class StepRecorder(Callback):
         record.accumulation = accumulation_of(unit, dataloader)
         record.global_batch = getattr(dataloader, "global_batch", None)
         record.samples_by_rank = _samples_by_rank(dataloader)
+        with contextlib.suppress(OSError):  # a module without a source
+            record.hashes = any(_SETS.search(inspect.getsource(module)) for module in own_modules(unit))
         # Workers that train by themselves have gradients of their own.
         record.flattened = any(prepared.flattens_parameters or prepared.works_alone for _, prepared in prepared_of(unit))
         types = [p.dtype for _, p in parameters_of(unit) if p.dtype in (torch.bfloat16, torch.float16)]

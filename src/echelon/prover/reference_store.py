@@ -13,6 +13,7 @@ import torch
 from echelon.common.errors import RankFailedError
 from echelon.prover.micro import Micro, NotJoinable, digest, join
 from echelon.prover.on_ranks import OnRanks
+from echelon.prover.probe import UNKNOWN
 from echelon.prover.ran import Computed, Ran
 from echelon.prover.rank import run_probe, run_reference
 from echelon.prover.reference import Shake, by_index, micros_in_order
@@ -77,7 +78,7 @@ class ReferenceStore:
 
     def probed(self, ran: Ran, reference: Computed) -> dict[str, Any]:
         if reference.probed is None:
-            reference.probed = {"narrowest": None, "repeatable": True, "per_sample": None, "state": {}}
+            reference.probed = dict(UNKNOWN)
             with contextlib.suppress(RankFailedError):
                 reference.probed = self._on_ranks.launch(run_probe, 1, self._on_ranks.replay(ran, self.folder))
         return reference.probed

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import cloudpickle
+
 from echelon.common.errors import RankFailedError
+from echelon.prover.matrix import Row
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import Result
 from echelon.prover.ran import Ran
@@ -22,6 +29,7 @@ class SampleChecks:
         self._on_ranks, self.folder = on_ranks, folder
         self._epochs: list[Epoch | None] = []  # of one process, once it was read
         self._samples_of_one: list[Seen] | None = None
+        self._depends_on_hash: bool | None = None
 
     def causes(self, result: Result, ran: Ran, *, joined: bool) -> list[tuple[str, str]]:
         """Those that the samples of a row show; notes go to the result.
@@ -33,6 +41,9 @@ class SampleChecks:
         if len(ranks) < 2:
             return []
         replay = self._on_ranks.replay(ran, self.folder)
+        if ranks[0]["hashes"] and self._by_hash(replay):
+            seen = "the first batches or initial parameters are others under another PYTHONHASHSEED, as ranks of other nodes have"
+            return [("samples that depend on the rank", seen)]
         if ranks[0]["loader"] == "Loader" and not ranks[0]["left_out"] and joined:
             updates = of_updates(ranks)
             others = unlike_one_process(updates, self._of_one_process(replay, sum(len(seen.rows) for seen in updates)))
@@ -50,6 +61,31 @@ class SampleChecks:
         if note is not None:
             result.notes.append(note)
         return []
+
+    def _by_hash(self, replay: Replay) -> bool:
+        """Whether training begins otherwise with another order of sets of strings. Ranks that are forked have the same one."""
+        if self._depends_on_hash is None:
+            file = self.folder / "begin.pkl"
+            file.write_bytes(cloudpickle.dumps(replace(replay, row=Row("none", 1))))
+            code = "import sys; from echelon.prover.rank import print_begin; print_begin(sys.argv[1])"
+            path = os.pathsep.join(p for p in sys.path if p)
+
+            def begun(*seeds: str) -> list[str]:
+                runs = [
+                    subprocess.Popen(
+                        [sys.executable, "-P", "-c", code, str(file)],
+                        env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed},
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL,
+                        text=True,
+                    )
+                    for seed in seeds
+                ]
+                return [run.communicate()[0].strip().rpartition("\n")[2] for run in runs]
+
+            one, other = begun("1", "2")
+            self._depends_on_hash = "" != one != other != "" and begun("1") == [one]
+        return self._depends_on_hash
 
     def _epoch(self, replay: Replay) -> Epoch | None:
         """What one process reads; None where it has no end in sight."""

@@ -45,8 +45,15 @@ def _cells(r: Result) -> list[str]:
         _small(r.parameter),
         f"{r.step_s * 1e3:.1f} ms" if r.step_s is not None else "",
         f"{r.peak_bytes / 2**20:.0f} MiB" if r.peak_bytes is not None else "",
-        r.verdict,
+        f"{r.verdict}: {_what_differs(r)}" if r.verdict == "DIFFERS" else r.verdict,
     ]
+
+
+def _what_differs(r: Result) -> str:
+    """The numbers of a row may all be right, as of ranks that have the same samples."""
+    if r.first is None:
+        return r.causes[0][0] if r.causes else r.message.partition("; ")[0]
+    return f"update {r.first.update}, {r.first.tensor}"
 
 
 def _small(value: float | None) -> str:

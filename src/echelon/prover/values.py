@@ -27,6 +27,7 @@ __all__ = [
     "loss_in",
     "modules_of",
     "named_values",
+    "near",
     "number_in",
     "owners_of",
     "parameters_of",
@@ -197,6 +198,13 @@ def load_values(path: Path) -> dict[str, Any]:
         for kind, each in torch.load(file, weights_only=True, mmap=True).items():
             values[kind] = {**values.get(kind, {}), **each} if isinstance(each, dict) else each
     return {kind: as_real(each) if isinstance(each, dict) else each for kind, each in values.items()}
+
+
+def near(one: torch.Tensor, other: torch.Tensor, relative: float) -> bool:
+    """Whether no element differs by more than that of the largest one; nan is nan."""
+    one, other = one.double(), other.double()
+    largest = float(other.nan_to_num(0.0, 0.0, 0.0).abs().max()) if other.numel() else 0.0
+    return one.shape == other.shape and torch.allclose(one, other, relative, relative * largest, True)
 
 
 def as_real(tensors: dict[str, Any]) -> dict[str, Any]:
