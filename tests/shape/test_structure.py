@@ -126,6 +126,55 @@ def test_a_planted_identity_is_found() -> None:
     assert kept_ids(ast.parse(source)) == [6, 7, 8, 9]
 
 
+def test_only_patching_replaces_a_forward_a_class_or_a_method() -> None:
+    found = {name: lines for name, (_, tree) in trees().items() if name != PATCHES and (lines := replaces(tree))}
+    assert found == {}, "parallel/patching.py does it, knows the order, and undoes it"
+
+
+def test_a_planted_replacement_is_found() -> None:
+    source = (
+        "part.forward = f\nvars(part)['forward'] = f\npart.__dict__['forward'] = f\nsetattr(part, 'forward', f)\n"
+        "part.__class__ = K\nself.forward = f\noptimizer.step = f\ndel vars(part)['forward']\nvars(part).pop('forward')\n"
+        "object.__setattr__(part, '__class__', K)\nforward = part.forward\nx = vars(part)['forward']\nwindow.step = 1\n"
+    )
+    assert replaces(ast.parse(source)) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
+PATCHES = "echelon.parallel.patching"
+# What a module, an optimizer or a scheduler is called by.
+METHODS = {"forward", "__class__", "zero_grad", "add_param_group"}
+
+
+def replaces(tree: ast.Module) -> list[int]:
+    """The lines in which an object's forward, class or method is set or taken away."""
+
+    def named(node: ast.expr) -> bool:
+        if isinstance(node, ast.Attribute):
+            return node.attr in METHODS or (node.attr == "step" and ast.unparse(node.value).endswith(("optimizer", "scheduler")))
+        return isinstance(node, ast.Subscript) and holds(node.value) and constant(node.slice)
+
+    def holds(node: ast.expr) -> bool:
+        return ast.unparse(node).startswith("vars(") or (isinstance(node, ast.Attribute) and node.attr == "__dict__")
+
+    def constant(node: ast.expr) -> bool:
+        return isinstance(node, ast.Constant) and node.value in METHODS
+
+    found = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = node.targets
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and any(constant(each) for each in node.args[:2]):
+            base, _, name = ast.unparse(node.func).rpartition(".")
+            if name in ("setattr", "__setattr__", "delattr") or (name == "pop" and base.startswith("vars(")):
+                found.append(node.lineno)
+        if any(named(each) for each in targets):
+            found.append(node.lineno)
+    return sorted(set(found))
+
+
 # What wraps or splits a module, or is made for such a one: only `parallel/` knows these by class.
 WRAPPERS = {
     "DDP",

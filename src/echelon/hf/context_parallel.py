@@ -36,13 +36,15 @@ class Parts(Protocol):
 
 
 Current = Callable[[], Parts | None]
+Replace = Callable[[nn.Module, str, str, Any], Any]
 
 
-def adapt(module: nn.Module, current: Current) -> bool:
+def adapt(module: nn.Module, current: Current, replace: Replace) -> bool:
     """Prepare the models of transformers that are in the module. Returns whether one shifts its labels.
 
     Args:
         current: this rank's part of the sequences that go through the module when it is called; None if they are whole.
+        replace: puts another in the place of a module's forward.
     Raises:
         UsageError: one computes attention otherwise than by "sdpa", or leaves out layers at random, or has no positions.
     """
@@ -55,11 +57,11 @@ def adapt(module: nn.Module, current: Current) -> bool:
     for model in (m for m in module.modules() if isinstance(m, PreTrainedModel)):
         if model not in inside:
             inside.update(model.modules())
-            shifts |= _adapt_one(model, current)
+            shifts |= _adapt_one(model, current, replace)
     return shifts
 
 
-def _adapt_one(model: Any, current: Current) -> bool:
+def _adapt_one(model: Any, current: Current, replace: Replace) -> bool:
     kind, config = type(model).__name__, model.config
     names = inspect.signature(model.forward).parameters
     if "position_ids" not in names:
@@ -88,7 +90,7 @@ def _adapt_one(model: Any, current: Current) -> bool:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     shifts = "labels" in names and getattr(model, "loss_function", None) is ForCausalLMLoss
-    model.forward = _Filled(model, tuple(names), shifts, current)
+    replace(model, "forward", "context", _Filled(model, tuple(names), shifts, current))
     return shifts
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.parallel.patching import class_for_now, replace_of_class
 from echelon.parallel.registry import imported
 
 __all__ = [
@@ -72,15 +73,8 @@ def _authors_class(kind: type[nn.Module]) -> type[nn.Module]:
 @contextmanager
 def authors_classes(module: nn.Module) -> Iterator[None]:
     """Context in which sharded modules have the classes that their authors gave them, by which libraries know them."""
-    parts = [part for part in module.modules() if is_fully_sharded(part)]
-    classes = [type(part) for part in parts]
-    try:
-        for part, kind in zip(parts, classes, strict=True):
-            part.__class__ = _authors_class(kind)
+    with class_for_now([part for part in module.modules() if is_fully_sharded(part)], "authors_classes", _authors_class):
         yield
-    finally:
-        for part, kind in zip(parts, classes, strict=True):
-            part.__class__ = kind
 
 
 def reshard(module: nn.Module) -> None:
@@ -121,9 +115,9 @@ def watch_numbers() -> None:
     kind: Any = imported("torch.distributed.tensor", "DTensor")
     for name in ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__complex__"):
         if name not in vars(kind):
-            setattr(kind, name, _watched(getattr(kind, name)))
+            replace_of_class(kind, name, "shards", _watched(getattr(kind, name)))
     if "data" not in vars(kind):
-        kind.data = property(_DATA.__get__, _put)
+        replace_of_class(kind, "data", "shards", property(_DATA.__get__, _put))
 
 
 @contextmanager

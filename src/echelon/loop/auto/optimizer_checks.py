@@ -24,6 +24,7 @@ from echelon.parallel.ddp.bypass import watch
 from echelon.parallel.fsdp.step_by_mesh import step_by_kind
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.guards.stale_params import name_before
+from echelon.parallel.patching import replace
 from echelon.parallel.shards import is_split
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree
@@ -120,10 +121,10 @@ def when_it_grows(optimizer: Any, unit: Any) -> None:
         return
     before: Any = optimizer.add_param_group
     if isinstance(before, _Growing):
-        optimizer.add_param_group = _Growing(before.add, weakref.ref(unit), before.again)  # type: ignore[method-assign]
+        before.unit = weakref.ref(unit)
         return
     add = weakref.WeakMethod(before) if inspect.ismethod(before) else lambda: before  # an optimizer in no cycle is freed at once
-    optimizer.add_param_group = _Growing(add, weakref.ref(unit), [])  # type: ignore[method-assign]
+    replace(optimizer, "add_param_group", "optimizer_checks", _Growing(add, weakref.ref(unit), []))
 
 
 def add_again(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], unit: Any) -> None:
@@ -134,7 +135,7 @@ def add_again(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], 
     growing.again.append({id(p) for p in parameters})
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Growing:
     """An optimizer's `add_param_group` that tells a unit.
 

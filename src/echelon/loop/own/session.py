@@ -30,7 +30,9 @@ from echelon.loop.reporting.observer import observed
 from echelon.loop.reporting.reporting import Reporting
 from echelon.loop.state import EntryPoint, State
 from echelon.observe.sinks.folder import default_sinks
+from echelon.parallel import patching
 from echelon.parallel.gradients.clip import times_changed
+from echelon.parallel.patching import replace_class
 from echelon.world import agree
 from echelon.world.clock import Part, enter
 
@@ -435,7 +437,7 @@ class Session:
             kind = type(scheduler)
             step = knowing(kind.step, partial(self.scheduler_step, turn), bound_to=scheduler)
             own = {"step": step, "__module__": kind.__module__, "__reduce_ex__": _as_its_own_kind}
-            scheduler.__class__ = type(kind.__name__, (kind,), own)
+            replace_class(scheduler, "window", type(kind.__name__, (kind,), own))
 
 
 def _as_its_own_kind(scheduler: Any, protocol: int) -> tuple[Any, ...]:
@@ -450,7 +452,7 @@ def _as_its_own_kind(scheduler: Any, protocol: int) -> tuple[Any, ...]:
 def replace(thing: Any, name: str, by: Callable[..., Any]) -> None:
     original = getattr(thing, name)
     if not getattr(original, "knows_window", False):  # or what wraps it does: `functools.wraps` copies the mark
-        setattr(thing, name, types.MethodType(knowing(original, by), thing))
+        patching.replace(thing, name, "window", types.MethodType(knowing(original, by), thing))
 
 
 def knowing(original: Callable[..., Any], by: Callable[..., Any], bound_to: Any = None) -> Callable[..., Any]:

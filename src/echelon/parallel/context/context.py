@@ -29,6 +29,7 @@ from echelon.parallel.context.losses import KeptOutputs, Losses, check_losses, c
 from echelon.parallel.context.probe import probe
 from echelon.parallel.context.sequence_layout import SequenceParts
 from echelon.parallel.guards.messages import SHAPES
+from echelon.parallel.patching import replace
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.world import agree
 from echelon.world.device import map_tensors
@@ -99,12 +100,12 @@ class ContextParallel:
         self._here = threading.local()
         self._learns = False
         self._attend = torch.compiler.disable(self._split)  # graphs end where ranks exchange keys and values
-        self._shifts = adapt(module, current)
+        self._shifts = adapt(module, current, replace)
         for name, part in module.named_modules():
             if not name:
-                part.forward = _Root(self, part)
+                replace(part, "forward", "context", _Root(self, part))
             elif not type(part).__module__.startswith("torch.nn."):
-                part.forward = _InContext(self, part)
+                replace(part, "forward", "context", _InContext(self, part))
 
     # --- batches
 

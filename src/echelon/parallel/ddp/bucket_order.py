@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon.parallel.patching import part_for_now
+
 __all__ = ["note", "noted", "replay"]
 
 # Two ranks add two numbers, in either order alike.
@@ -96,13 +98,9 @@ class _Sum(nn.Module):
 
 
 def _backward(module: DistributedDataParallel, order: Sequence[str]) -> None:
-    trained, inner = _trained(module), module.module
+    trained = _trained(module)
     parameters = [trained[name] for name in order]
-    module.module = _Sum(parameters)
-    try:
-        with torch.enable_grad():
-            module(torch.zeros((), device=parameters[0].device)).backward()
-    finally:
-        module.module = inner
+    with part_for_now(module, "module", _Sum(parameters)), torch.enable_grad():
+        module(torch.zeros((), device=parameters[0].device)).backward()
     for parameter in parameters:
         parameter.grad = None

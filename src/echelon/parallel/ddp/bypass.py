@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from echelon.common.errors import LayoutError
 from echelon.parallel.gradients.after_backward import after_backward
 from echelon.parallel.guards.guard import Guard
+from echelon.parallel.patching import part_for_now
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree
 
@@ -112,12 +113,8 @@ def send_through(module: DistributedDataParallel, loss: torch.Tensor) -> torch.T
         )
     for passes in Passes.of(module):
         passes.ran = True
-    inner = module.module
-    module.module = _Through(inner)
-    try:
+    with part_for_now(module, "module", _Through(module.module)):
         through: torch.Tensor = module.forward(loss)  # not a call: hooks on the wrapper are for the user's passes
-    finally:
-        module.module = inner
     return through
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.parallel.over_ranks import summed
+from echelon.parallel.patching import class_for_now, in_front_of, replace_class
 from echelon.world.agree import is_joined
 
 __all__ = ["HostSyncBatchNorm", "LocalBatchNorm", "on_host", "revert_sync_batchnorm", "sync_batchnorm", "without_rows"]
@@ -70,7 +71,7 @@ def sync_batchnorm(module: nn.Module, device: torch.device, group: dist.ProcessG
         return converted
     for layer in module.modules():
         if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-            layer.__class__ = HostSyncBatchNorm  # the same object: its tensors, hooks and place in the module stay
+            replace_class(layer, "sync_batchnorm", HostSyncBatchNorm)
             if group is not None:
                 layer.process_group = group  # type: ignore[assignment]
     return module
@@ -108,19 +109,15 @@ def without_rows(module: nn.Module) -> Iterator[None]:
 
     Synchronised layers meet all the same. Others work as in an evaluation, of which one row is enough.
     """
-    synchronised: list[Any] = [m for m in module.modules() if isinstance(m, (nn.SyncBatchNorm, HostSyncBatchNorm))]
-    kinds = [type(m) for m in synchronised]
+    synchronised = [m for m in module.modules() if isinstance(m, (nn.SyncBatchNorm, HostSyncBatchNorm))]
     every = (m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)))
     own = [m for m in every if m.training and not isinstance(m, HostSyncBatchNorm)]
     try:
-        for layer, kind in zip(synchronised, kinds, strict=True):
-            layer.__class__ = type(kind.__name__, (_StandIn, kind), {})
         for layer in own:
             layer.training = False
-        yield
+        with class_for_now(synchronised, "without_rows", lambda kind: in_front_of(kind, _StandIn)):
+            yield
     finally:
-        for layer, kind in zip(synchronised, kinds, strict=True):
-            layer.__class__ = kind
         for layer in own:
             layer.training = True
 
@@ -129,7 +126,7 @@ def on_host(module: nn.Module) -> None:
     """Let torch's own layers of the kind, which refuse CPUs, work there as well: a script for GPUs that is tried on a laptop."""
     for layer in module.modules():
         if type(layer) is nn.SyncBatchNorm:
-            layer.__class__ = HostSyncBatchNorm  # type: ignore[assignment]  # the same object, as above
+            replace_class(layer, "sync_batchnorm", HostSyncBatchNorm)
 
 
 class LocalBatchNorm(nn.BatchNorm1d):
@@ -142,6 +139,6 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Make every synchronised batch norm an ordinary one again, in place: a trained model may go to work on one process."""
     for layer in module.modules():
         if isinstance(layer, (nn.SyncBatchNorm, HostSyncBatchNorm)):
-            layer.__class__ = LocalBatchNorm  # type: ignore[assignment]  # the same object, as above
+            replace_class(layer, "sync_batchnorm", LocalBatchNorm)
             layer.__dict__.pop("process_group", None)
     return module

@@ -12,6 +12,7 @@ from echelon.parallel.experts.dispatch import Dispatch
 from echelon.parallel.experts.foreign import DividedForward, check_foreign, foreign_experts, num_experts
 from echelon.parallel.experts.moe import MoE
 from echelon.parallel.experts.stacks import Experts
+from echelon.parallel.patching import replace
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,7 +107,7 @@ def distribute_experts(module: nn.Module, ep_mesh: DeviceMesh, ep_data_mesh: Dev
     for experts in stacked_experts(module).values():
         vars(experts)["dispatch"] = dispatch = Dispatch(ep_mesh, ep_data_mesh)
         if not isinstance(experts, Experts):
-            experts.forward = DividedForward(experts, dispatch)
+            replace(experts, "forward", "experts", DividedForward(experts, dispatch))
         for part in experts.modules():
             for name, parameter in list(part.named_parameters(recurse=False)):
                 mine = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)

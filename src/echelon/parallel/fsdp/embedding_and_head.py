@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from echelon.common.errors import LayoutError
+from echelon.parallel.patching import in_front_of, replace_class
 from echelon.parallel.recipe.blocks import Blocks, without_shared
 from echelon.parallel.shards import is_split
 
@@ -110,7 +111,7 @@ def keep_readable(root: nn.Module, parts: list[nn.Module]) -> None:
             continue
         kind = type(part)
         # torch finds a module's own class by its place among the bases: two are put in front of the two of fully_shard.
-        part.__class__ = type(kind.__name__, (_GathersWhenRead, kind), {"_orig_cls_mro_index": 4})
+        replace_class(part, "embedding_and_head", in_front_of(kind, _GathersWhenRead, _orig_cls_mro_index=4))
         vars(part)["_echelon_edge"] = (within, mesh)
     if parts:
         root.register_forward_pre_hook(torch.compiler.disable(within.enter))  # after torch's, which looks at all parameters

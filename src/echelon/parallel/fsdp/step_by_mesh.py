@@ -18,6 +18,7 @@ import torch
 
 from echelon.common.errors import PrecisionError
 from echelon.parallel.guards.messages import explain_step
+from echelon.parallel.patching import replace
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.shards import is_split, local, numbers_of_whole, watch_numbers
 from echelon.parallel.state.loading import part_like
@@ -79,7 +80,7 @@ class _Split:
         self._kinds: dict[int, list[list[torch.Tensor]]] = {}  # by the group's number, where there are several
         self._whole: dict[int, list[torch.Tensor]] = {}  # while it is split
         self._look(optimizer)
-        optimizer.step = _Guarded(optimizer, self)  # type: ignore[method-assign]
+        replace(optimizer, "step", "step_by_mesh", _Guarded(optimizer, self))
         self._reads_all = type(optimizer).__module__.startswith("torch.")  # all groups; not known yet of one of the user's own
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)

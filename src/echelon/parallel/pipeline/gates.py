@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from echelon.common.errors import PipelineError, UsageError
 from echelon.parallel.names import plain_name
+from echelon.parallel.patching import replace_class, take_out
 from echelon.parallel.pipeline.absent import Absent, Needed, Sources
 from echelon.parallel.pipeline.draws import Draws
 from echelon.parallel.pipeline.passes import Left, Run, Shapes, write_again
@@ -308,11 +309,11 @@ def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.
                     made.take(part, name, emptied[id(tensor)])
     for number, unit in enumerate(units):
         vars(unit.module)["_pipeline_gate"] = Gate(made, unit.name, unit.stage, number)
-        unit.module.__class__ = _with_gate(type(unit.module), _Gated)  # type: ignore[arg-type]
+        replace_class(unit.module, "pipeline", _with_gate(type(unit.module), _Gated))  # type: ignore[arg-type]
     vars(module)["_pipeline_gate"] = made
     if "forward" in vars(module):  # somebody has put another in its place, as torch.compile does: the gate's goes around it
-        vars(module)["_pipeline_forward"] = vars(module).pop("forward")
-    module.__class__ = _with_gate(type(module), _GatedRoot)  # type: ignore[arg-type]
+        vars(module)["_pipeline_forward"] = take_out(module, "forward")
+    replace_class(module, "pipeline", _with_gate(type(module), _GatedRoot))  # type: ignore[arg-type]
     return made
 
 

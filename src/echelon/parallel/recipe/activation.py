@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from echelon.common.arguments import flags, flags_of, several
 from echelon.common.errors import RecomputeError, require
 from echelon.common.numbers import number, whole
+from echelon.parallel import patching
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe.blocks import blocks_by_policy, blocks_to_shard
 
@@ -158,7 +159,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False, *, conte
     require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module)
     flags(offload_to_cpu=offload_to_cpu)
     if not isinstance(module.forward, Recompute):
-        module.forward = Recompute(module, offload_to_cpu, context_fn)
+        patching.replace(module, "forward", "recompute", Recompute(module, offload_to_cpu, context_fn))
     return module
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from echelon.common.errors import CompileError
+from echelon.parallel.patching import replace
 
 __all__ = ["Compiled", "check_backend", "compile_forward"]
 
@@ -65,7 +66,7 @@ def compile_forward(blocks: Sequence[nn.Module], options: dict[str, Any]) -> Non
     options = {**options, "recompile_limit": _GRAPHS_OF_A_BLOCK * max(1, len(blocks))}
     for block in blocks:
         if not isinstance(block.forward, Compiled):
-            block.forward = Compiled(block.forward, options)
+            replace(block, "forward", "compile", Compiled(block.forward, options))
 
 
 class Compiled:

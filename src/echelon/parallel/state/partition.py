@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import OptimizerError
+from echelon.parallel.patching import replace
 from echelon.parallel.registry import imported
 from echelon.parallel.state.saved_parts import tell_when_optimizer_is_pickled
 from echelon.world import agree
@@ -119,7 +120,7 @@ class Partition:
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
         # The optimizer's own would leave the gradients of what others own.
-        optimizer.zero_grad = partial(_zero_grad, self)  # type: ignore[method-assign]
+        replace(optimizer, "zero_grad", "partition", partial(_zero_grad, self))
         Partition._all[optimizer] = self
         if self._size > 1 and what.startswith("layout"):  # others consolidate what they give
             tell_when_optimizer_is_pickled(optimizer)

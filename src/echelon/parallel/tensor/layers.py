@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from echelon.parallel.axes import Axis
+from echelon.parallel.patching import replace
 from echelon.parallel.tensor import collectives as traffic
 
 if TYPE_CHECKING:
@@ -90,16 +91,16 @@ def install(layer: nn.Module, style: str, mesh: DeviceMesh, axis: Axis, sequence
         if (parameter := own.get(name)) is not None:
             parts = distribute_tensor(parameter, mesh, [Shard(dim)], src_data_rank=None)
             layer.register_parameter(name, nn.Parameter(parts, requires_grad=parameter.requires_grad))
-    replace: Any
+    split: Any
     if style == "summed":
-        replace = _Summed(layer, axis)
+        split = _Summed(layer, axis)
     elif isinstance(layer, nn.Embedding) and style == "rowwise":
-        replace = _Words(layer, axis)
+        split = _Words(layer, axis)
     elif style.startswith("colwise"):
-        replace = _Colwise(layer, axis, style, mesh, sequence)
+        split = _Colwise(layer, axis, style, mesh, sequence)
     else:
-        replace = _Rowwise(layer, axis, style == "rowwise_split", sequence)
-    vars(layer)["forward"] = replace
+        split = _Rowwise(layer, axis, style == "rowwise_split", sequence)
+    replace(layer, "forward", "tensor", split)
 
 
 class _Split:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from echelon.common.errors import TensorParallelError
+from echelon.parallel.patching import replace
 from echelon.parallel.tensor.layers import exchanged
 from echelon.parallel.tensor.sequence_part import PartOfSequence
 
@@ -121,9 +122,9 @@ def split_sequence(module: nn.Module, blocks: Sequence[str], styles: Mapping[str
         for name, each in module.get_submodule(block).named_modules():
             name = f"{block}.{name}" if name else block
             if isinstance(each, nn.Dropout):
-                vars(each)["forward"] = _Dropout(each, part)
+                replace(each, "forward", "sequence", _Dropout(each, part))
             elif name not in inside and any(True for _ in each.parameters(recurse=False)):
-                vars(each)["forward"] = _OnPart(each, part)
+                replace(each, "forward", "sequence", _OnPart(each, part))
     siblings = [name for name, _ in module.get_submodule(blocks[0].rpartition(".")[0]).named_children()]
     runs = _runs(blocks, siblings)
     for run in runs:

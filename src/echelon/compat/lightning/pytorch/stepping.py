@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from echelon.common.errors import UsageError
+from echelon.parallel.patching import replace
 from echelon.parallel.shards import is_split
 
 __all__ = ["arguments", "gather_when_alone", "places", "through"]
@@ -25,15 +26,16 @@ def through(wrapper: nn.Module, module: Any, step: Callable[..., Any], *args: An
     """
     if wrapper is module and not isinstance(module, FSDPModule):
         return step(*args)
-    vars(module)["forward"] = partial(_forward_is_a_step, module, step, args)
+    undo: list[Callable[[], None]] = []
+    undo.append(replace(module, "forward", "lightning", partial(_forward_is_a_step, undo, module, step, args)))
     try:
         return wrapper()
     finally:
-        vars(module).pop("forward", None)
+        undo[0]()
 
 
-def _forward_is_a_step(module: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    del vars(module)["forward"]
+def _forward_is_a_step(undo: list[Callable[[], None]], module: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    undo[0]()
     vars(module)["_within_step"] = isinstance(module, FSDPModule)
     try:
         return step(*args)

@@ -7,6 +7,8 @@ from unittest.mock import NonCallableMock
 
 from torch import nn
 
+from echelon.parallel.patching import replace_class
+
 __all__ = ["as_module"]
 
 _LISTS = ("parameters", "buffers", "modules", "children", "named_parameters", "named_buffers", "named_modules", "named_children")
@@ -21,7 +23,7 @@ def as_module(module: Any) -> Any:
                 if isinstance(listed, NonCallableMock) and isinstance(listed.return_value, NonCallableMock):
                     listed.side_effect = listed.side_effect or _nothing
         if not isinstance(module, nn.Module):
-            module.__class__ = nn.Module  # type: ignore[assignment]
+            replace_class(module, "mocks", nn.Module)
     return module
 
 

@@ -26,6 +26,7 @@ from echelon.parallel.fsdp import fsdp
 from echelon.parallel.gradients.clip import clip_by_norm_
 from echelon.parallel.layouts import resolve
 from echelon.parallel.meta.materialize import materialize
+from echelon.parallel.patching import in_front_of, replace_class
 from echelon.parallel.recipe.activation import checkpoint_activations
 from echelon.parallel.recipe.recipe import Recipe, TorchCompileParams
 from echelon.parallel.state.state import states_by_name
@@ -280,7 +281,7 @@ class _OlderMethods:
 def _with_older_methods(module: nn.Module) -> nn.Module:
     kind = type(module)
     if not isinstance(module, _OlderMethods):
-        module.__class__ = type(kind.__name__, (_OlderMethods, kind), {})  # as `fully_shard` itself does it
+        replace_class(module, "torchtnt", in_front_of(kind, _OlderMethods))  # as `fully_shard` itself does it
     return module
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from echelon.parallel.patching import replace
 from echelon.parallel.recipe import activation
 
 __all__ = ["checkpoint_wrapper", "disable_checkpointing", "is_checkpointing", "is_recomputing"]
@@ -47,7 +48,7 @@ def disable_checkpointing() -> Iterator[None]:
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False, *, context_fn: Any = None) -> nn.Module:
     """As `echelon.nn.checkpoint_wrapper`; the functions above know of modules that are wrapped by this one."""
     if not isinstance(module.forward, activation.Recompute):
-        module.forward = _Recompute(module, offload_to_cpu, context_fn)
+        replace(module, "forward", "recompute", _Recompute(module, offload_to_cpu, context_fn))
     return module
 
 
