@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "class_for_now",
@@ -33,12 +33,12 @@ class _Replacement(NamedTuple):
 
 
 # The latest last. Without what was put there, which holds its object: it would never be freed.
-_replaced = WeakIdKeyDictionary()
+_replaced: weakref.WeakKeyDictionary[Any, list[_Replacement]] = weakref.WeakKeyDictionary()
 
 
 def replaced(thing: object) -> list[tuple[str, str]]:
     """What of an object is replaced and by whom, such as ("forward", "recompute"), from the inside to the outside."""
-    return list(_replaced.get(thing, ()))
+    return [(each.what, each.by) for each in _replaced.get(thing, ())]
 
 
 def replace(thing: Any, name: str, by: str, new: Any) -> Callable[[], None]:
@@ -97,7 +97,7 @@ def class_for_now(things: Iterable[Any], by: str, kind_of: Callable[[type], type
 
 
 def _note(thing: Any, what: str, by: str, undo: Callable[[], None]) -> Callable[[], None]:
-    noted: list[_Replacement] = _replaced.setdefault(thing, [])
+    noted = _replaced.setdefault(thing, [])
     mine = _Replacement(what, by)
     noted.append(mine)
 
