@@ -101,7 +101,7 @@ class _Late(FiniteWatch):
 def _late_on_ranks(layout: str) -> tuple[int, str]:
     finite._is_elsewhere = lambda loss: True  # type: ignore[assignment]
     unit = Bad(range(11, 100), only=1, layout=layout)
-    unit._finite = _Late(10)
+    unit._update.finite = _Late(10)
     return _ended(unit, max_updates=80)
 
 
@@ -148,7 +148,7 @@ def test_the_end_of_training_reads_what_is_left(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(finite, "_is_elsewhere", lambda loss: True)
     for steps, first in ((25, 5), (40, 25)):
         unit = Bad(range(first, 100))
-        unit._finite = _Late(10)
+        unit._update.finite = _Late(10)
         ended, told = _ended(unit, max_updates=steps)
         assert ended == steps and f"first of them update {first}" in told
 

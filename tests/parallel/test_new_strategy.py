@@ -92,9 +92,9 @@ class Watched(ech.layouts.Prepared[Any]):
         yield
         self.order.append(")")
 
-    def forward_backward(self, micro_batch: Any, forward: Any, backward: Any) -> Any:
+    def accumulate(self, last: bool) -> Any:
         self.order.append(".")
-        return super().forward_backward(micro_batch, forward, backward)
+        return super().accumulate(last)
 
     def after_step(self) -> None:
         self.order.append("step")

@@ -10,7 +10,7 @@ import torch
 from echelon.common.errors import LoopError
 from echelon.loop.samples import samples_of
 
-__all__ = ["count_tokens", "problem_with", "rows", "weighted"]
+__all__ = ["count_tokens", "problem_with", "rows", "summable", "weighted"]
 
 
 def problem_with(made: Any, module: torch.nn.Module) -> str | None:
@@ -74,3 +74,8 @@ def weighted(loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return torch.where(weight == 0, torch.zeros_like(loss), loss) * weight
     return loss * weight if weight else torch.zeros_like(loss)
+
+
+def summable(weight: torch.Tensor) -> float | torch.Tensor:
+    """A weight as windows add them up. Whole numbers in float32 end at 16 million; waiting for a CPU costs nothing."""
+    return float(weight) if weight.device.type == "cpu" else weight.double()

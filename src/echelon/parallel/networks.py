@@ -107,10 +107,11 @@ class Networks(Prepared[nn.Module]):
     def explaining(self) -> AbstractContextManager[Any]:
         return _all(part.explaining() for part in self.parts)
 
-    def backward(
-        self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
-    ) -> None:
-        backward(local(loss), micro_batch)
+    def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
+        return local(loss)
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """An optimizer's gradients are averaged by `average_`."""
 
     def average_(self, parameters: Sequence[nn.Parameter]) -> None:
         """The gradients of an optimizer's parameters become their mean over the ranks. Collective."""

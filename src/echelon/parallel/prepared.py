@@ -252,33 +252,19 @@ class Prepared(Generic[M]):
         return NO_CONTEXT
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of one micro-batch's forward and backward: no gradient traffic before the window's last."""
+        """A micro-batch begins. Context of its forward and backward: no gradient traffic before the window's last."""
         self._reduces = last
         return NO_CONTEXT
 
     def discard_window(self) -> None:
         """The micro-batches since the last update are given up; the optimizer's gradients are cleared by the caller."""
 
-    def forward_backward(
-        self,
-        micro_batch: MicroBatch[Any],
-        forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
-        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
-    ) -> tuple[torch.Tensor, Any]:
-        """`forward(micro_batch)` gives loss and outputs, `backward(loss, micro_batch)` follows."""
-        self.forward_begins()
-        loss, outputs = forward(micro_batch)
-        self.backward(loss, micro_batch, backward)
-        return loss, outputs
+    def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
+        """Within `accumulate`'s context, before `backward` of the loss that this gives."""
+        return loss
 
-    def forward_begins(self) -> None:
-        """Before a forward pass, where that is code of the user's own and only `backward` is called after it."""
-
-    def backward(
-        self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
-    ) -> None:
-        """The second half of `forward_backward`."""
-        backward(loss, micro_batch)
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """After it, of the same loss."""
         if self._loose or self._frozen:
             self._average_loose()
 

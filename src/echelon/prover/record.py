@@ -274,9 +274,9 @@ class StepRecorder(Callback):
 
         original, accumulated = unit.backward, 0
 
-        def backward(state: State, micro_batch: MicroBatch[Any], loss: torch.Tensor) -> None:
+        def backward(state: State, micro_batch: MicroBatch[Any], loss: torch.Tensor, **options: Any) -> None:
             nonlocal accumulated
-            original(state, micro_batch, loss)
+            original(state, micro_batch, loss, **options)
             accumulated = 0 if micro_batch.is_last else gradients()
 
         def gradients() -> int:

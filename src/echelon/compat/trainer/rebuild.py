@@ -29,17 +29,16 @@ __all__ = ["BUILT", "Parcel", "own_attributes", "pack", "rebuild", "recall", "re
 logger = logging.getLogger(__name__)
 
 # Made at first use, over the module as it is now.
-_MADE_LATER = frozenset({"optimizer", "lr_scheduler", "several", "swa_scheduler", "_own_schedule", "_reports_step"})
+_MADE_LATER = frozenset({"optimizer", "lr_scheduler", "several", "swa_scheduler", "own_schedule", "_reports_step"})
 # Of this rank: on others, they would be the same streams for different samples.
 _OF_RANK = frozenset({"resumes_with"})
 # The attributes that `build_from` sets: each process makes its own.
 # fmt: off
 BUILT = frozenset({
     "clip_grad_norm", "clip_grad_value", "computes", "detect_anomaly", "device", "enable_prefetch", "eval_loss", "grad_scaler",
-    "gradient_accumulation_steps", "has_eval_loss", "latest_update", "lr_interval", "module", "prepared", "retain_graph",
+    "gradient_accumulation_steps", "has_eval_loss", "lr_interval", "module", "prepared", "retain_graph",
     "swa_model", "swa_params", "swa_scheduler", "test_loss", "training", "window", "zero_grad_at_train_step_start",
-    "_around_window", "_bitwise", "_copies", "_evaluation", "_finite", "_first_look", "_held", "_options", "_pieces_of_step",
-    "_plateau", "_reduces", "_routers", "_shards", "_takes_loaders", "_trains_with",
+    "_bitwise", "_copies", "_evaluation", "_held", "_options", "_pieces_of_step", "_plateau", "_takes_loaders", "_update",
 })
 # fmt: on
 

@@ -40,7 +40,7 @@ class TrainerUnit(AutoUnit[Any]):
         return made
 
     def weight(self, data: Any) -> float | torch.Tensor:
-        self._trainer.samples_given = self._samples
+        self._trainer.samples_given = self.samples_given
         weight: float | torch.Tensor = self._trainer.weight(data)
         return weight
 

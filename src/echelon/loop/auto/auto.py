@@ -1,27 +1,30 @@
 """AutoUnit: the user writes the loss and the optimizer; precision, accumulation, clipping and parallelism are values.
 
-`training` has the training step. Here is how a unit is built, what it does as phases begin and end, and its evaluation.
+How a unit is built, what its user writes, its training step, its evaluation, and what it does as phases begin and end.
+`loop/update.py` has the way from a loss to the optimizer's step.
 """
 
 from __future__ import annotations
 
-import logging
 import math
+from abc import abstractmethod
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from echelon.common.errors import LoopError
+from echelon.common.errors import LoopError, LossError
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, loaders_of
+from echelon.data.parts import Pieces
 from echelon.loop.auto.averaged import AveragedWeights, SWAParams, swa_scheduler
 from echelon.loop.auto.bitwise import BitEqual
-from echelon.loop.auto.evaluating import AutoEvalUnit
-from echelon.loop.auto.finite import FiniteWatch
-from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
+from echelon.loop.auto.finite import check_loss
+from echelon.loop.auto.optimizer_checks import check_holds
 from echelon.loop.auto.option_checks import (
     check_evaluated,
     check_made,
@@ -30,35 +33,56 @@ from echelon.loop.auto.option_checks import (
     check_trainable,
     tell_of_interval,
 )
+from echelon.loop.auto.parts_check import check_parts
 from echelon.loop.auto.predicting import AutoPredictUnit
-from echelon.loop.auto.several import configured
-from echelon.loop.auto.sub_batches import pieces_for
-from echelon.loop.auto.training import AutoTrainUnit, TrainStepResults
+from echelon.loop.auto.several import Several, configured, of_one, sum_of_losses
+from echelon.loop.auto.standing_in import explain_one_sample, standing_in, uncounted
+from echelon.loop.auto.sub_batches import in_order, of_all, pieces_for, together
 from echelon.loop.auto.unit_options import AutoOptions, BuiltAtFirstUse, UnitOptions, options_from
+from echelon.loop.loss import problem_with, summable
 from echelon.loop.records import monitored
 from echelon.loop.records.metrics import MeanOfAPhase
+from echelon.loop.samples import samples_of, tell_of_doubts
+from echelon.loop.state import EntryPoint, step_under_way
+from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
+from echelon.loop.update import Update
 from echelon.loop.window import Window
-from echelon.parallel.experts.loads import Routers, routers_of
+from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fused import fuse
+from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.float8 import Float8
-from echelon.parallel.recipe.precision import Precision, Shards, check_scaler
+from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.recipe.recipe import Compile
 from echelon.parallel.strategy import Strategy
-from echelon.world import agree, rng
+from echelon.world import agree, clock, rng
+from echelon.world.clock import Part
 
 if TYPE_CHECKING:
-    from echelon.loop.state import State
+    from echelon.loop.state import PhaseState, State
 
 __all__ = ["AutoUnit", "TrainStepResults"]
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
+@dataclass(frozen=True)
+class TrainStepResults:
+    """What a training step gave.
+
+    Args:
+        loss: this rank's mean loss of the micro-batch, detached.
+        total_grad_norm: before clipping, over all ranks; None if the step updated nothing or no norm was asked for.
+        outputs: as `compute_loss` returned them.
+    """
+
+    loss: torch.Tensor
+    total_grad_norm: torch.Tensor | None
+    outputs: Any
+
+
+class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     """Training, evaluation, prediction and testing of one module.
 
     Write `compute_loss(state, data) -> (loss, outputs)`, with a *mean* loss, and
@@ -88,9 +112,19 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
     # With deterministic="bitwise": micro-batches of a global batch over all ranks, a power of two that the ranks divide.
     bitwise_parts = 4
 
-    optimizer: torch.optim.Optimizer = BuiltAtFirstUse()  # type: ignore[assignment]
+    peak_flops: float | None = None  # FLOP/s of this device; None looks its name up
+    expects_mean = True  # False where a loss trains as in the library that it was written for, whatever it is
+
+    optimizer: torch.optim.Optimizer = BuiltAtFirstUse()  # type: ignore[assignment]  # None where there are several
     lr_scheduler: Any = BuiltAtFirstUse()
+    several: Several | None = None
+    lr_interval: Literal["update", "epoch"]
     may_lack = ("grad_scaler", "_bitwise")
+    kind_of_update: type[Update] = Update
+    samples_given: int | None = None  # that the loader put into the batch under way, where it says so
+    own_schedule = True  # it may have a step_lr_scheduler of its own; training finds out as it begins
+    _reports_step = True  # False once it is known that nobody wants to hear of its steps
+    _told_of_doubts = False  # about the samples of a batch
 
     def __init__(
         self,
@@ -106,20 +140,10 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         options: UnitOptions | None = None,
         **older: Any,
     ) -> None:
-        chosen = options_from(
-            "AutoUnit",
-            options,
-            older,
-            layout=layout,
-            precision=precision,
-            accumulate=accumulate,
-            clip_grad_norm=clip_grad_norm,
-            compile=compile,
-            recompute=recompute,
-            ema=ema,
-        )
+        own: dict[str, Any] = {"layout": layout, "precision": precision, "accumulate": accumulate}
+        own |= {"clip_grad_norm": clip_grad_norm, "compile": compile, "recompute": recompute, "ema": ema}
         super(AutoPredictUnit, self).__init__()  # those of all phases: their progress
-        self.build_from(module, chosen)
+        self.build_from(module, options_from("AutoUnit", options, older, **own))
 
     # --- how it is built, here or once more in another process
 
@@ -135,22 +159,19 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self._takes_loaders = said is None
         self.gradient_accumulation_steps = steps = said or 1
         self.window = Window(steps, fixed=self._bitwise is not None)
-        groups = [*self.prepared.data_groups, *self.prepared.stages]
-        self._routers = Routers.of(self.prepared.unwrapped, groups) if routers_of(self.prepared.unwrapped) else None
+        self._update = self.kind_of_update(self, self._bitwise, options.stop_after_nonfinite_losses)
         self.clip_grad_norm, self.clip_grad_value = options.clip_grad_norm, options.clip_grad_value
         self.retain_graph = options.retain_graph
         self.zero_grad_at_train_step_start = options.zero_grad_first
         self.grad_scaler = self.computes.scaler(self.device, self.prepared) if self.training else None
         self.swa_params = averaged = options.averaging
         self.swa_model = AveragedWeights(self.prepared, averaged) if averaged is not None and self.training else None
-        self.swa_scheduler = self._shards = self._first_look = None
-        self._plateau = self._reduces = False
+        self.swa_scheduler: Any = None
+        self._plateau = False  # whether the scheduler advances with evaluations
         self._pieces_of_step = 1
-        self._finite = FiniteWatch(options.stop_after_nonfinite_losses)
-        self.latest_update = (None, None)
+        self._held: list[list[MicroBatch[T]]] = []  # steps of the window under way, where the layout takes them at once
         self.eval_loss = self.test_loss = math.nan  # of the latest evaluation and test, over all ranks
         self.has_eval_loss = False  # whether the latest evaluation counted any
-        self._around_window, self._held, self._trains_with = None, [], []
         self._evaluation = MeanOfAPhase()
 
     @property
@@ -196,6 +217,248 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         if self.swa_params is not None and self.swa_params.swalr_params is not None:
             self.swa_scheduler = swa_scheduler(self.optimizer, self.swa_params.swalr_params)
 
+    # --- what the user writes
+
+    @abstractmethod
+    def compute_loss(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """The mean loss of a micro-batch, a scalar with a gradient, and anything that hooks should see."""
+
+    @abstractmethod
+    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        """The optimizer over the parameters of `module`, which has its final form, and a scheduler or None.
+
+        Called once, when it is first needed, after your class's whole constructor. Adam and AdamW are fused on a GPU by default.
+        """
+
+    # --- instead, for several optimizers
+
+    def configure_optimizers_and_lr_schedulers(
+        self, module: torch.nn.Module
+    ) -> Mapping[str, torch.optim.Optimizer | tuple[torch.optim.Optimizer, Any]]:
+        """The optimizers by name, each over parameters of its own, or pairs of one and its scheduler or None.
+
+        They become attributes, `optimizer_NAME` and `lr_scheduler_NAME`.
+        """
+        raise NotImplementedError
+
+    def compute_losses(self, state: State, data: T) -> Generator[tuple[str | tuple[str, ...], torch.Tensor], None, Any]:
+        """Yield the name of an optimizer and the mean loss that it steps on, in the order of the steps.
+
+        Where the next loss is computed, that optimizer has stepped, in an update's last micro-batch. It trains on the gradients
+        of this loss alone, over the whole global batch. One loss of several optimizers is yielded with a tuple of their names:
+        as it is here, where all step on `compute_loss`. What may be returned at the end are outputs.
+        """
+        loss, outputs = self.compute_loss(state, data)
+        yield tuple(turn.name for turn in self.several.turns) if self.several is not None else (), loss
+        return outputs
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """What is written for several optimizers need not be written for one."""
+        super().__init_subclass__(**options)
+        if cls.configure_optimizers_and_lr_schedulers is AutoUnit.configure_optimizers_and_lr_schedulers:
+            return
+        cls.has_several = True
+        if cls.configure_optimizers_and_lr_scheduler is AutoUnit.configure_optimizers_and_lr_scheduler:
+            cls.configure_optimizers_and_lr_scheduler = of_one  # type: ignore[assignment, method-assign]
+        if cls.compute_loss is AutoUnit.compute_loss and cls.compute_losses is not AutoUnit.compute_losses:
+            cls.compute_loss = sum_of_losses  # type: ignore[assignment, method-assign]
+
+    def weight(self, data: T) -> float | torch.Tensor:
+        """What a micro-batch counts in the mean over the global batch: its samples, as many as the loader put into it, or as can
+        be read in it; it is said once where that is not clear. A language model counts tokens, where their number differs:
+        `return echelon.count_tokens(data, next_token=True)`.
+
+        A number if it is known on the host; a 0-dim tensor on the device is summed up there without waiting.
+        """
+        samples, doubts = samples_of(data, self.samples_given)
+        if doubts is not None and not self._told_of_doubts:
+            self._told_of_doubts = True
+            tell_of_doubts(type(self).__name__, data, samples, doubts, self.samples_given)
+        share = self.prepared.share
+        return samples if isinstance(share, float) and share == 1 else samples * share
+
+    def flops(self, data: T) -> float | None:
+        """FLOPs of a micro-batch, with cp of this rank's part of it, forward and backward, for `mfu` in metrics.jsonl.
+
+        Without what is computed again. None takes the formula for a language model (`records/utilization.py`), and leaves
+        `mfu` out for another and in a pipeline. Yours must tell it from shapes, as nothing here may wait for a device.
+        """
+        return None
+
+    def on_train_step_end(self, state: State, data: T, step: int, results: TrainStepResults) -> None:
+        """After a step; `step` counts from 0."""
+
+    def step_lr_scheduler(self) -> None:
+        """Advance the scheduler by one interval; override for one that wants a metric.
+
+        A ReduceLROnPlateau advances after each evaluation within `fit` instead, with `eval_loss`.
+        """
+        if self.several is not None:
+            self.several.advance(after_epoch=self.lr_interval == "epoch")
+        elif self.lr_scheduler is not None and not self._plateau:
+            self.lr_scheduler.step()
+
+    def zero_grad(self, state: State) -> None:
+        """Drop all gradients."""
+        if self.several is None:
+            clip.clear(self.optimizer)
+        else:
+            self.several.clear()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The one, or all of several."""
+        return [self.optimizer] if self.several is None else [turn.optimizer for turn in self.several.turns]
+
+    # --- a training step
+
+    def train_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """One micro-batch, and an update if it ends its window. Returns the detached loss and the outputs."""
+        update, window = self._update, self.window
+        step = update.begin_step(self, state)
+        self.has_updated = ends_window = update.is_last
+        if self.prepared.doubts_parts:
+            check_parts(self, state, in_order(data, step.is_padding, None)[0][0] if isinstance(data, Pieces) else data)
+        micro_batches = self._micro_batches(data, is_padding=step.is_padding, is_last=ends_window)
+        if window.reference is None:
+            update.estimate(self, micro_batches)
+        if self.zero_grad_at_train_step_start and window.count == 1:
+            self.zero_grad(state)
+        if self.prepared.takes_windows:
+            return self._take_into_window(state, micro_batches, ends_window)
+        losses, made = [], []
+        try:
+            for micro_batch in micro_batches:
+                with update.passes(self, state, micro_batch):
+                    if self.several is not None:
+                        outputs = self.several.train(state, micro_batch)
+                    else:
+                        loss, outputs = self._forward(state, micro_batch)
+                        update.backward(self, state, loss, micro_batch, retain_graph=self.retain_graph)
+                losses.append(window.latest_loss)
+                made.append(outputs)
+        except BaseException as error:
+            update.leave_context()
+            explain_one_sample(error)
+            raise
+        loss, outputs = losses[0], made[0]
+        if len(losses) > 1:
+            loss, outputs = together(losses, micro_batches), of_all(made, micro_batches)
+        norm = update.complete(self, state) if ends_window else None
+        if self._reports_step:
+            clock.enter(Part.OTHER)
+            batch = of_all([each.data for each in micro_batches], micro_batches)
+            self.on_train_step_end(state, batch, self.train_progress.num_steps_completed, TrainStepResults(loss, norm, outputs))
+        return loss, outputs
+
+    def _take_into_window(self, state: State, micro_batches: list[MicroBatch[T]], ends_window: bool) -> tuple[Any, Any]:
+        """A step under a layout that computes the micro-batches of an update at once: (None, None) before the window's last.
+
+        `on_train_step_end` is called for all steps of the window then, in their order.
+        """
+        self._held.append(micro_batches)
+        if not ends_window:
+            return None, None
+        steps, self._held = self._held, []
+        every = [micro_batch for step in steps for micro_batch in step]
+        forward = partial(self.through_stages, state, partial(self._forward_in_stages, state))
+        made = self._update.run_window(self, state, every, forward)
+        norm, number = self._update.complete(self, state), self.train_progress.num_steps_completed
+        for back, step in zip(reversed(range(len(steps))), steps, strict=True):
+            of_step = [next(made) for _ in step]
+            loss, outputs = together([loss.detach() for loss, _ in of_step], step), of_all([each for _, each in of_step], step)
+            if self._reports_step:
+                state.logged.weight = 0 if self.prepared.is_replica else step[-1].weight
+                found = TrainStepResults(loss, None if back else norm, outputs)
+                self.on_train_step_end(state, of_all([each.data for each in step], step), number - back, found)
+        return loss, outputs
+
+    def _micro_batches(self, data: Any, *, is_padding: bool, is_last: bool) -> list[MicroBatch[T]]:
+        """A batch as one, or its pieces, of which only the last may end the window."""
+        if not isinstance(data, Pieces):
+            part = self.prepared.part_of(data)
+            weight = 0 if is_padding else self.weight(part)
+            weight = summable(weight) if isinstance(weight, torch.Tensor) else weight
+            return [MicroBatch(part, weight, is_last, is_padding)]
+        made: list[MicroBatch[T]] = []
+        samples = self.samples_given
+        pieces = in_order(data, is_padding, samples)
+        for number, (piece, pads, in_piece) in enumerate(pieces, 1):
+            self.samples_given = in_piece
+            made += self._micro_batches(piece, is_padding=pads, is_last=is_last and number == len(pieces))
+        self.samples_given = samples
+        return made
+
+    def _forward_in_stages(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
+        self._update.begin_forward(self, state, micro_batch)
+        with uncounted(self) if micro_batch.is_padding else NO_CONTEXT:
+            return self._forward(state, micro_batch)
+
+    def _forward(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
+        if self.computes.dtype is None:
+            made = self.compute_loss(state, micro_batch.data)
+        else:
+            with self.autocast():
+                made = self.compute_loss(state, micro_batch.data)
+        is_pair = type(made) is tuple and len(made) == 2 and isinstance(made[0], torch.Tensor)
+        is_usual = is_pair and not made[0].dim() and made[0].requires_grad
+        if not is_usual and (problem := problem_with(made, self.module)) is not None:
+            raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
+        if self.detect_anomaly:
+            check_loss(made[0], micro_batch.weight, self.train_progress.num_updates_completed)
+        return made
+
+    # --- evaluations and tests
+
+    def eval_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """The loss of a batch, counted into `eval_loss` by its weight."""
+        data, loss, outputs, counts = self._evaluate(state, data, state.eval_state)
+        if counts:
+            step = (self.train_progress if state.entry_point is EntryPoint.FIT else self.eval_progress).num_steps_completed
+            self.on_eval_step_end(state, data, step, loss, outputs)
+        return loss, outputs
+
+    def test_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
+        """As `eval_step`, counted into `test_loss`."""
+        data, loss, outputs, counts = self._evaluate(state, data, state.test_state)
+        if counts:
+            self.on_test_step_end(state, data, self.test_progress.num_steps_completed, loss, outputs)
+        return loss, outputs
+
+    def _evaluate(self, state: State, batch: T, phase: PhaseState | None) -> tuple[T, torch.Tensor, Any, bool]:
+        """This rank's part of the batch, its loss and outputs, and whether it counts: not if it is padding."""
+        if self.prepared.doubts_parts:
+            check_parts(self, state, batch)
+        data = self.prepared.part_of(batch)
+        counts = not step_under_way(phase).is_padding
+        self.samples_given = step_under_way(phase).samples
+        weight = self.weight(data) if counts and not self.prepared.is_replica else 0
+        compute = partial(self._compute, state, weight)
+        if self.prepared.takes_windows:
+            compute = partial(self.through_stages, state, compute)
+        with self.autocast(), NO_CONTEXT if counts else standing_in(self):
+            loss, outputs = self.prepared.forward(data, compute)
+        if counts:
+            self._evaluation.mean.update(loss, weight)
+        return data, loss, outputs, counts
+
+    def _compute(self, state: State, weight: Any, data: T) -> tuple[torch.Tensor, Any]:
+        state.logged.begins(weight, str(state.active_phase))
+        made: tuple[torch.Tensor, Any] = self.compute_loss(state, data)
+        return made
+
+    def on_eval_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
+        """After an evaluation step; within `fit`, `step` is the number of training steps so far."""
+
+    def on_test_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
+        """After a test step."""
+
+    @property
+    def divided(self) -> int:
+        """Into how many micro-batches a batch is divided that was one loss's before."""
+        size = self.data_rank_and_size
+        return (1 if size is None else size[1]) * self.window.size
+
     # --- what the loops call
 
     def app_state(self) -> dict[str, Any]:
@@ -212,7 +475,9 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
     @property
     def agrees_to_stop(self) -> bool:
         own_hook = self._reports_step and self.may_stop
-        return (self._reduces or self.prepared.works_alone) and not own_hook and not _overrides(self, AutoUnit, "train_step")
+        return (
+            (self._update.joined or self.prepared.works_alone) and not own_hook and not _overrides(self, AutoUnit, "train_step")
+        )
 
     @property
     def steps_by_itself(self) -> bool:
@@ -221,7 +486,12 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
     @property
     def agrees_on_updates(self) -> bool:
         """Whether `latest_update` is the same on all ranks."""
-        return self._reduces
+        return self._update.joined
+
+    @property
+    def latest_update(self) -> tuple[Any, Any]:
+        """Loss over the global batch, and gradient norm if it is clipped."""
+        return self._update.latest
 
     def phase_started(self, state: State, phase: str) -> None:
         check_own_names(self)
@@ -231,35 +501,22 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         self.prepared.before_evaluation()
         if phase != "predict":
             self._evaluation.mean.reset()
-        if phase == "eval":
-            self.eval_loss = math.nan
-        elif phase == "test":
-            self.test_loss = math.nan
+            setattr(self, f"{phase}_loss", math.nan)
 
     def _begin_training(self, state: State) -> None:
-        together = self.prepared.averaged_over > 1 or self.prepared.forward_is_collective
-        self._reduces = agree.is_joined() and together
-        self.window.group = agree.control_group() if self._reduces else None
-        self.window.may_be_empty = self.prepared.works_alone
-        self.window.guards = () if self.has_several else self.prepared.guards  # those of several steps have other passes
-        if self._reduces:
-            self.prepared.compare_calls()
-        has_layout = self._options.layout is not None
-        check_trainable(self, together=self._reduces or not agree.is_joined(), has_layout=has_layout)
+        update = self._update
+        update.join(self)
+        together, has_layout = update.joined or not agree.is_joined(), self._options.layout is not None
+        check_trainable(self, together=together, has_layout=has_layout)
         self.configure()
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # by now also one set on the unit itself
         self.prepared.wants_outputs = self._reports_step
-        self._own_schedule = _overrides(self, AutoUnit, "step_lr_scheduler")
-        self._check_optimizer()
-        if self._finite.is_long:  # of an earlier call; the caller has caught it
-            self._finite.forget()
+        self.own_schedule = _overrides(self, AutoUnit, "step_lr_scheduler")
+        update.begin(self)
         if self._plateau:
             check_plateau(state)
-        elif self.window.updates == 0 and agree.is_rank0() and not self._own_schedule:
+        elif self.window.updates == 0 and agree.is_rank0() and not self.own_schedule:
             tell_of_interval(self.lr_scheduler, self.lr_interval)
-        check_scaler(self.grad_scaler, self.computes, self.prepared)
-        if self.grad_scaler is not None:
-            self._shards = Shards(self.optimizer, self.module.parameters())
         loader: Any = getattr(state.train_state, "dataloader", None)
         if self._bitwise is None:
             own = ("train_step", "get_next_train_batch")
@@ -284,31 +541,9 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             self.gradient_accumulation_steps = getattr(loader, "accumulation", None) or 1
         return self.gradient_accumulation_steps
 
-    def _check_optimizer(self) -> None:
-        """At every start of training, whoever made it: it may have been assigned, or been given more parameters."""
-        self._take_parameters()
-        self._trains_with = [self.optimizer] if self.window.group is not None and self.several is None else []
-        for optimizer in self.optimizers:
-            when_it_grows(optimizer, self)
-        if self.window.updates == 0 and self.several is None:
-            self._first_look = look_at_first_update(self, self.optimizer, together=self._reduces)
-
     def optimizer_grew(self) -> None:
         """While it trains, somebody has given the optimizer more parameters, on all ranks alike. Collective."""
-        if self.window.group is not None:
-            self._take_parameters()
-
-    def _take_parameters(self) -> None:
-        """See to it that the gradients of all that the optimizer holds are averaged. Collective."""
-        others: list[nn.Parameter] = []
-        for optimizer in self.optimizers:
-            check_holds(self, optimizer)
-            others += not_the_modules(self, optimizer)
-        if others and self._bitwise is not None:
-            raise LoopError(
-                f"bit-equal training needs an optimizer of the module's parameters only, got {len(others)} others. Move them."
-            )
-        self.prepared.trains_also(others)
+        self._update.optimizer_grew(self)
 
     def pieces_of_step(self, phase: str) -> int:
         return self._pieces_of_step if phase == "train" else 1
@@ -317,13 +552,9 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
         state.logged.weight = 0 if self.prepared.is_replica else 1  # of no micro-batch
         for guard in self.prepared.guards if phase != "train" else ():
             guard.evaluated()
-        if phase == "train" and self.window.count:
-            logger.warning("the epoch ended in the middle of an accumulation window; its micro-batches are left out")
-            self._leave_window()
-            state.logged.discard()
-            self.zero_grad(state)
-        if phase == "train" and self.lr_interval == "epoch":
-            self._advance()
+        if phase == "train":
+            self._held.clear()
+            self._update.end_epoch(self, state)
         elif phase == "eval":
             loss = self._evaluation.mean.compute()
             self.has_eval_loss = not self._evaluation.mean.is_empty
@@ -348,15 +579,8 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             self.lr_scheduler.step(value)
 
     def phase_ended(self, state: State, phase: str) -> None:
-        self.window.group, self._trains_with = None, []
-        if not state.should_stop or state.stopped_by_script:  # the same on all ranks; else it resumes later
-            if phase == "train":
-                self.prepared.end_training()
-            if phase == "train" and 0 < self.window.updates == self.window.empty:
-                raise self.window.weightless()
-            self._finite.finish(self.window.updates, together=self._reduces)
-            if self.swa_model is not None and agree.is_rank0():
-                self.swa_model.warn_if_unused()
+        complete = not state.should_stop or state.stopped_by_script  # the same on all ranks; else it resumes later
+        self._update.end(self, complete=complete)
 
     def evaluating(self) -> AbstractContextManager[Any]:
         averages = self.swa_model
@@ -369,7 +593,7 @@ class AutoUnit(AutoTrainUnit[T], AutoEvalUnit[T]):
             self.window.rescale(self.train_progress)
         if self.eval_progress.latest_loss is not None:
             self.eval_loss = self.eval_progress.latest_loss
-        self._finite.forget()
+        self._update.finite.forget()
 
 
 def _overrides(unit: object, base: type, name: str) -> bool:

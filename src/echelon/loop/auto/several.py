@@ -34,7 +34,7 @@ from echelon.world.clock import Part
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["Several", "Turn", "configured"]
+__all__ = ["Several", "Turn", "configured", "of_one", "sum_of_losses"]
 
 
 @dataclass(eq=False)
@@ -167,12 +167,10 @@ class Several:
         assert window.reference is not None
         scale = float(micro_batch.weight) * self._unit.prepared.averaged_over / window.reference
 
-        def go(loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> None:
-            if scale == 0:
-                gradients.pass_zeros(loss)
-            loss.backward(gradient=None if scale == 1 else torch.full_like(loss, scale), retain_graph=retain_graph)
-
-        self._unit.prepared.backward(loss, micro_batch, go)
+        loss = self._unit.prepared.before_backward(loss, micro_batch)
+        if scale == 0:
+            gradients.pass_zeros(loss)
+        loss.backward(gradient=None if scale == 1 else torch.full_like(loss, scale), retain_graph=retain_graph)
 
     def keep(self, turn: Turn) -> None:
         """The step of an optimizer in a micro-batch that is not the window's last."""
@@ -253,9 +251,6 @@ class Several:
                 f"{type(unit).__name__}.compute_losses must yield a name and a loss, `yield 'critic', loss`, for each in the "
                 f"order of their steps, got {type(passes).__name__} returned."
             )
-        self.begin(float(micro_batch.weight))
-        state.logged.begins(0 if unit.prepared.is_replica else micro_batch.weight)
-        unit.prepared.forward_begins()
         while True:
             clock.enter(Part.FORWARD)
             try:
@@ -422,3 +417,20 @@ def _twice(turn: Turn) -> UsageError:
         f"step() of {turn} must be called once in a batch where updates have several batches, got a second call. Train it "
         "several times on global batches without accumulation."
     )
+
+
+# What an AutoUnit's methods for one optimizer are, where only those for several are written.
+
+
+def of_one(unit: Any, module: nn.Module) -> Any:
+    raise LoopError(f"{type(unit).__name__} has several optimizers, which configure_optimizers_and_lr_schedulers gives.")
+
+
+def sum_of_losses(unit: Any, state: State, data: Any) -> tuple[torch.Tensor, Any]:
+    """In evaluations, where nothing steps in between."""
+    unit.configure()
+    losses = []
+    for names, loss in unit.compute_losses(state, data):
+        unit.several.log(state, unit.several.named(names), loss)
+        losses.append(loss)
+    return torch.stack(losses).sum(), None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch import nn
 
 from echelon.common.errors import OwnLoopError
 from echelon.loop.auto.auto import AutoUnit
+from echelon.loop.loss import summable
 from echelon.loop.state import State, step_under_way
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.state.partition import parameters_of
 
@@ -71,7 +71,6 @@ class LoopUnit(AutoUnit[Any]):
     ) -> None:
         self.has_several = several  # before the module is made parallel
         super().__init__(module=module, **options)
-        self._ended: tuple[Any, Any] = (None, None)  # weight and loss of the latest window
         if self.prepared.takes_windows:
             raise OwnLoopError(
                 "the layout must compute micro-batches one by one in a loop of your own, got one that takes the micro-batches "
@@ -95,7 +94,7 @@ class LoopUnit(AutoUnit[Any]):
 
     @property
     def agrees_to_stop(self) -> bool:
-        return self._reduces
+        return self._update.joined
 
     @property
     def steps_by_itself(self) -> bool:
@@ -120,55 +119,41 @@ class LoopUnit(AutoUnit[Any]):
 
     def samples_of_batch(self, state: State, data: Any) -> float | torch.Tensor:
         """What a batch weighs where the loop does not say: its samples."""
-        self._samples = step_under_way(state.train_state).samples
+        self.samples_given = step_under_way(state.train_state).samples
         return self.weight(data)
 
     def samples_evaluated(self) -> float | torch.Tensor:
         """What the batch weighs that the loop evaluates."""
-        self._samples = None
+        self.samples_given = None
         return self.weight(self.evaluated)
 
     def open(self, state: State, data: Any, weight: Any) -> MicroBatch[Any]:
         """Begin the micro-batch that the loader gave."""
-        window, prepared = self.window, self.prepared
-        if self._finite.is_long:
-            self._finite.raise_if_long(together=self._reduces)
-        assert state.train_state is not None
-        step = state.train_state.step
-        ends_window = window.open(step.is_last)
-        if step.is_padding:
-            weight = 0
-        elif isinstance(weight, torch.Tensor):
-            weight = float(weight) if weight.device.type == "cpu" else weight.double()
-        if window.reference is None:
-            window.estimate(0 if prepared.is_replica else weight, over_ranks=self._reduces)
-        micro_batch = MicroBatch(data, weight, ends_window, step.is_padding)
-        if state.recorder is not None and state.recorder.counts_flops:
-            state.recorder.count_flops(self, [micro_batch])
-        if window.count == 1 and (around := prepared.window()) is not NO_CONTEXT:
-            self._enter_window(around)
-        if self._bitwise is not None:
-            self._bitwise.begin(window.updates, window.count - 1)
-            if self.seeded is not None:
-                self.seeded()
-        prepared.forward_begins()
-        if self.several is not None:
-            self.several.begin(float(weight))
+        step = self._update.begin_step(self, state)
+        weight = 0 if step.is_padding else summable(weight) if isinstance(weight, torch.Tensor) else weight
+        micro_batch = MicroBatch(data, weight, self._update.is_last, step.is_padding)
+        if self.window.reference is None:
+            self._update.estimate(self, [micro_batch])
         return micro_batch
 
-    def backward(self, state: State, micro_batch: MicroBatch[Any], loss: torch.Tensor) -> None:
+    def passes(self, state: State, micro_batch: MicroBatch[Any]) -> AbstractContextManager[Any]:
+        """Context of its passes."""
+        around = self._update.passes(self, state, micro_batch)
+        if self.seeded is not None and self._bitwise is not None:
+            self.seeded()
+        return around
+
+    def backward(
+        self, state: State, micro_batch: MicroBatch[Any], loss: torch.Tensor, *, retain_graph: bool | None = None
+    ) -> None:
         """The weighted backward pass; after an update's last the gradients are those of its global batch."""
         if self.several is not None:
-            self.several.backward(loss, micro_batch, retain_graph=self.retain_graph)
+            self.several.backward(loss, micro_batch, retain_graph=retain_graph)
             return
-        bitwise, last = self._bitwise, micro_batch.is_last
-        self.prepared.backward(loss, micro_batch, partial(self._backward, state))
-        if bitwise is not None:
-            bitwise.add(last=last)
-        if last:
+        self._update.backward(self, state, loss, micro_batch, retain_graph=retain_graph)
+        if micro_batch.is_last:
             self.has_updated = True
-            self._exit_window()
-            self._ended = self._end_window(state)
+            self._update.finish(self, state)
 
     def end_several(self, state: State, *, last: bool) -> None:
         """A micro-batch of several optimizers has ended."""
@@ -176,24 +161,16 @@ class LoopUnit(AutoUnit[Any]):
         self.several.end_micro_batch(replica=self.prepared.is_replica)
         if last:
             self.has_updated = True
-            self._exit_window()
-            self._end_several(state)
+            self._update.finish_several(self, state)
 
     @property
     def update_loss(self) -> Any:
         """Of the latest window, over all ranks."""
-        return self._ended[1]
+        return self._update.loss
 
     def apply(self, state: State, norm: torch.Tensor | None) -> bool:
         """The optimizer's step; False if fp16's scaler left it out, or the global batch weighs nothing."""
-        if self.window.is_nothing:
-            self._leave_out(state)
-            return False
-        return self._apply(state, *self._ended, norm)
-
-    def reduces(self, micro_batch: MicroBatch[Any]) -> bool:
-        """Whether the ranks' gradients are averaged in this micro-batch's backward pass."""
-        return micro_batch.is_last or self._bitwise is not None
+        return self._update.step(self, state, norm)
 
     def zero_grad(self, state: State) -> None:
         # Not by the optimizer's own: that keeps gradients in the middle of an update, of which this is the end.
@@ -202,10 +179,12 @@ class LoopUnit(AutoUnit[Any]):
 
     def forget_window(self, state: State) -> None:
         """After an error in the middle of it."""
-        self._leave_window()
-        self.zero_grad(state)
-
-    def _leave_window(self) -> None:
-        super()._leave_window()
+        self._update.discard(self, state)
         if self.left_out is not None:
+            self.left_out()
+
+    def epoch_closed(self, state: State, phase: str) -> None:
+        begun = self.window.count
+        super().epoch_closed(state, phase)
+        if begun and self.left_out is not None:
             self.left_out()

@@ -10,7 +10,7 @@ import torch
 
 from echelon.common.errors import LossError, OwnLoopError
 from echelon.common.numbers import number
-from echelon.loop.auto.standing_in import explain_one_sample, standing_in
+from echelon.loop.auto.standing_in import explain_one_sample
 from echelon.loop.loss import problem_with
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import State
@@ -77,12 +77,8 @@ class OwnWindow:
         weight = unit.samples_of_batch(session.state, session.batch) if self._weight is None else self._weight
         self._micro_batch = unit.open(session.state, session.batch, weight)
         self.is_last = self._micro_batch.is_last
-        session.state.logged.begins(0 if unit.prepared.is_replica else self._micro_batch.weight)
-        accumulates = unit.prepared.accumulate(unit.reduces(self._micro_batch))
-        explains = unit.prepared.explaining()
-        self._contexts = (explains, accumulates) if unit.computes.dtype is None else (explains, unit.autocast(), accumulates)
-        if self._micro_batch.is_padding:
-            self._contexts = (standing_in(unit), *self._contexts)
+        passes = unit.passes(session.state, self._micro_batch)
+        self._contexts = (passes,) if unit.computes.dtype is None else (passes, unit.autocast())
         for context in self._contexts:
             context.__enter__()
         enter(Part.FORWARD)
@@ -142,9 +138,8 @@ class OwnWindow:
             self.loss = unit.plain.loss = loss.detach() + (0 if unit.plain.loss is None else unit.plain.loss)
         else:
             assert self._micro_batch is not None
-            unit.retain_graph = retain_graph
             with NO_CONTEXT if unit.computes.dtype is None else torch.autocast(unit.device.type, enabled=False):
-                unit.backward(self._session.state, self._micro_batch, loss)
+                unit.backward(self._session.state, self._micro_batch, loss, retain_graph=retain_graph)
             before = 0.0 if self.trained is None else self.trained[1]
             self.trained = self._micro_batch.weight, loss.detach() + before
             self.loss = unit.update_loss if self.is_last and unit.several is None else self.trained[1]

@@ -41,14 +41,13 @@ class Recorder:
         self._flushed_at = self._last_at = time.perf_counter()
         self._wall_offset = time.time() - self._flushed_at
 
-    def count_flops(self, unit: Any, micro_batches: Sequence[Any]) -> None:
-        """What the coming update computes."""
+    def count_flops(self, unit: Any, data: Any) -> None:
+        """What a micro-batch of the coming update computes."""
         if self.utilization is None:
             self.utilization = Utilization(unit)
             self.counts_flops = self.utilization.counts
         if self.utilization.counts:
-            for each in micro_batches:
-                self.utilization.count(each.data)
+            self.utilization.count(data)
 
     def update(self, step: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, more: Mapping[str, Any] | None = None) -> None:
         """Update `step`, counted from 1: mean loss and weight of its global batch, and more by name. Numbers or 0-dim tensors."""

@@ -105,6 +105,9 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
                 "static_graph must be False where gradients are accumulated, got True: torch counts the first backward pass for "
                 "all that follow, and reduces none that comes later. Leave static_graph out, or take every batch for an update."
             )
+        if self._passes is None:
+            self._passes = Passes(self.module)
+        self._passes.ran = False
         trained = [p.requires_grad for p in self._in_buckets]
         self._of_window = list(map(or_, self._of_window, trained)) if self._of_window else trained
         self._alone = []
@@ -119,25 +122,17 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     def discard_window(self) -> None:
         self._of_window = []
 
-    def forward_begins(self) -> None:
-        if self._passes is None:
-            self._passes = Passes(self.module)
-        self._passes.ran = False
-
-    def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
-        with self.explaining():
-            return super().forward_backward(*given)
-
     def explaining(self) -> AbstractContextManager[Any]:
         return self._awaited.explained()
 
-    def backward(
-        self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
-    ) -> None:
+    def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
         assert self._passes is not None
         if self._reduces and not self._passes.ran and not self._alone:
-            loss = send_through(self.module, loss)
-        super().backward(loss, micro_batch, backward)
+            return send_through(self.module, loss)
+        return loss
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        super().after_backward(loss)
         if self._alone:
             # Asked again: the loss's own code may have frozen and unfrozen layers meanwhile.
             alone = [p for p, was_trained in self._alone if was_trained or p.requires_grad]

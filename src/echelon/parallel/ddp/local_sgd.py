@@ -77,14 +77,9 @@ class WorkerPrepared(Prepared[Worker]):
         self.module.show_own()
         return NO_CONTEXT
 
-    def forward_begins(self) -> None:
-        self.module.show_own()
-
-    def backward(
-        self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
-    ) -> None:
+    def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
         self.module.count(micro_batch.weight)
-        super().backward(loss, micro_batch, backward)
+        return super().before_backward(loss, micro_batch)
 
     def discard_window(self) -> None:
         self.module.discard()

@@ -118,20 +118,16 @@ class FSDPPrepared(Prepared[nn.Module]):
                 self._same = SameGradients(self.module, together=not self.takes_windows)
         return NO_CONTEXT
 
-    def forward_backward(self, *given: Any) -> tuple[torch.Tensor, Any]:
-        with self.explaining():
-            return super().forward_backward(*given)
-
     def explaining(self) -> AbstractContextManager[Any]:
         return explained(self.module)
 
-    def backward(
-        self, loss: torch.Tensor, micro_batch: MicroBatch[Any], backward: Callable[[torch.Tensor, MicroBatch[Any]], None]
-    ) -> None:
-        loss = local(loss)
+    def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
         if self._same is not None:
             self._same.settle()
-        super().backward(loss, micro_batch, backward)
+        return local(loss)
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        super().after_backward(loss)
         if self._reduces and not self._is_checked:
             if self.draws is not None:  # else the losses would seem to differ for another reason
                 self.draws.check_now(0)

@@ -18,11 +18,45 @@ from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import AppStateMixin
-from echelon.parallel.micro_batch import MicroBatch
+from echelon.loop.update import Update
 
 __all__ = ["AutomaticUnit"]
 
 logger = logging.getLogger(__name__)
+
+
+class HookedUpdate(Update):
+    """The way to the optimizer's step, with Lightning's hooks on it."""
+
+    def backward(self, unit: Any, state: State, loss: torch.Tensor, *args: Any, **options: Any) -> None:
+        unit.trainer.call("on_before_backward", loss)
+        super().backward(unit, state, loss, *args, **options)
+        unit.trainer.call("on_after_backward")
+
+    def clip(self, unit: Any) -> torch.Tensor | None:
+        trainer, optimizer = unit.trainer, unit.trainer.lightning_optimizers[0]
+        unit.before_step = True
+        trainer.call("on_before_optimizer_step", optimizer)
+        if not unit.waits["configure_gradient_clipping"]:
+            return super().clip(unit)
+        with trainer.hook("configure_gradient_clipping"):
+            by_norm = unit.clip_grad_norm
+            value, algorithm = (by_norm, "norm") if by_norm is not None else (unit.clip_grad_value, "value")
+            unit.lightning_module.configure_gradient_clipping(optimizer, value, algorithm if value is not None else None)
+        return None
+
+    def step_optimizer(self, unit: Any) -> bool:
+        if not unit.waits["optimizer_step"]:
+            unit.before_step, updated = False, super().step_optimizer(unit)
+            return updated
+        unit.updated = False
+        trainer, loss = unit.trainer, unit.window.latest_loss
+        with trainer.hook("optimizer_step"):
+            unit.lightning_module.optimizer_step(
+                trainer.current_epoch, trainer.batch_idx, trainer.lightning_optimizers[0], lambda: loss
+            )
+        unit.before_step = False
+        return bool(unit.updated)
 
 
 class AutomaticUnit(AutoUnit[Any]):
@@ -32,6 +66,7 @@ class AutomaticUnit(AutoUnit[Any]):
         options: AutoOptions.
     """
 
+    kind_of_update = HookedUpdate
     may_stop, keeps_modes, expects_mean = False, True, False
     may_lack = (*AutoUnit.may_lack, "lightning", "schedules")  # type: ignore[assignment]
 
@@ -45,8 +80,8 @@ class AutomaticUnit(AutoUnit[Any]):
         self.batch: Any = None  # the latest, for the hook after its update
         self._steps = StepCaller(trainer, lightning_module, lambda: self.module, self.autocast)
         self._pieces: StepPieces | None = None  # of the batch under way
-        self._must_clear = self._before_step = self._updated = False
-        self._waits = {
+        self._must_clear = self.before_step = self.updated = False
+        self.waits = {
             name: overridden(name, lightning_module, LightningModule)
             for name in ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
         }
@@ -72,7 +107,7 @@ class AutomaticUnit(AutoUnit[Any]):
             made = NoOptimizer([p for p in mine.parameters() if p.requires_grad])
         optimizers, schedules = configured(made, automatic=True)
         self.schedules = Schedules(schedules, mine.lr_scheduler_step)
-        self.trainer.lightning_optimizers = [LightningOptimizer(optimizers[0], self._step_by_hook, mine)]
+        self.trainer.lightning_optimizers = [LightningOptimizer(optimizers[0], self.step_by_hook, mine)]
         return optimizers[0], None
 
     def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
@@ -122,44 +157,14 @@ class AutomaticUnit(AutoUnit[Any]):
         self._must_clear = False
         trainer, optimizer = self.trainer, self.trainer.lightning_optimizers[0]
         trainer.call("on_before_zero_grad", optimizer)
-        if self._waits["optimizer_zero_grad"]:
+        if self.waits["optimizer_zero_grad"]:
             self.lightning_module.optimizer_zero_grad(trainer.current_epoch, trainer.batch_idx, optimizer)
         else:
             super().zero_grad(state)
 
-    def _backward(self, state: State, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> None:
-        self.trainer.call("on_before_backward", loss)
-        super()._backward(state, loss, micro_batch)
-        self.trainer.call("on_after_backward")
-
-    def _clip(self) -> torch.Tensor | None:
-        trainer, optimizer = self.trainer, self.trainer.lightning_optimizers[0]
-        self._before_step = True
-        trainer.call("on_before_optimizer_step", optimizer)
-        if not self._waits["configure_gradient_clipping"]:
-            return super()._clip()
-        with trainer.hook("configure_gradient_clipping"):
-            by_norm = self.clip_grad_norm
-            value, algorithm = (by_norm, "norm") if by_norm is not None else (self.clip_grad_value, "value")
-            self.lightning_module.configure_gradient_clipping(optimizer, value, algorithm if value is not None else None)
-        return None
-
-    def _step_optimizer(self) -> bool:
-        if not self._waits["optimizer_step"]:
-            self._before_step, updated = False, super()._step_optimizer()
-            return updated
-        self._updated = False
-        trainer, loss = self.trainer, self.window.latest_loss
-        with trainer.hook("optimizer_step"):
-            self.lightning_module.optimizer_step(
-                trainer.current_epoch, trainer.batch_idx, trainer.lightning_optimizers[0], lambda: loss
-            )
-        self._before_step = False
-        return self._updated
-
-    def _step_by_hook(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    def step_by_hook(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """`optimizer.step(...)` in the module's own `optimizer_step`."""
-        self._updated = super()._step_optimizer()
+        self.updated = Update.step_optimizer(self._update, self)
         return closure() if closure is not None else None
 
     def step_lr_scheduler(self) -> None:
@@ -182,4 +187,4 @@ class AutomaticUnit(AutoUnit[Any]):
     @property
     def updates(self) -> int:
         """The window counts one as soon as its gradients are whole."""
-        return self.window.updates - self._before_step
+        return self.window.updates - self.before_step

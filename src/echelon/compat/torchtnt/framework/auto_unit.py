@@ -36,7 +36,7 @@ from echelon.loop.auto.averaged import SWALRParams, SWAParams
 from echelon.loop.auto.unit_options import OLDER_WORDS, AutoOptions
 from echelon.parallel.composed import Layout
 from echelon.parallel.prepared import NO_CONTEXT
-from echelon.parallel.recipe.precision import Precision, Shards
+from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.shards import is_split
 
 __all__ = [
@@ -206,17 +206,6 @@ class AutoUnit(
     def phase_ended(self, state: Any, phase: str) -> None:
         self._in_loop = False
         super().phase_ended(state, phase)
-
-    def _update(self, state: Any) -> Any:
-        self._timer = state.timer
-        if self.grad_scaler is not None and self._shards is None:  # a step that a program takes itself, without a loop
-            self._shards = Shards(self.optimizer, self.module.parameters())
-        return super()._update(state)
-
-    def _advance(self) -> None:
-        averaged = self.swa_scheduler is not None and self.swa_model is not None and self.swa_model.begun
-        with self.timed("swa_lr_scheduler_step" if averaged else "lr_scheduler_step"):
-            super()._advance()
 
     def epoch_closed(self, state: Any, phase: str) -> None:
         if phase == "train" and isinstance(self.swa_model, Averages) and self.swa_model.per_epoch:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from echelon.compat.torchtnt.framework.runs import tell_of_closed, tell_of_epoch, tell_of_phase
+from echelon.loop.update import Update
+from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
 
 __all__ = ["PredictStages", "TrainStages"]
@@ -13,9 +17,6 @@ __all__ = ["PredictStages", "TrainStages"]
 class _Stages:
     """Before echelon's unit among the bases."""
 
-    prepared: Any
-    clip_grad_norm: float | None
-    clip_grad_value: float | None
     move_data_to_device: Any
 
     _timer: Any = None
@@ -25,8 +26,12 @@ class _Stages:
         timer = self._timer if state is None else state.timer
         return NO_CONTEXT if timer is None else timer.time(f"{type(self).__name__}.{stage}")
 
-    def phase_started(self, state: Any, phase: str) -> None:
+    def times(self, state: Any) -> None:
+        """From now on, by its timer."""
         self._timer = state.timer
+
+    def phase_started(self, state: Any, phase: str) -> None:
+        self.times(state)
         tell_of_phase(state, phase)
         super().phase_started(state, phase)  # type: ignore[misc]
 
@@ -49,30 +54,45 @@ class PredictStages(_Stages):
     """Of AutoPredictUnit."""
 
 
+class TimedUpdate(Update):
+    """Of the way to the optimizer's step."""
+
+    def backward(
+        self, unit: Any, state: Any, loss: torch.Tensor, micro_batch: MicroBatch[Any], *, retain_graph: bool | None = None
+    ) -> None:
+        with unit.timed("backward", state):
+            super().backward(unit, state, loss, micro_batch, retain_graph=retain_graph)
+
+    def complete(self, unit: Any, state: Any) -> torch.Tensor | None:
+        unit.times(state)  # also of a step that a program takes itself, without a loop
+        return super().complete(unit, state)
+
+    def clip_norm(self, unit: Any, most: float) -> torch.Tensor:
+        with unit.timed("clip_grad_norm"):
+            return super().clip_norm(unit, most)
+
+    def clip_value(self, unit: Any, most: float) -> None:
+        with unit.timed("clip_grad_value"):
+            super().clip_value(unit, most)
+
+    def step_optimizer(self, unit: Any) -> bool:
+        with unit.timed("optimizer_step"):
+            return super().step_optimizer(unit)
+
+    def advance(self, unit: Any) -> None:
+        averaged = unit.swa_scheduler is not None and unit.swa_model is not None and unit.swa_model.begun
+        with unit.timed("swa_lr_scheduler_step" if averaged else "lr_scheduler_step"):
+            super().advance(unit)
+
+
 class TrainStages(_Stages):
     """Of AutoUnit."""
+
+    kind_of_update: type[Update] = TimedUpdate
 
     def _forward(self, state: Any, micro_batch: Any) -> Any:
         with self.timed("compute_loss", state):
             return super()._forward(state, micro_batch)  # type: ignore[misc]
-
-    def _backward(self, state: Any, loss: Any, micro_batch: Any) -> None:
-        with self.timed("backward", state):
-            super()._backward(state, loss, micro_batch)  # type: ignore[misc]
-
-    def _clip(self) -> Any:
-        prepared, norm = self.prepared, None
-        if self.clip_grad_norm is not None:
-            with self.timed("clip_grad_norm"):
-                norm = prepared.clip_grad_norm_(self.clip_grad_norm)
-        if self.clip_grad_value is not None:
-            with self.timed("clip_grad_value"):
-                prepared.clip_grad_value_(self.clip_grad_value)
-        return norm
-
-    def _step_optimizer(self) -> bool:
-        with self.timed("optimizer_step"):
-            return bool(super()._step_optimizer())  # type: ignore[misc]
 
     def zero_grad(self, state: Any) -> None:
         with self.timed("optimizer_zero_grad", state):
