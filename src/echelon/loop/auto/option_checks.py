@@ -11,7 +11,6 @@ from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.strategy import Prepared
 
 if TYPE_CHECKING:
-    from echelon.loop.auto.auto import AutoUnit
     from echelon.loop.state import State
 
 __all__ = [
@@ -54,7 +53,7 @@ def check_made(unit: str, made: Any) -> None:
         )
 
 
-def check_own_names(unit: AutoUnit[Any]) -> None:
+def check_own_names(unit: Any) -> None:
     """Attributes of a subclass that hide AutoUnit's would fail later, in words that explain nothing."""
     for name, kind in (("window", Window), ("prepared", Prepared), ("computes", Precision)):
         if not isinstance(getattr(unit, name), kind):
@@ -63,7 +62,7 @@ def check_own_names(unit: AutoUnit[Any]) -> None:
         raise LoopError(f"{type(unit).__name__}.weight hides a method of AutoUnit. Give your attribute another name.")
 
 
-def check_trainable(unit: AutoUnit[Any], *, together: bool, has_layout: bool) -> None:
+def check_trainable(unit: Any, *, together: bool, has_layout: bool) -> None:
     """
     Args:
         together: the ranks train one model, or there is one rank only.
