@@ -1,7 +1,7 @@
 """AutoUnit: the user writes the loss and the optimizer; precision, accumulation, clipping and parallelism are values.
 
 How a unit is built, what its user writes, its training step, its evaluation, and what it does as phases begin and end.
-`loop/update.py` has the way from a loss to the optimizer's step.
+`loop/auto/update.py` has the way from a loss to the optimizer's step.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from echelon.loop.auto.several import Several, configured, of_one, sum_of_losses
 from echelon.loop.auto.standing_in import explain_one_sample, standing_in, uncounted
 from echelon.loop.auto.sub_batches import in_order, of_all, pieces_for, together
 from echelon.loop.auto.unit_options import AutoOptions, BuiltAtFirstUse, UnitOptions, options_from
+from echelon.loop.auto.update import Update
 from echelon.loop.loss import problem_with, summable
 from echelon.loop.records import monitored
 from echelon.loop.records.metrics import MeanOfAPhase
 from echelon.loop.samples import samples_of, tell_of_doubts
 from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
-from echelon.loop.update import Update
 from echelon.loop.window import Window
 from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fused import fuse

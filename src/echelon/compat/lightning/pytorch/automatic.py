@@ -16,9 +16,9 @@ from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, NoOp
 from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller, StepPieces
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
+from echelon.loop.auto.update import Update
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import AppStateMixin
-from echelon.loop.update import Update
 
 __all__ = ["AutomaticUnit"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from echelon.compat.torchtnt.framework.runs import tell_of_closed, tell_of_epoch, tell_of_phase
-from echelon.loop.update import Update
+from echelon.loop.auto.update import Update
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
 
