@@ -19,7 +19,7 @@ STILL_PRIVATE = {
     ("test_checkpoint_async.py", "_buffers"),
     ("test_checkpoint_foreign.py", "_done"),
     ("test_checkpoint_hostile.py", "_fill"),
-    ("test_finite.py", "_finite"),
+    ("test_finite.py", "_update"),
     ("test_finite.py", "_is_elsewhere"),
     ("test_output.py", "_model"),
     ("test_output.py", "_partial"),
