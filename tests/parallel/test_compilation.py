@@ -177,15 +177,6 @@ def _saved(
     return kept
 
 
-def test_a_memory_budget_decides_how_much_is_kept() -> None:
-    import torch._functorch.config as config
-
-    before = config.activation_memory_budget
-    small, large = (_saved(ech.layouts.ActivationCheckpointParams(memory_budget=budget)) for budget in (0.0, 1.0))
-    assert small < large
-    assert config.activation_memory_budget == before, "another unit of the process has its own"
-
-
 class Drawing(nn.Module):
     """A block that draws random numbers in the way that `how` says."""
 
@@ -273,19 +264,22 @@ def test_a_budget_saves_memory_beside_random_numbers_or_says_that_it_cannot(
     assert few < many
     few, many = _kept("aot_eager")
     assert few == many
-    assert "memory_budget has no effect on graphs with aten." in caplog.text
+    assert "memory_budget has no effect under torch.compile's backend 'aot_eager'" in caplog.text
 
 
 def _kept(backend: str) -> tuple[int, int]:
     """Elements that a compiled model with dropout keeps for its backward pass, under a budget of 0 and of 1."""
+    import torch._functorch.config as config
 
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 16))
 
     model = nn.Sequential(block(), block())
+    before = config.activation_memory_budget
     few, many = (
         _saved(ech.layouts.ActivationCheckpointParams(memory_budget=at), backend, copy.deepcopy(model), 16) for at in (0.0, 1.0)
     )
+    assert config.activation_memory_budget == before, "another unit of the process has its own"
     return few, many
 
 

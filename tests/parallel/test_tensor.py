@@ -344,8 +344,8 @@ class Planless(Net):
 
 
 def _styles() -> float:
-    """A plan of torch's own objects, with the same result."""
-    plan = {"blocks.*.0": ColwiseParallel(), "blocks.*.2": RowwiseParallel()}
+    """A plan of torch's own objects, one of them beside a word, with the same result."""
+    plan = {"blocks.*.0": ColwiseParallel(), "blocks.0.2": RowwiseParallel(), "blocks.1.2": "rowwise"}
     module = Planless().double()
     module.load_state_dict(net().state_dict())
     unit = Regression(module=module, layout=ech.Layout(tp=-1, plan=plan))
@@ -369,7 +369,7 @@ class _Bare(nn.Module):
 @pytest.mark.parametrize(
     ("module", "layout", "size", "message"),
     [
-        (_Bare, ech.Layout(tp=-1), 2, 'a dict such as {"layers.0": "colwise", "layers.1": "rowwise"}'),
+        (_Bare, ech.Layout(tp=-1), 2, 'a dict such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'),
         (Net, ech.Layout(tp=-1, plan={"blocks.*.7": "colwise"}), 2, "'blocks.*.7', which matches no submodule of Net"),
         (Net, ech.Layout(tp=-1, plan={"first": "columns"}), 2, "got 'columns' for 'first'"),
         (Net, ech.Layout(tp=-1, plan={"blocks.0": "colwise"}), 2, "Net.blocks.0 is a Sequential"),

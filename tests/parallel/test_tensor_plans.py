@@ -265,7 +265,7 @@ LOGITS = {"wte": "rowwise", "lm_head": "colwise_logits", "h.*.mlp.c_fc": "colwis
 SETUPS: dict[str, tuple[int, Any]] = {
     "tp": (2, "tp"),
     "tp + sp": (2, ech.Layout(tp=-1, sequence_parallel=True)),
-    "logits stay split": (2, ech.Layout(tp=-1, plan=LOGITS)),
+    "words of before": (2, ech.Layout(tp=-1, plan=LOGITS)),
     "fsdp two, tp two": (4, ech.Layout(tp=2)),
     "fsdp two, tp two + sp": (4, ech.Layout(tp=2, sequence_parallel=True)),
 }
@@ -282,7 +282,7 @@ OTHERS = [
         pytest.param("tp", SOME, id="tp"),
         pytest.param("tp + sp", ["llama"], id="tp + sp"),
         pytest.param("tp", ["deepseek"], id="tp, deepseek", marks=pytest.mark.full),
-        pytest.param("logits stay split", ["small"], id="logits stay split"),
+        pytest.param("words of before", ["small"], id="words of before"),
         pytest.param("tp + sp", ["shared"], id="tp + sp, shared", marks=pytest.mark.full),
         pytest.param("tp", ["shared", *OTHERS, "bert", "examples/gpt.py"], id="tp, others", marks=pytest.mark.full),
         *(
@@ -313,28 +313,6 @@ def _recomputed(names: list[str]) -> dict[str, float]:
 def test_blocks_that_are_recomputed_give_the_same_numbers(ranks: Ranks) -> None:
     for found in ranks(2, _recomputed, ["small", "llama"]):
         assert max(found.values()) < 1e-11, found
-
-
-def _evaluated(layout: Any) -> tuple[float, float, torch.Size]:
-    """The evaluation loss, plain torch's, and the shape of this rank's part of the largest logits."""
-    unit = Unit(module=made("small"), kind="SGD", layout=layout, device=CPU)
-    shapes: list[torch.Size] = []
-    unit.module.lm_head.register_forward_hook(
-        lambda _, __, out: shapes.append((out.to_local() if hasattr(out, "to_local") else out).shape)
-    )
-    data = [micro[0].abs() + 1 for update in windows(1)[:2] for micro in update]
-    data = [ids.clamp(max=49) for ids in data]
-    ech.evaluate(unit, data)
-    one = made("small")
-    with torch.no_grad():
-        losses = [summed_loss(one, ids) for ids in data]
-    want = float(sum(loss for loss, _ in losses) / sum(count for _, count in losses))
-    return unit.eval_loss, want, shapes[0]
-
-
-def test_an_evaluation_leaves_logits_split(ranks: Ranks) -> None:
-    for got, want, shape in ranks(2, _evaluated, SETUPS["logits stay split"][1]):
-        assert got == pytest.approx(want, rel=1e-12) and shape[-1] == 25
 
 
 def _saved(folder: Path) -> None:
@@ -598,7 +576,7 @@ def test_fewer_heads_of_keys_than_ranks_are_refused_by_name(ranks: Ranks) -> Non
             "over 3 ranks does not divide dimension 0 of Small.h.0.mlp.c_fc.weight (64, 16)",
         ),
         (Small, {"wte": "rowwise"}, 2, False, "wte.weight and lm_head.weight are one tied parameter"),
-        (Small, {"wpe": "colwise_logits"}, 2, False, "Small.wpe is an Embedding that cannot be 'colwise_logits'"),
+        (Small, {"wpe": "rowwise_split"}, 2, False, "Small.wpe is an Embedding that cannot be 'rowwise_split'"),
         (Small, {"lm_head": "sharded"}, 2, False, "got 'sharded' for 'lm_head'"),
         (InOneForward, None, 2, True, "InOneForward.blocks.0.q_proj must lie in a child of the block blocks.0"),
         (Small, {"lm_head": "colwise_gather", "wte": "rowwise"}, 2, True, "must have one ModuleList or Sequential of blocks"),

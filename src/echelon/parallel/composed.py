@@ -64,8 +64,8 @@ class Layout(Strategy):
         plan: how layers are split over `tp`: submodule names, `*` for any part of a name between dots, to "colwise" (a layer's
             outputs; what follows works on this rank's part of the features), "rowwise" (its inputs, after a colwise layer; the
             results are summed up), "colwise_gather" (its outputs, put together again), "rowwise_split" (its inputs, of which all
-            ranks have all), "colwise_logits" (its outputs, which `cross_entropy` takes split), "summed" (a whole layer that works
-            on split features, such as a norm of each head), or a ParallelStyle of torch. An nn.Embedding is split by rows with
+            ranks have all), "summed" (a whole layer that works on split features, such as a norm of each head), or a
+            ParallelStyle of torch, which splits its layer in torch's way. An nn.Embedding is split by rows with
             "rowwise". Names of transformers for the same are understood. By default the module's own `tp_plan`, that of
             transformers, or an inferred one, which rank 0 logs and `echelon.layouts.tp_plan(module)` gives.
         sequence_parallel: between layers split over `tp`, work on this rank's part of the sequence: norms, dropout, sums of

@@ -94,9 +94,6 @@ class Networks(Prepared[nn.Module]):
 
     # --- passes
 
-    def window(self) -> AbstractContextManager[Any]:
-        return _all(part.window() for part in self.parts)
-
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """Whatever `last` says: an optimizer's gradients are averaged by `average_`, and a shard's in every pass."""
         for part in self.parts:

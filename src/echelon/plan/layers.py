@@ -31,7 +31,6 @@ _STYLES = {
     "rowwise": "its inputs are split, and the results summed up; an embedding: its rows",
     "colwise_gather": "its outputs are split, and put together again",
     "rowwise_split": "its inputs are split, of which every rank has all, and the results summed up",
-    "colwise_logits": "its outputs are split, and the loss takes them so",
     "summed": "whole, on split features: its gradients are summed up",
 }
 

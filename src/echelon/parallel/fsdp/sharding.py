@@ -48,7 +48,6 @@ from echelon.parallel.state.loading import take_whole_states
 from echelon.parallel.state.saved_parts import tell_when_module_is_pickled
 from echelon.parallel.state.stage_group import refuse_copies
 from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
-from echelon.parallel.tensor.logits import around_losses, plain_loss
 from echelon.world.init import World
 
 if TYPE_CHECKING:
@@ -82,7 +81,6 @@ class FSDPPrepared(Prepared[nn.Module]):
         self.reduction = Reduction()
         self._same: SameGradients | None = None
         self._is_checked = self._is_known = self._compares_calls = False
-        self._losses = around_losses(module) or NO_CONTEXT
         refuse_copies(module)
 
     def adopt(self) -> None:
@@ -94,13 +92,6 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     def _left_alone(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad and not is_split(p)]
-
-    def window(self) -> AbstractContextManager[Any]:
-        return self._losses
-
-    def forward(self, batch: B, forward: Callable[[B], R]) -> R:
-        with self._losses:
-            return plain_loss(super().forward(batch, forward))  # type: ignore[no-any-return]
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         if last == self._reduces:

@@ -2,8 +2,8 @@
 
 torch's partitioner computes again what does not fit, and with a budget below 1 that may be an operator that draws random numbers:
 the backward pass would then go through another dropout mask than the forward pass went through (seen with torch 2.13). So the
-results of such operators are kept, always: under inductor by a mark on each; in a graph of another backend, into which nothing
-can be put between its tracing and its partition, by the whole budget, under which torch recomputes no random operator.
+results of such operators are kept, always: under inductor by a mark on each; under another backend, into whose graphs nothing can
+be put between tracing and partition, by the whole budget, under which torch recomputes no random operator.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, Interpreter, Node
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = ["keeping_random", "within_budget"]
@@ -43,6 +41,10 @@ def within_budget(options: dict[str, Any], budget: float | None) -> dict[str, An
     part = float(config.activation_memory_budget) if budget is None else budget
     if budget is None and part == 1:
         return options
+    if options["backend"] != "inductor" and part < 1:
+        name = getattr(options["backend"], "__name__", options["backend"])
+        logger.warning("memory_budget has no effect under torch.compile's backend %r: only 'inductor' keeps random numbers", name)
+        part = 1.0
     return {
         **options,
         "backend": _Budget(options["backend"], part, options["mode"], options["options"]),
@@ -56,29 +58,15 @@ class _Budget:
 
     def __init__(self, backend: str | Callable[..., Any], budget: float, mode: str | None, options: Any) -> None:
         self._backend, self._budget, self._mode, self._options = backend, budget, mode, options
-        self._told = False
 
     def __call__(self, graph: Any, inputs: Any, **more: Any) -> Any:
         import torch._functorch.config as config
 
         settings: dict[str, Any] = {"activation_memory_budget": max(self._budget, _LEAST)}
-        if self._backend != "inductor" and self._budget < 1 and (drawing := _random_operator(graph, inputs)):
-            settings["activation_memory_budget"] = 1.0
-            self._warn_of(drawing)
         if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):  # in graphs over DTensors: meshes, which hold no tensors
             settings["unsafe_treat_script_objects_as_zero_size"] = True
         with config.patch(settings):
             return self._make()(graph, inputs, **more)
-
-    def _warn_of(self, operator: str) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning(
-                "memory_budget has no effect on graphs with %s under torch.compile's backend %r: computed again, it could draw "
-                "other random numbers than in the forward pass. The backend 'inductor' recomputes around it",
-                operator,
-                self._backend if isinstance(self._backend, str) else getattr(self._backend, "__name__", self._backend),
-            )
 
     def _make(self) -> Callable[..., Any]:
         if not isinstance(self._backend, str):
@@ -132,37 +120,3 @@ def _keep(node: Node) -> None:
     # What the user's own activation checkpointing recomputes has a mark already, and torch replays its random numbers.
     if node.op == "call_function" and "recompute" not in node.meta and _may_draw(node.target):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
-class _Operators(TorchDispatchMode):
-    """Notes the first operator that may draw random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.drawing = ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.drawing and _may_draw(func):
-            self.drawing = str(func)
-        return func(*args, **(kwargs or {}))
-
-
-def _random_operator(graph: Any, inputs: Any) -> str:
-    """An operator of a graph that may draw random numbers, or nothing. Runs it on tensors without numbers."""
-    operators = _Operators()
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            stand_ins = [_stand_in(each) for each in inputs]
-            with operators:
-                Interpreter(graph).run(*stand_ins)
-    except Exception as error:  # what depends on numbers, or operators of a higher order: they may draw as well
-        logger.debug("what a graph draws is not known: %s", error)
-        return operators.drawing or "operators that cannot be looked at"
-    return operators.drawing
-
-
-def _stand_in(value: Any) -> Any:
-    """Of the same form, with sizes that are numbers: what is learned of the compiler's own tensors, it would remember."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty(tuple(map(int, value.shape)), dtype=value.dtype, device=value.device)
-    return int(value) if isinstance(value, torch.SymInt) else value

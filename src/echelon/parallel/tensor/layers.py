@@ -32,7 +32,6 @@ __all__ = [
     "shared_axis",
     "split_dims",
     "split_outputs",
-    "splits_logits",
 ]
 
 
@@ -70,12 +69,6 @@ def split_outputs(module: nn.Module) -> list[str]:
     return [name for name, each in replaced if isinstance(each, _Colwise) and each.style == "colwise"]
 
 
-def splits_logits(layer: nn.Module) -> bool:
-    """Whether its outputs are DTensors, by the style "colwise_logits"."""
-    replaced = vars(layer).get("forward")
-    return isinstance(replaced, _Colwise) and replaced.style == "colwise_logits"
-
-
 def install(layer: nn.Module, style: str, mesh: DeviceMesh, axis: Axis, sequence: PartOfSequence | None = None) -> None:
     """Split a layer's parameters over the mesh, without traffic: all ranks have the same. Its forward is a part's from now on.
 
@@ -97,7 +90,7 @@ def install(layer: nn.Module, style: str, mesh: DeviceMesh, axis: Axis, sequence
     elif isinstance(layer, nn.Embedding) and style == "rowwise":
         split = _Words(layer, axis)
     elif style.startswith("colwise"):
-        split = _Colwise(layer, axis, style, mesh, sequence)
+        split = _Colwise(layer, axis, style, sequence)
     else:
         split = _Rowwise(layer, axis, style == "rowwise_split", sequence)
     replace(layer, "forward", "tensor", split)
@@ -150,11 +143,11 @@ def exchanged(layer: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> I
 
 
 class _Colwise(_Split):
-    """This rank's part of the outputs; "colwise_gather" puts them together, "colwise_logits" gives a DTensor."""
+    """This rank's part of the outputs; "colwise_gather" puts them together."""
 
-    def __init__(self, layer: nn.Module, axis: Axis, style: str, mesh: DeviceMesh, sequence: PartOfSequence | None) -> None:
+    def __init__(self, layer: nn.Module, axis: Axis, style: str, sequence: PartOfSequence | None) -> None:
         super().__init__(layer, axis)
-        self.style, self._mesh, self._sequence = style, mesh, sequence
+        self.style, self._sequence = style, sequence
         self._reads_words = isinstance(layer, nn.Embedding)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,13 +157,7 @@ class _Colwise(_Split):
         x = rest.first if self._reads_words or in_parts else entered(rest.first, self.axis)
         bias = getattr(self.layer, "bias", None)
         out = self._run(x, rest, {"weight": _local(self.layer.weight), "bias": None if bias is None else _local(bias)})
-        if self.style == "colwise":
-            return out
-        if self.style == "colwise_gather":
-            return traffic.gathered(out, self.axis, -1)
-        from torch.distributed.tensor import DTensor, Shard
-
-        return DTensor.from_local(out, self._mesh, [Shard(out.dim() - 1)], run_check=False)
+        return out if self.style == "colwise" else traffic.gathered(out, self.axis, -1)
 
 
 class _Rowwise(_Split):

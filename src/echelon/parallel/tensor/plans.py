@@ -8,7 +8,6 @@ features if its submodules, of which one is an activation, say so: then these st
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +22,11 @@ from echelon.parallel.tensor.layers import has_own_weights, is_transposed, split
 __all__ = ["ALIASES", "STYLES", "Plan", "plan_of", "tp_plan"]
 
 # What may be written in a plan. The others are names that transformers has or had for the same.
-STYLES = ("colwise", "rowwise", "colwise_gather", "rowwise_split", "colwise_logits", "summed")
+STYLES = ("colwise", "rowwise", "colwise_gather", "rowwise_split", "summed")
 ALIASES = {
     "colwise_rep": "colwise_gather",
     "colwise_gather_output": "colwise_gather",
+    "colwise_logits": "colwise_gather",
     "embedding_rowwise": "rowwise",
     "embedding_colwise": "colwise_gather",
     "rowwise_rep": "rowwise_split",
@@ -328,23 +328,10 @@ def _can_be_split(module: nn.Module, group: list[str]) -> bool:
     return any(isinstance(module.get_submodule(name), nn.Linear) for name in group)
 
 
-def _example(module: nn.Module) -> dict[str, str]:
-    """Two layers of one parent of which the second could take what the first gives; else how a plan looks."""
-    for name, parent in module.named_modules():
-        prefix = f"{name}." if name else ""
-        layers = [(prefix + n, child) for n, child in parent.named_children() if _splits(child)]
-        if not isinstance(parent, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)):
-            for (first, up), (second, down) in itertools.pairwise(layers):
-                if _features(up)[1] == _features(down)[0]:
-                    patterns = {_pattern(first): "colwise", _pattern(second): "rowwise"}
-                    return patterns if len(patterns) == 2 else {first: "colwise", second: "rowwise"}
-    return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-
-
 def _refusal(module: nn.Module, plan: Plan) -> str:
-    example = ", ".join(f'"{name}": "{style}"' for name, style in _example(module).items())
     why = "".join(f" {name} stays whole: {reason}." for name, reason in list(plan.whole.items())[:2])
     return (
         f"layout 'tp': {type(module).__name__} has no tp_plan that says how its layers are split, and none can be inferred."
-        f"{why} Give Layout(plan=...) or the module's attribute tp_plan a dict such as {{{example}}}."
+        f"{why} Give Layout(plan=...) or the module's attribute tp_plan a dict such as "
+        '{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}.'
     )

@@ -29,7 +29,6 @@ from echelon.world.init import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = ["Chosen", "check_tensor", "equalize", "split_layers"]
 
@@ -70,11 +69,6 @@ class Chosen:
         styles = {name: style for name, style in self.styles.items() if is_here(name)}
         return replace(self, styles=styles, blocks=[name for name in self.blocks if is_here(name)])
 
-    @property
-    def torchs(self) -> bool:
-        """Whether torch's own styles split the layers, because the plan has some."""
-        return any(not isinstance(style, str) for style in self.styles.values())
-
 
 def check_tensor(module: nn.Module, plan: Mapping[str, Any] | None, tp_size: int, *, sequence_parallel: bool = False) -> Chosen:
     """Everything that can be wrong about splitting a module's layers over `tp_size` ranks. No collective, nothing is changed.
@@ -100,19 +94,18 @@ def split_layers(module: nn.Module, chosen: Chosen, tp_mesh: DeviceMesh) -> None
     """Split a module's layers in place over the ranks of a 1-D mesh. Its values must be the same on all of them. No traffic."""
     axis = axes_of(tp_mesh)[0]
     tied = tied_names(module.named_parameters(remove_duplicate=False))
-    layers = {name: module.get_submodule(name) for name in chosen.styles}
-    if chosen.torchs:
-        from torch.distributed.tensor.parallel import parallelize_module
-
-        styles = {name: _torchs(layers[name], style) for name, style in chosen.styles.items()}
-        parallelize_module(module, tp_mesh, styles, src_data_rank=None)
-    else:
-        sequence = PartOfSequence(axis) if chosen.blocks else None
-        for name, layer in layers.items():
+    sequence = PartOfSequence(axis) if chosen.blocks else None
+    for name, style in chosen.styles.items():
+        layer = module.get_submodule(name)
+        if isinstance(style, str):
             inside = any(name.startswith(f"{block}.") for block in chosen.blocks)
-            install(layer, chosen.styles[name], tp_mesh, axis, sequence if inside else None)
-        if sequence is not None:
-            split_sequence(module, chosen.blocks, chosen.styles, sequence)
+            install(layer, style, tp_mesh, axis, sequence if inside else None)
+        else:
+            from torch.distributed.tensor.parallel import parallelize_module
+
+            parallelize_module(layer, tp_mesh, style, src_data_rank=None)
+    if sequence is not None:
+        split_sequence(module, chosen.blocks, chosen.styles, sequence)
     _tie(module, tied)
 
 
@@ -142,12 +135,11 @@ def _by_name(module: nn.Module, plan: Plan) -> dict[str, Any]:
 
 
 def _check(module: nn.Module, styles: Mapping[str, Any], size: int) -> None:
-    torchs = any(not isinstance(style, str) for style in styles.values())
     for name, style in styles.items():
         layer, kind = module.get_submodule(name), type(module).__name__
-        if style == "summed" and not torchs:
+        if style == "summed":
             continue
-        can = isinstance(layer, (nn.Linear, nn.Embedding)) or (is_transposed(layer) and not torchs)
+        can = isinstance(layer, (nn.Linear, nn.Embedding)) or is_transposed(layer)
         if isinstance(style, str) and not can:
             raise TensorParallelError(
                 f"tensor-parallel plan: {kind}.{name} is a {type(layer).__name__}; {style!r} splits nn.Linear and nn.Embedding. "
@@ -191,7 +183,7 @@ def _refuse_kind(module: nn.Module, name: str, style: Any) -> None:
         )
     if isinstance(layer, nn.Embedding) and isinstance(style, str):
         odd = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, n)]
-        if odd or style in ("rowwise_split", "colwise_logits"):
+        if odd or style == "rowwise_split":
             said = f"has {odd[0]}" if odd else f"cannot be {style!r}"
             raise TensorParallelError(
                 f"tensor-parallel plan: {kind}.{name} is an Embedding that {said}. Leave it out of the plan."
@@ -239,20 +231,6 @@ def _check_heads(module: nn.Module, name: str, size: int) -> None:
                     f"tensor parallelism over {size} ranks does not divide {where} = {heads}. Use a size that divides the number "
                     f"of heads, or leave {name} out of the plan."
                 )
-
-
-def _torchs(layer: nn.Module, style: Any) -> ParallelStyle:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    if not isinstance(style, str):
-        return style  # type: ignore[no-any-return]
-    if style.startswith("rowwise"):
-        whole = isinstance(layer, nn.Embedding) or style == "rowwise_split"
-        return RowwiseParallel(input_layouts=Replicate()) if whole else RowwiseParallel()
-    if style == "colwise_logits":
-        return ColwiseParallel(use_local_output=False)
-    return ColwiseParallel(output_layouts=Replicate()) if style == "colwise_gather" else ColwiseParallel()
 
 
 def equalize(module: nn.Module, world: World, *, from_rank0: bool) -> None:
