@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import echelon as ech
-from echelon.prover.peak import PeakMemory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from _peak import PeakMemory
 from gpt import GPT
 
 CLIP = 1.0

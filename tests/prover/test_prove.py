@@ -271,11 +271,61 @@ def test_of_ranks_that_shuffle_for_themselves_the_shared_samples_are_counted() -
     assert "23 of 96 rows were seen by no rank" in seen
 
 
+STEPS = """
+import echelon.compat.lightning as L
+class Annealed(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        return nn.functional.mse_loss(out, batch[1]) + min(1.0, self.global_step / 4) * out.square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+trainer = L.Trainer(devices=2, accelerator="cpu", strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False)
+trainer.fit(Annealed(), torch.utils.data.DataLoader(Rows(), 8))
+"""
+
+
+def test_a_lightning_module_reads_its_global_step_in_the_reference_too(tmp_path: Path) -> None:
+    """It was 0 there at every update: a right warm-up differed, on one rank, too."""
+    (row,) = prove_target(_script(tmp_path, STEPS), matrix(["ddp"], [2], [1], sgd=False), 3, False).results
+    assert row.is_equal, show.details(row)
+
+
+MOVES = """
+class Bank(Auto):
+    calls = 0
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.bank = torch.zeros(1)
+    def compute_loss(self, state, data):
+        out = self.module(data[0])
+        if sys.argv[1] == "class":
+            Bank.calls += 1
+            return nn.functional.mse_loss(out, data[1]) / Bank.calls, out.detach()
+        return nn.functional.mse_loss(out, data[1] + self.bank), out.detach()
+    def on_train_step_end(self, state, data, step, results):
+        self.bank = 0.5 * self.bank + 0.5 * ech.gather(data[1]).mean()
+own = ech.Loader(Rows(), 16, accumulation=2)
+ech.train(Bank(module=model(), layout="ddp"), own, max_epochs=1)
+"""
+
+
+@pytest.mark.parametrize("what", ["class", pytest.param("bank", marks=pytest.mark.full)])
+def test_state_that_moves_with_every_micro_batch_is_no_agreement(tmp_path: Path, what: str) -> None:
+    """It was put back for the reference, and so was right."""
+    target = replace(_script(tmp_path, MOVES), args=(what,))
+    (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False, yours=True)[:1], 2, False).results
+    assert row.verdict == "DIFFERS" and row.causes[0][0] == "the forward pass keeps state", row
+    assert {"class": "Bank.calls", "bank": "bank"}[what] + " moves with every micro-batch" in row.causes[0][1], row.causes
+
+
 NAMED = {
     "norms_of_a_shard": "0.weight, which is split over the ranks",
     "scale_of_the_first_batch": "sets the parameter 3.scale",
     "samples_counted_by_a_rank": "weight is another than in one process: 8 on every rank, 16 in one process",
-    "mean_of_a_rank": "centred is not the same on all ranks",
+    "mean_of_a_rank": "centred.mean is not the same on all ranks",
     "order_of_a_set": "PYTHONHASHSEED",
 }
 
@@ -476,8 +526,10 @@ ech.train(Annealed(module=model(), layout="ddp"), loader(), max_epochs=1)
 
 
 def test_state_that_the_unit_keeps_between_micro_batches_is_what_they_had(tmp_path: Path) -> None:
-    (row,) = prove_target(_script(tmp_path, CALLS), matrix(["ddp"], [2], [2], sgd=False)[-1:], 2, False).results
-    assert row.verdict == "agrees" and "accumulation 2" in row.label, row
+    rows = matrix(["ddp"], [2], [1, 2], sgd=False)
+    one, two = prove_target(_script(tmp_path, CALLS), rows, 2, False).results
+    assert one.verdict == "agrees" and two.verdict == "DIFFERS", (one, two)
+    assert "calls moves with every micro-batch" in two.causes[0][1], two.causes
 
 
 TORCHTNTS = """

@@ -8,7 +8,7 @@ in the micro-batches and RNGs themselves; they fail a row as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ __all__ = [
     "of_step",
     "of_underflow",
     "state_apart",
+    "state_moves",
 ]
 
 Cause = tuple[str, str]  # its name, and what was seen
@@ -215,7 +216,7 @@ def of_state(records: list[dict[str, Any]], probed: Mapping[str, Any]) -> Cause 
     if probed["writes"]:
         return _KEEPS, f"the forward pass itself sets the parameter {probed['writes']}, from the samples of its own batch"
     state: Mapping[str, Sequence[str]] = probed["state"]
-    if found := state_apart(records, state):
+    if found := state_apart(records, state) or state_moves(records, state):
         return found
     later = records[0]["updates"][1][0].state if len(records[0]["updates"]) > 1 else {}
     for name, paths in state.items():
@@ -248,6 +249,17 @@ def state_apart(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]
                 name = min(apart.intersection(named[1])) if len(named[1]) <= _FEW else named[0]
                 seen = f"update {k}: {name} is not the same on all ranks, and the loss or its gradient depends on it"
                 return _KEEPS, seen
+    return None
+
+
+def state_moves(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]]) -> Cause | None:
+    """What is another one for the micro-batches of one update."""
+    for update in (u for r in records for u in r["updates"]):
+        moved = set().union(*(unlike(a.state, b.state) for a, b in pairwise(update)))
+        name = next((name for name, paths in state.items() if moved.intersection(paths)), None)
+        if name is not None:
+            seen = f"{name} moves with every micro-batch, not with every update, and the loss or its gradient depends on it"
+            return _KEEPS, seen
     return None
 
 

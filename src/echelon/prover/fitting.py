@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -36,15 +37,16 @@ class Fitting:
 
     def results(self, rows: list[Row]) -> Iterator[Result]:
         """Of the rows, as far as this script allows."""
-        unfit: dict[str, list[str]] = {}
+        unfit: dict[str, tuple[str, list[str]]] = {}
         for row in self._rows(rows):
             result = self._of_yours(row, rows) if row is rows[0] and row.yours else self.run(row)
             if row.fits_some and result.verdict == "not possible":
-                unfit.setdefault(result.message, []).append(row.name)
+                why = result.message.partition(". ")[0].rstrip(".")
+                unfit.setdefault(re.sub(r"[0-9]+", "", why), (why, []))[1].append(row.name)  # numbers differ by row
             else:
                 yield result
-        for why, names in unfit.items():
-            self.say(f"Not for this model: {'; '.join(dict.fromkeys(names))}. {why}")
+        for why, names in unfit.values():
+            self.say(f"Not for this model: {'; '.join(dict.fromkeys(names))}. {why}. --layouts with its name says more.")
 
     def _rows(self, rows: list[Row]) -> Iterator[Row]:
         """A script that wraps its module by hand can only be run as written; one that trains nothing, once."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ class GradientWatch:
     def __init__(self, unit: Any) -> None:
         self._unit = unit
         self._handle = register_optimizer_step_pre_hook(self._before_step)
-        self.pause: Callable[[], Any] = contextlib.nullcontext
         self.looks = True
         self.held: set[str] = set()
         self.owners: dict[str, int] = {}  # the rank that steps for a parameter, where ranks divide them
@@ -46,26 +44,25 @@ class GradientWatch:
         tracked = self._unit.tracked_optimizers().values()
         if any(Partition.behind(each) is optimizer is not each for each in tracked):
             return  # it works behind one that was seen
-        with self.pause():
-            mine = _parameters_in([optimizer])
-            others = _parameters_in(tracked) - mine
-            named = [(prefix + n, p, each) for prefix, each in prepared_of(self._unit) for n, p in each.named_parameters()]
-            self.strangers = max(self.strangers, len(mine - {id(p) for _, p, _ in named}))
-            self.held |= {name for name, p, _ in named if id(p) in mine}
-            for each in tracked:
-                owners = {} if (divided := Partition.of(each)) is None else divided.owners
-                self.owners.update({name: owners[p] for name, p, _ in named if p in owners})
-            seen: dict[str, torch.Tensor] = {}
-            for name, parameter, prepared in named if self.looks else ():
-                if id(parameter) in others or not (id(parameter) in mine or not self._stepped):
-                    continue
-                gradient = prepared.gradient_of(parameter)
-                if gradient is not None:
-                    seen[name] = gradient
-            self._values.update(wholes(seen))
-            if not self._stepped:
-                self.rates.append(rates_of(optimizer))
-            self._stepped = True
+        mine = _parameters_in([optimizer])
+        others = _parameters_in(tracked) - mine
+        named = [(prefix + n, p, each) for prefix, each in prepared_of(self._unit) for n, p in each.named_parameters()]
+        self.strangers = max(self.strangers, len(mine - {id(p) for _, p, _ in named}))
+        self.held |= {name for name, p, _ in named if id(p) in mine}
+        for each in tracked:
+            owners = {} if (divided := Partition.of(each)) is None else divided.owners
+            self.owners.update({name: owners[p] for name, p, _ in named if p in owners})
+        seen: dict[str, torch.Tensor] = {}
+        for name, parameter, prepared in named if self.looks else ():
+            if id(parameter) in others or not (id(parameter) in mine or not self._stepped):
+                continue
+            gradient = prepared.gradient_of(parameter)
+            if gradient is not None:
+                seen[name] = gradient
+        self._values.update(wholes(seen))
+        if not self._stepped:
+            self.rates.append(rates_of(optimizer))
+        self._stepped = True
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:

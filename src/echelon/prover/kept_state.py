@@ -13,7 +13,7 @@ import functools
 import re
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,11 @@ class KeptState:
             if id(value) in seen:
                 continue
             seen.add(id(value))
+            for kind in type(value).__mro__:
+                if not is_library(kind.__module__) and id(kind) not in seen:
+                    seen.add(id(kind))
+                    of_class = _of_class(kind)
+                    found.update({f"{kind.__name__}.{name}": (of_class, name) for name in of_class.names})
             for names, name in _inside(value):
                 inner, here = names[name], f"{path}.{name}" if path else str(name)
                 if id(inner) in trained:
@@ -158,7 +163,7 @@ def _inside(value: Any) -> Iterator[_Place]:
         return
     names = vars(value)
     if isinstance(value, types.FunctionType):
-        cells = _Cells(value)
+        cells = _of_cells(value)
         yield from ((cells, name) for name in cells.names)
         yield from ((names, name) for name in list(names))
         return
@@ -173,23 +178,31 @@ def _inside(value: Any) -> Iterator[_Place]:
         yield from ((names, name) for name in list(names) if name not in others)
 
 
-class _Cells:
-    """What a function keeps in the variables of the one around it, by name."""
+class _Names:
+    """What a function keeps in variables of the one around it, or a class in itself, as a dict."""
 
-    def __init__(self, function: types.FunctionType) -> None:
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-        self.names = {name: cell for name, cell in cells.items() if is_filled(cell)}
+    def __init__(self, names: Iterable[str], get: Callable[[str], Any], put: Callable[[str, Any], None]) -> None:
+        self.names, self.get, self.put = names, get, put
 
     def __getitem__(self, name: str) -> Any:
-        return self.names[name].cell_contents
-
-    get = __getitem__
+        return self.get(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.names[name].cell_contents = value
+        self.put(name, value)
 
     def __delitem__(self, name: str) -> None:
-        """It is there as long as the function."""
+        """It is there as long as the function, or the class."""
+
+
+def _of_cells(function: types.FunctionType) -> _Names:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    names = [name for name, cell in cells.items() if is_filled(cell)]
+    return _Names(names, lambda n: cells[n].cell_contents, lambda n, value: setattr(cells[n], "cell_contents", value))
+
+
+def _of_class(kind: type) -> _Names:
+    values = [name for name, value in vars(kind).items() if not name.startswith("__") and _is_state(value)]
+    return _Names(values, lambda n: vars(kind)[n], functools.partial(setattr, kind))
 
 
 def _counts_only(module: nn.Module) -> bool:

@@ -42,7 +42,6 @@ class Result:
             could not be tested), "undecided" (rounding alone may change all that could be compared), "failed", or "not
             possible": the layout refuses this model or world.
         loss, gradient, parameter: largest relative differences from one process over all updates.
-        step_s: median seconds per micro-batch step on rank 0, without the first. peak_bytes: largest of all ranks.
         of_tolerance: the largest share of its tolerance that a value used.
         first: what differs first.
         causes: likely ones, each with what was seen.
@@ -59,8 +58,6 @@ class Result:
     gradient: float | None = None
     parameter: float | None = None
     updates: int = 0
-    step_s: float | None = None
-    peak_bytes: int | None = None
     of_tolerance: float | None = None
     first: Difference | None = None
     causes: list[tuple[str, str]] = field(default_factory=list)

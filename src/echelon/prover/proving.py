@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -196,9 +195,6 @@ class Proving:
             result.verdict, result.message = "not possible", _IN_TURN
             return
         self._say_how(ran)
-        times = records[0]["step_s"][1:] or records[0]["step_s"]
-        result.step_s = median(times) if times else None
-        result.peak_bytes = max((r["peak_bytes"] for r in records if r["peak_bytes"] is not None), default=None)
         seen = self._judge(result, ran)
         if result.verdict == "failed":
             return
@@ -206,6 +202,9 @@ class Proving:
             result.verdict = "bit-equal" if self._same_bits(ran, seen.verdict) else "DIFFERS"
             result.message = result.message if result.verdict == "bit-equal" else "other bits than the first bitwise row"
         self._over_samples(result, seen)
+        if result.is_equal and seen.ran.row.restores:  # what was put back is what is wrong, if it moves within an update
+            found = causes.state_moves(seen.ran.records, self._references.state(seen.ran, seen.reference))
+            result.verdict, result.causes = ("DIFFERS", [found]) if found is not None else (result.verdict, result.causes)
         if result.is_equal and (warned := records[0]["warned"]):
             result.verdict = IN_PART  # one process makes the same mistake, as the script itself scales its loss
             result.message = "; ".join(filter(None, (result.message, f"the run warns: {warned}")))
@@ -425,7 +424,7 @@ class Proving:
             try:
                 wide = self._on_ranks.row(seen.ran.row, in_float64(seen.ran.folder), torch.float64)
                 if not of_same_samples(seen.ran, wide):
-                    why = "the script draws random numbers as it trains, and so has its samples in another order there"
+                    why = "the script has its samples in another order"
                 else:
                     reference = self._reference(wide)
                     final = Judged(wide, reference, compare(wide.folder, reference.folder, wide.records, wide.dtype))
@@ -434,7 +433,7 @@ class Proving:
                     return final, ""
             except RankFailedError as error:
                 text = str(error.__cause__ or error).strip().splitlines()
-                why = f"it fails there ({text[0] if text else type(error).__name__})"
+                why = f"it fails ({text[0] if text else type(error).__name__})"
         else:
             why = self._settled(seen) or ""
             if not why:
@@ -443,7 +442,9 @@ class Proving:
         self._references.shake(seen.ran, seen.reference, SHAKES, narrowest)
         half = seen.ran.narrow is not None
         verdict = compare(seen.ran.folder, seen.reference.folder, seen.ran.records, seen.ran.dtype, narrowest, half=half)
-        return Judged(seen.ran, seen.reference, verdict), f"not confirmed in float64 because {why}"
+        return Judged(
+            seen.ran, seen.reference, verdict
+        ), f"held against what rounding does in {SHAKES} references of its own precision: in float64 {why}"
 
     def _settled(self, final: Judged) -> str | None:
         """Measure rounding in float64, where one tolerance for all did not do. Returns why float64 cannot tell, if so."""

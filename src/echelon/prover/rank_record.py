@@ -52,8 +52,6 @@ class RankRecord:
     reading: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     plan: Plan | None = None  # which samples the first epoch has for this rank, if the loader tells
     rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
-    step_s: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
     is_double: bool = False  # the script computes in float64 by itself, which was not asked for
     communicates: bool = False  # its steps speak to other ranks: SyncBatchNorm, or collectives that the script calls itself
     constant_draws: bool = False  # random operators gave a sample the same numbers in any batch

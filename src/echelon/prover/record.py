@@ -11,8 +11,7 @@ import functools
 import inspect
 import random
 import re
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from echelon.prover.generators import Sources, drawn_between, own_modules
 from echelon.prover.gradients import GradientWatch
 from echelon.prover.kept_state import ABSENT, KeptState, digests_of, of_loop
 from echelon.prover.micro import Micro, digest, widened
-from echelon.prover.peak import PeakMemory
 from echelon.prover.rank_record import RankRecord
 from echelon.prover.samples import Reading, plan_of
 from echelon.prover.turns import Enough
@@ -80,18 +78,16 @@ class StepRecorder(Callback):
         self.folder, self.updates, self.dtype, self.every = folder, updates, dtype, every
         self.rank, self._draws = rank_info().rank, draws
         self.record = RankRecord(rank=self.rank)
-        self.memory = PeakMemory()
         self._unit: Any = None
         self._gradients: GradientWatch | None = None
         self._micros: list[Micro] = []
-        self._norm: float | None = None
-        self._limit: float | None = None
-        self._began = self._spent = 0.0
+        self._clipped: tuple[float, float] | None = None  # in this update: its norm, and to which
         self._sources: Sources | None = None
         self._loader: Any = None
         self._reading: Reading | None = None
         self._kept: KeptState | None = None
         self._kept_before: dict[str, Any] = {}
+        self._kept_last: dict[str, Any] = {}
         self._kept_digests: dict[str, int] = {}  # as the latest pass left it
         self._loop_digests: dict[str, int] = {}
         self._moved: set[str] = set()  # what ever changed of it
@@ -138,11 +134,11 @@ class StepRecorder(Callback):
         self.record.initial_digests = {n: digest(p) for n, p in parameters.items()}
         self._write("initial", parameters=parameters, buffers=self._buffers())
         self._gradients = GradientWatch(unit)
-        self._gradients.pause = self._paused
         self._gradients.looks = self._looks
         self._reading = Reading(dataloader, self.folder / f"reading{self.rank}.txt")
         self._kept = KeptState(unit)
-        self._kept_digests = digests_of(self._kept.values())
+        self._kept_last = self._kept.values()
+        self._kept_digests = digests_of(self._kept_last)
 
     def _unlike_others(self, unit: Any, unseeded: set[str]) -> None:
         """Streams that a script does not seed would not be alike on its ranks if prove had not seeded them alike."""
@@ -291,7 +287,7 @@ class StepRecorder(Callback):
 
         def watched_clip(max_norm: float, *args: Any, **options: Any) -> torch.Tensor:
             norm = clip(max_norm, *args, **options)
-            self._norm, self._limit = float(norm), max_norm
+            self._clipped = float(norm), max_norm
             return norm
 
         unit.prepared.clip_grad_norm_ = watched_clip  # type: ignore[method-assign]
@@ -338,8 +334,7 @@ class StepRecorder(Callback):
             assert self._sources is not None
             self._sources.pin()
             self._draws.begin(data)
-        with self._paused():
-            self._kept_before = self._kept_now()
+        self._kept_before = self._kept_now()
         return self._states()
 
     def _kept_now(self) -> dict[str, Any]:
@@ -347,30 +342,26 @@ class StepRecorder(Callback):
         assert self._kept is not None
         values = self._kept.values()
         digests = digests_of(values)
-        self._moved |= {path for path, each in digests.items() if self._kept_digests.get(path) != each}
-        self._kept_digests = digests
+        moved = {path for path, each in digests.items() if self._kept_digests.get(path) != each}
+        for micro in (m for update in (*self.record.updates, self._micros) for m in update):
+            micro.state.update({path: self._kept_last.get(path, ABSENT) for path in moved - self._moved})
+        self._moved |= moved
+        self._kept_digests, self._kept_last = digests, values
         return values
 
     def _states(self) -> dict[str, Any]:
         """The states of all RNGs, before and after each micro-batch."""
         assert self._sources is not None
-        with self._paused():
-            if len(self.record.resting) == len(self.record.updates):
-                self.record.resting.append(
-                    [
-                        prefix + plain_name(n)
-                        for prefix, m in modules_of(self._unit)
-                        for n, i in m.named_modules()
-                        if not i.training
-                    ]
-                )
-            return self._sources.states()
+        if len(self.record.resting) == len(self.record.updates):
+            self.record.resting.append(
+                [prefix + plain_name(n) for prefix, m in modules_of(self._unit) for n, i in m.named_modules() if not i.training]
+            )
+        return self._sources.states()
 
     def _take(self, state: State, data: Any, weight: float, loss: Any, before: dict[str, Any]) -> None:
         self._in_pass = False
         assert self._kept is not None
-        with self._paused():
-            self._kept_now()
+        self._kept_now()
         kept = {path: self._kept_before.get(path, ABSENT) for path in self._moved - self._kept.too_large}
         after = self._states()
         drawn = drawn_between(before, after)
@@ -390,22 +381,10 @@ class StepRecorder(Callback):
         if self.record.plan is None and not self.record.updates:
             self.record.plan = plan_of(self._loader)
 
-    def on_train_step_start(self, state: State, unit: Any) -> None:
-        self._began = time.perf_counter()
-
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """Buffers as the module is about to use them: whatever synchronises them has done so by now."""
         if module.training and len(self.record.buffer_digests) == len(self.record.updates) and not self._micros:
             self.record.buffer_digests.append({n: digest(b) for n, b in named_values(self._unit).items()})
-
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """What is done here counts neither as time nor as memory of the step."""
-        began = time.perf_counter()
-        self.memory.pause()
-        yield
-        self.memory.resume()
-        self._spent += time.perf_counter() - began
 
     @property
     def _looks(self) -> bool:
@@ -413,37 +392,33 @@ class StepRecorder(Callback):
         return (k % self.every == 0 or k == self.updates - 1) and not self.record.flattened
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
-        took = time.perf_counter() - self._began - self._spent
-        self._spent = 0.0
         self._draws.end()
         record, watch = self.record, self._gradients
         assert watch is not None
-        if len(record.step_s) == len(record.updates):
-            record.step_s.append(took)
-        else:
-            record.step_s[-1] += took
         gradients = watch.take()
         if gradients is None:
             if self._was_scaled or (isinstance(unit, AutoUnit) and unit.at_boundary):  # the update was left out
                 record.left_out += bool(self._micros)
-                self._micros, self._norm, self._limit, self._was_scaled = [], None, None, False
                 del record.scales[len(record.updates) :]
+                self._begin_update()
             return
-        with self._paused():
-            if self._looks or record.flattened:
-                parameters = whole_parameters(unit)
-                record.gradient_digests.append({n: digest(g) for n, g in gradients.items()})
-                record.parameter_digests.append({n: digest(p) for n, p in parameters.items()})
-                name = f"update-{len(record.updates):03d}"
-                self._write(name, gradients=gradients, parameters=parameters, buffers=self._buffers())
-            record.norms.append(self._norm)
-            record.limits.append(self._limit)
-            record.updates.append(self._micros)
-            self._micros, self._norm, self._limit, self._was_scaled = [], None, None, False
-        self._spent = 0.0
+        if self._looks or record.flattened:
+            parameters = whole_parameters(unit)
+            record.gradient_digests.append({n: digest(g) for n, g in gradients.items()})
+            record.parameter_digests.append({n: digest(p) for n, p in parameters.items()})
+            name = f"update-{len(record.updates):03d}"
+            self._write(name, gradients=gradients, parameters=parameters, buffers=self._buffers())
+        norm, limit = self._clipped or (None, None)
+        record.norms.append(norm)
+        record.limits.append(limit)
+        record.updates.append(self._micros)
+        self._begin_update()
         watch.looks = self._looks
         if len(record.updates) == self.updates:
             raise Enough
+
+    def _begin_update(self) -> None:
+        self._micros, self._clipped, self._was_scaled = [], None, False
 
     # --- after it
 
@@ -456,7 +431,6 @@ class StepRecorder(Callback):
             self.record.held, self.record.strangers = self._gradients.held, self._gradients.strangers
             self.record.rates = self._gradients.rates
             self.record.owners.update(self._gradients.owners)
-        self.record.peak_bytes = self.memory.peak()
         self.record.unknown_draw, self.record.by_sample = self._draws.unknown, self._draws.by_sample
         self.record.kinds, self.record.shapes = self._draws.kinds, self._draws.shapes
         torch.save(vars(self.record), self.folder / f"rank{self.rank}.pt")

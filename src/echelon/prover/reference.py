@@ -210,6 +210,8 @@ class Reference(ABC):
 
     def step_done(self) -> None:
         self.unit.train_progress.increment_step(updated=True)
+        if isinstance(self.unit, AutoUnit):
+            self.unit.window.updates += 1  # which a loop, and a LightningModule as its global_step, read
 
     def _copy_initial(self, values: dict[str, Values]) -> None:
         with torch.no_grad():

@@ -63,7 +63,6 @@ class LoopReference(AutoReference):
             )
         balance(self.unit)
         self.step_done()
-        self.unit.window.updates += 1  # which the loop reads
         return {"loss": loss, "norm": self.unit.plain.norm, "gradients": gradients}
 
     def backward(self, passes: Sequence[Pass]) -> float:

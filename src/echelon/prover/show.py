@@ -19,9 +19,7 @@ _COLUMNS = (
     ("loss", 9),
     ("gradient", 9),
     ("parameters", 10),
-    ("step", 9),
-    ("peak", 9),
-    ("verdict", 12),
+    ("verdict", 0),
 )
 _MESSAGE_LINES = 12
 _MOST_NAMES = 8  # of rows of which the same is said
@@ -43,8 +41,6 @@ def _cells(r: Result) -> list[str]:
         _small(r.loss),
         _small(r.gradient),
         _small(r.parameter),
-        f"{r.step_s * 1e3:.1f} ms" if r.step_s is not None else "",
-        f"{r.peak_bytes / 2**20:.0f} MiB" if r.peak_bytes is not None else "",
         f"{r.verdict}: {_what_differs(r)}" if r.verdict == "DIFFERS" else r.verdict,
     ]
 
@@ -168,56 +164,28 @@ def _of_yours(yours: list[Result]) -> str:
 
 
 def _counts(rows: list[Result]) -> str:
-    counts = {
-        "agree": sum(r.is_equal for r in rows),
-        "in part": sum(r.is_partly_equal for r in rows),
-        "differ": sum(r.verdict == "DIFFERS" for r in rows),
-        "undecided": sum(r.verdict == "undecided" for r in rows),
-        "failed": sum(r.verdict == "failed" for r in rows),
-        "not possible": sum(r.verdict == "not possible" for r in rows),
-    }
     words = {  # of one, of several
-        "agree": ("agrees", "agree"),
-        "in part": ("was compared in part", "were compared in part"),
-        "differ": ("differs", "differ"),
-        "undecided": ("is undecided", "are undecided"),
-        "failed": ("failed", "failed"),
-        "not possible": ("is not possible here", "are not possible here"),
+        ("agrees", "agree"): [r.is_equal for r in rows],
+        ("was compared in part", "were compared in part"): [r.is_partly_equal for r in rows],
+        ("differs", "differ"): [r.verdict == "DIFFERS" for r in rows],
+        ("is undecided", "are undecided"): [r.verdict == "undecided" for r in rows],
+        ("failed", "failed"): [r.verdict == "failed" for r in rows],
+        ("is not possible here", "are not possible here"): [r.verdict == "not possible" for r in rows],
     }
-    return ", ".join(f"{n} {words[what][n > 1]}" for what, n in counts.items() if n)
+    return ", ".join(f"{sum(of)} {said[sum(of) > 1]}" for said, of in words.items() if any(of))
 
 
 def page(proof: Proof, title: str) -> str:
-    """The proof as one HTML page that works offline."""
-    head = "".join(f"<th>{escape(name)}</th>" for name, _ in _COLUMNS)
-    body = []
-    for result in proof.results:
-        kind = "good" if result.agrees else "part" if result.is_partly_equal else "bad"
-        body.append(f"<tr class={kind}>" + "".join(f"<td>{escape(c)}</td>" for c in _cells(result)) + "</tr>")
-    below = "".join(f"<p>{escape(rows)}<pre>{escape(chr(10).join(text))}</pre>" for rows, text in blocks(proof.results))
-    below += "".join(f"<p>{escape(text)}</p>" for text in summary(proof))
-    return _PAGE.format(title=escape(title), head=head, body="\n".join(body), below=below)
+    """What the terminal shows, as one HTML page that works offline."""
+    text = [HEADER, *map(line, proof.results)]
+    text += [each for named, said in blocks(proof.results) for each in ("", named, *(f"    {one}" for one in said))]
+    return _PAGE.format(title=escape(title), text=escape("\n".join([*text, "", *summary(proof)])))
 
 
 _PAGE = """<!doctype html>
 <html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">
 <title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }}
-body {{ max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
-div {{ overflow-x: auto }}
-table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }}
-th, td {{ text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #8884 }}
-th:first-child, td:first-child {{ text-align: left }}
-tr.good td:last-child {{ color: light-dark(#17692f, #7ddb98) }}
-tr.bad td:last-child {{ color: light-dark(#b3261e, #ff9a90); font-weight: 600 }}
-tr.part td:last-child {{ color: light-dark(#7a5200, #f0c060); font-weight: 600 }}
-pre {{ margin: 0 0 0 2rem; white-space: pre-wrap }}
-</style>
-<h1>{title}</h1>
-<div><table><thead><tr>{head}</tr></thead><tbody>
-{body}
-</tbody></table></div>
-{below}
+<style>:root {{ color-scheme: light dark }} pre {{ white-space: pre-wrap; margin: 2rem; font-size: 14px }}</style>
+<pre>{text}</pre>
 </html>
 """
