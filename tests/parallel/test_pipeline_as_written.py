@@ -106,7 +106,7 @@ def _compiled_parts() -> nn.Module:
 
 @pytest.mark.parametrize("layout", [ech.Layout(pp=2, stages=["blocks.1"]), ech.Layout(tp=2, plan=Net.tp_plan)])
 def test_a_compiled_model_is_cut_and_split_by_the_names_of_its_author(layout: Any) -> None:
-    from echelon.parallel.pipeline.prepared import plan_stages
+    from echelon.parallel.pipeline.plan import plan_stages
     from echelon.parallel.tensor.tensor import check_tensor
 
     if layout.pp > 1:

@@ -2,7 +2,7 @@
 
 Each direction is a file of its own, which knows how to change a module and what that means for a step. Here they are put
 together, in the one order that is right: stages are cut out, their layers split, their experts divided, their attention taught
-to look over ranks, and what is left is sharded. `ComposedPrepared` asks each part for its share of a step.
+to look over ranks, and what is left is sharded. `ParallelPrepared` asks each direction for its share of a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.common.arguments import flags
 from echelon.common.errors import LayoutError, require
 from echelon.common.numbers import whole
 from echelon.parallel.axes import data_axes
-from echelon.parallel.composed_prepared import ComposedPrepared, ComposedStages
+from echelon.parallel.composed_prepared import ParallelPrepared
 from echelon.parallel.context.batch import SequenceDim, check_sequence_dim
 from echelon.parallel.context.context import ContextParallel, check_context
 from echelon.parallel.ddp.ddp import DDPStrategy
@@ -167,10 +167,10 @@ class Layout(Strategy):
         remember(module)
         equalize(module, world, from_rank0=fsdp.sync_module_states)
         pipeline = None if plan is None else cut_into_stages(module, plan, dims.pp_mesh(device).get_group(), device)
-        if pipeline is not None and self._is_alone(dims):
+        if self._is_alone(dims):
             module = recipe.compile(recipe.checkpoint_activations(module))
-            alone = ComposedStages(materialize(module, device), pipeline)
-            alone.lay_out(dims, world.rank)
+            alone = ParallelPrepared(materialize(module, device), world, [])
+            alone.lay_out(dims, world.rank, None, pipeline)
             return alone
         if chosen is not None:
             split_layers(module, chosen.of_stages(module), dims.tp_mesh(device))
@@ -180,13 +180,8 @@ class Layout(Strategy):
         # Phase 3: the axes over which gradients are averaged.
         data_axes(module, dims.samples_mesh(device))
         how = fsdp.but(sync_module_states=False, device_mesh=dims.data_mesh(device)).sharding(module, world)
-        prepared = shard(module, world, recipe, how, ComposedPrepared)
-        assert isinstance(prepared, ComposedPrepared)
-        prepared.context = context
-        if context is not None and pipeline is None:
-            context.look_at_outputs(prepared.module)
-        prepared.pipe(pipeline)
-        prepared.lay_out(dims, world.rank)
+        prepared = shard(module, world, recipe, how, ParallelPrepared)
+        prepared.lay_out(dims, world.rank, context, pipeline)
         prepared.draws_apart |= self.sequence_parallel and dims.tp > 1
         if pipeline is None and dims.cp == 1 and dims.tp > 1:  # stages and parts of sequences begin streams of their own
             prepared.draws = SameDraws(dims.tp_rank(world.rank), dims.tp, world.device)

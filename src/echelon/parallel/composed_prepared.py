@@ -1,54 +1,93 @@
-"""What a module that is parallel in several directions does in a step: each direction's part is asked for its share."""
+"""What a module that is parallel along several axes does in a step: each direction is asked for its share, in one order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from echelon.common.errors import LayoutError, RanksDisagreeError
+from echelon.common.errors import LayoutError, PipelineError, RanksDisagreeError, UsageError
 from echelon.parallel.context.context import ContextParallel
 from echelon.parallel.context.probe import tensors_of
-from echelon.parallel.pipeline import ShardedStages, StagesPrepared
-from echelon.parallel.pipeline.prepared import Pipelined
+from echelon.parallel.fsdp.sharding import FSDPPrepared
+from echelon.parallel.gradients import clip
+from echelon.parallel.guards.grad_presence import SameGradients
+from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.pipeline import Pipeline
 from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
 from echelon.world import agree
 from echelon.world.mesh import ParallelDims
 
-__all__ = ["ComposedPrepared", "ComposedStages"]
+__all__ = ["ParallelPrepared"]
 
 B = TypeVar("B")
+O = TypeVar("O")  # noqa: E741
 R = TypeVar("R")
+Made = tuple[torch.Tensor, Any]
 
 
-class _LaidOut(Pipelined):
-    """Knows its place on the axes.
+class ParallelPrepared(FSDPPrepared):
+    """A module of a `Layout`: sharded, unless stages are all there is, and cut in the directions that the layout has.
 
     Attributes:
-        dims: the axes.
-        rank: this rank.
+        dims, rank: the axes, and this rank.
+        context: what splits sequences; None without context parallelism.
+        pipeline: what runs the stages; None where all ranks have all layers.
     """
 
     dims: ParallelDims
     rank: int
+    context: ContextParallel | None = None
+    pipeline: Pipeline | None = None
     _compared = False  # what ranks that have the same samples were given
 
-    def lay_out(self, dims: ParallelDims, rank: int) -> None:
-        """Say where this rank is."""
+    def lay_out(self, dims: ParallelDims, rank: int, context: ContextParallel | None, pipeline: Pipeline | None) -> None:
+        """Say where this rank is, and what the module was cut by. Once, when the module has its final form. Collective."""
         place = dims.place(rank)
-        self.dims, self.rank = dims, rank
+        self.dims, self.rank, self.context = dims, rank, context
         self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
         self.draws_apart = dims.cp > 1 or dims.pp > 1
-        if self.pipeline is not None:
-            self.pipeline.cut.draws.samples = dims.dp_rank(rank) * dims.cp + place["cp"]
+        self.replaces_parameters = bool(self.averaged)
+        if pipeline is None:
+            if context is not None:
+                context.look_at_outputs(self.module)
+            return
+        self.pipeline, self.takes_windows, self.stages = pipeline, True, [pipeline.group]
+        pipeline.cut.draws.samples = dims.dp_rank(rank) * dims.cp + place["cp"]
+        pipeline.shared.bind(self.named_parameters())
+        pipeline.shared.equalize()
+
+    def find_replicas(self) -> None:
+        self.is_replica = not self.dims.speaks(self.rank)
+        if self.pipeline is not None:  # the last stage need not be on the last rank
+            self.is_replica = not self.pipeline.has_last or self.dims.tp_rank(self.rank) > 0
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "module": type(self.unwrapped).__name__,
+            "layout": ",".join(f"{axis}={size}" for axis, size in self.dims.used.items()) or None,
+            "mesh": self.dims.used,
+        }
+
+    @property
+    def is_trying(self) -> bool:  # type: ignore[override]
+        return any(each is not None and each.is_trying for each in (self.pipeline, self.context))
+
+    # --- batches
 
     def part_of(self, batch: Any) -> Any:
         if not self._compared and self.dims.tp * self.dims.cp * self.dims.pp > 1:
             self._compared = True
             self._compare(batch)
-        return batch
+        if self.context is None:
+            return batch
+        part = self.context.part_of(batch)
+        self.share = self.context.share
+        return part
 
     def _compare(self, batch: Any) -> None:
         """Ranks that differ in tp, cp or pp must have the same samples: of other sizes, gloo would end the process, or stages
@@ -67,43 +106,9 @@ class _LaidOut(Pipelined):
                     "data of your own over the ranks of the other axes alone."
                 )
 
-    def find_replicas(self) -> None:
-        self.is_replica = not self.dims.speaks(self.rank)
-        if self.pipeline is not None:  # the last stage need not be on the last rank
-            self.is_replica = not self.pipeline.has_last or self.dims.tp_rank(self.rank) > 0
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "module": type(self.unwrapped).__name__,
-            "layout": ",".join(f"{axis}={size}" for axis, size in self.dims.used.items()) or None,
-            "mesh": self.dims.used,
-        }
-
-
-class ComposedPrepared(_LaidOut, ShardedStages):
-    """A module that is parallel in several directions.
-
-    Attributes:
-        context: what splits sequences; None without context parallelism.
-    """
-
-    context: ContextParallel | None = None
-
-    def part_of(self, batch: Any) -> Any:
-        super().part_of(batch)
-        if self.context is None:
-            return batch
-        part = self.context.part_of(batch)
-        self.share = self.context.share
-        return part
-
     @property
     def doubts_parts(self) -> bool:  # type: ignore[override]
         return self.context is not None and self.context.doubts_parts
-
-    @property
-    def is_trying(self) -> bool:  # type: ignore[override]
-        return super().is_trying or (self.context is not None and self.context.is_trying)
 
     def check_parts(
         self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
@@ -126,10 +131,44 @@ class ComposedPrepared(_LaidOut, ShardedStages):
         return outputs if self.context is None else self.context.whole_of(outputs)
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
-        if self.context is None:
-            return super().forward(batch, forward)
-        with self.context.active():
-            return super().forward(batch, forward)
+        with self._over_parts():
+            if self.pipeline is None:
+                return super().forward(batch, forward)
+            made: R = self.pipeline.evaluate(batch, forward)
+            return made
+
+    def _over_parts(self) -> AbstractContextManager[Any]:
+        """Around passes."""
+        return NO_CONTEXT if self.context is None else self.context.active()
+
+    # --- training
+
+    def optimizer(self, make: Callable[[nn.Module], O]) -> O:
+        if self.pipeline is None:
+            return super().optimizer(make)
+        made, problem = None, None
+        try:
+            made = super().optimizer(make)
+        except ValueError as error:  # torch's, of an optimizer without parameters; the other stages must not wait
+            problem = f"{error}"
+        if (told := next((each for each in agree.gather(problem) if each is not None), None)) is not None:
+            raise PipelineError(
+                f"the optimizer of a stage cannot be made: {told}. In a pipeline each rank has the parameters of its own stages, "
+                "of which none may be trained: give it module.parameters() with the frozen ones, which it leaves alone."
+            )
+        assert made is not None
+        return made
+
+    def trains_also(self, others: list[nn.Parameter]) -> None:
+        super().trains_also(others)
+        if self.pipeline is None:
+            return
+        if others:
+            raise PipelineError(
+                f"the optimizer must hold the module's parameters only in a pipeline, got {len(others)} others, which only the "
+                "last stage would train. Make them part of the module."
+            )
+        self.pipeline.shared.equalize()
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         around = super().accumulate(last)
@@ -137,21 +176,66 @@ class ComposedPrepared(_LaidOut, ShardedStages):
             return around
         return self.context.active() if around is NO_CONTEXT else _both(around, self.context.active())
 
+    def forward_backward_window(
+        self,
+        micro_batches: Sequence[MicroBatch[Any]],
+        forward: Callable[[MicroBatch[Any]], Made],
+        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
+    ) -> list[Made]:
+        pipeline = self.pipeline
+        if pipeline is None:
+            return super().forward_backward_window(micro_batches, forward, backward)
+        several = len(pipeline.cut.own) > 1
+        defers = self.reduction.requires_gradient_sync and not self.reduction.requires_all_reduce and len(self.averaged) > 1
+        if defers and not several and self._same is None:
+            self._same = SameGradients(self.module)  # before the forward passes, which it watches
+
+        def before(last: bool, number: int) -> None:
+            """Each backward pass that the schedule calls: `last` of its stage, after `number` others."""
+            if several and self.reduction.requires_gradient_sync:
+                return  # passes of several stages do not reach the same parameters, so no all-reduce can wait
+            if self._same is not None and number:
+                self._same.check(last=False)
+            super(ParallelPrepared, self).accumulate(last)
+
+        with self._over_parts(), self.explaining():
+            begins = before if self.averaged else None
+            made = pipeline.window(micro_batches, forward, backward, begins, share=self.wants_outputs)
+            if self._same is not None:
+                self._same.check(last=True)
+            self._reduces = True
+            if self._loose or self._frozen:
+                self._average_loose()
+        if self.averaged and not self._is_checked:
+            self._is_checked = True
+            self._check_plan(made[0][0])
+        return made
+
+    def _check_plan(self, loss: torch.Tensor) -> None:
+        """After the first update's backward passes, on all ranks: only those of some stages may see what is wrong."""
+        found: UsageError | None = None
+        try:
+            check_same_loss(self.module, loss)
+            check_whole_layers(self.module)
+        except UsageError as error:
+            found = error
+        agree.fail_together(found, "a stage")
+
     def fix_order(self) -> None:
         if self.context is not None:
             raise LayoutError("bit-equal training needs whole sequences, got cp > 1. Use dp_shard in its place.")
+        if self.pipeline is not None:
+            raise PipelineError("bit-equal training has no pipeline. Use pp=1.")
         super().fix_order()
 
-    def forward_backward_window(self, *window: Any) -> list[tuple[torch.Tensor, Any]]:
-        with NO_CONTEXT if self.context is None else self.context.active():
-            return super().forward_backward_window(*window)
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        if self.pipeline is None:
+            return super().clip_grad_norm_(max_norm, norm_type)
+        elsewhere = self.pipeline.shared.elsewhere
+        return clip.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.stages, elsewhere=elsewhere)
 
 
 @contextmanager
 def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
-
-
-class ComposedStages(_LaidOut, StagesPrepared):
-    """A pipeline alone."""

@@ -18,7 +18,7 @@ from torch import nn
 from echelon.common.arguments import several
 from echelon.common.errors import LayoutError, require
 from echelon.parallel.fsdp.fsdp1 import precision_policies, sharding_named
-from echelon.parallel.fsdp.sharding import Reduction, Sharding, offloads, shard
+from echelon.parallel.fsdp.sharding import FSDPPrepared, Reduction, Sharding, offloads, shard
 from echelon.parallel.fsdp.units import check_prefetch, check_reshard
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.blocks import Blocks, blocks_by_policy, chosen_blocks
@@ -111,7 +111,7 @@ class FSDPStrategy(Strategy):
         return "hsdp" if replicas else "zero2" if keeps_whole else "fsdp"
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        return shard(module, world, recipe, self.sharding(module, world))
+        return shard(module, world, recipe, self.sharding(module, world), FSDPPrepared)
 
     def sharding(self, module: nn.Module, world: World) -> Sharding:
         """What `shard` is told. Collective: groups may be made."""

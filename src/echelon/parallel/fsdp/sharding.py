@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741
 R = TypeVar("R")
+P = TypeVar("P", bound="FSDPPrepared")
 
 
 class FSDPPrepared(Prepared[nn.Module]):
@@ -224,9 +225,7 @@ class Sharding:
     reduction: Reduction = field(default_factory=Reduction)
 
 
-def shard(
-    module: nn.Module, world: World, recipe: Recipe, how: Sharding, made: type[FSDPPrepared] = FSDPPrepared
-) -> FSDPPrepared:
+def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding, made: type[P]) -> P:
     """Split the module in place over `how.mesh`, as a `made`. Collective.
 
     Block by block: a block is filled or moved to the device, made equal on all ranks, and split before the next one's turn,

@@ -5,8 +5,7 @@ between stages, `schedules` has the orders, which are torch's, `pipeline` the st
 """
 
 from echelon.parallel.pipeline.pipeline import Pipeline
-from echelon.parallel.pipeline.prepared import Pipelined, Stages, StagesPrepared, cut_into_stages, plan_stages
+from echelon.parallel.pipeline.plan import Stages, cut_into_stages, plan_stages
 from echelon.parallel.pipeline.schedules import SCHEDULES
-from echelon.parallel.pipeline.sharded import ShardedStages
 
-__all__ = ["SCHEDULES", "Pipeline", "Pipelined", "ShardedStages", "Stages", "StagesPrepared", "cut_into_stages", "plan_stages"]
+__all__ = ["SCHEDULES", "Pipeline", "Stages", "cut_into_stages", "plan_stages"]
