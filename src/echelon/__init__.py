@@ -163,7 +163,7 @@ _TRANSLATED = ("HSDPStrategy", "Parallel", "TPStrategy", "ZeROStrategy")  # whic
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"echelon.{name}")
-    home = "parallel.older_layouts" if name in _TRANSLATED else _HOMES.get(name)
+    home = "parallel.layouts" if name in _TRANSLATED else _HOMES.get(name)
     if home is None:
         now = _place(name)
         text = f"echelon.{name} is now echelon.{now}.{name}" if now else f"module 'echelon' has no attribute {name!r}"

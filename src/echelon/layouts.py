@@ -11,10 +11,10 @@ from echelon.parallel import (
     Strategy,
     data_axes,
 )
+from echelon.parallel.layouts import HSDPStrategy as HSDPStrategy
+from echelon.parallel.layouts import TPStrategy as TPStrategy
+from echelon.parallel.layouts import ZeROStrategy as ZeROStrategy
 from echelon.parallel.meta.deferred import on_meta
-from echelon.parallel.older_layouts import HSDPStrategy as HSDPStrategy
-from echelon.parallel.older_layouts import TPStrategy as TPStrategy
-from echelon.parallel.older_layouts import ZeROStrategy as ZeROStrategy
 from echelon.parallel.parallelize import prepare_ddp, prepare_fsdp, prepare_module
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.float8 import Float8

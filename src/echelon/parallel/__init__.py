@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.parallel import manual_dtensors as manual_dtensors
+from echelon.parallel import adopted as adopted
 from echelon.parallel.axes import data_axes
 from echelon.parallel.composed import Layout
 from echelon.parallel.ddp.ddp import DDPStrategy

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,33 +17,16 @@ from torch import nn
 from echelon.common.arguments import several
 from echelon.common.errors import LayoutError
 from echelon.common.numbers import whole
+from echelon.parallel.adopted import DPPrepared
 from echelon.parallel.meta.materialize import materialize
-from echelon.parallel.prepared import NO_CONTEXT, Prepared, WrapperPrepared
+from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.recipe import Recipe
-from echelon.parallel.registry import Kind, register
 from echelon.parallel.strategy import Strategy
 from echelon.world.init import World
 
-__all__ = ["DPPrepared", "DPStrategy"]
+__all__ = ["DPStrategy"]
 
 logger = logging.getLogger(__name__)
-
-
-class DPPrepared(WrapperPrepared["nn.DataParallel[Any]"]):
-    """A module in DataParallel, ours or the user's own: one process, so one share of the data."""
-
-    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        return NO_CONTEXT  # gradients are gathered by autograd, where they add up
-
-    def __init__(self, module: nn.DataParallel[Any], world: World) -> None:
-        super().__init__(module)
-
-    @property
-    def data_rank_and_size(self) -> tuple[int, int] | None:
-        return self.dp_rank, self.dp_size
-
-
-register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module", unknown_to_torch=True))
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,7 +17,6 @@ from torch import nn
 
 from echelon.common.arguments import several
 from echelon.common.errors import LayoutError, require
-from echelon.parallel.fsdp.fsdp1 import precision_policies, sharding_named
 from echelon.parallel.fsdp.sharding import FSDPPrepared, Reduction, Sharding, offloads, shard
 from echelon.parallel.fsdp.units import check_prefetch, check_reshard
 from echelon.parallel.prepared import Prepared
@@ -219,3 +218,55 @@ def replicas_default(world_size: int, local_size: int) -> int:
     if 1 < local_size < world_size and world_size % local_size == 0:
         return local_size
     return next((d for d in range(world_size // 2, 0, -1) if world_size % d == 0), 1)
+
+
+# The words of the older FullyShardedDataParallel, in those of `fully_shard`.
+
+# (reshard after the forward, replicas of the shards)
+_SHARDINGS = {
+    "FULL_SHARD": (True, False),
+    "SHARD_GRAD_OP": (False, False),
+    "HYBRID_SHARD": (True, True),
+    "_HYBRID_SHARD_ZERO2": (False, True),
+}
+
+
+def sharding_named(value: Any) -> tuple[bool, bool]:
+    """A ShardingStrategy, or its name, as (reshard after the forward, replicas of the shards). None is FULL_SHARD.
+
+    Raises:
+        UsageError: NO_SHARD, which is "ddp"; anything unknown.
+    """
+    name = getattr(value, "name", value) or "FULL_SHARD"
+    if name == "NO_SHARD":
+        raise LayoutError("sharding_strategy must shard something, got NO_SHARD. Use layout 'ddp' instead.")
+    if name not in _SHARDINGS:
+        raise LayoutError(f"sharding_strategy must be one of {', '.join(_SHARDINGS)}, got {value!r}.")
+    return _SHARDINGS[name]
+
+
+def precision_policies(value: Any, module: nn.Module) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """The older FSDP's MixedPrecision, or `fully_shard`'s policy, as policies for (the root, the blocks).
+
+    Raises:
+        UsageError: an option without a counterpart.
+    """
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    if value is None or isinstance(value, MixedPrecisionPolicy):
+        policy = value or MixedPrecisionPolicy()
+        return policy, policy
+    if not isinstance(value, MixedPrecision):
+        raise LayoutError(f"mixed_precision must be torch's MixedPrecision or MixedPrecisionPolicy, got {type(value).__name__}.")
+    if value.keep_low_precision_grads:
+        raise LayoutError(
+            "MixedPrecision(keep_low_precision_grads=True): gradients have the parameters' type. For gradients in half "
+            "precision, build the module in that type."
+        )
+    if value.buffer_dtype is not None:
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(value.buffer_dtype)
+    types = {"param_dtype": value.param_dtype, "reduce_dtype": value.reduce_dtype or value.param_dtype}
+    root = MixedPrecisionPolicy(**types, cast_forward_inputs=value.cast_root_forward_inputs or value.cast_forward_inputs)
+    return root, MixedPrecisionPolicy(**types, cast_forward_inputs=value.cast_forward_inputs)
