@@ -158,9 +158,8 @@ class FSDPStrategy(Strategy):
             return DeviceMesh.from_group([copies, shards], world.device.type, grid, mesh_dim_names=("dp_replicate", "dp_shard"))
         if self.process_group is not None:
             return DeviceMesh.from_group(self.process_group, world.device.type, mesh_dim_names=("dp_shard",))
-        if replicas:
-            return replica_mesh(world, local_size=rank_info().local_world_size)
-        return flat_mesh(world)
+        size = replicas_default(world.size, rank_info().local_world_size) if replicas else world.size
+        return ParallelDims.of(world.size, dp_replicate=world.size // size, dp_shard=size).data_mesh(world.device)
 
     def _ignored(self) -> set[nn.Parameter]:
         ignored = {p for m in self.ignored_modules or () for p in m.parameters()}
@@ -185,32 +184,6 @@ def _grid(shards: dist.ProcessGroup, copies: dist.ProcessGroup) -> torch.Tensor:
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(copies))]
     dist.all_gather(rows, row, group=copies)
     return torch.stack(rows)
-
-
-# The mesh of the data-parallel ranks that a layout shards over: all on one axis, or copies of shards.
-
-
-def flat_mesh(world: World) -> DeviceMesh:
-    """All ranks on one axis."""
-    ensure_group(world.device)
-    return ParallelDims.of(world.size).data_mesh(world.device)
-
-
-def replica_mesh(
-    world: World, replicate_size: int | None = None, shard_size: int | None = None, *, local_size: int
-) -> DeviceMesh:
-    """Ranks as (replicas, shards); what is not given follows from the other, or is `replicas_default`.
-
-    Raises:
-        UsageError: the sizes do not multiply to the world size.
-    """
-    ensure_group(world.device)
-    if replicate_size is None:
-        size = shard_size if shard_size is not None else replicas_default(world.size, local_size)
-        replicate_size = max(1, world.size // max(1, size))
-        shard_size = size
-    dims = ParallelDims.of(world.size, dp_replicate=replicate_size, dp_shard=shard_size)
-    return dims.data_mesh(world.device)
 
 
 def replicas_default(world_size: int, local_size: int) -> int:
