@@ -12,7 +12,7 @@ from pathlib import Path
 
 import echelon
 
-ROOMS = [Path(echelon.__file__).parent / room for room in ("parallel", "loop")]
+ROOMS = [Path(echelon.__file__).parent / room for room in ("parallel", "loop", "compat/trainer")]
 AGREE = {
     "AnyRanksLater", "any_rank", "any_ranks", "any_ranks_and_number", "fail_together", "first_told", "from_one", "from_rank0",
     "gather", "is_same", "kinds", "raise_on_all", "same_on_all", "unless_same",
@@ -98,7 +98,7 @@ PLACES = {
     "ParallelPrepared.optimizer": "test_a_stage_without_anything_for_its_optimizer_is_refused_on_all_ranks",
     "Prepared.find_replicas": FORM,
     "Partition._take": TOLD,
-    "ParallelPrepared.check_plan": "test_what_a_pipeline_cannot_do_is_refused_on_all_ranks",
+    "ParallelPrepared._check_plan": "test_what_a_pipeline_cannot_do_is_refused_on_all_ranks",
     "Shared.equalize": FORM,
     "_agree_on_streams": "test_a_layer_that_each_rank_drew_for_itself_is_refused",
     "_broadcast": FORM,
