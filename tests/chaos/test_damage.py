@@ -15,6 +15,7 @@ from echelon.checkpoint import commit, manifest
 from echelon.common.errors import CheckpointCorruptError
 from tests.chaos.damage import NEWER, OLDER
 from tests.chaos.forks import Forks
+from tests.kit.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_a_checkpoint_under_another_steps_name_is_not_taken_for_it(made: str, tm
     for older, newer in ((OLDER, NEWER), (NEWER, OLDER)):
         shutil.copytree(Path(made, older), tmp_path / newer)
     for name in (OLDER, NEWER):
-        with pytest.raises(CheckpointCorruptError, match=rf"{name}/manifest.json .* that of step"):
+        with refused(CheckpointCorruptError):
             commit.verify(tmp_path / name)
     assert manifest.committed(tmp_path) == []
 
@@ -53,7 +54,7 @@ def test_a_flipped_bit_that_looks_like_a_newer_format_is_damage(made: str, tmp_p
     assert text.startswith(b'{\n "format": 2,\n "step": 4,')
     for bit in range(8 * 28):
         path.write_bytes(bytes(byte ^ (1 << bit % 8 if at == bit // 8 else 0) for at, byte in enumerate(text)))
-        with pytest.raises(CheckpointCorruptError, match=r"manifest\.json is not what was written"):
+        with refused(CheckpointCorruptError):
             commit.verify(tmp_path / NEWER)
 
 

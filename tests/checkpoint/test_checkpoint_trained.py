@@ -17,6 +17,7 @@ from echelon.checkpoint import manifest
 from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, whole
+from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -169,5 +170,5 @@ def test_a_manifest_that_says_nonsense_of_frozen_parameters_is_corrupt(tmp_path:
     path = max(tmp_path.glob("step-*")) / "manifest.json"
     content = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
     path.write_bytes(manifest.render({**content, "frozen": frozen}))
-    with pytest.raises(CheckpointCorruptError, match="frozen parameters cannot be read"):
+    with refused(CheckpointCorruptError):
         Saver.restore(path.parent, _unit())

@@ -16,6 +16,7 @@ from echelon.checkpoint import ranges
 from echelon.checkpoint.strict import Wrong
 from echelon.checkpoint.tensorfile import TensorFile
 from echelon.common.errors import CheckpointCorruptError
+from tests.kit.refusals import refused
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -82,7 +83,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path) -> 
     save_file({"w": torch.randn(64, 1024)}, path)
     file = TensorFile(path)
     os.truncate(path, path.stat().st_size - 5)
-    with pytest.raises(CheckpointCorruptError, match=r"f.safetensors was cut off while 'w' was read: it ends at byte \d+"):
+    with refused(CheckpointCorruptError):
         file.read_part("w", [0, 0], [64, 1024], torch.empty(64, 1024))
     with open(path, "rb") as short, pytest.raises(Wrong):
         ranges.Stored(short.fileno(), 1 << 20, torch.float32, [4]).read_part([0], [4], torch.empty(4))

@@ -22,6 +22,7 @@ from echelon.loop.progress import Progress
 from echelon.world import rng
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.refusals import refused
 from tests.kit.units import KINDS, Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
@@ -108,7 +109,7 @@ def _shards_restored(folder: Path) -> tuple[int, int]:
 def test_a_foreign_loader_with_a_state_of_each_rank_gets_its_own_back(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _with_shards, tmp_path / "c")
     assert ranks(2, _shards_restored, tmp_path / "c") == [(2, 0), (2, 4)]
-    with pytest.raises(CheckpointMismatchError, match="each rank saved the state of its own Foreign"):
+    with refused(CheckpointMismatchError):
         Saver.restore_from_latest(tmp_path / "c", Numbered(layout="none"), train_dataloader=Foreign(0))
 
 
@@ -314,7 +315,7 @@ def test_a_run_that_takes_weights_only_sets_nothing_aside(tmp_path: Path) -> Non
     ech.train(Numbered(), ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(tmp_path)])
     unit = Numbered()
     Saver.restore_from_latest(tmp_path, unit, restore_options=ech.callbacks.RestoreOptions.weights_only())
-    with pytest.raises(CheckpointError, match="step-00000002 is ahead of this run, which is at update 0"):
+    with refused(CheckpointError):
         ech.train(unit, ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(tmp_path)])
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000002"]
 

@@ -17,6 +17,7 @@ from echelon.checkpoint import manifest
 from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -168,7 +169,7 @@ def test_an_optimizer_that_lacks_what_was_trained_is_refused_with_a_remedy(tmp_p
         return Grouping(module=module)
 
     ech.train(unit(), ech.Loader(DATA, 8), max_epochs=2, callbacks=[Replaces(momentum), Saver(tmp_path)])
-    with pytest.raises(CheckpointMismatchError, match="2 parameters that the saved optimizer trained"):
+    with refused(CheckpointMismatchError):
         Saver.restore_from_latest(tmp_path, unit())
 
 
@@ -190,5 +191,5 @@ def test_a_manifest_that_says_nonsense_is_corrupt(tmp_path: Path, trained: Any) 
     path = max(tmp_path.glob("step-*")) / "manifest.json"
     content = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
     path.write_bytes(manifest.render({**content, "trained": trained}))
-    with pytest.raises(CheckpointCorruptError, match="trained parameters cannot be read"):
+    with refused(CheckpointCorruptError):
         Saver.restore(path.parent, Tuning(module=net()))

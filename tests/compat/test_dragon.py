@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 
-import pytest
 import torch
 
 import echelon as ech
@@ -13,6 +12,7 @@ from echelon.common.errors import UsageError
 from echelon.compat.dragon.ai.collective_group import CollectiveGroup, RankInfo
 from echelon.compat.dragon.infrastructure.policy import Policy
 from echelon.compat.dragon.native.machine import Node, System, cpu_count, current
+from tests.kit.refusals import refused
 
 
 def where(factor: int) -> tuple[int, int, int, int, list[int]]:
@@ -44,8 +44,8 @@ def test_policies_are_built_from_nodes() -> None:
     assert nodes[0].num_gpus == torch.cuda.device_count() == len(system.gpu_policies())
     assert [p.host_name for p in system.hostname_policies()] == system.hosts
     for wrong in (1, "elsewhere"):
-        with pytest.raises(UsageError, match=r"the nodes are 0 \("):
+        with refused(UsageError):
             Node(wrong)
-    with pytest.raises(UsageError, match=r"Node\(7\)"):
+    with refused(UsageError):
         Policy(host_id=7)
     assert isinstance(system, ech.launching.System) and isinstance(Policy(), ech.launching.Policy)

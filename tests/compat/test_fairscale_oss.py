@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.common.errors import CheckpointError, CheckpointMismatchError, UsageError
+from echelon.common.errors import CheckpointError, CheckpointMismatchError, OptimizerError, UsageError
 from echelon.compat.fairscale.nn import ShardedDataParallel
 from echelon.compat.fairscale.optim import OSS
 from tests.compat.fairscale import far, loss, mine, same, updates, values
 from tests.conftest import Ranks, clean_environment
 from tests.kit.models import Batch, Net, batch, largest_difference, net, plain_training
+from tests.kit.refusals import refused
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -89,7 +90,7 @@ def _saved_and_loaded(before: list[list[Batch]], after: list[list[Batch]], folde
         assert same(state, untouched), "the caller's dict was changed"
     module, model, optimizer, lr = built()
     _steps(model, optimizer, before, size, lr)
-    with pytest.raises(CheckpointError, match="Optimizer state has not been consolidated on this rank"):
+    with refused(CheckpointError):
         optimizer.state_dict()
     last = size - 1
     optimizer.consolidate_state_dict(last)
@@ -107,9 +108,9 @@ def _saved_and_loaded(before: list[list[Batch]], after: list[list[Batch]], folde
     with pytest.raises(CheckpointError):  # as it was before the steps
         optimizer.state_dict()
     done["straight"] = values(module)
-    with pytest.raises(CheckpointMismatchError, match="has a different number of parameter groups"):
+    with refused(CheckpointMismatchError):
         optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
-    with pytest.raises(ValueError, match="contains a parameter group that doesn't match the size of optimizer's group"):
+    with refused(CheckpointMismatchError):
         optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}] * 3})
     parts = optimizer.partition_parameters()
     assert [sum(len(part[g]["params"]) for part in parts) for g in range(3)] == done["own"][1]
@@ -157,13 +158,13 @@ def _odds_and_ends() -> dict[str, Any]:
     for kind, message in ((torch.optim.LBFGS, "cannot shard LBFGS, which needs all parameters at once"),):
         with pytest.raises(UsageError, match=message):
             OSS(module.parameters(), kind)
-    with pytest.raises(UsageError, match="ranks are 0 to 1, or -1 for all"):
+    with refused(UsageError):
         optimizer.consolidate_state_dict(2)
     frozen = nn.Linear(2, 1).requires_grad_(False)
     late = OSS([*nn.Linear(2, 2).parameters(), *frozen.parameters()])
     frozen.requires_grad_(True)
     frozen(torch.ones(2)).sum().backward()
-    with pytest.raises(UsageError, match="Call refresh_trainable"):
+    with refused(OptimizerError):
         late.step()
     return found
 

@@ -17,6 +17,7 @@ from echelon.compat.lightning.pytorch import Callback, LightningModule, Trainer
 from echelon.compat.lightning.pytorch.callbacks import ModelCheckpoint
 from echelon.contracts.overrides import Overrides, impose
 from tests.kit.models import largest_difference
+from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -216,16 +217,16 @@ def test_a_batch_size_of_todays_counts(ranks: Any, tmp_path: Path) -> None:
     ranks(2, trained, str(tmp_path / "two"), None, None, 1)
     saved = str(tmp_path / "two/epoch=0-step=3.ckpt")
     module = Line()
-    with pytest.raises(CheckpointMismatchError, match="epoch's end"):
+    with refused(CheckpointMismatchError):
         Trainer(max_epochs=2, **QUIET).fit(module, DataLoader(numbers(), batch_size=12, shuffle=True), ckpt_path=saved)
 
 
 def test_a_batch_that_is_larger_than_the_dataset_is_refused_in_the_users_words(ranks: Any, tmp_path: Path) -> None:
-    for said in ranks(2, refused):
+    for said in ranks(2, fit_a_batch_too_large):
         assert "batch_size of 20" in said and "Set batch_size to 12" in said and "global_batch" not in said
 
 
-def refused() -> str:
+def fit_a_batch_too_large() -> str:
     with pytest.raises(UsageError) as raised:
         Trainer(max_epochs=1, strategy="ddp", **QUIET).fit(Line(), DataLoader(numbers(), batch_size=20, shuffle=True))
     return str(raised.value)

@@ -26,6 +26,7 @@ from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Autoencoder, Classifier, Transformer, images, loader_of, made, plainly
 from tests.conftest import clean_environment
 from tests.kit.models import largest_difference
+from tests.kit.refusals import refused
 
 pytestmark = [pytest.mark.standing_ranks, pytest.mark.usefixtures("forked_programs")]
 
@@ -180,7 +181,7 @@ def test_layers_that_the_ranks_of_a_trainer_made_come_back_trained(hook: str) ->
 
 @pytest.mark.full
 def test_weights_of_layers_that_only_ranks_had_are_kept_in_a_file() -> None:
-    with pytest.raises(UsageError, match="has been trained, but here it has not the layers") as raised:
+    with refused(UsageError) as raised:
         Trainer(**OWN_RANKS).fit(Late("only in ranks"), loader_of(Autoencoder, 2))
     left = Path(str(raised.value).partition("weights are in ")[2].partition(": ")[0])
     try:
@@ -297,7 +298,7 @@ def test_a_file_of_lightnings_own_is_read_without_executing_it(tmp_path: Path) -
     loaded = Classifier.load_from_checkpoint(tmp_path / "epoch=2-step=9.ckpt")
     assert loaded.hparams.lr == 0.5 and largest_difference(dict(loaded.state_dict()), dict(source.state_dict())) == 0
     torch.save({**saved, "callbacks": {"x": Path("/")}}, tmp_path / "with code.ckpt")
-    with pytest.raises(CheckpointUnreadableError, match="without executing"):
+    with refused(CheckpointUnreadableError):
         Classifier.load_from_checkpoint(tmp_path / "with code.ckpt")
 
 
@@ -361,7 +362,7 @@ def test_several_loaders_parts_of_an_epoch_and_evaluations_within_it() -> None:
     }
     assert module.calls.count("on_validation_end") == 3 and module.calls.count("on_validation_batch_end") == 6
     assert trainer.validate(module, two_batches()) == [{"v": 0}]
-    with pytest.raises(UsageError, match="must divide it"):
+    with refused(UsageError):
         Trainer(max_epochs=1, val_check_interval=2, limit_train_batches=3, **QUIET).fit(
             Small(), DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=2), two_batches()
         )
@@ -400,16 +401,16 @@ def log_with_sync_dist(folder: str) -> tuple[dict[str, float], str]:
     options = {"max_epochs": 1, "strategy": "ddp", "num_sanity_val_steps": 0, **QUIET}
     trainer = Trainer(**options)
     trainer.fit(LogsOnSomeRanks(), two_batches())
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         Trainer(**options).fit(LogsStepsOfEvaluations(), two_batches(), two_batches())
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, str(refused.value)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, str(caught.value)
 
 
 def test_a_number_of_all_ranks_may_be_logged_on_some(ranks: Any, tmp_path: Path) -> None:
     """The others do not wait for ever; and the number is there on all of them."""
-    for numbers, refused in ranks(2, log_with_sync_dist, str(tmp_path)):
+    for numbers, said in ranks(2, log_with_sync_dist, str(tmp_path)):
         assert (numbers["both"], numbers["one"]) == (1.5, 5.0)
-        assert "Leave on_step out" in refused
+        assert "Leave on_step out" in said
 
 
 # --- what users ask a Trainer for
@@ -549,7 +550,7 @@ def test_every_rank_may_write_to_a_logger_and_rank_0_does(ranks: Any, tmp_path: 
 def test_what_is_no_number_is_refused_by_its_name(value: Any) -> None:
     module = Small()
     module.training_step = lambda batch, batch_idx: module.log("v", value)  # type: ignore
-    with pytest.raises(UsageError, match=r"self\.log\('v', \.\.\.\): the value must be a number"):
+    with refused(UsageError):
         Trainer(max_epochs=1, **QUIET).fit(module, two_batches())
 
 
@@ -613,7 +614,7 @@ def test_a_module_of_lightnings_own_is_named() -> None:
     """It was said to be no LightningModule, which it is."""
     theirs = type("LightningModule", (nn.Module,), {"__module__": "lightning.pytorch.core.module"})
     mine = type("Mine", (theirs,), {"__module__": "models"})
-    with pytest.raises(UsageError, match=r"Mine of models is a LightningModule of Lightning's own, .* all files"):
+    with refused(UsageError):
         Trainer(max_epochs=1, **QUIET).fit(mine(), two_batches())
 
 

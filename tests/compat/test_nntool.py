@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import echelon as ech
-from echelon.common.errors import RankFailedError, UsageError
+from echelon.common.errors import ClusterError, RankFailedError, UsageError
 from echelon.compat.nntool.slurm import Job, SlurmArgs, SlurmConfig, SlurmFunction, slurm_fn, slurm_function, slurm_launcher
 from tests.conftest import clean_environment
+from tests.kit.refusals import refused
 
 # What nntool 2.2.0 publishes.
 PUBLISHED = "SlurmConfig SlurmArgs SlurmFunction slurm_fn slurm_function slurm_launcher"
@@ -37,7 +38,7 @@ def test_published_names_are_present_or_say_what_takes_their_place() -> None:
     module = importlib.import_module("echelon.compat.nntool.slurm")
     assert set(PUBLISHED.split()) <= set(module.__all__) and all(hasattr(module, name) for name in module.__all__)
     for name in ELSEWHERE.split():
-        with pytest.raises(UsageError, match=rf"nntool\.slurm\.{name} is not part of echelon\.compat. Instead: "):
+        with refused(UsageError):
             getattr(module, name)
     assert not hasattr(module, "nothing_of_the_kind")
     assert SlurmArgs is SlurmConfig and isinstance(add, SlurmFunction)
@@ -76,7 +77,7 @@ def test_the_mode_local_has_ended_when_the_call_returns(tmp_path: Path) -> None:
     assert add[config].afterok(job).on_condition([job], "afterany")(4).result() == 5
     with pytest.raises(RankFailedError, match="planted"):
         add[config](1, b=-1)
-    with pytest.raises(UsageError, match="afternotok of job"):
+    with refused(ClusterError):
         add[config].afternotok(job)(1)
 
 
@@ -87,7 +88,7 @@ def test_a_config_can_be_changed_and_is_checked_when_it_is_used(tmp_path: Path) 
     assert config.set_output_path("there").output_path == Path("there/slurm") and config.output_path == tmp_path / "slurm"
     assert add[config].config.job_name == "another" and add[config](1) == 2
     config.mode = "exec"
-    with pytest.raises(UsageError, match=r"mode must be .*, got 'exec'"):
+    with refused(ClusterError):
         add[config]
 
 
@@ -103,9 +104,9 @@ def test_a_config_can_be_changed_and_is_checked_when_it_is_used(tmp_path: Path) 
     ],
 )
 def test_what_nntools_options_cannot_mean_is_said_when_the_config_is_made(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         add[fields]
-    assert says in str(refused.value) and "\n" not in str(refused.value)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_submitits_names_reach_the_script() -> None:
@@ -123,7 +124,7 @@ def test_a_function_takes_options_in_nntools_order_and_under_its_names() -> None
         c = configured.config
         assert (c.extra_params_kwargs, c.extra_submit_kwargs, c.extra_task_kwargs) == given
         assert configured.is_configured() and not configured.is_distributed()
-    with pytest.raises(UsageError, match=r"system_argv=\['--other'\]"):
+    with refused(UsageError):
         add.configure(config, system_argv=["--other"])
 
 
@@ -143,7 +144,7 @@ def test_a_launcher_parses_the_command_line() -> None:
         return args.rate
 
     assert main() == 0.25 and main(Arguments(2.0)) == 2.0
-    with pytest.raises(UsageError, match="Arguments has no field 'cluster'"):
+    with refused(UsageError):
         slurm_launcher(Arguments, parser=parse, slurm_key="cluster", rate=1.0)
-    with pytest.raises(UsageError, match="parser 'argparse'"):
+    with refused(UsageError):
         slurm_launcher(Arguments, parser="argparse")

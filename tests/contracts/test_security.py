@@ -76,6 +76,7 @@ from echelon.observe import report
 from echelon.observe.sinks.model import ProgressModel
 from tests.conftest import clean_environment
 from tests.kit import forked
+from tests.kit.refusals import refused
 
 SOURCE = Path(echelon.__file__).parent
 CANARY = "canary-7f3a"
@@ -174,7 +175,7 @@ def test_s7_a_checkpoint_lists_no_file_outside_of_it(tmp_path: Path, name: str) 
     assert manifest.read(folder)["files"] == facts["files"]
     facts["files"] = {**manifest.read(folder)["files"], name: entry}
     (folder / manifest.MANIFEST).write_bytes(manifest.render(facts))
-    with pytest.raises(CheckpointCorruptError, match="no file of a checkpoint"):
+    with refused(CheckpointCorruptError):
         manifest.read(folder)
 
 

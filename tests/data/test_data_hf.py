@@ -14,9 +14,10 @@ from datasets.distributed import split_dataset_by_node
 from tqdm import tqdm
 
 import echelon as ech
-from echelon.common.errors import DataError, UsageError
+from echelon.common.errors import DataError, LoaderError
 from echelon.data.parts import Padding
 from tests.conftest import Ranks
+from tests.kit.refusals import refused
 
 tqdm.monitor_interval = 0  # no thread that watches progress bars, and stays
 
@@ -47,7 +48,7 @@ def test_a_batch_is_read_at_once(table: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_another_table_is_noticed_on_resume(table: Any) -> None:
     state = ech.Loader(table, 8).state_dict()
     ech.Loader(table.map(lambda row: row), 8).load_state_dict(state)
-    with pytest.raises(ech.EchelonError, match="fingerprint"):
+    with refused(LoaderError):
         ech.Loader(table.select(range(39, -1, -1)), 8).load_state_dict(state)
 
 
@@ -57,7 +58,7 @@ def test_a_row_that_fails_is_named(table: Any) -> None:
             raise ValueError("torn")
         return rows
 
-    with pytest.raises(DataError, match=r"sample 13 \(epoch 0, data rank 0\) could not be read: ValueError: torn"):
+    with refused(DataError):
         list(ech.Loader(table.with_transform(torn), 8, options=ech.data.LoaderOptions(dp=(0, 1))))
 
 
@@ -127,7 +128,7 @@ def _mixed(workers: int) -> Any:
     mixed = datasets.interleave_datasets(parts, stopping_strategy="all_exhausted_without_replacement")
     loader = ech.StreamLoader(mixed, 4, num_workers=workers, tail="keep", options=ech.data.StreamOptions())
     seen = [float(x) for batch in loader if not isinstance(batch, Padding) for x in batch["x"]]
-    with pytest.raises(UsageError, match=r"must be 'itself'.*got 'stride'"):
+    with refused(LoaderError):
         ech.StreamLoader(mixed, 4, shards="stride")
     return seen
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.common.errors import UsageError
+from echelon.common.errors import LoaderError, UsageError
 from echelon.data.fingerprint import checksum
+from tests.kit.refusals import refused
 
 
 def _loader(
@@ -54,7 +55,7 @@ def test_harmless_changes_need_no_word() -> None:
 def test_data_of_the_same_length_but_other_content_or_order_are_noticed(before: Any, after: Any) -> None:
     state = _loader(before).state_dict()
     _loader(list(before)).load_state_dict(state)
-    with pytest.raises(UsageError, match=r"fingerprint +sample \d+: .*other data, or the same in another order"):
+    with refused(LoaderError):
         _loader(after).load_state_dict(state)
     _loader(after, accept_changes=["fingerprint"]).load_state_dict(state)
 
@@ -62,7 +63,7 @@ def test_data_of_the_same_length_but_other_content_or_order_are_noticed(before: 
 def test_the_users_own_fingerprint_is_compared_instead() -> None:
     state = _loader(fingerprint="release 7").state_dict()
     _loader(list(reversed(range(40))), fingerprint="release 7").load_state_dict(state)
-    with pytest.raises(UsageError, match="fingerprint  release 7  release 8"):
+    with refused(LoaderError):
         _loader(fingerprint="release 8").load_state_dict(state)
 
 
@@ -146,17 +147,17 @@ def test_the_loop_goes_on_where_an_accepted_global_batch_says() -> None:
 
 @pytest.mark.parametrize("names", ["samples", ["sample"]])
 def test_accepting_what_does_not_exist_is_refused(names: Any) -> None:
-    with pytest.raises(UsageError, match=r"accept_changes must be a collection of names.* got 'sample"):
+    with refused(LoaderError):
         _loader(accept_changes=names)
 
 
 def test_a_state_of_an_older_order_is_refused() -> None:
     state = _loader().state_dict()
     del state["order"]
-    with pytest.raises(UsageError, match="order  1      2"):
+    with refused(LoaderError):
         _loader().load_state_dict(state)
 
 
 def test_an_empty_dataset_is_refused() -> None:
-    with pytest.raises(UsageError, match="dataset must hold at least one sample, got an empty list"):
+    with refused(LoaderError):
         _loader([], shuffle=False)

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.common.errors import UsageError
+from echelon.common.errors import DatasetError, LoaderError, UsageError
 from echelon.data.loader import Padding
+from tests.kit.refusals import refused
 
 
 class Named:
@@ -160,7 +161,7 @@ def test_ratios_that_cannot_be_are_refused(ratios: Any, said: str) -> None:
 
 
 def test_an_empty_dataset_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="at least one sample, got none in 'b'"):
+    with refused(DatasetError):
         ech.Mixture({"a": Named("a", 3), "b": Named("b", 0)}, {"a": 1, "b": 1})
 
 
@@ -198,7 +199,7 @@ def test_a_million_weights_are_drawn_from_quickly() -> None:
 
 @pytest.mark.parametrize("weights", [[1.0, -1.0], [0.0, 0.0], [1.0, float("nan")], [1.0]])
 def test_weights_that_cannot_be_are_refused(weights: list[float]) -> None:
-    with pytest.raises(UsageError, match="weights"):
+    with refused(DatasetError):
         ech.data.Weighted(range(2), weights)
 
 
@@ -206,5 +207,5 @@ def test_a_changed_ratio_is_noticed_on_resume() -> None:
     def loader(ratio: int) -> ech.Loader:
         return ech.Loader(ech.Mixture({"a": Named("a", 9), "b": Named("b", 9)}, {"a": 1, "b": ratio}), 4)
 
-    with pytest.raises(UsageError, match=r"order .*mixture of \[\(1, 9\), \(2, 9\)\].*mixture of \[\(1, 9\), \(3, 9\)\]"):
+    with refused(LoaderError):
         loader(3).load_state_dict(loader(2).state_dict())

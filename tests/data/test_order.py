@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.common.errors import UsageError
+from echelon.common.errors import LoaderError
 from echelon.data.order import Order
+from tests.kit.refusals import refused
 
 HUGE = st.one_of(st.integers(1, 2**62), st.integers(0, 62).map(lambda bits: 2**bits), st.integers(1, 2**31).map(lambda n: n * n))
 
@@ -115,10 +116,10 @@ def test_without_shuffling_a_sample_is_its_position() -> None:
 
 @pytest.mark.parametrize("length", [0, -1, 2**62 + 1])
 def test_a_length_that_cannot_be_is_refused(length: int) -> None:
-    with pytest.raises(UsageError, match="between 1 and"):
+    with refused(LoaderError):
         Order(length)
 
 
 def test_positions_outside_the_epoch_are_refused() -> None:
-    with pytest.raises(UsageError, match="positions must lie in an epoch of 10 samples, got 5 to 11"):
+    with refused(LoaderError):
         Order(10).indices(0, 5, 11)

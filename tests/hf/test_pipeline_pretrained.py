@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import EchelonError, UsageError
+from echelon.common.errors import EchelonError, LayoutError, UsageError
 from tests.conftest import Ranks
+from tests.kit.refusals import refused
 
 pytest.importorskip("transformers", reason="pip install transformers peft")
 pytest.importorskip("peft", reason="pip install peft")
@@ -90,7 +91,7 @@ def _round_trip(folder: str, kinds: list[str], layout: Any) -> list[tuple[float,
         report = Saver.restore(Path(folder) / kind, unit)
         ech.evaluate(unit, [_words()])
         ech.save_pretrained(unit, f"{folder}/{kind}, written", max_shard_size="10KB")
-        with pytest.raises(UsageError, match=r"a part of the weights only\. .*echelon\.save_pretrained"):
+        with refused(LayoutError):
             cast(Any, unit.prepared.unwrapped).save_pretrained(f"{folder}/{kind}, of a stage")
         found.append((unit.eval_loss, _held(unit.prepared.unwrapped), report.missing, report.unexpected))
     return found
@@ -203,9 +204,9 @@ def _other_on_each(folder: str) -> str:
     made = _made("llama")
     if torch.distributed.get_rank() == 1:
         made.lm_head.bias = nn.Parameter(torch.zeros(50))
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         ech.save_pretrained(made, folder)
-    return str(refused.value)
+    return str(caught.value)
 
 
 def test_different_models_that_are_no_stages_are_not_written(ranks: Ranks, tmp_path: Path) -> None:

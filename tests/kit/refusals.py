@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 from collections import defaultdict
@@ -46,6 +47,7 @@ _VARIES = [
     (re.compile(r"\b\d+(?= ?(?:ns|us|ms|s|min|h|B|bytes|[KMGT]i?B|%|seconds?|minutes?|hours?|cores?|CPUs?)\b)"), "N"),
     (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b"), "DATE"),
     (re.compile(rf"\b{re.escape(getpass.getuser())} on [\w.-]+"), "USER on HOST"),
+    (re.compile(rf"\b{re.escape(socket.gethostname())}\b"), "HOST"),
     (re.compile(r"(?<=\bjob )\d+|(?<=\bprocess )\d+|(?<=\bpid )\d+|(?<=\bport )\d+|(?<=\bline )\d+|(?<=\.py:)\d+|\d{5,}"), "N"),
     (re.compile(r"(?<=[a-z]Error: ).+|(?<=Exception: ).+"), "..."),  # the words of others, or of an error within this one
     (re.compile(r"  +"), "  "),  # between the columns of a table, which are as wide as a path in them

@@ -20,6 +20,7 @@ from echelon.compat.torchtnt.framework.callbacks import (
     TorchCompile,
 )
 from echelon.loop.callbacks import GarbageCollector, PyTorchProfiler
+from tests.kit.refusals import refused
 from tests.kit.units import Numbers
 
 ENDS = [None, ValueError, KeyboardInterrupt]
@@ -91,7 +92,7 @@ def test_tensorfloat32_is_only_used_during_the_run(entry: str, end: type[BaseExc
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
-    with pytest.raises(UsageError, match="'highest', 'high' or 'medium'"):
+    with refused(UsageError):
         EnableTensorFloat32("low")
 
 
@@ -167,5 +168,5 @@ def test_compile_workers_end_at_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("kind", [GarbageCollector, EmptyCudaCache, TorchCompile])
 def test_an_interval_of_no_steps_is_refused(kind: Any) -> None:
-    with pytest.raises(UsageError, match="must be a whole number of at least 1, got 0"):
+    with refused(UsageError):
         kind(0)

@@ -16,6 +16,7 @@ from echelon.loop.auto import finite
 from echelon.loop.auto.finite import FiniteWatch
 from tests.conftest import Ranks
 from tests.kit.models import Batch, batch, net
+from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -87,7 +88,7 @@ def test_who_catches_it_and_mends_the_weights_may_go_on() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "10"])
 def test_a_number_of_losses_that_makes_no_sense_is_refused(value: Any) -> None:
-    with pytest.raises(UsageError, match="stop_after_nonfinite_losses must be a whole number of at least 1, or None"):
+    with refused(UsageError):
         Regression(stop_after_nonfinite_losses=value)
 
 
@@ -183,7 +184,7 @@ def _half(unit_type: type[Regression], **scaler: Any) -> Regression:
 
 def test_gradients_that_no_scale_makes_finite_end_the_run() -> None:
     unit, data = _half(Steep), [batch(8, i, torch.float32) for i in range(8)]
-    with pytest.raises(NonFiniteError, match=r"gradients were inf or nan in 33 updates in a row, .* down to 7\.6\d*e-06"):
+    with refused(NonFiniteError):
         ech.train(unit, data, max_updates=100)
     assert unit.train_progress.num_steps_completed == 33
 

@@ -14,12 +14,13 @@ from torch.nn.functional import mse_loss, softplus
 from torch.utils.data import TensorDataset
 
 import echelon as ech
-from echelon.common.errors import RanksDisagreeError, UsageError
+from echelon.common.errors import RanksDisagreeError, UnitError, UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.overrides import Overrides, impose
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference
 from tests.kit.models import whole as whole_of_one
+from tests.kit.refusals import refused
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -130,9 +131,9 @@ def test_where_ranks_share_samples_or_layers(ranks: Ranks, layout: str, ranks_of
 
 
 def _with_cp() -> str:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         Gan(module=_networks(), layout="cp=2")
-    return str(refused.value)
+    return str(caught.value)
 
 
 def test_a_layout_that_splits_sequences_is_refused(ranks: Ranks) -> None:
@@ -506,10 +507,10 @@ class Listed(Gan):
     ],
 )
 def test_what_makes_no_update_is_refused_by_name(kind: type[Gan], options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         unit = kind(module=_networks(), layout="none", **options)
         ech.train(unit, _loader(), max_updates=1)
-    assert said in str(refused.value)
+    assert said in str(caught.value)
 
 
 class SharedGraph(OneLoss):
@@ -520,16 +521,16 @@ class SharedGraph(OneLoss):
 
 
 def test_losses_of_one_graph_are_told_to_be_yielded_together() -> None:
-    with pytest.raises(RuntimeError) as refused:
+    with pytest.raises(RuntimeError) as caught:
         ech.train(SharedGraph(module=_Regression(), layout="none"), _loader(), max_updates=1)
-    assert "the sum of both losses" in refused.value.__notes__[0]
+    assert "the sum of both losses" in caught.value.__notes__[0]
 
 
 def _by_rank(layout: str) -> str:
     unit = ByRank(module=_networks(), layout=layout)
-    with pytest.raises(RanksDisagreeError) as refused:
+    with pytest.raises(RanksDisagreeError) as caught:
         ech.train(unit, _loader(), max_updates=1)
-    return str(refused.value)
+    return str(caught.value)
 
 
 def test_ranks_that_yield_other_names_are_refused_on_all(ranks: Ranks) -> None:
@@ -542,5 +543,5 @@ def test_one_optimizers_method_is_still_asked_for() -> None:
         def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
             raise NotImplementedError
 
-    with pytest.raises(TypeError, match="configure_optimizers_and_lr_scheduler"):
+    with refused(UnitError):
         Neither(module=_networks())  # type: ignore[abstract]

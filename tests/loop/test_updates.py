@@ -16,10 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import echelon as ech
-from echelon.common.errors import RanksDisagreeError, UsageError
+from echelon.common.errors import LoopError, RanksDisagreeError, UsageError
 from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
+from tests.kit.refusals import refused
 from tests.kit.units import Numbers, Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -350,7 +351,7 @@ def test_older_words_say_the_new_ones(tmp_path: Path) -> None:
     assert "keep_every_n_updates" in _older(lambda: ech.callbacks.SaveOptions(keep_every_n_train_steps=3))
     assert ech.Trainer(max_updates=2).max_updates == 2
     assert "max_updates" in _older(lambda: ech.Trainer(max_steps=2))
-    with pytest.raises(UsageError, match=r"no argument 'max_step'\. Is it max_steps"):
+    with refused(UsageError):
         ech.train(unit, data, max_step=3)  # type: ignore[call-arg]
 
 
@@ -433,7 +434,7 @@ def test_the_accumulation_is_said_once() -> None:
         assert _counts(unit) == (2, steps)
     with pytest.warns(DeprecationWarning, match=r"Loader\(accumulation=...\) is now accumulate="):
         assert len(ech.Loader(DATA, 8, accumulation=4)) == 20  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="Say it once"):
+    with refused(LoopError):
         ech.train(Regression(gradient_accumulation_steps=2), ech.Loader(DATA, 8, accumulation=4), max_updates=1)
     unit = Regression()
     for accumulation in (4, 2, 4):  # of whatever loader comes

@@ -19,9 +19,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from echelon.common.errors import UsageError
+from echelon.common.errors import RunFolderError
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import chart, report
+from tests.kit.refusals import refused
 from tests.kit.run_folders import PAYLOADS, START, Page, evaluation, make_run, page_of, training
 
 ACROSS = chart.Scale(0, 1)
@@ -439,7 +440,7 @@ def test_rendering_changes_nothing_and_repeats_itself(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no run folder at .*gone"):
+    with refused(RunFolderError):
         report.write(RunDir(tmp_path / "gone"))
     assert not (tmp_path / "gone").exists()
 

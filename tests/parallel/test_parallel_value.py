@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.common.errors import UsageError
+from echelon.common.errors import LayoutError, UsageError
 from echelon.parallel import LAYOUTS, resolve
 from echelon.parallel.layouts import in_words
 from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks
 from tests.kit.models import batch
+from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
 SIZES = st.integers(1, 4)
@@ -42,7 +43,7 @@ def test_an_axis_alone_takes_all_ranks(axis: str) -> None:
 
 @pytest.mark.parametrize("text", ["dp_shard=2,tp", "dp=2", "tp=x", "tp=2,tp=2", "tp=2,", "=2", "tp=²", "fsdp,tp=2"])
 def test_text_that_names_no_axis_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"layout must give each axis once.*, got .* in "):
+    with refused(LayoutError):
         resolve(text)
 
 
@@ -78,10 +79,10 @@ def test_what_a_word_of_another_library_says_beside_the_layout_is_kept() -> None
 
 @pytest.mark.parametrize(("text", "near"), [("fdsp", "fsdp"), ("zero", "zero"), ("ddpp", "ddp"), ("horovod", "")])
 def test_an_unknown_word_is_refused_with_those_there_are(text: str, near: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         resolve(text)
-    assert f"layout must be one of {', '.join(map(repr, LAYOUTS))}" in str(refused.value)
-    assert near in str(refused.value)
+    assert f"layout must be one of {', '.join(map(repr, LAYOUTS))}" in str(caught.value)
+    assert near in str(caught.value)
 
 
 VALUES = [
@@ -118,7 +119,7 @@ def test_older_keywords_are_understood_and_say_the_new_one() -> None:
     net = torch.nn.Linear(2, 1)
     with pytest.warns(DeprecationWarning, match=r"prepare_module\(strategy=\.\.\.\) is now layout="):
         ech.layouts.prepare_module(net, torch.device("cpu"), strategy="noop")  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="was given strategy and layout, which are the same"):
+    with refused(UsageError):
         ech.layouts.prepare_module(net, torch.device("cpu"), strategy="noop", layout="none")  # type: ignore[call-arg]
     with pytest.warns(DeprecationWarning, match=r"Trainer\(strategy=\.\.\.\) is now layout="):
         assert ech.Trainer(1, strategy="fsdp2").layout == ech.FSDPStrategy()  # type: ignore[call-arg]

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import UsageError
+from echelon.common.errors import LauncherEnvironmentError, UsageError
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.parallel import LAYOUTS, resolve
 from echelon.parallel.layouts import in_words
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
+from tests.kit.refusals import refused
 from tests.kit.units import PARALLEL, Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -129,7 +130,7 @@ def test_a_job_that_has_not_joined_is_refused(monkeypatch: pytest.MonkeyPatch) -
     }.items():
         monkeypatch.setenv(name, value)
     for layout in (*PARALLEL, "tp=2", "cp=2", "pp=2", "dp_shard=2"):
-        with pytest.raises(ech.EchelonError, match="has not joined"):
+        with refused(LauncherEnvironmentError):
             Regression(layout=layout)
 
 

@@ -13,12 +13,14 @@ import pytest
 
 from echelon.cli import prove as prove_command
 from echelon.cli import run, submit
+from echelon.errors import ScriptError
 from echelon.launcher.job import auto_ranks
 from echelon.loop.target import Target
 from echelon.prover import prove
 from echelon.prover.matrix import matrix
 from echelon.prover.proof import Proof
 from tests.conftest import clean_environment
+from tests.kit.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +38,7 @@ def test_every_command_that_starts_ranks_has_it(monkeypatch: pytest.MonkeyPatch)
     assert submit.job_spec(_parsed(submit, "--device", "cpu", "train.py"), "train.py").env == {"ECHELON_DEVICE": "cpu"}
     monkeypatch.delenv("ECHELON_DEVICE", raising=False)
     monkeypatch.setitem(os.environ, "ECHELON_DEVICE", "cuda")  # what `execute` sets goes with the test
-    with pytest.raises(ValueError, match="does not exist"):
+    with refused(ScriptError):
         run.execute(_parsed(run, "--device", "cpu", "--ranks", "1", "no-such-script.py"))
     assert os.environ["ECHELON_DEVICE"] == "cpu"
 

@@ -30,6 +30,7 @@ from echelon.world.handshake import Said, differences, refusal_of, tellers_of
 from echelon.world.init import init_from_env
 from echelon.world.meeting import Facts, meet
 from echelon.world.program import arguments, program
+from tests.kit.refusals import refused
 
 WAIT = timedelta(seconds=30)
 
@@ -106,7 +107,7 @@ def test_another_gpu_is_told_and_not_refused(caplog: pytest.LogCaptureFixture) -
 
 def test_a_mode_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_HANDSHAKE", "some")
-    with pytest.raises(UsageError, match=r"ECHELON_HANDSHAKE must be 'all', 'versions' or 'none', got 'some'"):
+    with refused(UsageError, name="ECHELON_HANDSHAKE", got="'some'"):
         Said.here(RankInfo(rank=0, world_size=1), torch.device("cpu"))
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from echelon.common.errors import LauncherEnvironmentError
 from echelon.common.hostlist import expand_hostlist
 from echelon.contracts.rank import RankInfo
+from tests.kit.refusals import refused
 
 TORCHRUN = {
     "RANK": "5",
@@ -134,9 +135,7 @@ def test_open_mpi_on_several_nodes_with_an_address() -> None:
 
 
 def test_open_mpi_on_several_nodes_without_an_address_is_an_error_with_the_remedy() -> None:
-    with pytest.raises(
-        LauncherEnvironmentError, match=r"OMPI_COMM_WORLD_SIZE=4 ranks on several nodes.*MASTER_ADDR.*mpirun -x MASTER_ADDR"
-    ):
+    with refused(LauncherEnvironmentError):
         RankInfo.from_env(OPEN_MPI)
 
 
@@ -219,13 +218,13 @@ def test_slurms_tasks_per_node_are_understood(per_node: str, node: int, expected
 
 @pytest.mark.parametrize("env", [BATCH, INTERACTIVE], ids=["sbatch", "salloc"])
 def test_several_tasks_without_srun_are_an_error_with_the_remedy(env: dict[str, str]) -> None:
-    with pytest.raises(LauncherEnvironmentError, match=r"SLURM_NTASKS=4.*srun python.*RANK=0 WORLD_SIZE=1"):
+    with refused(LauncherEnvironmentError):
         RankInfo.from_env(env)
 
 
 def test_several_nodes_without_srun_are_an_error_too() -> None:
     """`sbatch -N2` without -n sets no SLURM_NTASKS."""
-    with pytest.raises(LauncherEnvironmentError, match=r"SLURM_JOB_NUM_NODES=2.*srun python"):
+    with refused(LauncherEnvironmentError):
         RankInfo.from_env({**without(BATCH, "SLURM_NTASKS", "SLURM_NPROCS"), "SLURM_TASKS_PER_NODE": "1(x2)"})
 
 
@@ -374,7 +373,7 @@ def test_with_arguments_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_without_a_size_is_refused() -> None:
-    with pytest.raises(LauncherEnvironmentError, match="world_size=None"):
+    with refused(LauncherEnvironmentError):
         RankInfo(rank=1)
 
 
