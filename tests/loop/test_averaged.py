@@ -341,17 +341,17 @@ def test_the_older_fsdp_is_refused_with_the_remedy(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"warmup_steps_or_epochs": -1}, "at least 0"),
-        ({"step_or_epoch_update_freq": 0}, "at least 1"),
-        ({"averaging_method": "mean"}, "'ema' or 'swa'"),
-        ({"ema_decay": 1.5}, "between 0 and 1"),
-        ({"averaging_method": "swa", "use_lit": True}, "averaging_method must be 'ema' if use_lit is set, got 'swa'"),
+        {"warmup_steps_or_epochs": -1},
+        {"step_or_epoch_update_freq": 0},
+        {"averaging_method": "mean"},
+        {"ema_decay": 1.5},
+        {"averaging_method": "swa", "use_lit": True},
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
+    with refused(UsageError):
         ech.units.SWAParams(**{"warmup_steps_or_epochs": 0, "step_or_epoch_update_freq": 1, **options})
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 import echelon as ech
-from echelon.common.errors import EchelonError, LauncherEnvironmentError, LoopError, RanksDisagreeError, UnitError, UsageError
+from echelon.common.errors import EchelonError, LauncherEnvironmentError, LoopError, RanksDisagreeError, UnitError
 from echelon.compat.torchtnt.utils.timer import Timer
 from echelon.loop.callbacks.early_stopping import EarlyStopping
 from echelon.loop.unit import Stateful
@@ -604,18 +604,18 @@ def test_arguments_in_anothers_place_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given",
     [
-        ([ech.Callback], r"callbacks\[0\] must be an object, got the class Callback. Write Callback\(...\)"),
-        (ech.Callback(), r"callbacks must be a list, got Callback"),
-        (ech.Callback, r"callbacks must be a list, got Callback"),
-        ([ech.Callback(), None], r"callbacks\[1\] must be a Callback, or have a hook.*got NoneType"),
-        ([print], r"callbacks\[0\] must be a Callback.*got builtin_function_or_method"),
+        [ech.Callback],
+        ech.Callback(),
+        ech.Callback,
+        [ech.Callback(), None],
+        [print],
     ],
 )
-def test_what_is_no_callback_is_refused_before_a_step(given: Any, message: str) -> None:
+def test_what_is_no_callback_is_refused_before_a_step(given: Any) -> None:
     unit = Plain()
-    with pytest.raises(UsageError, match=message):
+    with refused(LoopError):
         ech.train(unit, [1], max_epochs=1, callbacks=given)
     assert unit.seen == []
 

@@ -357,35 +357,24 @@ def test_older_words_say_the_new_ones(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("call", "remedy"),
+    "call",
     [
-        (lambda unit, data, folder: ech.train(unit, data, max_steps=10), "write max_updates=4"),
-        (lambda unit, data, folder: ech.train(unit, data, max_epochs=1, max_steps_per_epoch=6), "write updates_per_epoch=2"),
-        (lambda unit, data, folder: ech.fit(unit, data, data, max_epochs=1, evaluate_every_n_steps=3), "every_n_updates=1"),
-        (
-            lambda unit, data, folder: ech.Trainer(max_updates=1, evaluate_every_n_steps=9).fit(unit, data),
-            "evaluate_every_n_updates=3",
-        ),
-        (
-            lambda unit, data, folder: ech.train(
-                unit, data, max_updates=1, callbacks=[Saver(folder, save_every_n_train_steps=30)]
-            ),
-            "save_every_n_updates=10",
-        ),
-        (
-            lambda unit, data, folder: ech.train(
-                unit,
-                data,
-                max_updates=1,
-                callbacks=[Saver(folder, options=ech.callbacks.SaveOptions(keep_every_n_train_steps=12))],
-            ),
-            "keep_every_n_updates=4",
+        lambda unit, data, folder: ech.train(unit, data, max_steps=10),
+        lambda unit, data, folder: ech.train(unit, data, max_epochs=1, max_steps_per_epoch=6),
+        lambda unit, data, folder: ech.fit(unit, data, data, max_epochs=1, evaluate_every_n_steps=3),
+        lambda unit, data, folder: ech.Trainer(max_updates=1, evaluate_every_n_steps=9).fit(unit, data),
+        lambda unit, data, folder: ech.train(unit, data, max_updates=1, callbacks=[Saver(folder, save_every_n_train_steps=30)]),
+        lambda unit, data, folder: ech.train(
+            unit,
+            data,
+            max_updates=1,
+            callbacks=[Saver(folder, options=ech.callbacks.SaveOptions(keep_every_n_train_steps=12))],
         ),
     ],
 )
-def test_older_words_are_refused_where_they_would_count_something_else(call: Any, remedy: str, tmp_path: Path) -> None:
+def test_older_words_are_refused_where_they_would_count_something_else(call: Any, tmp_path: Path) -> None:
     data = [batch(2, i) for i in range(8)]
-    with pytest.raises(UsageError, match=remedy):
+    with refused(LoopError):
         call(Regression(gradient_accumulation_steps=3), data, tmp_path)
     ech.train(Regression(gradient_accumulation_steps=3), data, max_steps=math.inf, max_epochs=1)  # no limit, in either unit
 

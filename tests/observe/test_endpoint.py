@@ -131,11 +131,9 @@ def answers(served: tuple[str, int]) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("port", "bind", "said"), [(70_000, "127.0.0.1", r"--metrics-port 70000 .*\w\. Give"), (0, "example", "must be an address")]
-)
-def test_an_address_that_cannot_be_listened_at_is_refused(port: int, bind: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+@pytest.mark.parametrize(("port", "bind"), [(70_000, "127.0.0.1"), (0, "example")])
+def test_an_address_that_cannot_be_listened_at_is_refused(port: int, bind: str) -> None:
+    with refused(UsageError):
         endpoint.listen(port, bind)
 
 

@@ -260,21 +260,21 @@ VALID: dict[str, Any] = {"since": 1, "weight": 4.0, "values": {}, "optimizer": {
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    "wrong",
     [
-        ({"since": "1"}, "a state of workers that is not valid"),
-        ({"since": -1}, "a worker with 4.0 samples in -1 updates"),
-        ({"weight": float("nan")}, "a worker with nan samples in 1 updates"),
-        ({"values": {"last.weight": torch.zeros(2, 8)}}, "holds 'last.weight' of a worker, which does not fit"),
-        ({"anchor": {"no": torch.zeros(1)}}, "holds 'no' of a worker, which does not fit"),
-        ({"outer": {"state": 3}}, "a worker's optimizer that is not valid"),
+        {"since": "1"},
+        {"since": -1},
+        {"weight": float("nan")},
+        {"values": {"last.weight": torch.zeros(2, 8)}},
+        {"anchor": {"no": torch.zeros(1)}},
+        {"outer": {"state": 3}},
     ],
 )
-def test_a_forged_state_of_a_worker_is_refused(wrong: dict[str, Any], said: str) -> None:
+def test_a_forged_state_of_a_worker_is_refused(wrong: dict[str, Any]) -> None:
     unit = Unit(module=net(), layout="diloco", optimizer="SGD")
     unit.configure()
     unit.prepared.load_extras({"worker": VALID})
-    with pytest.raises(CheckpointCorruptError, match=said):
+    with refused(CheckpointCorruptError):
         unit.prepared.load_extras({"worker": VALID | wrong})
 
 

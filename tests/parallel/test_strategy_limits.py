@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import LauncherEnvironmentError, UsageError
+from echelon.common.errors import LauncherEnvironmentError, LayoutError, UsageError
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.parallel import LAYOUTS, resolve
 from echelon.parallel.layouts import in_words
@@ -105,18 +105,15 @@ def test_what_cannot_be_names_the_remedy_on_all_ranks(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make",
     [
-        (lambda: ech.ZeROStrategy(4), "stage must be .*, got 4"),
-        (lambda: ech.ZeROStrategy(1, cpu_offload=True), "cpu_offload must be False for stage 1"),
-        (
-            lambda: ech.ZeROStrategy(2, options=ech.DDPStrategy()),
-            r"options must be FSDPStrategy\(...\) for stage 2, got DDPStrategy",
-        ),
+        lambda: ech.ZeROStrategy(4),
+        lambda: ech.ZeROStrategy(1, cpu_offload=True),
+        lambda: ech.ZeROStrategy(2, options=ech.DDPStrategy()),
     ],
 )
-def test_a_stage_that_is_none_is_refused(make: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_a_stage_that_is_none_is_refused(make: Any) -> None:
+    with refused(LayoutError):
         make()
 
 
