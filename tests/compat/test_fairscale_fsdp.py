@@ -89,7 +89,7 @@ def _fsdp_options() -> dict[str, Any]:
     found["keys"] = len(on_0.state_dict())
     said = []
     grads_alone = {"move_grads_to_cpu": True, "move_params_to_cpu": False}  # which is the same on a CPU
-    refused: list[Callable[[], Any]] = [
+    calls: list[Callable[[], Any]] = [
         lambda: check(net(), {"fp32_reduce_scatter": False, **grads_alone}, torch.device("cuda")),
         lambda: FullyShardedDataParallel(net(), fp32_reduce_scatter=True),
         lambda: FullyShardedDataParallel(net(), process_group_reduce_scatter="another"),
@@ -98,7 +98,7 @@ def _fsdp_options() -> dict[str, Any]:
         on_0.reset_parameters,
         lambda: FullyShardedDataParallel.consolidate_shard_weights([], []),
     ]
-    for call in refused:
+    for call in calls:
         with pytest.raises((UsageError, ValueError, TypeError, RuntimeError)) as error:
             call()
         said.append(str(error.value))

@@ -43,9 +43,9 @@ def _states() -> list[Any]:
     with model.summon_full_params():
         assert model.has_full_params and model.first.has_full_params
         seen.append(model.training_state)
-        for refused in (lambda: model(_rows()), model.summon_full_params().__enter__, model.no_sync().__enter__):
+        for too_early in (lambda: model(_rows()), model.summon_full_params().__enter__, model.no_sync().__enter__):
             with pytest.raises(ValueError):
-                refused()
+                too_early()
         with refused(UsageError):
             model.set_gradient_divide_factors(1.0, 2.0, False)
     assert not model.has_full_params and not model.first.has_full_params

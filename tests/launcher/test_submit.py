@@ -219,8 +219,8 @@ def test_a_module_runs_from_the_copy(echelon_command: Any, tmp_path: Path) -> No
     for wrong in (["-m", "package/train.py"], ["-m", "nowhere.train"], ["--max-restarts", "-1", "-m", "package.train"]):
         assert echelon_command("submit", "--to", "local", *wrong).returncode == 2
     for option in (["--time", "2h"], ["--partition", "a"], ["--no-requeue"], ["--sweep", "lr=1"], ["--dry-run"]):
-        refused = echelon_command("submit", "--to", "local", *option, "-m", "package.train")
-        assert refused.returncode == 2 and f"{option[0]} is for Slurm" in refused.stderr
+        done = echelon_command("submit", "--to", "local", *option, "-m", "package.train")
+        assert done.returncode == 2 and f"{option[0]} is for Slurm" in done.stderr
 
 
 def test_a_job_in_the_background_fulfils_the_protocol(tmp_path: Path) -> None:

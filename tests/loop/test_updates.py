@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import echelon as ech
-from echelon.common.errors import LoopError, RanksDisagreeError, UsageError
+from echelon.common.errors import LoaderError, LoopError, RanksDisagreeError, UsageError
 from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
@@ -423,7 +423,7 @@ def test_the_accumulation_is_said_once() -> None:
         assert _counts(unit) == (2, steps)
     with pytest.warns(DeprecationWarning, match=r"Loader\(accumulation=...\) is now accumulate="):
         assert len(ech.Loader(DATA, 8, accumulation=4)) == 20  # type: ignore[call-arg]
-    with refused(LoopError):
+    with refused(LoaderError):
         ech.train(Regression(gradient_accumulation_steps=2), ech.Loader(DATA, 8, accumulation=4), max_updates=1)
     unit = Regression()
     for accumulation in (4, 2, 4):  # of whatever loader comes
