@@ -7,8 +7,6 @@
 Each start is a new run with checkpoints of its own. With `--name big` before the script, the same command goes on where it was.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sysconfig
@@ -21,12 +19,8 @@ from torch import nn
 
 import echelon as ech
 
-BYTES = 256  # the vocabulary
 
-
-class Block(nn.Module):
-    """Pre-norm attention and MLP. (B, T, D) -> (B, T, D)"""
-
+class Block(nn.Module):  # pre-norm attention and MLP: (B, T, D) -> (B, T, D)
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -41,23 +35,16 @@ class Block(nn.Module):
         return x + self.mlp(self.norm_2(x))
 
 
-class GPT(nn.Module):
-    """Bytes (B, T) -> logits (B, T, 256)."""
-
+class GPT(nn.Module):  # bytes (B, T) -> logits (B, T, 256)
     # How tensor parallelism may split the blocks: a layer by its outputs, the one after it by its inputs.
-    tp_plan: ClassVar = {
-        "blocks.*.qkv": "colwise",
-        "blocks.*.out": "rowwise",
-        "blocks.*.mlp.0": "colwise",
-        "blocks.*.mlp.2": "rowwise",
-    }
+    tp_plan: ClassVar = {"blocks.*.qkv": "colwise", "blocks.*.mlp.0": "colwise"}
+    tp_plan |= {"blocks.*.out": "rowwise", "blocks.*.mlp.2": "rowwise"}
 
     def __init__(self, width: int, depth: int, heads: int, context: int) -> None:
         super().__init__()
-        self.context = context
-        self.bytes, self.positions = nn.Embedding(BYTES, width), nn.Embedding(context, width)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, BYTES, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:  # residual branches start small, so that depth does not change the scale of their sum
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if name.endswith(("out.weight", "mlp.2.weight")) else 0.02)
@@ -69,14 +56,10 @@ class GPT(nn.Module):
         return self.head(self.norm(h))
 
 
-class NextByte(ech.AutoUnit[Any]):  # its batches are pairs of inputs and targets: (B, T) each
-    """The loss is nats per byte."""
+class NextByte(ech.AutoUnit[Any]):
+    """Its batches are pairs of inputs and targets, (B, T) each. The loss is nats per byte."""
 
-    weight_unit = "tokens"
-
-    def __init__(self, *, updates: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.updates = updates
+    weight_unit, updates = "tokens", 400
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
         inputs, targets = data
@@ -91,15 +74,14 @@ class NextByte(ech.AutoUnit[Any]):  # its batches are pairs of inputs and target
         optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), fused=True)
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
 
-    def schedule(self, update: int) -> float:
-        """A linear warm-up over the first 5%, and a cosine down to a tenth."""
+    def schedule(self, update: int) -> float:  # a linear warm-up over the first 5%, and a cosine down to a tenth
         done = min(1.0, update / self.updates)
         return min(20 * (done + 1 / self.updates), 0.55 + 0.45 * math.cos(math.pi * done))
 
 
 @torch.no_grad()
 def continue_text(unit: NextByte, prompt: str, length: int, context: int) -> str:
-    """Bytes that the model draws after a prompt. Every rank calls it and draws alike, since a sharded model needs all of them."""
+    """Bytes that the model draws after a prompt. Every rank calls it and draws alike: a sharded model needs all of them."""
     generator, text = torch.Generator().manual_seed(0), torch.tensor([list(prompt.encode())])
     for _ in range(length):
         logits = unit.module(text[:, -context:].to(unit.device))[0, -1].float().cpu()
@@ -115,26 +97,18 @@ def main() -> None:
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="text files to learn from; default: Python's own source")
     parser.add_argument("--toy", action="store_true", help="a narrow model and short rows: seconds")
     args = parser.parse_args()
-
     ech.init_from_env()
     ech.seed(0)  # every rank builds the same model
     width, depth, context, batch = (32, 2, 32, 8) if args.toy else (128, 4, 128, 32)
-    folder, pattern = (args.data, "**/*") if args.data else (Path(sysconfig.get_paths()["stdlib"]), "*.py")
-    train_files, held_out = ech.data.split_files(folder, pattern)
+    source = (args.data, "**/*") if args.data else (Path(sysconfig.get_paths()["stdlib"]), "*.py")
+    train_files, held_out = ech.data.split_files(*source)
     train_set, eval_set = ech.data.ByteText(train_files, context), ech.data.ByteText(held_out, context)
     few = torch.utils.data.Subset(eval_set, range(0, len(eval_set), max(1, len(eval_set) // 512)))  # tells the loss to 1%
-    run = ech.evidence.RunDir.current()  # what the launcher made
-    checkpoints = run.checkpoints if run else Path("runs/gpt/checkpoints")
-
-    unit = NextByte(
-        module=GPT(width, depth, heads=2, context=context), layout=args.layout, clip_grad_norm=1.0, updates=args.updates
-    )
-    ech.train(
-        unit,
-        ech.Loader(train_set, global_batch=batch),
-        max_updates=args.updates,
-        checkpoints=ech.Checkpoints(checkpoints, every=max(1, args.updates // 2), keep=2, asynchronous=True),
-    )
+    folder = run.checkpoints if (run := ech.evidence.RunDir.current()) else Path("runs/gpt/checkpoints")
+    unit = NextByte(module=GPT(width, depth, heads=2, context=context), layout=args.layout, clip_grad_norm=1.0)
+    unit.updates = args.updates
+    kept = ech.Checkpoints(folder, every=max(1, args.updates // 2), keep=2, asynchronous=True)
+    ech.train(unit, ech.Loader(train_set, global_batch=batch), max_updates=args.updates, checkpoints=kept)
     ech.evaluate(unit, ech.Loader(few, global_batch=batch, shuffle=False))
     text = continue_text(unit, "import os\n\n\ndef ", 200, context)
     if ech.is_main():

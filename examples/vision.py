@@ -1,6 +1,7 @@
-"""Classify images of a folder: augmentation, batch norm over all ranks, and an average of the weights (EMA).
+"""Classify images of a folder: augmentation, batch norm over all ranks, an average of the weights (EMA), tracked numbers.
 
     echelon run --ranks 2 examples/vision.py
+    echelon run --ranks 2 --track wandb examples/vision.py      its numbers there as well; or mlflow, trackio, tensorboard, csv
     echelon run --ranks 2 examples/vision.py --layout fsdp --data ~/images
 
 The folder has one folder for each class. Without --data the digits of scikit-learn are written into one. Evaluations use an
@@ -69,7 +70,8 @@ class Classify(ech.AutoUnit[Batch]):
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         images, labels = data
         logits = self.module(images)
-        state.log("accuracy", (logits.argmax(1) == labels).double().mean())  # in evaluations "eval_accuracy"
+        # Over all samples of all ranks, in metrics.jsonl, the report and the trackers; in evaluations "eval_accuracy".
+        state.log("accuracy", (logits.argmax(1) == labels).double().mean())
         return F.cross_entropy(logits, labels), logits
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
@@ -93,7 +95,7 @@ def main() -> None:
     train_set, test_set = Images(folder / "train", augmented=True), Images(folder / "test", augmented=False)
     module = network(len(test_set[0][0]), len(test_set.classes), width=8 if args.toy else 32)
     unit = Classify(module=module, layout=args.layout, ema=0.98)
-    ech.train(
+    numbers = ech.train(
         unit,
         ech.Loader(train_set, global_batch=64),
         max_epochs=args.epochs,
@@ -101,7 +103,8 @@ def main() -> None:
         checkpoints=ech.Checkpoints(args.checkpoints, best=("eval_accuracy", "max")),
     )
     if ech.is_main():
-        print(f"held-out loss {unit.eval_loss:.3f} with averaged weights, on {len(test_set)} images")
+        loss, accuracy = numbers["eval_loss"], numbers["eval_accuracy"]
+        print(f"held-out loss {loss:.3f} with averaged weights, accuracy {accuracy:.3f}, on {len(test_set)} images")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 import echelon as ech
 from echelon.cli.main import main
 from tests.conftest import Ranks
-from tests.kit.models import largest_difference, net, whole
+from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.saving import Marked, make_loader, make_unit
+from tests.kit.units import Regression
 
 Saver = ech.DistributedCheckpointSaver
 
@@ -99,6 +100,35 @@ def test_diff_says_how_far_tensors_are_apart(saved: Any, tmp_path: Path, capsys:
     torch.save({"x": one["x"]}, tmp_path / "x.pt")
     assert _run(capsys, "diff", tmp_path / "near.pt", tmp_path / "x.pt", "--tolerance", "1e-5")[0] == 0
     assert _run(capsys, "diff", tmp_path / "near.pt", tmp_path / "x.pt")[0] == 1
+
+
+class Watched(Regression):
+    """Its error, of evaluations alone, is 2, 1 and 3."""
+
+    told = 0
+
+    def on_eval_end(self, state: ech.State) -> None:
+        self.told += 1
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        state.log("error", (2.0, 1.0, 3.0)[min(self.told, 2)])
+        return super().compute_loss(state, data)
+
+
+def test_the_best_checkpoint_is_marked_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unit, folder, out = Watched(), tmp_path / "c", tmp_path / "out.pt"
+    data = [batch(4, i) for i in range(2)]
+    kept = ech.Checkpoints(folder, best=("eval_error", "min"))
+    numbers = ech.train(unit, data, max_epochs=3, eval=data, checkpoints=kept)
+    assert numbers["eval_error"] == 3.0 and set(numbers) == {"loss", "error", "eval_loss", "eval_error"}
+    code, text = _run(capsys, "ls", folder)
+    assert code == 0 and [line.split()[0] for line in text.splitlines() if "(best)" in line] == ["4"]
+    code, text = _run(capsys, "export", "--best", folder, out)
+    assert code == 0 and "step-00000004" in text and out.is_file()
+    assert _run(capsys, "diff", folder / "step-00000004", folder / "step-00000004")[0] == 0
+    ech.train(Regression(), data, max_epochs=1, checkpoints=tmp_path / "none")
+    code, text = _run(capsys, "export", "--best", tmp_path / "none", tmp_path / "other.pt")
+    assert code == 1 and "best=NAME" in text and not (tmp_path / "other.pt").exists()
 
 
 def test_of_a_folder_the_newest_is_meant_and_never_silently_an_older_one(

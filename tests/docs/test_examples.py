@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import Ranks, clean_environment
-from tests.kit import forked
+from tests.conftest import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -35,13 +33,11 @@ RUNS: dict[str, tuple[list[str], str, float, bool]] = {
     "bare_loop.py": (["--epochs", "12"], r"accuracy (\d\.\d+) on 500 new points", 0.8, False),
     "gan.py": (["--epochs", "10"], r"from real points: (\d\.\d+); of noise", 0.2, True),
     # ln 10 = 2.3 knows nothing.
-    "vision.py": (["--epochs", "4"], r"held-out loss (\d\.\d+) with averaged weights, on 450 images", 1.5, True),
+    "vision.py": (["--epochs", "4"], r"held-out loss (\d\.\d+) with averaged weights, accuracy 0\.\d+, on 450 images", 1.5, True),
     # Of an untrained module's points it is above 0.35.
     "diffusion.py": (["--epochs", "15"], r"made points are (\d\.\d+) from the moons", 0.3, True),
     # ln 256 = 5.55 knows nothing; how often each byte comes is about 3.3.
     "moe.py": (["--updates", "60"], r"held-out loss (\d\.\d+) nats per byte; the busiest expert had \d\.\d+ times", 3.2, True),
-    # ln 256 = 5.55 knows nothing.
-    "hf_finetune.py": (["--updates", "20"], r"held-out loss 5\.\d+ -> (\d\.\d+) nats per token", 5.0, True),
     # Above 6 at first.
     "chat.py": (["--epochs", "6"], r"held-out loss (\d\.\d+) nats per token of an answer; .* answers '[NY]", 2.0, True),
     # ln 256 = 5.55 knows nothing.
@@ -53,18 +49,15 @@ RUNS: dict[str, tuple[list[str], str, float, bool]] = {
     # By chance 0.1.
     "distill.py": (["--epochs", "15"], r"teacher 0\.\d+, student (\d\.\d+)", 0.85, False),
     "lightning_module.py": (["--epochs", "5"], r"validation accuracy (\d\.\d+), the best", 0.8, False),
-    # ln 10 = 2.3 knows nothing.
-    "tracking.py": (["--epochs", "6"], r"held-out loss (\d\.\d+) after", 0.8, True),
 }
 # Two trainings, one after the other, of which prove sees the first; a library's own names, whose programs are proved elsewhere.
 NOT_PROVED = ("distill.py", "lightning_module.py")
 # Those that have a test of their own, there or below.
 ELSEWHERE = {
     "gpt.py": "docs/test_gpt.py",
-    "dragon_train.py": "launcher/test_group.py",
-    "sweep.py": __name__,
     "notebook.ipynb": __name__,
 }
+HF_FINETUNE = str(ROOT / "tests" / "kit" / "hf_finetune.py")  # not to copy from: docs/guides/fine_tune.md is
 QUICK = ("tabular.py", "contrastive.py", "bare_loop.py")
 
 
@@ -235,10 +228,10 @@ def test_what_was_fine_tuned_is_loaded_and_tuned_further(echelon_command: Comman
     """GPT-2, tied; then its folder, from which each rank reads its part."""
     transformers = pytest.importorskip("transformers")
     few = ("--updates", "10")
-    _start(echelon_command, "hf_finetune.py", *few, "--model", "gpt2", "--out", "first")
+    _start(echelon_command, HF_FINETUNE, *few, "--model", "gpt2", "--out", "first")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     assert model.lm_head.weight is model.transformer.wte.weight
-    text = _start(echelon_command, "hf_finetune.py", *few, "--model", "first", "--out", "second", "--checkpoints", "second-c")
+    text = _start(echelon_command, HF_FINETUNE, *few, "--model", "first", "--out", "second", "--checkpoints", "second-c")
     ends = re.search(r"held-out loss (\d\.\d+) -> (\d\.\d+)", text)
     assert ends is not None and float(ends[2]) < float(ends[1]) < 5.4, text  # it began with what was written
 
@@ -276,9 +269,9 @@ def test_a_script_for_several_nodes_runs_on_two_ranks_under_other_layouts(echelo
 @pytest.mark.full
 @pytest.mark.parametrize("model", ["llama", "qwen2", "gpt2"])
 def test_a_model_is_split_by_its_own_plan_or_an_inferred_one(echelon_command: Command, model: str) -> None:
-    _assert_learned(
-        "hf_finetune.py", _start(echelon_command, "hf_finetune.py", "--updates", "20", "--model", model, "--layout", "tp")
-    )
+    text = _start(echelon_command, HF_FINETUNE, "--updates", "20", "--model", model, "--layout", "tp")
+    found = re.search(r"held-out loss 5\.\d+ -> (\d\.\d+) nats per token", text)  # ln 256 = 5.55 knows nothing
+    assert found is not None and float(found[1]) < 5.0, text
 
 
 @pytest.mark.full
@@ -289,32 +282,15 @@ def test_a_model_is_tuned_from_a_folder_that_its_parts_wrote(
     """In stages; with experts on several ranks."""
     transformers = pytest.importorskip("transformers")
     common = ("--updates", "10", "--layout", layout)
-    _start(echelon_command, "hf_finetune.py", *common, "--model", model, "--out", "first")
-    text = _start(echelon_command, "hf_finetune.py", *common, "--model", "first", "--out", "second", "--checkpoints", "second-c")
+    _start(echelon_command, HF_FINETUNE, *common, "--model", model, "--out", "first")
+    text = _start(echelon_command, HF_FINETUNE, *common, "--model", "first", "--out", "second", "--checkpoints", "second-c")
     ends = re.search(r"held-out loss (\d\.\d+) -> (\d\.\d+)", text)
     assert ends is not None and float(ends[2]) < float(ends[1]) < 5.4, text  # it began with what was written
     written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "second")
     assert not any(bool(p.isnan().any()) for p in written.parameters())
 
 
-# --- a sweep, a notebook
-
-
-@pytest.mark.full
-def test_a_sweep_finds_the_better_rate(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "sweep.py"), "--toy", "--epochs", "3", "--lr", "1e-2", "1e-5"]
-    for _ in range(2):
-        done = forked.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr
-        losses = [float(loss) for loss in re.findall(r"held-out loss (\d\.\d+)", done.stdout)]
-        assert len(losses) == 2 and losses[0] < 0.5 < 1.0 < losses[1], done.stdout
-        assert "the best of 2 is lr 0.01" in done.stdout
-    jobs = sorted((tmp_path / "runs" / "sweep" / "jobs").iterdir())
-    assert len(jobs) == 4
-    for job, step in zip(jobs, (0, 0, 96, 96), strict=True):
-        (events,) = job.glob("attempts/*/events.rank0.jsonl")
-        begins = [event for event in map(json.loads, events.read_text().splitlines()) if event["event"] == "train_start"]
-        assert [event["step"] for event in begins] == [step]
+# --- a notebook
 
 
 @pytest.mark.full
@@ -387,10 +363,8 @@ def test_an_example_imports_from_no_deeper_than_a_user_does(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_is_short_and_has_the_same_flags_as_the_others(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= (145 if path.name == "gpt.py" else 120)  # which has a model and a sampler of its own
+    assert len(text.splitlines()) <= 120
     assert f"examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
-    if path.name == "dragon_train.py":  # starts its ranks by itself, and saves nothing
-        return
     flags = ["--layout", "--toy", *([] if path.name == "gpt.py" else ["--checkpoints"])]  # gpt.py's are in the run's folder
     assert [flag for flag in flags if f'"{flag}"' not in text] == []
     assert '"--epochs"' in text or '"--updates"' in text

@@ -248,7 +248,7 @@ def start_dragon(folder: Path, *command: str, **options: Any) -> subprocess.Pope
 def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one start of the runtime, which takes seconds."""
     before = shared_memory()
-    example = ROOT / "examples/dragon_train.py"
+    example = ROOT / "tests/compat/programs/dragon_train.py"
     page = ROOT / "tests/compat/programs/dragon_training.py"
     process = start_dragon(tmp_path, "cases", str(example), str(page), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     said, _ = process.communicate(timeout=200)
@@ -273,7 +273,7 @@ def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path:
     assert float(computed) < 1.0, "Dragon's thread keeps a core busy while the ranks rest for three seconds"
 
     assert "rank 1 of 2 has trained 24 steps" in said
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "tests/compat/programs")
     dragon_train = importlib.import_module("dragon_train")
     [alone] = run(ech.launching.CollectiveGroup(dragon_train.train, (3,), nprocs=1))
     trained = ast.literal_eval(next(line for line in said.splitlines() if line.startswith("trained: ")).removeprefix("trained: "))

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, TensorDataset
 
 import echelon as ech
+from echelon.checkpoint import manifest
 from echelon.common.errors import EchelonError, LoaderError, UsageError
 from echelon.contracts.stopping import REQUEUE
 from echelon.loop.target import Target
@@ -570,3 +571,28 @@ def test_a_script_may_resume_by_files_of_its_own(ranks: Ranks, kind: str, late: 
     for layout in ("ddp", "fsdp"):
         for got in ranks(2, _resumed_by_hand, kind, layout, late):
             assert largest_difference(got, wanted) < 1e-12, layout
+
+
+def _evaluated_loss(folder: Path, name: str) -> tuple[list[str], dict[str, float]]:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    checkpoints = ech.Checkpoints(folder, best=name)
+    model, optimizer, loader = ech.prepare(module, optimizer, ech.Loader(DATA, 8), checkpoints=checkpoints)
+    for _ in ech.epochs(loader, 1):
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        with ech.evaluating(model) as evaluation:
+            evaluation.log("loss", 1.0 + ech.rank())
+    return sorted(path.name for path in folder.glob("step-*")), evaluation.numbers
+
+
+@pytest.mark.parametrize("name", ["loss", "eval_loss"])
+def test_an_evaluation_of_ones_own_has_a_loss_by_which_a_checkpoint_is_the_best(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """A unit's loss is there by itself; a loop's is whatever it logs."""
+    for names, numbers in ranks(2, _evaluated_loss, tmp_path, name):
+        assert len(names) == 1 and numbers == {"loss": 1.5}
+    told = manifest.read(tmp_path / names[0])
+    assert told["metrics"] == {name: 1.5} and told["best"] == {"name": name, "mode": "min"}

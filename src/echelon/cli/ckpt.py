@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for each in (export, take):
         each.add_argument("--shard-size", default="5GB", help="of a safetensors file, such as 500MB or 5GB")
     export.add_argument("--state", help="which attribute of the unit, if several hold weights")
+    export.add_argument(
+        "--best", action="store_true", help="of a folder the best, by Checkpoints(best=...), in place of the newest"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -103,6 +106,34 @@ def _newest(where: str) -> Any:
     return found[-1]
 
 
+def _best(found: list[Any]) -> Any:
+    """Of checkpoints, oldest first, the best by what the newest run there kept the best of; None if none has the number."""
+    from echelon.checkpoint import manifest
+    from echelon.checkpoint.policy import BestCheckpointConfig
+
+    facts = {i: manifest.read(path) for i, path in enumerate(found) if manifest.is_whole(path)}
+    said = next((told for i in reversed(facts) if (told := facts[i].get("best")) is not None), None)
+    if not isinstance(said, dict) or said.get("mode") not in ("min", "max") or not isinstance(said.get("name"), str):
+        return None
+    ordered = BestCheckpointConfig(said["name"], said["mode"]).best_first(
+        {i: each.get("metrics", {}) for i, each in facts.items()}
+    )
+    return found[ordered[0]] if ordered else None
+
+
+def _chosen(where: str, *, best: bool) -> Any:
+    if not best:
+        return _newest(where)
+    path = _best(_found(where))
+    if path is None:
+        raise CheckpointNotFoundError(
+            f"{where} holds no checkpoint that is known as the best. Checkpoints(..., best=NAME) says by which number; without "
+            "--best the newest is taken."
+        )
+    print(f"{path}", file=sys.stderr)
+    return path
+
+
 def _weights_or_newest(where: str) -> Any:
     from echelon.checkpoint.foreign import is_weights
     from echelon.checkpoint.location import location
@@ -118,6 +149,7 @@ def _ls(arguments: argparse.Namespace) -> int:
     if not found:
         print(f"{arguments.path} holds no checkpoint.")
         return 0
+    best = _best(found)
     rows = [("step", "time", "size", "ranks", "layout", "metrics", "whole")]
     for path in found:
         try:
@@ -133,7 +165,8 @@ def _ls(arguments: argparse.Namespace) -> int:
                 _size(sum(entry["size"] for entry in facts["files"].values())),
                 str(config.get("world_size", "")),
                 str(config.get("layout") or config.get("strategy") or ""),
-                ", ".join(f"{name} {value:.6g}" for name, value in facts.get("metrics", {}).items()),
+                ", ".join(f"{name} {value:.6g}" for name, value in facts.get("metrics", {}).items())
+                + (" (best)" if path == best else ""),
                 "yes" if manifest.is_whole(path) else "no: a file is missing or cut off",
             )
         )
@@ -180,7 +213,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from echelon.checkpoint import export
 
-    path, out = _newest(arguments.path), Path(arguments.out)
+    path, out = _chosen(arguments.path, best=arguments.best), Path(arguments.out)
     if out.suffix in (".pt", ".pth", ".bin"):
         written = [export.export_torch(path, out, state=arguments.state)]
     else:

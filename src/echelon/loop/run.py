@@ -26,6 +26,7 @@ from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_u
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.engine import Run
 from echelon.loop.older import accumulation_of, refuse_steps
+from echelon.loop.records import monitored
 from echelon.loop.reporting.observer import observed
 from echelon.loop.state import EntryPoint, PhaseState, State, TimerProtocol
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
@@ -68,7 +69,7 @@ def train(
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
     **older: Unpack[_OlderOfTrain],
-) -> None:
+) -> dict[str, float]:
     """Train a unit. Every rank calls it.
 
     An update is one step of the optimizer, whatever micro-batches it accumulates; each `train_step` of a TrainUnit of your own is
@@ -90,6 +91,9 @@ def train(
             too), the unit's steps, all hooks of unit and callbacks, and within `fit` the same of evaluations; on top of the
             durations that are always kept in `state.train_state.iteration_timer`.
         older: `max_steps` and `max_steps_per_epoch`, which counted micro-batches.
+    Returns:
+        the latest numbers of this call over all ranks, by their names in metrics.jsonl: "loss", what `state.log` was given, and
+        with "eval_" before their names those of the latest evaluation. Empty where nothing was left to train.
     Raises:
         SystemExit: with code 75: a signal asked the run to stop before it was complete (docs/checkpoints.md).
         UnitError: the unit has no training step.
@@ -111,7 +115,10 @@ def train(
         evaluate_every_n_epochs=1 if eval is not None and by_epochs else None,
     )
     train_state.evaluations.at_end = eval is not None
-    run_training(unit, train_state, PhaseState(dataloader=eval) if eval is not None else None, callbacks, timer, checkpoints)
+    state = run_training(
+        unit, train_state, PhaseState(dataloader=eval) if eval is not None else None, callbacks, timer, checkpoints
+    )
+    return monitored.numbers(state, unit)
 
 
 def run_training(
@@ -121,7 +128,7 @@ def run_training(
     callbacks: list[Callback] | None,
     timer: TimerProtocol | None,
     checkpoints: Any = None,
-) -> None:
+) -> State:
     """A call of `train`, or of `fit` where there is an evaluation, whose limits are in the phases' states."""
     if checkpoints is not None:
         saver = saver_of(checkpoints)
@@ -129,11 +136,13 @@ def run_training(
         take_up(checkpoints, saver, unit, train_state.dataloader)
     callbacks = observed(unit, train_state.dataloader, callbacks)
     if eval_state is None:
-        Run(State(entry_point=EntryPoint.TRAIN, timer=timer, train_state=train_state), unit, callbacks, ["train"]).train()
-        return
-    eval_state.evaluations = train_state.evaluations
-    state = State(entry_point=EntryPoint.FIT, timer=timer, train_state=train_state, eval_state=eval_state)
-    Run(state, unit, callbacks, ["train", "eval"]).train()
+        state = State(entry_point=EntryPoint.TRAIN, timer=timer, train_state=train_state)
+        Run(state, unit, callbacks, ["train"]).train()
+    else:
+        eval_state.evaluations = train_state.evaluations
+        state = State(entry_point=EntryPoint.FIT, timer=timer, train_state=train_state, eval_state=eval_state)
+        Run(state, unit, callbacks, ["train", "eval"]).train()
+    return state
 
 
 def evaluate(
@@ -143,10 +152,16 @@ def evaluate(
     max_steps_per_epoch: float | None = None,
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
-) -> None:
-    """Evaluate a unit on one pass over the loader, without gradients, in eval mode. Every rank calls it."""
+) -> dict[str, float]:
+    """Evaluate a unit on one pass over the loader, without gradients, in eval mode. Every rank calls it.
+
+    Returns:
+        its numbers, as `train` returns them: "eval_loss" of an AutoUnit, and what was logged.
+    """
     phase = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_steps_per_epoch)
-    Run(State(entry_point=EntryPoint.EVALUATE, timer=timer, eval_state=phase), eval_unit, callbacks, ["eval"]).once("eval")
+    state = State(entry_point=EntryPoint.EVALUATE, timer=timer, eval_state=phase)
+    Run(state, eval_unit, callbacks, ["eval"]).once("eval")
+    return monitored.numbers(state, eval_unit)
 
 
 def predict(
@@ -194,7 +209,7 @@ def fit(
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
     **older: Unpack[_OlderOfFit],
-) -> None:
+) -> dict[str, float]:
     """An older form of `train(unit, train_dataloader, eval=eval_dataloader)`: evaluates after every n-th update or epoch.
 
     Where `max_updates` ends the training, the last update is evaluated, too, unless both intervals are None.
@@ -212,4 +227,4 @@ def fit(
         dataloader=train_dataloader, max_epochs=max_epochs, evaluate_every_n_epochs=evaluate_every_n_epochs, **limits
     )
     eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
-    run_training(unit, train_state, eval_state, callbacks, timer, checkpoints)
+    return monitored.numbers(run_training(unit, train_state, eval_state, callbacks, timer, checkpoints), unit)

@@ -85,6 +85,8 @@ def take(
     ):  # where progress alone does not tell it
         config["position"] = loader.__class__.__name__
     facts = {"config": config, "host": socket.gethostname(), "metrics": metrics_now}
+    if best is not None:
+        facts["best"] = {"name": best.monitored_metric, "mode": best.mode}
     if left:
         facts["frozen"] = left
     facts["trained"] = unfrozen.facts(unit)

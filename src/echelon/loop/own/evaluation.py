@@ -41,7 +41,7 @@ class OwnEvaluation:
         logged, before = session.logged, session.logged.weight
         logged.weight, self._logs = 0 if unit.prepared.is_replica else counts, True
         try:
-            logged.add("eval", name, value, weight, reduce)
+            logged.add("eval", name, value, weight, reduce, may_be="loss")  # which nobody else computes here
         finally:
             logged.weight = before
 

@@ -159,12 +159,14 @@ class Logged:
                 self._takes_part, self._totals, self._metrics = takes_part, totals, metrics
         return made
 
-    def add(self, phase: str, name: str, value: Any, weight: Any, reduce: str) -> None:
+    def add(self, phase: str, name: str, value: Any, weight: Any, reduce: str, *, may_be: str | None = None) -> None:
         """
+        Args:
+            may_be: a name that a record has elsewhere by itself, but not here.
         Raises:
             UsageError: a name that a record has already, several numbers at once, or another reduction than before.
         """
-        _check_name(name)
+        _check_name(name, may_be)
         require(reduce in REDUCTIONS, "reduce", "'mean', 'sum', 'min' or 'max'", reduce)
         if not isinstance(value, torch.Tensor) and callable(getattr(value, "compute", None)):
             self._metrics.setdefault(phase, {})[name] = value
@@ -257,10 +259,10 @@ class Logged:
         self._takes_part.discard(phase)
 
 
-def _check_name(name: str) -> None:
+def _check_name(name: str, may_be: str | None) -> None:
     is_right = isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable()
     require(is_right, "name", f"1 to {_LONGEST} characters that can be printed, on one line", name)
-    if name in _TAKEN or name.endswith(_TAKEN_ENDS):
+    if name != may_be and (name in _TAKEN or name.endswith(_TAKEN_ENDS)):
         raise LoggerError(f"state.log: the records of a run have a number {name!r} of their own. Choose another name.")
 
 

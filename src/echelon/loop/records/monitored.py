@@ -15,7 +15,7 @@ from echelon.common.errors import require
 from echelon.loop.records.logged import Logged
 from echelon.world import agree
 
-__all__ = ["Unknown", "mode_of", "number"]
+__all__ = ["Unknown", "mode_of", "number", "numbers"]
 
 _EVAL = "eval_"
 _SHOWN = 30  # names in an error
@@ -53,6 +53,17 @@ def number(name: str, state: Any, unit: Any, phase: str | None = None) -> tuple[
     if isinstance(told, str):
         raise Unknown(told)
     return float(told[0]), told[1]
+
+
+def numbers(state: Any, unit: Any) -> dict[str, float]:
+    """The latest numbers of a call, by the names that they have in metrics.jsonl, over all ranks and the same on each."""
+    latest = state.logged.latest if isinstance(state.logged, Logged) else {}
+    found = {("" if phase == "train" else f"{phase}_") + name: value for phase in latest for name, value in latest[phase].items()}
+    if state.train_state is not None and (loss := getattr(unit, "latest_update", (None, None))[0]) is not None:
+        found["loss"] = loss
+    if state.eval_state is not None and getattr(unit, "has_eval_loss", False):
+        found["eval_loss"] = unit.eval_loss
+    return {name: float(value) for name, value in found.items()}
 
 
 def _look(name: str, state: Any, unit: Any, phase: str | None) -> list[Any] | str:

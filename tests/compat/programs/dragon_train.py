@@ -1,10 +1,4 @@
-"""Train with DistributedDataParallel and echelon's Loader in a CollectiveGroup, on Dragon's runtime or without it.
-
-    echelon dragon examples/dragon_train.py     # on Dragon: pip install 'echelon[dragon]'
-    python examples/dragon_train.py             # on ranks of this machine
-
-The Loader gives each rank its share of every global batch, so the result does not depend on the number of ranks.
-"""
+"""Train with a Loader in a CollectiveGroup, on Dragon's runtime or on ranks of this machine: docs/dragon.md."""
 
 from __future__ import annotations
 

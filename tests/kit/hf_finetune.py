@@ -1,13 +1,4 @@
-"""Fine-tune all weights of a causal language model of Hugging Face, and write it for `from_pretrained`.
-
-    echelon run --ranks 2 examples/hf_finetune.py --model ~/models/Llama-3.2-1B --data ~/texts --out tuned
-    echelon run --ranks 4 examples/hf_finetune.py --model ~/models/Qwen3-8B --layout dp_shard=2,tp=2
-    echelon run --ranks 2 examples/hf_finetune.py --model mixtral --layout ep=2   no download: see below
-
---model is a local folder, as `hf download` leaves it: each rank reads its own part of the weights. Or it is "llama", "qwen2",
-"gpt2" or "mixtral" for a small untrained model over bytes. Needs `pip install transformers`. Started again, the script goes on
-from its newest checkpoint. LoRA and chat templates: chat.py.
-"""
+"""Fine-tune a causal language model of Hugging Face, read from a folder in parts and written for `from_pretrained`."""
 
 from __future__ import annotations
 
