@@ -19,7 +19,7 @@ from echelon.compat.torchtnt.framework.callbacks import SlowRankDetector
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.launcher.calls import Call, pack
 from echelon.loop.callbacks import EarlyStopping, GarbageCollector, LearningRateMonitor, PyTorchProfiler
-from echelon.loop.early_stop import EarlyStopChecker
+from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from echelon.observe.loggers import CSVLogger
 from tests.kit.refusals import refused
 from tests.kit.units import Regression

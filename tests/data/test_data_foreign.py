@@ -187,7 +187,7 @@ def _told(loader: str) -> str:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("echelon.loop.duplicate_data")
+    log = logging.getLogger("echelon.loop.feeding")
     log.addHandler(handler)
     try:
         ech.train(Regression(layout="ddp"), made[loader](), max_updates=2)

@@ -29,7 +29,7 @@ from echelon.compat.torchtnt.framework.callbacks import (
 from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
 from echelon.loop import callbacks
 from echelon.loop.callbacks import EarlyStopping
-from echelon.loop.early_stop import EarlyStopChecker
+from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from tests.conftest import Ranks
 from tests.kit.models import batch, net
 from tests.kit.refusals import refused

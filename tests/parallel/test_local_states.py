@@ -20,7 +20,7 @@ import echelon as ech
 from echelon.common.errors import RankFailedError
 from echelon.compat.trainer.rank import kept_global_batch
 from echelon.loop.callbacks import EarlyStopping
-from echelon.loop.early_stop import EarlyStopChecker
+from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from tests.conftest import Ranks
 from tests.kit.models import whole
 from tests.kit.units import Regression

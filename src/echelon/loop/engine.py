@@ -17,19 +17,17 @@ from echelon.common.errors import LoopError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.base import BaseLoader, Combined
-from echelon.loop import agreements, evaluation_due
+from echelon.loop import agreements
 from echelon.loop.auto.optimizer_checks import check_tracked
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.unfrozen import look_at_built
-from echelon.loop.duplicate_data import warn_of_same_samples
-from echelon.loop.feeding import check_evaluation
-from echelon.loop.hooks import Hooks
+from echelon.loop.feeding import check_evaluation, warn_of_same_samples
 from echelon.loop.modes import in_mode
 from echelon.loop.reporting import profiling
 from echelon.loop.reporting.reporting import Reporting
-from echelon.loop.stage import Stage
+from echelon.loop.stage import Hooks, Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
-from echelon.loop.steps import Between, Steps
+from echelon.loop.steps import Between, Steps, evaluation_after_epoch
 from echelon.loop.unit import TrainUnit
 from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.parallel.guards.guard import Guard
@@ -218,7 +216,7 @@ class Run:
         progress.increment_epoch()
         self._inner.epoch_closed(self.state, stage.phase)
         if within_fit and stage.trains:
-            evaluation_due.after_epoch(stage.here, progress)
+            evaluation_after_epoch(stage.here, progress)
         elif within_fit:
             self.unit.train_progress.evaluation_due = False
         self.state.settle_logged = partial(self._settle_logged, stage)

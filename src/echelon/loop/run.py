@@ -25,12 +25,11 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_up
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.engine import Run
-from echelon.loop.older import accumulation_of, refuse_steps
 from echelon.loop.records import monitored
 from echelon.loop.reporting.observer import observed
 from echelon.loop.state import EntryPoint, PhaseState, State, TimerProtocol
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
-from echelon.loop.validate import callbacks_of
+from echelon.loop.validate import accumulation_of, callbacks_of, refuse_steps
 
 __all__ = ["evaluate", "fit", "predict", "run_training", "test", "train"]
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from echelon.loop.callback import Callback
-from echelon.loop.hooks import Hook, Hooks
 from echelon.loop.progress import Progress
-from echelon.loop.state import PhaseState, State
+from echelon.loop.state import PhaseState, State, TimerProtocol
 from echelon.loop.unit import Unit
+from echelon.loop.validate import KINDS, has_hook, keeps
 
 __all__ = ["Stage"]
 
@@ -53,3 +53,64 @@ class Stage:
     def call(self, hooks: tuple[Hook, ...]) -> None:
         for hook in hooks:
             hook(self.state, self.unit)
+
+
+# Which hooks of a unit and its callbacks a phase runs.
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Hook = Callable[[State, Any], None]
+
+
+class Hooks:
+    """One phase's hooks, looked up once: only those that somebody overrides, the unit's before the callbacks'.
+
+    Args:
+        timer: times each of them, under "MyUnit.on_train_start" and "callback.MyCallback.on_train_start".
+    """
+
+    def __init__(self, phase: str, unit: Any, callbacks: list[Any], timer: TimerProtocol | None = None) -> None:
+        base = KINDS[phase]
+
+        def of(name: str, *, with_unit: bool = True) -> tuple[Hook, ...]:
+            hook = f"on_{phase}_{name}"
+            found: list[Hook] = []
+            if with_unit and hasattr(base, hook) and not keeps(unit, hook, base):
+                found.append(timed(timer, f"{type(unit).__name__}.{hook}", _as_callback(getattr(unit, hook))))
+            for callback in callbacks:
+                if has_hook(callback, hook):
+                    found.append(timed(timer, f"callback.{_name_of(callback)}.{hook}", getattr(callback, hook)))
+            return tuple(found)
+
+        self.start, self.end = of("start"), of("end")
+        self.epoch_start, self.epoch_end = of("epoch_start"), of("epoch_end")
+        self.iter_start = of("dataloader_iter_creation_start", with_unit=False)
+        self.iter_end = of("dataloader_iter_creation_end", with_unit=False)
+        self.next_start = of("get_next_batch_start", with_unit=False)
+        self.next_end = of("get_next_batch_end", with_unit=False)
+        self.step_start = of("step_start", with_unit=False)
+        # AutoUnit calls its own, with more arguments, from inside its step.
+        self.step_end = of("step_end", with_unit=not getattr(unit.__class__, "reports_own_steps", False))
+
+
+def _as_callback(own: Callable[[State], None]) -> Hook:
+    return lambda state, unit: own(state)
+
+
+def timed(timer: TimerProtocol | None, name: str, call: Callable[P, R]) -> Callable[P, R]:
+    """The call, and its time under `name`; without a timer the call itself."""
+    if timer is None:
+        return call
+
+    def with_time(*args: P.args, **kwargs: P.kwargs) -> R:
+        with timer.time(name):
+            return call(*args, **kwargs)
+
+    return with_time
+
+
+def _name_of(callback: Any) -> str:
+    name = getattr(callback, "name", None)
+    return name if isinstance(name, str) else type(callback).__name__

@@ -12,16 +12,16 @@ from echelon.common.errors import EchelonError
 from echelon.contracts import pulse
 from echelon.contracts.pulse import Phase
 from echelon.data.prefetch import NO_STEP, Feed
-from echelon.loop import agreements, evaluation_due
+from echelon.loop import agreements
 from echelon.loop.feeding import Batches, open_feed, own_fetch
-from echelon.loop.hooks import timed
 from echelon.loop.progress import Progress
-from echelon.loop.stage import Stage
+from echelon.loop.stage import Stage, timed
+from echelon.loop.state import EvaluateEvery, PhaseState
 from echelon.loop.unit import TrainUnit
 from echelon.world import clock
 from echelon.world.clock import Part
 
-__all__ = ["Between", "Steps"]
+__all__ = ["Between", "Steps", "evaluation_after_epoch"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Steps:
                 enough = at_limit and self.feed.used != self.feed.total
             elif trains:
                 within.num_steps_completed_in_epoch += 1
-            evaluates = evaluate is not None and evaluation_due.after_step(here, progress, updated=updated)
+            evaluates = evaluate is not None and evaluation_after_step(here, progress, updated=updated)
             durations.append(now() - fetched)
             if running is not None:
                 running.step_ended(progress.num_updates_completed)
@@ -164,7 +164,7 @@ class Steps:
         updated = here.step.is_last or self.left_out >= self.stage.inner.steps_until(updates=1)
         self.left_out = 0 if updated else self.left_out
         progress.increment_step(updated=updated)
-        if self.between.evaluate is not None and evaluation_due.after_step(here, progress, updated=updated):
+        if self.between.evaluate is not None and evaluation_after_step(here, progress, updated=updated):
             self.between.evaluate()
 
     def _check_iterates(self, data: Any, stop: StopIteration) -> None:
@@ -211,3 +211,34 @@ def _ended(stage: Stage, feed: Feed, progress: Progress) -> bool:
     if here.has_whole_epoch(progress):
         return True
     return feed.length is None and not (stage.state.should_stop or here.has_all(progress))
+
+
+# When an evaluation is due within `fit`.
+
+
+def evaluation_after_step(here: PhaseState, progress: Progress, *, updated: bool) -> bool:
+    """Note an evaluation that belongs after this step, before a checkpoint is written at it; True if it comes at once.
+
+    The last of all that `max_updates` or `max_steps` allows is evaluated, too: where it ends an epoch, once that is closed.
+
+    Args:
+        updated: the step made an update.
+    """
+    at_once = _is_multiple(here, progress, updated=updated)
+    if at_once or ((updated or here.max_steps is not None) and here.has_all(progress) and here.evaluations != EvaluateEvery()):
+        progress.evaluation_due = True
+    return at_once
+
+
+def _is_multiple(here: PhaseState, progress: Progress, *, updated: bool) -> bool:
+    every = here.evaluations
+    by_updates = updated and every.updates is not None and progress.num_updates_completed % every.updates == 0
+    return by_updates or (every.steps is not None and progress.num_steps_completed % every.steps == 0)
+
+
+def evaluation_after_epoch(here: PhaseState, progress: Progress) -> None:
+    """Note one that belongs after the epoch that was just counted, before a checkpoint is written at its end."""
+    epochs, done = here.evaluate_every_n_epochs, progress.num_epochs_completed
+    is_due = (epochs and done % epochs == 0) or (here.evaluations.at_end and done == here.max_epochs)
+    if is_due and not _is_multiple(here, progress, updated=True):
+        progress.evaluation_due = True

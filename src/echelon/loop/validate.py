@@ -5,6 +5,7 @@ Mocks are accepted: an instance is asked what it has, not only its type.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -137,3 +138,32 @@ def keeps(unit: Any, name: str, base: type) -> bool:
     """Whether a unit leaves a method as `base` has it, or has none."""
     own = getattr(unit, name, None)
     return own is None or getattr(own, "__func__", own) is getattr(base, name)
+
+
+# Older limits, which counted micro-batches, where those of today count updates.
+
+
+def accumulation_of(unit: Any, loader: Any) -> int:
+    """The micro-batches of an update, on which unit and loader agree here if they have not yet."""
+    settle = getattr(unit, "settle_accumulation", None)
+    if settle is not None:
+        return int(settle(loader))
+    found = getattr(loader, "accumulation", None) or getattr(unit, "gradient_accumulation_steps", None)
+    return found if isinstance(found, int) else 1
+
+
+def refuse_steps(of: str, older: Mapping[str, Any], words: Mapping[str, str], size: int) -> None:
+    """
+    Args:
+        of: whose arguments.
+        older: what counted micro-batches, by its older name; `words` has today's.
+        size: micro-batches of an update.
+    Raises:
+        UsageError: it would count something else now; with the number of updates to write.
+    """
+    for name, value in older.items():
+        if size > 1 and isinstance(value, (int, float)) and math.isfinite(value):
+            raise LoopError(
+                f"{of}({name}={value:g}) counted micro-batches, of which an update has {size} here. It is now {words[name]}, "
+                f"which counts updates: write {words[name]}={math.ceil(value / size)}."
+            )

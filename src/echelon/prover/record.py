@@ -25,9 +25,9 @@ from echelon.loop import unit as units
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
-from echelon.loop.older import accumulation_of
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import ActivePhase, State, step_under_way
+from echelon.loop.validate import accumulation_of
 from echelon.parallel.ddp.sync_batchnorm import HostSyncBatchNorm
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_name

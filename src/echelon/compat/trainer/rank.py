@@ -26,10 +26,10 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints
 from echelon.loop.checkpointing.folder import left_alone
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver, RestoreOptions
-from echelon.loop.older import accumulation_of, refuse_steps
 from echelon.loop.run import evaluate, predict, run_training, test
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.unit import Unit
+from echelon.loop.validate import accumulation_of, refuse_steps
 from echelon.parallel.layouts import resolve
 from echelon.parallel.recipe.precision import Precision
 from echelon.world import agree, rng

@@ -30,9 +30,9 @@ from echelon.hf.conversion import lays_for
 from echelon.loop.checkpointing import changes, forgotten, unfrozen
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.trained import without_frozen
-from echelon.loop.older import accumulation_of
 from echelon.loop.records.metrics import load_share
 from echelon.loop.unit import TrainUnit, Unit
+from echelon.loop.validate import accumulation_of
 from echelon.parallel.meta.materialize import check_kept
 from echelon.parallel.names import plain_name
 from echelon.parallel.shards import authors_classes

@@ -25,9 +25,9 @@ from echelon.loop.checkpointing.folder import RunFolder, left_alone
 from echelon.loop.checkpointing.options import OLDER, RestoreOptions, SaveOptions, check_group
 from echelon.loop.checkpointing.timetable import Timetable
 from echelon.loop.checkpointing.trained import Frozen
-from echelon.loop.older import accumulation_of, refuse_steps
 from echelon.loop.records import monitored
 from echelon.loop.unit import TrainUnit, Unit
+from echelon.loop.validate import accumulation_of, refuse_steps
 from echelon.world import agree
 from echelon.world.clock import in_checkpoint
 

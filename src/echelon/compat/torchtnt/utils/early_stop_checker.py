@@ -7,14 +7,14 @@ from typing import Any, Literal
 import torch
 
 from echelon.common.errors import UsageError
-from echelon.loop import early_stop
+from echelon.loop.callbacks import early_stopping
 
 __all__ = ["EarlyStopChecker"]
 
 
-class EarlyStopChecker(early_stop.EarlyStopChecker):
-    """As `echelon.loop.early_stop.EarlyStopChecker`, in TorchTNT's types: thresholds, `min_delta` (negative in "min" mode) and
-    the best value are tensors of one element, and numbers are compared in float32, so that 0.7 is 0.1 less than 0.8."""
+class EarlyStopChecker(early_stopping.EarlyStopChecker):
+    """As `echelon.callbacks.EarlyStopChecker`, in TorchTNT's types: thresholds, `min_delta` (negative in "min" mode) and the best
+    value are tensors of one element, and numbers are compared in float32, so that 0.7 is 0.1 less than 0.8."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from echelon.common.errors import UsageError
 from echelon.loop.callbacks import early_stopping
-from echelon.loop.early_stop import EarlyStopChecker
+from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from echelon.loop.records.monitored import Unknown
 from echelon.loop.state import State
 from echelon.world import agree
