@@ -6,7 +6,7 @@ import gc
 from typing import Any
 
 from echelon.common.numbers import whole
-from echelon.loop.callbacks.steps import steps_so_far
+from echelon.loop.callbacks.intervals import steps_so_far
 from echelon.loop.callbacks.whole_run import WholeRun
 from echelon.loop.state import State
 from echelon.loop.unit import Unit

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from echelon.loop.callbacks.steps import LogsAtInterval
+from echelon.loop.callbacks.intervals import LogsAtInterval
 from echelon.loop.state import State
 from echelon.parallel.state.partition import parameter_groups
 

@@ -8,7 +8,7 @@ import torch
 
 from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, steps_so_far
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least
+from echelon.loop.callbacks.intervals import at_least
 from echelon.loop.state import State
 
 __all__ = ["EmptyCudaCache"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from echelon.common.errors import DataError, UsageError
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least
+from echelon.loop.callbacks.intervals import at_least
 from echelon.loop.progress import Progress
 from echelon.loop.state import State
 

@@ -8,7 +8,7 @@ from typing import Any
 from echelon.compat.torchtnt.framework.callbacks.by_phase import progress_of
 from echelon.compat.torchtnt.utils.distributed import barrier
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least
+from echelon.loop.callbacks.intervals import at_least
 from echelon.loop.state import State
 from echelon.observe.loggers.logger import rank
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from echelon.common.errors import UsageError, require
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least
+from echelon.loop.callbacks.intervals import at_least
 from echelon.loop.state import State
 from echelon.observe.loggers.logger import MetricLogger
 from echelon.world import agree

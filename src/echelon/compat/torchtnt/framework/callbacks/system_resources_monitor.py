@@ -8,7 +8,7 @@ import torch
 
 from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, progress_of
 from echelon.compat.torchtnt.utils.device import collect_system_stats
-from echelon.loop.callbacks.steps import LogsAtInterval
+from echelon.loop.callbacks.intervals import LogsAtInterval
 from echelon.loop.state import State
 from echelon.world import agree
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from echelon.common.errors import UsageError
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least
+from echelon.loop.callbacks.intervals import at_least
 from echelon.loop.state import State
 from echelon.world import agree
 

@@ -17,7 +17,7 @@ from typing import Any
 from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, progress_of, state_of
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least
+from echelon.loop.callbacks.intervals import at_least
 from echelon.loop.state import PhaseState, State
 from echelon.observe.loggers.logger import MetricLogger
 from echelon.world import agree

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least
+from echelon.loop.callbacks.intervals import at_least
 from echelon.loop.state import State
 
 __all__ = ["TorchCompile"]

@@ -8,7 +8,7 @@ from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, progress_of, state_of
 from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.steps import at_least
+from echelon.loop.callbacks.intervals import at_least
 from echelon.loop.state import PhaseState, State
 from echelon.world import agree
 
