@@ -103,6 +103,7 @@ MISTAKES = {
     "samples_counted_by_a_rank": ("the forward pass keeps state", "forward"),
     "mean_of_a_rank": ("the forward pass keeps state", "forward"),
     "order_of_a_set": ("samples that depend on the rank", None),
+    "samples_by_count": ("samples that depend on the rank", None),
     "clamped_gradients": ("gradients that each rank changes", "gradient"),
 }
 
@@ -328,6 +329,7 @@ NAMED = {
     "samples_counted_by_a_rank": "weight is another than in one process: 8 on every rank, 16 in one process",
     "mean_of_a_rank": "centred.mean is not the same on all ranks",
     "order_of_a_set": "PYTHONHASHSEED",
+    "samples_by_count": "the data set's count changes as samples are read",
 }
 
 

@@ -44,10 +44,14 @@ _Place = tuple[Any, Any]  # the namespace of a value, and its name there
 
 
 class KeptState:
-    """The state of one unit, by path."""
+    """The state of one unit, by path; or of another object, such as a data set.
 
-    def __init__(self, unit: Any) -> None:
-        self._unit = unit
+    Args:
+        is_unit: it has modules, whose trained parameters are no state.
+    """
+
+    def __init__(self, unit: Any, *, is_unit: bool = True) -> None:
+        self._unit, self._is_unit = unit, is_unit
         self._seen: set[str] = set()
         self.too_large: set[str] = set()
 
@@ -87,14 +91,15 @@ class KeptState:
 
     def _places(self) -> dict[str, _Place]:
         found: dict[str, _Place] = {}
-        trained = {id(p) for _, p in parameters_of(self._unit)}
-        roots = [("", self._unit), *((f"{prefix}module", module) for prefix, module in modules_of(self._unit))]
+        trained = {id(p) for _, p in parameters_of(self._unit)} if self._is_unit else set()
+        roots = [("", self._unit)]
+        roots += [(f"{prefix}module", module) for prefix, module in modules_of(self._unit)] if self._is_unit else []
         roots += [(module.__name__.replace("__main__", "script"), module) for module in own_modules(self._unit)]
         roots += [
             (f"{frame.f_code.co_name}.{name}", value)
             for frame in own_frames()
             for name, value in frame.f_locals.items()
-            if not is_library(type(value).__module__) and _is_open(value)
+            if (isinstance(value, types.FunctionType) or not is_library(type(value).__module__)) and _is_open(value)
         ]
         waiting: deque[tuple[str, Any, int]] = deque((path, root, 0) for path, root in roots)
         seen: set[int] = set()
@@ -116,6 +121,11 @@ class KeptState:
                     found.setdefault(here, (names, name))
                 elif depth < _DEEPEST and _is_open(inner):
                     waiting.append((here, inner, depth + 1))
+        tensors: dict[int, str] = {}  # of several paths to one, such as a variable left by a loop, the longest
+        for path, (names, name) in list(found.items()):
+            if isinstance(names[name], torch.Tensor) and (other := tensors.setdefault(id(names[name]), path)) != path:
+                del found[other]
+                tensors[id(names[name])] = path
         return found
 
 

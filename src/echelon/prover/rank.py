@@ -35,7 +35,7 @@ from echelon.prover.record import StepRecorder
 from echelon.prover.reference import How, Reference, Shake
 from echelon.prover.references import reference_of
 from echelon.prover.row_layout import RowLayout
-from echelon.prover.samples import Epoch, Seen, drawn_by_reading, reads_alike
+from echelon.prover.samples import Epoch, Seen, drawn_by_reading, kept_by_reading, reads_alike
 from echelon.prover.splits import split
 from echelon.prover.turns import Enough, Turns
 from echelon.prover.values import parameters_of, prepared_of
@@ -240,15 +240,16 @@ def run_samples(replay: Replay, count: int) -> dict[str, Any]:
 
     def read(unit: Any, dataloader: Any) -> dict[str, Any]:
         seen: list[Seen] = []
-        if not isinstance(dataloader, Loader) or not reads_alike(dataloader):
-            return {"seen": seen}
+        keeps = kept_by_reading(dataloader)
+        if keeps is not None or not isinstance(dataloader, Loader) or not reads_alike(dataloader):
+            return {"seen": seen, "keeps": keeps}
         for step in Feed(dataloader):
             batch = widened(on_host(step.batch), replay.dtype)
             seen.append(Seen())
             seen[-1].add(checksums(batch, step.samples), batch)
             if sum(len(each.rows) for each in seen) >= count:
                 break
-        return {"seen": seen}
+        return {"seen": seen, "keeps": None}
 
     return replay.instead_of_training(read, replay.dtype)
 
@@ -282,12 +283,13 @@ def run_epoch(replay: Replay) -> dict[str, Any]:
                 continue
             epochs.pop()
             break
+        keeps = kept_by_reading(dataloader)
         if not epochs:
-            return {}
+            return {"keeps": keeps}
         # Workers may be seeded alike for every epoch.
         quiet = not getattr(dataloader, "num_workers", 0) or drawn_by_reading(dataloader) == set()
         epochs[0].repeats = quiet and len(epochs) == 2 and epochs[0].rows == epochs[1].rows
-        return {"epoch": epochs[0]}
+        return {"epoch": epochs[0], "keeps": keeps}
 
     return replay.instead_of_training(read, replay.dtype)
 

@@ -30,6 +30,7 @@ class SampleChecks:
         self._epochs: list[Epoch | None] = []  # of one process, once it was read
         self._samples_of_one: list[Seen] | None = None
         self._depends_on_hash: bool | None = None
+        self._keeps: str | None = None  # what reading changes of the data set, if samples depend on it
 
     def causes(self, result: Result, ran: Ran, *, joined: bool) -> list[tuple[str, str]]:
         """Those that the samples of a row show; notes go to the result.
@@ -44,17 +45,16 @@ class SampleChecks:
         if ranks[0]["hashes"] and self._by_hash(replay):
             seen = "the first batches or initial parameters are others under another PYTHONHASHSEED, as ranks of other nodes have"
             return [("samples that depend on the rank", seen)]
+        others = None
         if ranks[0]["loader"] == "Loader" and not ranks[0]["left_out"] and joined:
             updates = of_updates(ranks)
             others = unlike_one_process(updates, self._of_one_process(replay, sum(len(seen.rows) for seen in updates)))
-            if others is not None:
-                return [("samples that depend on the rank", others)]
-
         elif joined and (epoch := self._epoch(replay)) is not None:
             others = unlike_an_epoch(ranks, epoch)
-            if others is not None:
-                return [("samples that depend on the rank", others)]
-
+        if self._keeps is not None:
+            others = f"the data set's {self._keeps} changes as samples are read, and what they are depends on it"
+        if others is not None:
+            return [("samples that depend on the rank", others)]
         note = note_on(ranks, lambda: self._epoch(replay))
         if note is not None and note.startswith("samples overlap"):
             return [("samples that ranks share", note)]
@@ -91,7 +91,9 @@ class SampleChecks:
         """What one process reads; None where it has no end in sight."""
         if not self._epochs:
             try:
-                self._epochs.append(self._on_ranks.launch(run_epoch, 1, replay).get("epoch"))
+                found = self._on_ranks.launch(run_epoch, 1, replay)
+                self._epochs.append(found.get("epoch"))
+                self._keeps = found.get("keeps")
             except RankFailedError:
                 self._epochs.append(None)
         return self._epochs[0]
@@ -101,5 +103,6 @@ class SampleChecks:
         if self._samples_of_one is None or 0 < sum(len(each.rows) for each in self._samples_of_one) < count:
             self._samples_of_one = []
             with contextlib.suppress(RankFailedError):
-                self._samples_of_one = self._on_ranks.launch(run_samples, 1, replay, count)["seen"]
+                found = self._on_ranks.launch(run_samples, 1, replay, count)
+                self._samples_of_one, self._keeps = found["seen"], found["keeps"]
         return self._samples_of_one

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from echelon.prover.generators import Sources, drawn_between
+from echelon.prover.kept_state import KeptState, unlike
 from echelon.prover.micro import Micro, checksums, digest, plain
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Plan",
     "Reading",
     "Seen",
+    "kept_by_reading",
     "note_on",
     "of_updates",
     "plan_of",
@@ -43,6 +46,7 @@ _MOST_VALUES = 2_000_000
 # Of rows padded to several widths: equal ones of the data, padded otherwise in one process, look like shared ones.
 _MOST_EQUAL = 0.1
 _FIRST_SAMPLES = 16  # reading draws in the first few or not at all
+_READING_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -371,6 +375,25 @@ def drawn_by_reading(loader: Any) -> set[str] | None:
         before = sources.states()
         loader.collate_fn(first_samples(loader))
         return set(drawn_between(before, sources.states()))
+    except Exception:  # a dataset of the user's own can be anything
+        return None
+
+
+def kept_by_reading(loader: Any) -> str | None:
+    """An attribute that reading a data set changes, as a counter, and on which its samples depend, though none are drawn."""
+    try:
+        kept = KeptState(loader.dataset, is_unit=False)
+        before = kept.values()
+        one = digest(plain(first_samples(loader)))
+        ends = time.monotonic() + _READING_S
+        for i in range(len(loader.dataset)):
+            loader.dataset[i]
+            if time.monotonic() > ends:
+                break
+        after, again = kept.values(), digest(plain(first_samples(loader)))
+        kept.restore(before)
+        is_state = one != again and one == digest(plain(first_samples(loader)))
+        return min(unlike(before, after), default=None) if is_state else None
     except Exception:  # a dataset of the user's own can be anything
         return None
 
