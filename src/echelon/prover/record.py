@@ -264,22 +264,31 @@ class StepRecorder(Callback):
         def taken(state: State, data: Any, weight: Any, loss: Any) -> None:
             self._take(state, data, 0.0 if self.record.is_replica else float(weight), loss, before)
 
-        def seeded() -> None:
+        def seeded(seed: Callable[..., None], *given: int) -> None:
             nonlocal before
+            seed(*given)
             before = self._states()
 
-        original, accumulated = unit.backward, 0
+        goes_back: Any = unit.update if unit.several is None else unit.several
+        original, discard, bitwise, accumulated = goes_back.backward, unit.update.discard, unit.update.bitwise, 0
 
-        def backward(state: State, micro_batch: MicroBatch[Any], loss: torch.Tensor, **options: Any) -> None:
+        def backward(*given: Any, **options: Any) -> None:
             nonlocal accumulated
-            original(state, micro_batch, loss, **options)
+            original(*given, **options)
+            micro_batch: MicroBatch[Any] = given[-1]
             accumulated = 0 if micro_batch.is_last else gradients()
+
+        def left_out(*given: Any) -> None:
+            discard(*given)
+            self._micros.clear()
 
         def gradients() -> int:
             return digest([local(p.grad) for _, p in parameters_of(unit) if p.grad is not None])
 
-        unit.backward = backward  # type: ignore[method-assign]
-        unit.given, unit.seeded, unit.taken, unit.left_out = given, seeded, taken, lambda: self._micros.clear()
+        goes_back.backward, unit.given, unit.taken = backward, given, taken
+        unit.update.discard = left_out  # type: ignore[assignment, method-assign]
+        if bitwise is not None:
+            bitwise.begin = functools.partial(seeded, bitwise.begin)  # type: ignore[method-assign]
         self._watch_clipping(unit)
 
     def _watch_clipping(self, unit: AutoUnit[Any]) -> None:

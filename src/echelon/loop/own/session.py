@@ -225,7 +225,7 @@ class Session:
             return
         if run.has_failed:  # and whoever called the loop goes on all the same
             self.run = self.window = None
-            self.unit.forget_window(run.state)
+            self.unit.update.discard(self.unit, run.state)
             return
         if self.window is not None:
             self._end_batch()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,7 @@ from torch import nn
 
 from echelon.common.errors import OwnLoopError
 from echelon.loop.auto.auto import AutoUnit
-from echelon.loop.loss import summable
-from echelon.loop.state import State, step_under_way
-from echelon.parallel.micro_batch import MicroBatch
+from echelon.loop.state import State
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.state.partition import parameters_of
 
@@ -51,12 +48,11 @@ class LoopUnit(AutoUnit[Any]):
         several: there are several optimizers, or networks.
         options: of AutoUnit.
     Attributes:
+        update: the way from a batch to the optimizer's step, which the loop's windows go.
         configured: the optimizers and the schedulers that the loop has.
         plain: set where plain PyTorch computes.
         instead, turns: gives the batches in place of the loader, and how; for `echelon prove`.
         given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
-        seeded: called where the RNGs were set for a batch, as with bit-equal numbers.
-        left_out: called when the batches of an unfinished update are left out.
         evaluated, has_evaluated: the batch of an evaluation loader that the loop has, and whether it had one in this evaluation.
         shares_batches: whether the ranks share a batch of the loader that the loop was given.
     """
@@ -76,14 +72,13 @@ class LoopUnit(AutoUnit[Any]):
                 "the layout must compute micro-batches one by one in a loop of your own, got one that takes the micro-batches "
                 "of an update at once. Write an AutoUnit."
             )
+        self.update = self._update
         self.configured = list(made)
         self.plain: Plain | None = None
         self.instead: Callable[[], Iterator[Any]] | None = None
         self.turns: Any = None
         self.given: Callable[[Any], Any] | None = None
         self.taken: Callable[[State, Any, float, Any], None] | None = None
-        self.seeded: Callable[[], None] | None = None
-        self.left_out: Callable[[], None] | None = None
         self.shares_batches = True
         self.evaluated: Any = None
         self.has_evaluated = False
@@ -115,76 +110,12 @@ class LoopUnit(AutoUnit[Any]):
     def step_lr_scheduler(self) -> None:
         """The loop does."""
 
-    # --- a step, in the order in which the loop calls for it
-
-    def samples_of_batch(self, state: State, data: Any) -> float | torch.Tensor:
-        """What a batch weighs where the loop does not say: its samples."""
-        self.samples_given = step_under_way(state.train_state).samples
-        return self.weight(data)
-
     def samples_evaluated(self) -> float | torch.Tensor:
         """What the batch weighs that the loop evaluates."""
         self.samples_given = None
         return self.weight(self.evaluated)
 
-    def open(self, state: State, data: Any, weight: Any) -> MicroBatch[Any]:
-        """Begin the micro-batch that the loader gave."""
-        step = self._update.begin_step(self, state)
-        weight = 0 if step.is_padding else summable(weight) if isinstance(weight, torch.Tensor) else weight
-        micro_batch = MicroBatch(data, weight, self._update.is_last, step.is_padding)
-        if self.window.reference is None:
-            self._update.estimate(self, [micro_batch])
-        return micro_batch
-
-    def passes(self, state: State, micro_batch: MicroBatch[Any]) -> AbstractContextManager[Any]:
-        """Context of its passes."""
-        around = self._update.passes(self, state, micro_batch)
-        if self.seeded is not None and self._bitwise is not None:
-            self.seeded()
-        return around
-
-    def backward(
-        self, state: State, micro_batch: MicroBatch[Any], loss: torch.Tensor, *, retain_graph: bool | None = None
-    ) -> None:
-        """The weighted backward pass; after an update's last the gradients are those of its global batch."""
-        if self.several is not None:
-            self.several.backward(loss, micro_batch, retain_graph=retain_graph)
-            return
-        self._update.backward(self, state, loss, micro_batch, retain_graph=retain_graph)
-        if micro_batch.is_last:
-            self.has_updated = True
-            self._update.finish(self, state)
-
-    def end_several(self, state: State, *, last: bool) -> None:
-        """A micro-batch of several optimizers has ended."""
-        assert self.several is not None
-        self.several.end_micro_batch(replica=self.prepared.is_replica)
-        if last:
-            self.has_updated = True
-            self._update.finish_several(self, state)
-
-    @property
-    def update_loss(self) -> Any:
-        """Of the latest window, over all ranks."""
-        return self._update.loss
-
-    def apply(self, state: State, norm: torch.Tensor | None) -> bool:
-        """The optimizer's step; False if fp16's scaler left it out, or the global batch weighs nothing."""
-        return self._update.step(self, state, norm)
-
     def zero_grad(self, state: State) -> None:
         # Not by the optimizer's own: that keeps gradients in the middle of an update, of which this is the end.
         for parameter in (p for optimizer in self.optimizers for p in parameters_of(optimizer)):
             parameter.grad = None
-
-    def forget_window(self, state: State) -> None:
-        """After an error in the middle of it."""
-        self._update.discard(self, state)
-        if self.left_out is not None:
-            self.left_out()
-
-    def epoch_closed(self, state: State, phase: str) -> None:
-        begun = self.window.count
-        super().epoch_closed(state, phase)
-        if begun and self.left_out is not None:
-            self.left_out()

@@ -11,7 +11,7 @@ import torch
 from echelon.common.errors import LossError, OwnLoopError
 from echelon.common.numbers import number
 from echelon.loop.auto.standing_in import explain_one_sample
-from echelon.loop.loss import problem_with
+from echelon.loop.loss import problem_with, summable
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import State
 from echelon.parallel.micro_batch import MicroBatch
@@ -54,6 +54,7 @@ class OwnWindow:
         self._micro_batch: MicroBatch[Any] | None = None
         self._contexts: tuple[AbstractContextManager[Any], ...] = ()
         self._norm: torch.Tensor | None = None
+        self._state: State
         self.is_open = False
         self.is_last = False
         self.update = 0
@@ -66,7 +67,7 @@ class OwnWindow:
     def __enter__(self) -> OwnWindow:
         session, unit = self._session, self._session.unit
         session.enter(self)
-        self.is_open, self.update = True, unit.window.updates
+        self.is_open, self.update, self._state = True, unit.window.updates, session.state
         if unit.plain is not None:
             self.is_last = unit.plain.is_last
             unit.plain.weight = unit.weight(session.batch) if self._weight is None else self._weight
@@ -74,10 +75,14 @@ class OwnWindow:
                 self._contexts = (unit.plain.computes.autocast(unit.device),)
                 self._contexts[0].__enter__()
             return self
-        weight = unit.samples_of_batch(session.state, session.batch) if self._weight is None else self._weight
-        self._micro_batch = unit.open(session.state, session.batch, weight)
-        self.is_last = self._micro_batch.is_last
-        passes = unit.passes(session.state, self._micro_batch)
+        step = unit.update.begin_step(unit, self._state)
+        self.is_last = unit.update.is_last
+        weight = 0 if step.is_padding else unit.weight(session.batch) if self._weight is None else self._weight
+        weight = summable(weight) if isinstance(weight, torch.Tensor) else weight
+        self._micro_batch = MicroBatch(session.batch, weight, self.is_last, step.is_padding)
+        if unit.window.reference is None:
+            unit.update.estimate(unit, [self._micro_batch])
+        passes = unit.update.passes(unit, self._state, self._micro_batch)
         self._contexts = (passes,) if unit.computes.dtype is None else (passes, unit.autocast())
         for context in self._contexts:
             context.__enter__()
@@ -102,9 +107,11 @@ class OwnWindow:
             )
         unit = self._session.unit
         if error is None and unit.several is not None and unit.plain is None:
-            unit.end_several(self._session.state, last=self.is_last)
+            unit.several.end_micro_batch(replica=unit.prepared.is_replica)
             if self.is_last:
-                self.loss = unit.latest_update[0]
+                unit.has_updated = True
+                unit.update.finish_several(unit, self._state)
+                self.loss = unit.update.latest[0]
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool | None = None) -> None:
         """In place of `loss.backward()`: the gradients are weighed and, with the window's last batch, averaged over the ranks.
@@ -139,10 +146,17 @@ class OwnWindow:
         else:
             assert self._micro_batch is not None
             with NO_CONTEXT if unit.computes.dtype is None else torch.autocast(unit.device.type, enabled=False):
-                unit.backward(self._session.state, self._micro_batch, loss, retain_graph=retain_graph)
+                if unit.several is not None:
+                    unit.several.backward(loss, self._micro_batch, retain_graph=retain_graph)
+                else:
+                    unit.update.backward(unit, self._state, loss, self._micro_batch, retain_graph=retain_graph)
             before = 0.0 if self.trained is None else self.trained[1]
             self.trained = self._micro_batch.weight, loss.detach() + before
-            self.loss = unit.update_loss if self.is_last and unit.several is None else self.trained[1]
+            self.loss = self.trained[1]
+            if self.is_last and unit.several is None:
+                unit.has_updated = True
+                unit.update.finish(unit, self._state)
+                self.loss = unit.update.loss
         enter(Part.OTHER)
         self._session.went_back()
 
@@ -152,7 +166,7 @@ class OwnWindow:
         """
         self._check_open("log")
         if self._session.unit.plain is None:
-            self._session.state.log(name, value, weight, reduce=reduce)
+            self._state.log(name, value, weight, reduce=reduce)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, of: Any = None) -> torch.Tensor | None:
         """In place of `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: over all ranks, before the step.
@@ -194,7 +208,8 @@ class OwnWindow:
         if self.stepped:
             raise OwnLoopError("optimizer.step() must be called once in an update, got a second call.")
         self.stepped = True
-        self.updated = self._session.unit.apply(self._session.state, self._norm)
+        unit = self._session.unit
+        self.updated = unit.update.step(unit, self._state, self._norm)
 
     def _has_gradients(self, name: str) -> bool:
         """Whether there are gradients of a whole update."""
