@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
+
 import echelon
+from echelon.parallel.prepared import Prepared
 
 SOURCES = Path(echelon.__file__).parent
 
@@ -99,6 +102,14 @@ def test_docs_architecture_lists_all_process_wide_state() -> None:
     listed = {f"echelon.{each}" for row in rows for each in re.findall(r"`([\w.]+)`", row)}
     there = {f"{name}.{each}" for name, (_, tree) in trees().items() for each in process_wide(tree)}
     assert listed == there, f"to be listed with a reason: {sorted(there - listed)}; gone: {sorted(listed - there)}"
+
+
+def test_docs_architecture_lists_all_that_the_loop_may_ask_a_layout() -> None:
+    text = (SOURCES.parents[1] / "docs/architecture.md").read_text().partition("## The seam")[2].partition("### Adding")[0]
+    made = Prepared(torch.nn.Linear(1, 1))
+    public = {name for name in {*dir(made), *vars(made)} if not name.startswith("_")}
+    assert public - set(re.findall(r"\w+", text)) == set(), "the seam has these, too: say what for"
+    assert len(public) <= 54, "the seam is wide enough"
 
 
 def test_planted_process_wide_state_is_found() -> None:

@@ -19,7 +19,7 @@ from echelon.loop.progress import Progress
 from echelon.loop.stage import Stage, timed
 from echelon.loop.state import EvaluateEvery, PhaseState
 from echelon.loop.unit import Unit, wants_iterator
-from echelon.loop.validate import KINDS, is_real, keeps
+from echelon.loop.validate import KINDS, keeps
 from echelon.world import agree, rng
 
 __all__ = ["Batches", "check_evaluation", "open_feed", "own_fetch"]
@@ -62,7 +62,7 @@ def own_fetch(stage: Stage, batches: Batches, *, always: bool) -> Callable[[], A
     fetch: Callable[[], Any] = batches.__next__
     if _fetches(stage):
         own = partial(getattr(stage.unit, f"get_next_{stage.phase}_batch"), stage.state, batches)
-        fetch = partial(batches.within_limits, own if is_real(stage.unit) else partial(_unless_unset, own, batches))
+        fetch = partial(batches.within_limits, own)
     elif not always:
         return None
     return timed(stage.state.timer, f"{stage.entry}.next(data_iter)", fetch)
@@ -71,12 +71,6 @@ def own_fetch(stage: Stage, batches: Batches, *, always: bool) -> Callable[[], A
 def _fetches(stage: Stage) -> bool:
     """Whether a method of the unit's own fetches a step's data."""
     return not keeps(stage.unit, f"get_next_{stage.phase}_batch", KINDS[stage.phase])
-
-
-def _unless_unset(fetch: Callable[[], Any], batches: Batches) -> Any:
-    """What a mock's method gives; the next batch, if nobody has told it what to give."""
-    data = fetch()
-    return next(batches) if type(data).__module__ == "unittest.mock" else data
 
 
 def open_feed(stage: Stage) -> Feed:

@@ -31,15 +31,14 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
     """A module that the user wrapped in the older FullyShardedDataParallel; echelon itself does not build on it."""
 
     forward_is_collective = True
-    replaces_parameters = True
-    flattens_parameters = True
+    form = "flat"
 
     def __init__(self, module: FullyShardedDataParallel, world: World) -> None:
         # With copies of the shards `process_group` has the ranks of one copy; what is over all copies has no public name.
         copies = module.sharding_strategy.name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
         super().__init__(module, [Axis.of(None if copies else module.process_group)])
 
-    def adopt(self) -> None:
+    def _adopt(self) -> None:
         Buffers.keep_equal(self.module, self.data_groups, begin=True)
 
     def parameters_written(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -182,7 +182,8 @@ class Layout(Strategy):
         how = fsdp.but(sync_module_states=False, device_mesh=dims.data_mesh(device)).sharding(module, world)
         prepared = shard(module, world, recipe, how, ParallelPrepared)
         prepared.lay_out(dims, world.rank, context, pipeline)
-        prepared.draws_apart |= self.sequence_parallel and dims.tp > 1
+        if self.sequence_parallel and dims.tp > 1:
+            prepared.place = replace(prepared.place, draws_apart=True)
         if pipeline is None and dims.cp == 1 and dims.tp > 1:  # stages and parts of sequences begin streams of their own
             prepared.draws = SameDraws(dims.tp_rank(world.rank), dims.tp, world.device)
             prepared.guards.append(prepared.draws)

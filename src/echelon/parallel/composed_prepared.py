@@ -17,7 +17,7 @@ from echelon.parallel.gradients import clip
 from echelon.parallel.guards.grad_presence import SameGradients
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline import Pipeline
-from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.prepared import NO_CONTEXT, PartsCheck, Place
 from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
 from echelon.world import agree
 from echelon.world.mesh import ParallelDims
@@ -49,9 +49,8 @@ class ParallelPrepared(FSDPPrepared):
         """Say where this rank is, and what the module was cut by. Once, when the module has its final form. Collective."""
         place = dims.place(rank)
         self.dims, self.rank, self.context = dims, rank, context
-        self.part, self.stage = (place["cp"], dims.cp), (place["pp"], dims.pp)
-        self.draws_apart = dims.cp > 1 or dims.pp > 1
-        self.replaces_parameters = bool(self.averaged)
+        self.place = Place((place["cp"], dims.cp), (place["pp"], dims.pp), dims.cp > 1 or dims.pp > 1)
+        self.form = "others" if self._averaged else "own"
         if pipeline is None:
             if context is not None:
                 context.look_at_outputs(self.module)
@@ -107,14 +106,13 @@ class ParallelPrepared(FSDPPrepared):
                 )
 
     @property
-    def doubts_parts(self) -> bool:  # type: ignore[override]
-        return self.context is not None and self.context.doubts_parts
+    def parts_check(self) -> PartsCheck | None:  # type: ignore[override]
+        return self if self.context is not None and self.context.doubts_parts else None
 
     def check_parts(
         self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
     ) -> None:
-        if self.context is None:
-            return
+        assert self.context is not None
 
         def weight_of(data: Any, share: float | torch.Tensor) -> float:
             self.share = share
@@ -124,8 +122,8 @@ class ParallelPrepared(FSDPPrepared):
         self.context.check_parts(batch, weight_of, compute, [*types, *(t for t in (dtype, self.computes_in) if t is not None)])
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        if self.context is not None:
-            self.context.check_loss(loss)
+        assert self.context is not None
+        self.context.check_loss(loss)
 
     def whole_of(self, outputs: Any) -> Any:
         return outputs if self.context is None else self.context.whole_of(outputs)
@@ -186,7 +184,7 @@ class ParallelPrepared(FSDPPrepared):
         if pipeline is None:
             return super().forward_backward_window(micro_batches, forward, backward)
         several = len(pipeline.cut.own) > 1
-        defers = self.reduction.requires_gradient_sync and not self.reduction.requires_all_reduce and len(self.averaged) > 1
+        defers = self.reduction.requires_gradient_sync and not self.reduction.requires_all_reduce and len(self._averaged) > 1
         if defers and not several and self._same is None:
             self._same = SameGradients(self.module)  # before the forward passes, which it watches
 
@@ -199,14 +197,14 @@ class ParallelPrepared(FSDPPrepared):
             super(ParallelPrepared, self).accumulate(last)
 
         with self._over_parts(), self.explaining():
-            begins = before if self.averaged else None
+            begins = before if self._averaged else None
             made = pipeline.window(micro_batches, forward, backward, begins, share=self.wants_outputs)
             if self._same is not None:
                 self._same.check(last=True)
             self._reduces = True
             if self._loose or self._frozen:
                 self._average_loose()
-        if self.averaged and not self._is_checked:
+        if self._averaged and not self._is_checked:
             self._is_checked = True
             self._check_plan(made[0][0])
         return made

@@ -56,14 +56,14 @@ class Networks(Prepared[nn.Module]):
 
     def __init__(self, module: nn.Module, parts: Sequence[Prepared[Any]]) -> None:
         first = parts[0]
-        super().__init__(module, first.averaged)
+        super().__init__(module, first._averaged)
         self.parts, self._share = list(parts), first._share
         for part in parts:
             self.guards += part.guards
             part.guards = self.guards
         self.is_replica, self.computes_in = first.is_replica, first.computes_in
-        self.replaces_parameters = any(part.replaces_parameters for part in parts)
-        self.divides_optimizer = any(part.divides_optimizer for part in parts)
+        self.form = next((part.form for part in parts if part.form != "own"), "own")
+        self._divides_optimizer = any(part._divides_optimizer for part in parts)
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]
@@ -82,14 +82,14 @@ class Networks(Prepared[nn.Module]):
 
     def divide(self, optimizer: torch.optim.Optimizer) -> None:
         """Under a strategy that divides optimizers. Collective."""
-        if self.divides_optimizer:
+        if self._divides_optimizer:
             Partition(optimizer, self.data_groups[0], {p: name for name, p in self.named_parameters()})
 
     def trains_also(self, others: list[nn.Parameter]) -> None:
         for part in self.parts:
             part.trains_also([])
-        self.others = others
-        if self.averaged:
+        self._others = others
+        if self._averaged:
             check_equal(others, self.data_groups, "the optimizers have parameters outside the modules")
 
     # --- passes
@@ -99,7 +99,7 @@ class Networks(Prepared[nn.Module]):
         for part in self.parts:
             if isinstance(part, DDPPrepared):
                 part.before_evaluation()  # rank 0's buffers are sent with the next forward pass
-        return _all([part.accumulate(part.replaces_parameters) for part in self.parts])
+        return _all([part.accumulate(part.form != "own") for part in self.parts])
 
     def explaining(self) -> AbstractContextManager[Any]:
         return _all(part.explaining() for part in self.parts)
@@ -176,7 +176,7 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
         shared = next((seen[p] for p in before if p in seen), None)
         part = parallelize(network, strategy, device, *given, **options)
         _check(part)
-        if shared is not None and part.replaces_parameters:
+        if shared is not None and part.form != "own":
             raise LayoutError(
                 f"{type(module).__name__}.{shared} and .{name} share parameters, and each is split by itself. Put them into one "
                 "module whose forward calls them, or train under 'ddp'."
@@ -191,14 +191,19 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
     with torch.no_grad():
         for tensor in (*loose, *module.buffers()):
             tensor.data = tensor.data.to(device)
-        if agree.is_joined() and any(part.averaged for part in parts):
+        if agree.is_joined() and any(part._averaged for part in parts):
             for parameter in loose:
                 dist.broadcast(parameter.data, 0)
     return Networks(module, parts)
 
 
 def _check(part: Prepared[Any]) -> None:
-    if part.works_alone or part.takes_windows or part.part[1] > 1 or (len(part.data_groups) > 1 and part.divides_optimizer):
+    if (
+        part.works_alone
+        or part.takes_windows
+        or part.place.part[1] > 1
+        or (len(part.data_groups) > 1 and part._divides_optimizer)
+    ):
         raise LayoutError(
             "several optimizers must have a strategy whose ranks train on each batch together, such as 'ddp', 'fsdp', 'zero1' or "
             "'tp=2', got one with pp or cp, or of workers that meet now and then. Take one of these, or one optimizer with "

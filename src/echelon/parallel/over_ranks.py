@@ -120,7 +120,7 @@ def _groups() -> list[dist.ProcessGroup | None]:
     parallel = next((prepared for prepared in alive if prepared.data_rank_and_size is not None), None)
     if parallel is None or parallel.data_rank_and_size[1] == dist.get_world_size():
         return [None]
-    return [axis.group for axis in parallel.averaged]
+    return list(parallel.data_groups)
 
 
 def _rows(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> list[int]:

@@ -105,7 +105,7 @@ def parallelize(
     given = Prepared.of(module, world)
     recipe.compile(recipe.checkpoint_activations(given.unwrapped))
     _check_embeddings(given, world)
-    given.adopt()
+    given._adopt()
     given.find_replicas()
     return given
 
@@ -157,7 +157,7 @@ def _prepared(module: nn.Module, layout: Strategy, world: World, recipe: Recipe)
 
 
 def _check_embeddings(prepared: Prepared[Any], world: World) -> None:
-    several = prepared.averaged_over > 1 or (prepared.replaces_parameters and world.size > 1)
+    several = prepared.averaged_over > 1 or (prepared.form != "own" and world.size > 1)
     if several and not prepared.works_alone:
         check_embeddings(prepared.unwrapped)
 
@@ -198,12 +198,12 @@ def prepare_module(
             f"prepare_module knows of no updates, after some of which workers of layout {decided.layout or layout!r} meet. "
             "Use echelon.prepare, or a unit such as AutoUnit."
         )
-    if prepared.part[1] > 1 or prepared.takes_windows:
+    if prepared.place.part[1] > 1 or prepared.takes_windows:
         raise LayoutError(
             "prepare_module must have a layout without cp and pp: nothing splits the sequences, or passes micro-batches "
             "through stages, in a step of your own. Write an AutoUnit; for cp also echelon.prepare with a loop of your own."
         )
-    if prepared.divides_optimizer:
+    if prepared._divides_optimizer:
         logger.warning(
             "prepare_module never sees the optimizer that layout 'zero1' divides: give both to echelon.prepare, or this is "
             "layout 'ddp'"

@@ -9,7 +9,8 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,14 +31,46 @@ from echelon.parallel.state.state import ModuleState, module_state
 from echelon.world import agree
 from echelon.world.init import World
 
-__all__ = ["NO_CONTEXT", "Prepared", "WrapperPrepared"]
+__all__ = ["NO_CONTEXT", "Form", "PartsCheck", "Place", "Prepared", "WrapperPrepared"]
 
 O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
 B = TypeVar("B")
 R = TypeVar("R")
+Form = Literal["own", "others", "flat"]
 
 NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()  # one for all: making one takes longer than entering it
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among those that have the same samples.
+
+    Args:
+        part, stage: which part of each sample it computes, and which part of the layers, each of how many.
+        draws_apart: a forward pass draws other random numbers there than one process would.
+    """
+
+    part: tuple[int, int] = (0, 1)
+    stage: tuple[int, int] = (0, 1)
+    draws_apart: bool = False
+
+
+class PartsCheck(Protocol):
+    """Whether weights and losses of parts of a batch add up to those of the whole: of the first batch, once. Collective."""
+
+    def check_parts(
+        self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
+    ) -> None:
+        """UsageError if they do not.
+
+        Args:
+            weigh, compute: weight and loss of a batch or of its part.
+            dtype: in which the loss is computed, if not in that of the parameters.
+        """
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """As `check_parts`, of code that cannot be called again: of its first loss, before the backward pass."""
 
 
 class Prepared(Generic[M]):
@@ -45,22 +78,17 @@ class Prepared(Generic[M]):
 
     Attributes:
         module: what the user calls; may be a wrapper.
-        averaged: the axes of ranks over which gradients are averaged; none where every process trains by itself.
-        averaged_over: the ranks of these axes: `dp_size`, or more where ranks share samples.
+        averaged_over: over how many ranks gradients are averaged: `dp_size`, or more where ranks share samples.
         forward_is_collective: every rank must call the module equally often, also to evaluate.
-        order_is_fixed: `fix_order` was called.
-        divides_optimizer: `optimizer` divides what it makes over the ranks, so it must be called.
-        replaces_parameters: its parameters are others than the module had before it was made parallel.
-        flattens_parameters: they are parts of flat tensors, so that single gradients cannot be seen whole.
+        form: of its parameters: those that the module had before it was made parallel; others in their place; or others that are
+            parts of flat tensors, so that single gradients cannot be seen whole.
         is_replica: another rank works on the very same samples and speaks for them; what this one counts weighs nothing.
         takes_windows: `forward_backward_window` takes the micro-batches of an update at once, in an order of its own.
         stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
-        others: what the optimizer trains besides the module, such as a learned weight of a loss.
         wants_outputs: whether somebody looks at what `compute_loss` returns besides the loss, in training.
-        part, stage: which part of each sample this rank computes, and which part of the layers, each of how many.
+        place: of this rank among those that have the same samples.
         share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
-        doubts_parts: parts of samples are weighed, which `check_parts` has not seen yet.
-        draws_apart: a forward pass draws other random numbers than one process would, on the ranks that share its samples.
+        parts_check: where parts of samples are weighed, what compares them once with the whole; None after that.
         is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
@@ -70,25 +98,25 @@ class Prepared(Generic[M]):
 
     forward_is_collective = False
     is_replica = False
-    order_is_fixed = divides_optimizer = False
-    replaces_parameters = flattens_parameters = False
+    form: Form = "own"
     takes_windows = works_alone = False
     stages: Sequence[dist.ProcessGroup | None] = ()
     wants_outputs = True
-    part = stage = (0, 1)
-    draws_apart = False
+    place = Place()
     is_trying = False
     share: float | torch.Tensor = 1.0
-    doubts_parts = False
+    parts_check: PartsCheck | None = None
     computes_in: torch.dtype | None = None
     explaining: Callable[[], AbstractContextManager[Any]] = staticmethod(lambda: NO_CONTEXT)
+    _order_is_fixed = False  # `fix_order` was called
+    _divides_optimizer = False  # `optimizer` divides what it makes over the ranks, so it must be called
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
-        self.module, self.averaged = module, list(averaged)
-        self.averaged_over = math.prod(axis.size for axis in self.averaged)
-        self._share = share(module, self.averaged)
+        self.module, self._averaged = module, list(averaged)  # axes; none where every process trains by itself
+        self.averaged_over = math.prod(axis.size for axis in self._averaged)
+        self._share = share(module, self._averaged)
         self.guards: list[Guard] = []
-        self.others: list[nn.Parameter] = []
+        self._others: list[nn.Parameter] = []  # what the optimizer trains besides the module, as a learned weight of a loss
         self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
         self._frozen: list[nn.Parameter] = []  # nor theirs, if they are unfrozen
         self._joined, self._reduces = Joined(module.parameters() if averaged else ()), True
@@ -124,7 +152,7 @@ class Prepared(Generic[M]):
     @property
     def data_rank_and_size(self) -> tuple[int, int] | None:
         """(dp_rank, dp_size); None where every process is by itself, so that the loader decides."""
-        return (self.dp_rank, self.dp_size) if self.averaged or self.forward_is_collective else None
+        return (self.dp_rank, self.dp_size) if self._averaged or self.forward_is_collective else None
 
     def _known_share(self) -> Share:
         if self._share.unknown is not None:
@@ -133,11 +161,11 @@ class Prepared(Generic[M]):
 
     def find_replicas(self) -> None:
         """Learn whether another rank speaks for this one's samples. Collective if the module is parallel."""
-        if agree.is_joined() and (self.averaged or self.forward_is_collective):
-            told = agree.gather([self._share.rank, [axis.digest for axis in self.averaged]])
+        if agree.is_joined() and (self._averaged or self.forward_is_collective):
+            told = agree.gather([self._share.rank, [axis.digest for axis in self._averaged]])
             self.is_replica = speaks_for(told, dist.get_rank()) != dist.get_rank()
 
-    def adopt(self) -> None:
+    def _adopt(self) -> None:
         """Take up a module that the user has made parallel by hand, before it trains. Collective."""
 
     @property
@@ -198,19 +226,6 @@ class Prepared(Generic[M]):
         """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
         return outputs
 
-    def check_parts(
-        self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
-    ) -> None:
-        """UsageError if what a unit weighs parts of a batch, and their losses, do not add up to those of the whole. Collective.
-
-        Args:
-            weigh, compute: weight and loss of a batch or of its part.
-            dtype: in which the loss is computed, if not in that of the parameters.
-        """
-
-    def check_loss(self, loss: torch.Tensor) -> None:
-        """As `check_parts`, of code that cannot be called again: of its first loss, before the backward pass. Collective."""
-
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""
         return forward(batch)
@@ -224,13 +239,13 @@ class Prepared(Generic[M]):
     @property
     def data_groups(self) -> list[dist.ProcessGroup | None]:
         """The groups of ranks over which gradients are averaged, one for each axis."""
-        return [axis.group for axis in self.averaged]
+        return [axis.group for axis in self._averaged]
 
     def trains_also(self, others: list[nn.Parameter]) -> None:
         """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
         Raises UsageError if these parameters, or those that the module has got since, are not the same on all ranks.
         """
-        self.others = others
+        self._others = others
         if groups := self.data_groups:
             check_equal(others, groups, "the optimizer has parameters outside the module")
             check_equal(self._joined.trained(self.module), groups, "the module has got parameters")
@@ -240,12 +255,9 @@ class Prepared(Generic[M]):
         """Trained parameters of the module whose gradients the layout does not reduce."""
         return self._joined.trained(self.module)
 
-    def reduces_unfrozen(self) -> None:
+    def _reduce_unfrozen(self) -> None:
         """What is frozen now is not in the layout's buckets: once it is unfrozen, its gradients are averaged apart."""
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
-
-    def compare_calls(self) -> None:
-        """Training begins, in windows, whose messages tell what guards have to say."""
 
     def window(self) -> AbstractContextManager[Any]:
         """Context around all forward and backward passes of an update, whichever way they are called."""
@@ -301,11 +313,11 @@ class Prepared(Generic[M]):
     def _average_loose(self) -> None:
         """After a backward pass. Collective after a window's last."""
         if self._reduces and (alone := [*self._loose, *(p for p in self._frozen if p.requires_grad)]):
-            average_(alone, self.data_groups, in_order=self.order_is_fixed)
+            average_(alone, self.data_groups, in_order=self._order_is_fixed)
 
     def fix_order(self) -> None:
         """From now on, add gradients and norms over the ranks in one order (`fixed_order`); UsageError if there is none."""
-        self.order_is_fixed = True
+        self._order_is_fixed = True
 
     def parameters_written(self) -> None:
         """After writing into parameters otherwise than by a step: forget what was gathered; UsageError if that cannot be."""
@@ -315,7 +327,7 @@ class Prepared(Generic[M]):
 
     def scale_grads(self, factor: float | torch.Tensor) -> None:
         """Multiply every gradient in place. Per rank; `factor` is the same on all."""
-        clip.scale_((*self.module.parameters(), *self.others), factor)
+        clip.scale_((*self.module.parameters(), *self._others), factor)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`. Collective over the ranks
@@ -328,7 +340,7 @@ class Prepared(Generic[M]):
             The norm before clipping, a 0-dim tensor, the same number on every rank.
         Source: Pascanu et al. 2013, section 3.2, as `torch.nn.utils.clip_grad_norm_` does it.
         """
-        if self.order_is_fixed:
+        if self._order_is_fixed:
             return clip_in_order_(self.module.parameters(), max_norm, norm_type)
         return clip.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.stages)
 

@@ -166,7 +166,7 @@ class StepRecorder(Callback):
         with contextlib.suppress(OSError):  # a module without a source
             record.hashes = any(_SETS.search(inspect.getsource(module)) for module in own_modules(unit))
         # Workers that train by themselves have gradients of their own.
-        record.flattened = any(prepared.flattens_parameters or prepared.works_alone for _, prepared in prepared_of(unit))
+        record.flattened = any(prepared.form == "flat" or prepared.works_alone for _, prepared in prepared_of(unit))
         types = [p.dtype for _, p in parameters_of(unit) if p.dtype in (torch.bfloat16, torch.float16)]
         record.narrow = str(types[0]).removeprefix("torch.") if types else ""
         for _, prepared in prepared_of(unit):
@@ -230,7 +230,7 @@ class StepRecorder(Callback):
         """The batches whose parts this rank gets, by the identity of the part, of the update under way."""
         wholes: dict[int, tuple[Any, Any]] = {}  # the part is kept: its identity must stay its own
         prepared = unit.prepared
-        if prepared.part[1] == 1:
+        if prepared.place.part[1] == 1:
             return wholes
         part_of, update = prepared.part_of, 0
 
@@ -457,11 +457,11 @@ class StepRecorder(Callback):
 
 def _place(record: RankRecord, unit: Any) -> None:
     for _, prepared in prepared_of(unit):
-        record.part, record.stage = prepared.part, prepared.stage
+        record.part, record.stage = prepared.place.part, prepared.place.stage
         dims = getattr(prepared, "dims", None)
         if dims is not None:
             record.place = dims.place(record.rank)
-        if prepared.draws_apart:  # ranks that share samples: one process cannot repeat the draws of each
+        if prepared.place.draws_apart:  # ranks that share samples: one process cannot repeat the draws of each
             record.constant_draws = True
 
 

@@ -317,8 +317,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         update, window = self._update, self.window
         step = update.begin_step(self, state)
         self.has_updated = ends_window = update.is_last
-        if self.prepared.doubts_parts:
-            check_parts(self, state, in_order(data, step.is_padding, None)[0][0] if isinstance(data, Pieces) else data)
+        if (check := self.prepared.parts_check) is not None:
+            check_parts(check, self, state, in_order(data, step.is_padding, None)[0][0] if isinstance(data, Pieces) else data)
         micro_batches = self._micro_batches(data, is_padding=step.is_padding, is_last=ends_window)
         if window.reference is None:
             update.estimate(self, micro_batches)
@@ -427,8 +427,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     def _evaluate(self, state: State, batch: T, phase: PhaseState | None) -> tuple[T, torch.Tensor, Any, bool]:
         """This rank's part of the batch, its loss and outputs, and whether it counts: not if it is padding."""
-        if self.prepared.doubts_parts:
-            check_parts(self, state, batch)
+        if (check := self.prepared.parts_check) is not None:
+            check_parts(check, self, state, batch)
         data = self.prepared.part_of(batch)
         counts = not step_under_way(phase).is_padding
         self.samples_given = step_under_way(phase).samples

@@ -109,7 +109,7 @@ def not_the_modules(unit: AutoPredictUnit[Any], optimizer: Any) -> list[nn.Param
         return []
     reduced = {id(p) for p in unit.prepared.module.parameters()}
     for prepared in unit.prepared_modules().values():
-        if prepared.averaged or prepared.forward_is_collective:
+        if prepared.data_groups or prepared.forward_is_collective:
             reduced |= {id(p) for p in prepared.module.parameters()}
     rest = (p for p in parameters_of(optimizer) if id(p) not in reduced and not is_split(p))
     return [p for p in rest if p.requires_grad]
@@ -223,10 +223,10 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
     missing: Counter[tuple[int, ...]] = Counter()
     flat = False
     for each in prepared:
-        if each.replaces_parameters:
+        if each.form != "own":
             left = [p for p in each.module.parameters() if p.requires_grad and id(p) not in everywhere]
             missing.update(tuple(p.shape) for p in left)
-            flat = flat or (bool(left) and each.flattens_parameters)
+            flat = flat or (bool(left) and each.form == "flat")
     for name, parameters in held.items():
         what = f"{type(unit).__name__}.{name}"
         problem = _stale(what, parameters)

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from echelon.parallel.prepared import PartsCheck
+
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
 __all__ = ["check_parts"]
 
 
-def check_parts(unit: Any, state: State, batch: Any) -> None:
-    """Of the first batch of a unit whose `prepared.doubts_parts`. Collective.
+def check_parts(check: PartsCheck, unit: Any, state: State, batch: Any) -> None:
+    """Of the first batch of a unit whose `prepared` has a check. Collective.
 
     Raises:
-        UsageError: on all ranks, as `Prepared.check_parts` says.
+        UsageError: on all ranks, as `PartsCheck.check_parts` says.
     """
 
     def compute(data: Any) -> Any:
@@ -29,7 +31,7 @@ def check_parts(unit: Any, state: State, batch: Any) -> None:
             return unit.compute_loss(state, data)[0]
 
     with _undone(unit):
-        unit.prepared.check_parts(batch, unit.weight, partial(unit.through_stages, state, compute), unit.computes.dtype)
+        check.check_parts(batch, unit.weight, partial(unit.through_stages, state, compute), unit.computes.dtype)
 
 
 @contextlib.contextmanager

@@ -100,8 +100,6 @@ class Update:
         window.group = agree.control_group() if self.joined else None
         window.may_be_empty = prepared.works_alone
         window.guards = () if unit.has_several else prepared.guards  # those of several steps have other passes
-        if self.joined:
-            prepared.compare_calls()
 
     def begin(self, unit: Any) -> None:
         """With the optimizer that there is by now. Collective."""

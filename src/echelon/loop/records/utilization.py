@@ -47,7 +47,7 @@ class Utilization:
         self._peak = (peak_of(unit) or 0.0) * max(1, world // max(1, unit.prepared.dp_size))
         self.counts = self._peak > 0
         self._unit, self._flops = unit, 0.0
-        (_, self._parts), (_, stages) = unit.prepared.part, unit.prepared.stage
+        (_, self._parts), (_, stages) = unit.prepared.place.part, unit.prepared.place.stage
         # A rank of a pipeline has the parameters of its own stages alone.
         self._model = LanguageModel(unit.prepared.unwrapped) if self._peak and stages == 1 else None
 

@@ -83,7 +83,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         self._of_window: list[bool] = []  # which of them were trained in a micro-batch since the last update
         self._alone: list[tuple[nn.Parameter, bool]] = []  # all of them, where gradients are averaged apart in this micro-batch
         self._awaited = Awaited(module)
-        self.reduces_unfrozen()
+        self._reduce_unfrozen()
 
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
         """A wrapper of ours adds nothing to names: code that chooses parameters by them does so as under other layouts."""
@@ -136,7 +136,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         if self._alone:
             # Asked again: the loss's own code may have frozen and unfrozen layers meanwhile.
             alone = [p for p, was_trained in self._alone if was_trained or p.requires_grad]
-            average_(alone, self.data_groups, in_order=self.order_is_fixed)
+            average_(alone, self.data_groups, in_order=self._order_is_fixed)
             self.module.require_forward_param_sync = True  # as after torch's own: rank 0's buffers are sent next
         if self._reduces:
             self._awaited.check(frozen_too=not self._alone)
@@ -177,7 +177,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
 class ZeROPrepared(DDPPrepared):
     """A module in DistributedDataParallel, whose optimizer will be divided: stage 1 of ZeRO (Rajbhandari et al. 2020)."""
 
-    divides_optimizer = True
+    _divides_optimizer = True
 
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
         made = super().optimizer(make)
@@ -258,7 +258,7 @@ class DDPStrategy(Strategy):
         module = materialize(module, world.device).to(world.device)
         if not any(p.requires_grad for p in module.parameters()):  # nothing to reduce
             prepared = Prepared(recipe.compile(recipe.checkpoint_activations(module)), [Axis.of(self.process_group)])
-            prepared.reduces_unfrozen()
+            prepared._reduce_unfrozen()
             return prepared
         kind = ZeROPrepared if self.shard_optimizer else DDPPrepared
         return kind(self.wrap(module, world, recipe), world)

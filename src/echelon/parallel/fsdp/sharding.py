@@ -38,7 +38,7 @@ from echelon.parallel.meta.materialize import materialize, remember
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import class_name
 from echelon.parallel.older_torch import shards_integers
-from echelon.parallel.prepared import NO_CONTEXT, Prepared
+from echelon.parallel.prepared import NO_CONTEXT, Form, Prepared
 from echelon.parallel.recipe.blocks import Blocks
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.registry import Kind, register
@@ -73,7 +73,7 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     draws: SameDraws | None = None
     forward_is_collective = True
-    replaces_parameters = True
+    form: Form = "others"
 
     def __init__(self, module: nn.Module, world: World, averaged: Sequence[Axis] | None = None) -> None:
         reshard(module)
@@ -83,7 +83,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         self._is_checked = self._is_known = self._compares_calls = False
         refuse_copies(module)
 
-    def adopt(self) -> None:
+    def _adopt(self) -> None:
         Buffers.keep_equal(self.module, self.data_groups, begin=True)
 
     def optimizer(self, make: Callable[[nn.Module], O]) -> O:
@@ -103,7 +103,7 @@ class FSDPPrepared(Prepared[nn.Module]):
                 self._is_known = True
                 _gather_each(self.module)
             sharded.set_requires_gradient_sync(last)
-        elif not self.reduction.requires_all_reduce and len(self.averaged) > 1:
+        elif not self.reduction.requires_all_reduce and len(self._averaged) > 1:
             sharded.set_requires_all_reduce(last)
             if self._same is None:
                 self._same = SameGradients(self.module, together=not self.takes_windows)
@@ -137,15 +137,15 @@ class FSDPPrepared(Prepared[nn.Module]):
         if self._same is not None:
             self._same.forget()
 
-    def compare_calls(self) -> None:
+    def _compare_calls(self) -> None:
         if not self._compares_calls and self.averaged_over > 1 and not self.takes_windows:  # each stage has other blocks
             self._compares_calls = True
             self.reshard()
-            self.guards.append(SameCalls(self.module, reduces=not self.order_is_fixed))
+            self.guards.append(SameCalls(self.module, reduces=not self._order_is_fixed))
 
     def before_evaluation(self) -> None:
         super().before_evaluation()
-        self.compare_calls()
+        self._compare_calls()
 
     def trains_also(self, others: list[nn.Parameter]) -> None:
         if self.averaged_over > 1:
@@ -155,6 +155,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         if by_itself is not None:
             by_itself.enabled = False
         super().trains_also(others)
+        self._compare_calls()
 
     def fix_order(self) -> None:
         if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if is_split(p)):  # type: ignore[attr-defined]

@@ -4,6 +4,9 @@
 paired with what comes first on the others. A rank that calls another block of the same size gets weights that are part of one
 block and part of the other, and sums go to the wrong parameters: without any error. Where sizes differ the collective fails.
 
+Saves who leaves layers out by a generator that each rank has for itself, or calls a head on rank 0 alone
+(tests/parallel/test_same_calls.py).
+
 Which parameters of a block have gradients decides how many numbers are reduced, too: `_EquallyMany` sends as many on all ranks.
 
 Each rank looks whether a window's calls are those of the window before, and says so only if they are not, by the message that the
@@ -65,29 +68,21 @@ class SameCalls(Guard):
         experts = {p for _, part, _ in divided_experts(module) for p in part.parameters()}  # others on each rank
         named = [(n, p) for n, p in plain_names(module) if is_split(p) and p not in experts]
         self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
-        self._now: list[int] = []
-        self._ungraded: list[int] = []  # the first calls without gradients since the latest window or evaluation
-        self._beyond = 0  # a checksum of those that followed
-        self._calls: list[int] | None = None
+        self._now, self._ungraded = _Calls(), _Calls()  # with gradients and without, since the latest window or evaluation
+        self._calls: tuple[list[int], int] = [], 0
         self._without: list[bool] = []  # by parameter, whether it had no gradient after the latest window
         self._looked_after = 0  # which update, from 0
         self._said = (0.0, 0.0)
 
     def _noting(self, number: int) -> Any:
         def note(part: nn.Module, args: Any) -> None:
-            if torch.is_grad_enabled():
-                self._now.append(number)
-            elif len(self._ungraded) < _REMEMBERED:
-                self._ungraded.append(number)
-            else:
-                self._beyond = zlib.crc32(number.to_bytes(4, "little"), self._beyond)
+            (self._now if torch.is_grad_enabled() else self._ungraded).add(number)
 
         return note
 
     def signature(self) -> tuple[float, float]:
-        calls, self._now = self._now, []
-        self._ungraded.clear()
-        self._beyond = 0
+        calls = self._now.take()
+        self._ungraded.take()
         if calls != self._calls or self.has_news:
             self._calls, self.has_news = calls, True
             self._said = self._number()
@@ -108,13 +103,12 @@ class SameCalls(Guard):
             self._without, self.has_news = without, True
 
     def discard(self) -> None:
-        self._now = []
+        self._now.take()
 
     def evaluated(self) -> None:
-        calls, beyond = self._ungraded, self._beyond
-        self._ungraded, self._beyond = [], 0
-        if not agree.is_same([calls, beyond]):
-            self._compare_calls(agree.gather([self._blocks[at] for at in calls]), "the evaluation", "Its numbers are wrong.")
+        calls = self._ungraded.take()
+        if not agree.is_same(list(calls)):
+            self._compare_calls(agree.gather(self._named(calls)), "the evaluation", "Its numbers are wrong.")
 
     def settle(self) -> None:
         if agree.any_rank(self.has_news):
@@ -122,7 +116,7 @@ class SameCalls(Guard):
             self._compare(self._looked_after)
 
     def _compare(self, update: int) -> None:
-        every = agree.gather([[self._blocks[at] for at in self._calls or ()], self._lacking()])
+        every = agree.gather([self._named(self._calls), self._lacking()])
         self._compare_calls([each for each, _ in every], f"update {update}", "The update was not made.")
         lacking = [set(each) for _, each in every]
         if (other := _another(lacking)) is not None:
@@ -143,8 +137,31 @@ class SameCalls(Guard):
                 f"{_REMEDY}"
             )
 
+    def _named(self, calls: tuple[list[int], int]) -> list[str]:
+        first, others = calls
+        return [self._blocks[at] for at in first] + ([f"further blocks ({others:08x})"] if others else [])
+
     def _lacking(self) -> list[str]:
         return [name for name, is_without in zip(self._names, self._without, strict=False) if is_without]
+
+
+class _Calls:
+    """The first calls, by the numbers of their blocks, and a checksum of those that followed."""
+
+    def __init__(self) -> None:
+        self._first: list[int] = []
+        self._others = 0
+
+    def add(self, number: int) -> None:
+        if len(self._first) < _REMEMBERED:
+            self._first.append(number)
+        else:
+            self._others = zlib.crc32(number.to_bytes(4, "little"), self._others)
+
+    def take(self) -> tuple[list[int], int]:
+        """They begin anew."""
+        found, self._first, self._others = (self._first, self._others), [], 0
+        return found
 
 
 class _EquallyMany:

@@ -2,7 +2,8 @@
 
 With copies of the shards, `fully_shard` keeps one flat sum for each unit until its all-reduce, and adds to it by place: where
 another parameter of the unit had a gradient in an earlier micro-batch, it would be added to the wrong one; where none has in the
-last, the sum would be left over for the next window. Seen with torch 2.13; tests/loop/test_accumulation.py has both.
+last, the sum would be left over for the next window. Seen with torch 2.13; tests/loop/test_accumulation.py has both:
+models whose heads take turns by micro-batch.
 """
 
 from __future__ import annotations

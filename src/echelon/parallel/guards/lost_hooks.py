@@ -1,4 +1,7 @@
-"""Hooks on parameters, which a layout that puts other parameters in their place would lose without a word."""
+"""Hooks on parameters, which a layout that puts other parameters in their place would lose without a word.
+
+That saves who clips gradients by `p.register_hook(...)` before `prepare` (tests/parallel/test_strategy_limits.py).
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@ Tensor parallelism computes on all of its ranks what lies between split layers: 
 must be alike. Their streams are, until one rank draws for itself, as rank 0 does for a picture in its log: from then on each
 trains with masks of its own, parameters that all have whole drift apart, and nothing fails.
 
-So each window ends with a number of each rank, in the message that the window sends in any case. The numbers of ranks that share
+It saves who draws a picture or a sample for the log on rank 0 (tests/parallel/test_same_draws.py).
+
+Each window ends with a number of each rank, in the message that the window sends in any case. The numbers of ranks that share
 layers add up to 0 if their streams stand alike. Where the passes draw nothing, ranks say 0: then nothing is wrong.
 """
 

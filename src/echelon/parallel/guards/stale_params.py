@@ -1,6 +1,8 @@
 """Which parameters a module had before it was sharded: an optimizer that still holds them trains nothing.
 
 Splitting a parameter makes another one. Nobody else knows the old one then; here it is remembered, weakly, with its name.
+
+That saves who makes the optimizer before the module is sharded (tests/parallel/test_stale_optimizer.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Whether all ranks train the same parameters, while layers are frozen and unfrozen: what they send in a backward pass follows
 from it, so that it would fail, or wait for ever, where one rank alone has changed something.
+It saves who unfreezes a layer by a loss that each rank has for itself (tests/parallel/test_local_states.py).
 
 A rank sees what it has changed itself, and nobody else does. It says so where ranks tell each other something in any case: after
 a step or an epoch, or by the window's message before a backward pass. Where nobody says anything, nobody has changed anything.
@@ -67,9 +68,9 @@ class SameTrained(Guard):
 
 def _shared(modules: Mapping[str, Any]) -> dict[str, Any]:
     """The modules, by the attributes' names, of which all ranks train the same parameters."""
-    shared = {name: each for name, each in modules.items() if each.averaged or each.forward_is_collective}
+    shared = {name: each for name, each in modules.items() if each.data_groups or each.forward_is_collective}
     # Others have other parameters on each rank, or train by themselves.
-    own = (p.works_alone or p.stages or p.flattens_parameters or ranks_apart(p.module) is not None for p in shared.values())
+    own = (p.works_alone or p.stages or p.form == "flat" or ranks_apart(p.module) is not None for p in shared.values())
     return {} if overrides().observes or any(own) else shared
 
 
@@ -103,7 +104,7 @@ def check_trained_alike(modules: Mapping[str, Any], tracked: Mapping[str, torch.
     """
     shared = _shared(modules)
     told: dict[str, list[Any]] = {}
-    ids = {id(p) for each in shared.values() for p in (*each.module.parameters(), *each.others)}
+    ids = {id(p) for each in shared.values() for p in (*each.module.parameters(), *each._others)}
     for name, optimizer in tracked.items() if shared else ():
         groups = getattr(optimizer, "param_groups", [])
         held = {id(p) for group in groups for p in group["params"]}  # a divided one may hold none here

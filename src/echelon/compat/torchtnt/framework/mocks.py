@@ -1,7 +1,8 @@
-"""Mocks in a module's place, in tests of units."""
+"""Mocks in the place of a module or of a unit, in tests of either."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest.mock import NonCallableMock
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from echelon.parallel.patching import replace_class
 
-__all__ = ["as_module"]
+__all__ = ["as_module", "gives_batches"]
 
 _LISTS = ("parameters", "buffers", "modules", "children", "named_parameters", "named_buffers", "named_modules", "named_children")
 
@@ -25,6 +26,18 @@ def as_module(module: Any) -> Any:
         if not isinstance(module, nn.Module):
             replace_class(module, "mocks", nn.Module)
     return module
+
+
+def gives_batches(unit: Any, phases: Iterable[str]) -> None:
+    """A mock's method that fetches gives the loader's next batch, unless it was told what to give."""
+    for phase in phases if isinstance(unit, NonCallableMock) else ():
+        fetch = getattr(unit, f"get_next_{phase}_batch", None)
+        if isinstance(fetch, NonCallableMock) and isinstance(fetch.return_value, NonCallableMock):
+            fetch.side_effect = fetch.side_effect or _next
+
+
+def _next(state: Any, batches: Iterator[Any]) -> Any:
+    return next(batches)
 
 
 def _nothing(*args: Any, **options: Any) -> Any:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from echelon.compat.torchtnt.framework.mocks import gives_batches
 from echelon.compat.torchtnt.framework.state import check_limits
 from echelon.compat.torchtnt.utils.timer import get_timer_summary
 from echelon.loop.progress import Progress
@@ -63,6 +64,7 @@ def _limits(**limits: Any) -> str:
 def told(logger: logging.Logger, entry: str, unit: Any, phases: tuple[str, ...], timer: Any, **limits: Any) -> Iterator[None]:
     """Context of a run: INFO of its limits, of its end with the timer's table, or of the progress at an exception."""
     check_limits(**limits)
+    gives_batches(unit, phases)
     said = _limits(**limits)
     logger.info(_STARTED, entry, said.replace(",", "") + " " if entry == "fit" else said)
     try:
