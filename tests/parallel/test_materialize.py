@@ -21,6 +21,7 @@ import echelon as ech
 from echelon.common.errors import LayoutError
 from echelon.parallel import LAYOUTS
 from echelon.parallel.meta.materialize import materialize
+from echelon.parallel.meta.tape import Value
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch
 from tests.kit.refusals import refused
@@ -201,6 +202,33 @@ def test_tensors_that_are_plain_attributes_get_their_values() -> None:
     assert torch.equal(got.frequencies, want.frequencies) and torch.equal(got.more[0], want.more[0])
     assert torch.equal(got.more[1]["x"][0], want.more[1]["x"][0]) and got.alias[0] is got.a.weight
     assert (got.std, got.sum) == (want.std, want.sum)
+
+
+def test_what_is_drawn_over_is_not_drawn() -> None:
+    """A layer's own initialisation, which the model's replaces, and which something else was made of before."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.other = nn.Linear(4, 5), nn.Linear(5, 4)
+            before = self.layer.weight.detach().clone()
+            nn.init.normal_(self.layer.weight)
+            self.other.weight.data.copy_(before.T)
+            self.other.weight.data[0].normal_()
+            nn.init.normal_(self.other.bias)
+            self.other.bias.data.fill_(self.other.bias.data[0])
+
+    torch.manual_seed(3)
+    plain = Twice()
+    torch.manual_seed(3)
+    with ech.on_meta():
+        module = Twice()
+    value = Value.of(module.layer.weight)
+    assert value is not None
+    assert [getattr(call.func, "__name__", "") for call in value.tape.needed(value.storage)] == ["empty", "normal_"]
+    made = ech.layouts.prepare_module(module, torch.device("cpu"), layout="none")
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(made.get_parameter(name), parameter), name
 
 
 def test_a_block_within_a_block_and_one_after_the_other_are_one_recording() -> None:

@@ -102,6 +102,10 @@ _DRAWS = {
 }
 
 
+# What these write into has nothing left of what it was. Layers draw in their constructors, and models then draw again.
+_OVERWRITE = {"normal_", "uniform_", "zero_", "fill_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_"}
+
+
 class Recording(TorchFunctionMode):
     """Writes down what happens to meta tensors while it is entered.
 
@@ -200,7 +204,10 @@ class Recording(TorchFunctionMode):
         sets = bool(written) or name not in _NO_VALUES
         recorded = (self._values(args), self._values(kwargs))
         dtype = torch.get_default_dtype()
-        self.tape.calls.append(Call(func, *recorded, frozenset(reads), begins, sets, dtype, generator, state, stream))
+        once = len(list(tensors_in((args, kwargs)))) == 1
+        whole = {self._number(t) for t in written if once and name in _OVERWRITE and t.untyped_storage().nbytes() == t.nbytes}
+        call = Call(func, *recorded, frozenset(reads), begins, sets, dtype, generator, state, stream, frozenset(whole))
+        self.tape.calls.append(call)
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()

@@ -90,6 +90,7 @@ class Call:
     generator: torch.Generator
     state: torch.Tensor | None  # of the generator before it, if it draws
     stream: int | None = None  # in place of a state: which stream of random numbers it has on a device
+    overwrites: frozenset[int] = frozenset()  # of which nothing stays that was there before
 
 
 # By storage: the tape that a meta tensor belongs to, and its number there. Views, parameters and `.data` share storages.
@@ -168,18 +169,22 @@ class Tape:
         return start
 
     def needed(self, storage: int) -> list[Call]:
-        """The calls that a storage's final content depends on: its writers, and before each, those of what it reads."""
+        """The calls that a storage's final content depends on: its writers since it was last overwritten, the one that made it,
+        and before each, those of what it reads.
+        """
         needed: set[int] = set()
-        until = {storage: len(self.calls)}
-        waiting = [storage]
+        waiting = [(storage, len(self.calls))]
+        seen = set(waiting)
         while waiting:
-            here = waiting.pop()
-            for index in self.writers[here]:
-                if index >= until[here] or index in needed:
+            here, until = waiting.pop()
+            writers = [index for index in self.writers[here] if index < until]
+            last = next((i for i in reversed(writers) if here in self.calls[i].overwrites), 0)
+            for index in writers:
+                if index < last and index != writers[0]:
                     continue
                 needed.add(index)
-                for read in self.calls[index].reads:
-                    if until.get(read, -1) < index:
-                        until[read] = index
-                        waiting.append(read)
+                call = self.calls[index]
+                new = {(read, index) for read in call.reads - call.overwrites} - seen
+                seen |= new
+                waiting += new
         return [self.calls[i] for i in sorted(needed)]
