@@ -59,7 +59,7 @@ def test_other_data_is_shown_in_a_table_and_needs_to_be_allowed(tmp_path: Path, 
     other = ech.Loader(**{"dataset": DATA, "global_batch": 8, "seed": 1, **loader})
     unit = make_unit("none", seed=3)
     before = whole(unit.module)
-    with refused(CheckpointMismatchError):
+    with refused(CheckpointMismatchError, changed=[what]):
         Saver.restore_from_latest(tmp_path, unit, train_dataloader=other)
     assert largest_difference(whole(unit.module), before) == 0  # refused before anything was changed
     Saver.restore_from_latest(

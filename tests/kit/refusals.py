@@ -122,6 +122,7 @@ def write() -> None:
         for asks, said in map(json.loads, path.read_text().splitlines()):
             told[asks].add(said)
     shutil.rmtree(folder)
+    golden.cache_clear()
     held = {asks: says for asks, says in golden().items() if not asks.startswith("#")} | told
     lines = [f"{asks}\n" + "".join(f"    {said}\n" for said in sorted(says)) for asks, says in sorted(held.items())]
     GOLDEN.write_text("\n".join([f"{VERSIONS}\n", *lines]))

@@ -105,7 +105,7 @@ def test_a_path_is_one_word_or_is_refused(tmp_path: Path, folder: str, tasks: in
 @pytest.mark.parametrize("value", ["a b", "a;b", "a\nb", "$(x)", "'", '"', "`x`", "-a", "", "#x", "a\\b", "é"])
 @pytest.mark.parametrize("name", ["partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "mem"])
 def test_a_value_that_is_more_than_a_value_is_refused(name: str, value: str) -> None:
-    with refused(ClusterError) as caught:
+    with refused(ClusterError, name=f"--{name}", got=repr(value)) as caught:
         text(SlurmOptions(**{name: value}))
     assert "\n" not in str(caught.value)
 

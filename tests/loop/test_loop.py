@@ -543,7 +543,7 @@ def test_sampler_epochs_are_set() -> None:
 @pytest.mark.parametrize("name", ["max_epochs", "max_updates", "updates_per_epoch"])
 def test_limits_that_make_no_sense_are_refused(name: str, value: Any) -> None:
     limits = {"max_epochs": 1} | {name: value}
-    with refused(LoopError):
+    with refused(LoopError, name=name, got=repr(value)):
         ech.train(Plain(), [1], **limits)
 
 

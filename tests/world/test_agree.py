@@ -54,17 +54,18 @@ def test_one_rank_is_enough(ranks: Ranks) -> None:
     assert ranks(2, _any, [False, False]) == [False, False]
 
 
-def _same(values: list[int]) -> str:
-    try:
-        agree.same_on_all("the number of steps", values[dist.get_rank()], "Mend it.")
-    except RanksDisagreeError as error:
-        return str(error)
-    return "agreed"
+def _same(values: list[int]) -> int:
+    return agree.same_on_all("the number of steps", values[dist.get_rank()], "Mend it.")
+
+
+def _differ(values: list[int]) -> None:
+    with refused(RanksDisagreeError, name="the number of steps", values=values):
+        _same(values)
 
 
 def test_disagreement_is_raised_on_every_rank_with_every_value(ranks: Ranks) -> None:
-    assert ranks(2, _same, [3, 3]) == ["agreed"] * 2
-    assert ranks(2, _same, [3, 4]) == ["ranks disagree about the number of steps: rank 0: 3, rank 1: 4. Mend it."] * 2
+    assert ranks(2, _same, [3, 3]) == [3, 3]
+    ranks(2, _differ, [3, 4])
 
 
 def _told(values: list[Any]) -> tuple[Any, list[Any], bool]:

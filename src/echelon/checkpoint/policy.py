@@ -48,8 +48,7 @@ class BestCheckpointConfig:
     def __post_init__(self) -> None:
         is_name = isinstance(self.monitored_metric, str) and self.monitored_metric != ""
         require(is_name, "monitored_metric", "the name of an attribute of the unit", self.monitored_metric)
-        if self.mode not in ("min", "max"):
-            raise CheckpointOptionError(f"mode must be 'min' or 'max', got {self.mode!r}.")
+        require(self.mode in ("min", "max"), "mode", "'min' or 'max'", self.mode, kind=CheckpointOptionError)
 
     def best_first(self, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """The steps whose checkpoints have the metric, best first; the older of equals first: a newer one may

@@ -255,7 +255,7 @@ def compare(
         rows += [(k, a, b) for k, (a, b) in sorted(cast.items()) if ".state." in k and _loses(a, b)]
     rows.sort(key=lambda row: ".state." in row[0] or ".param_groups." in row[0])  # what an optimizer knows of them comes last
     if rows:
-        hint = " A new run starts in another folder, or an empty one."
+        hint = "A new run starts in another folder, or an empty one."
         hint += "" if shapes else " RestoreOptions(strict=False) leaves these alone, and casts."
         if untrained:
             hint += (
@@ -274,7 +274,8 @@ def compare(
             )
         hint += renamed.hint(states, wanted, {k: saved.shape(k) for k in saved.index}, missing, unexpected)
         raise CheckpointMismatchError(
-            f"{folder} does not fit this model:\n{table(('state', 'saved', 'now'), rows, most=16)}{hint}"
+            f"{folder} does not fit this model:\n{table(('state', 'saved', 'now'), rows, most=16)}{hint}",
+            changed=[name for name, *_ in rows],
         )
     return Report(missing, sorted({*unexpected, *tied}), cast)
 

@@ -7,7 +7,7 @@ import json
 
 from echelon.cli.parser import runs_folder
 from echelon.common.error_pages import PAGES, as_text
-from echelon.common.errors import CommandError
+from echelon.common.errors import CommandError, require
 from echelon.contracts.run_dir import RunDir, find_run
 
 __all__ = ["add_arguments", "execute"]
@@ -35,8 +35,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if not numbers:
         raise CommandError(f"{folder} has no attempts: nothing was started in it.")
     if arguments.attempt is not None:
-        if arguments.attempt not in numbers:
-            raise CommandError(f"--attempt must be one of {_ranges(numbers)}, got {arguments.attempt}.")
+        require(arguments.attempt in numbers, "--attempt", f"one of {_ranges(numbers)}", arguments.attempt, kind=CommandError)
         numbers = [arguments.attempt]
     told = [(evidence, explain(evidence)) for evidence in (Evidence.of(folder, number) for number in numbers)]
     if arguments.json:

@@ -8,7 +8,7 @@ import os
 import sys
 
 from echelon.cli.script import check_script
-from echelon.common.errors import PlanError
+from echelon.common.errors import PlanError, require
 from echelon.common.terminal import printable
 from echelon.contracts.rank import RankInfo
 
@@ -32,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     check_script(arguments.script)
-    if arguments.ranks is not None and arguments.ranks < 1:
-        raise PlanError(f"--ranks must be at least 1, got {arguments.ranks}.")
+    require(arguments.ranks is None or arguments.ranks >= 1, "--ranks", "at least 1", arguments.ranks, kind=PlanError)
 
     from echelon.launcher.local.nodes import free_port
     from echelon.loop.target import Target

@@ -18,7 +18,7 @@ from typing import Any
 from echelon.cli import traces
 from echelon.cli.parser import runs_folder
 from echelon.cli.script import check_module, check_script
-from echelon.common.errors import CommandError, EchelonError
+from echelon.common.errors import CommandError, EchelonError, require
 from echelon.common.files import working_folder
 from echelon.common.machine import DEVICE_VARIABLE, missing_interface, package_version
 from echelon.common.redact import redacted_words
@@ -144,8 +144,7 @@ def stem_of(arguments: argparse.Namespace) -> str:
 def execute(arguments: argparse.Namespace) -> int:
     least, ranks = parse_rank_range(arguments.ranks)
     os.environ.update(device_in_env(arguments.device) | track_in_env(arguments.track) | traces.in_env(arguments, ranks))
-    if arguments.max_restarts < 0:
-        raise CommandError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
+    require(arguments.max_restarts >= 0, "--max-restarts", "at least 0", arguments.max_restarts, kind=CommandError)
     if least is not None and arguments.max_restarts == 0:
         raise CommandError(
             f"--ranks {arguments.ranks} allows fewer ranks after a restart, but --max-restarts is 0. Give --max-restarts N too, "

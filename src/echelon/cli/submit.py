@@ -26,7 +26,7 @@ from echelon.cli.run import (
     track_in_env,
 )
 from echelon.cli.script import check_module, check_script
-from echelon.common.errors import CommandError, EchelonError
+from echelon.common.errors import CommandError, EchelonError, require
 from echelon.common.files import private_folder
 from echelon.common.redact import redacted_words
 from echelon.common.terminal import printable, say
@@ -135,10 +135,8 @@ def execute(arguments: argparse.Namespace) -> int:
 def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
     ranks = arguments.ranks_per_node if arguments.ranks_per_node is not None else arguments.gpus_per_node or 1
     for name, value in (("--nodes", arguments.nodes), ("--ranks-per-node", ranks)):
-        if value < 1:
-            raise CommandError(f"{name} must be at least 1, got {value}.")
-    if arguments.max_restarts < 0:
-        raise CommandError(f"--max-restarts must be at least 0, got {arguments.max_restarts}.")
+        require(value >= 1, name, "at least 1", value, kind=CommandError)
+    require(arguments.max_restarts >= 0, "--max-restarts", "at least 0", arguments.max_restarts, kind=CommandError)
     return JobSpec(
         target,
         "module" if arguments.module else "script",

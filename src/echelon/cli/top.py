@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from echelon.cli.parser import runs_folder
-from echelon.common.errors import CommandError, EchelonError
+from echelon.common.errors import CommandError, EchelonError, require
 from echelon.common.terminal import one_line
 from echelon.contracts.run_dir import RunDir, find_run, read_json
 
@@ -39,8 +39,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     if not 0.1 <= arguments.every < math.inf:
         raise CommandError(f"--every must be a number of seconds of at least 0.1, got {arguments.every:g}.")
-    if arguments.rank is not None and arguments.rank < 0:
-        raise CommandError(f"--rank must be at least 0, got {arguments.rank}.")
+    require(arguments.rank is None or arguments.rank >= 0, "--rank", "at least 0", arguments.rank, kind=CommandError)
     path = find_run(arguments.run, arguments.runs)
     watch, job = Watch(RunDir(path), arguments.rank), _Job(path)
     if arguments.once or not sys.stdout.isatty():

@@ -32,8 +32,7 @@ PAGES = {
         "Look at the rank that is named: its log has the whole traceback.",
     ),
     "E-USAGE": Page(
-        "An argument has a value that cannot work. The message names the argument, what it must be, and what it got; so do the "
-        "error's fields `name`, `expected` and `got`.",
+        "An argument has a value that cannot work. The message names the argument, what it must be, and what it got.",
         "global_batch must be a whole number of at least 1, got 0.",
         "Change the value. Nothing was started or written before the check.",
     ),
@@ -254,6 +253,19 @@ PAGES = {
 }
 
 
+# What `fields` hold, by the class that has them first; its subclasses have the same.
+_FIELDS: dict[type[EchelonError], str] = {
+    errors.UsageError: "of an argument `name`, `expected` and `got`, which are texts",
+    errors.RankFailedError: "`rank` and `exit_code` of the rank that failed first",
+    errors.RanksDisagreeError: "of a value that was compared `name`, and `values` by rank",
+    errors.CheckpointMismatchError: "`changed`, the names of what is not as it was saved",
+}
+
+
+def _fields(code: str) -> str:
+    return next((f"Fields: {what}.\n\n" for kind, what in _FIELDS.items() if issubclass(class_of(code), kind)), "")
+
+
 def class_of(code: str) -> type[EchelonError]:
     """The class that has a code."""
     found: type[EchelonError] = next(
@@ -265,7 +277,8 @@ def class_of(code: str) -> type[EchelonError]:
 def as_text(code: str) -> str:
     """A page for the terminal."""
     page = PAGES[code]
-    return f"{code} ({class_of(code).__name__})\n\n{page.meaning}\n\n    {page.example}\n\nWhat to do: {page.remedy}"
+    kind = class_of(code).__name__
+    return f"{code} ({kind})\n\n{page.meaning}\n\n    {page.example}\n\n{_fields(code)}What to do: {page.remedy}"
 
 
 def as_markdown() -> str:
@@ -277,7 +290,7 @@ def as_markdown() -> str:
     )
     pages = (
         f"\n## {code}\n\n`{class_of(code).__name__}`. {page.meaning}\n\n```text\n{page.example}\n```\n\n"
-        f"**What to do:** {page.remedy}\n"
+        f"{_fields(code)}**What to do:** {page.remedy}\n"
         for code, page in PAGES.items()
     )
     return head + "".join(pages)

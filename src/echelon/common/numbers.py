@@ -16,7 +16,7 @@ __all__ = ["count_in", "digits", "number", "plain", "whole"]
 _DIGITS = re.compile(r"[0-9]{1,9}")
 
 
-def whole(name: str, value: Any, *, at_least: int | None = None, or_none: str = "") -> int:
+def whole(name: str, value: Any, *, at_least: int | None = None, or_none: str = "", kind: type[UsageError] = UsageError) -> int:
     """`value` as an int: `len(data) / batch` is a float, and a count may come out of an array.
 
     Args:
@@ -27,11 +27,11 @@ def whole(name: str, value: Any, *, at_least: int | None = None, or_none: str = 
     found = plain(value)
     if isinstance(found, float) and math.isfinite(found) and found == int(found):
         found = int(found)
-    if not isinstance(found, int) or isinstance(found, bool) or (at_least is not None and found < at_least):
-        least = f" of at least {at_least}" if at_least is not None else ""
-        none = f", or None {or_none}" if or_none else ""
-        raise UsageError(f"{name} must be a whole number{least}{none}, got {value!r}.")
-    return found
+    least = f" of at least {at_least}" if at_least is not None else ""
+    none = f", or None {or_none}" if or_none else ""
+    holds = isinstance(found, int) and not isinstance(found, bool) and (at_least is None or found >= at_least)
+    require(holds, name, f"a whole number{least}{none}", value, kind=kind)
+    return int(found)
 
 
 def number(name: str, value: Any, what: str, holds: Callable[[Any], bool] = lambda found: not math.isnan(found)) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from echelon.common.errors import LoaderError
+from echelon.common.errors import LoaderError, require
 
 __all__ = ["FORMULA", "Indices", "Order", "Positions", "SampleOrder", "key_of", "mix64"]
 
@@ -57,8 +57,7 @@ class Order:
     identity = ""
 
     def __init__(self, length: int, seed: int = 0, *, shuffle: bool = True) -> None:
-        if not 1 <= length <= 2**62:
-            raise LoaderError(f"length must be between 1 and 2**62 samples, got {length}.")
+        require(1 <= length <= 2**62, "length", "between 1 and 2**62 samples", length, kind=LoaderError)
         self.length, self.seed, self.shuffle = length, seed, shuffle
         self._rows = isqrt(length - 1) + 1  # both at most 2**31: sums of two fit into 32 bits
         self._columns = -(-length // self._rows)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from echelon.common.arguments import is_path, several
-from echelon.common.errors import DatasetError
+from echelon.common.errors import DatasetError, require
 from echelon.common.numbers import whole
 
 __all__ = ["ByteText", "split_files"]
@@ -59,8 +59,7 @@ def split_files(folder: Path, pattern: str = "**/*.py", *, held_out: float = 0.0
     Raises:
         UsageError: the folder does not exist or holds too few files.
     """
-    if not folder.is_dir():
-        raise DatasetError(f"folder must be a folder of text files, got {folder}.")
+    require(folder.is_dir(), "folder", "a folder of text files", str(folder), kind=DatasetError)
     files = sorted(p for p in folder.glob(pattern) if p.is_file() and p.stat().st_size)
     if len(files) < 2:
         raise DatasetError(f"{folder} must hold at least 2 files for {pattern!r}, one to be held out, got {len(files)}.")

@@ -56,8 +56,7 @@ class Tokens:
     def __init__(self, path: str | Path, dtype: npt.DTypeLike | None = None, *, documents: npt.ArrayLike | None = None) -> None:
         require(is_path(path), "path", "a file", path)
         self.path = Path(path)
-        if not self.path.is_file():
-            raise DatasetError(f"path must be a file, got {self.path}.")
+        require(self.path.is_file(), "path", "a file", str(self.path), kind=DatasetError)
         self._reopen = (Tokens, (self.path, dtype), {"documents": documents})
         index = self.path.with_suffix(".idx")
         with self.path.open("rb") as file:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from echelon.common.errors import LaunchError, UsageError
+from echelon.common.errors import LaunchError, UsageError, require
 from echelon.common.machine import DEVICE_VARIABLE, usable_cores, visible_devices
 from echelon.common.terminal import shortly
 from echelon.launcher.lost_peers import gave_up_waiting, lost_peer, told_by_another
@@ -255,8 +255,7 @@ def parse_rank_range(text: str) -> tuple[int | None, int]:
     if ":" not in text:
         return None, parse_ranks(text)
     least, most = (parse_ranks(part) for part in text.split(":", 1))
-    if least > most:
-        raise LaunchError(f"ranks must be MIN:MAX with MIN at most MAX, got {text!r}.")
+    require(least <= most, "ranks", "MIN:MAX with MIN at most MAX", text, kind=LaunchError)
     return least, most
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from echelon.common.errors import RankFailedError, RunFolderError
+from echelon.common.errors import RankFailedError, RunFolderError, require
 from echelon.common.files import open_file, parse_object, private_folder, write_whole
 from echelon.common.terminal import printable
 from echelon.common.trust import check_parents, doubt, read_ours
@@ -195,8 +195,7 @@ class FolderJob(ABC):
 
     def log(self, rank: int = 0) -> Path:
         """The file with the output of a rank, in the newest attempt; it need not exist yet."""
-        if not 0 <= rank < self.ranks:
-            raise RunFolderError(f"rank must be between 0 and {self.ranks - 1}, got {rank}.")
+        require(0 <= rank < self.ranks, "rank", f"between 0 and {self.ranks - 1}", rank, kind=RunFolderError)
         newest = self.attempts[-1] if self.attempts else self.run.path / "attempts" / "000"
         return newest / f"rank{rank}.log"
 

@@ -13,7 +13,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from echelon.common.errors import LoopError, UsageError, require
+from echelon.common.errors import LoopError, require
 from echelon.common.numbers import whole
 from echelon.data.generators import state_between_epochs
 from echelon.data.prefetch import NO_STEP, Feed, Step, restored_state
@@ -260,10 +260,7 @@ def step_under_way(here: PhaseState | None) -> Step[Any]:
 def _limit(name: str, value: Any, *, at_least: int = 0) -> int | None:
     if value is None or (isinstance(value, float) and value == math.inf):
         return None
-    try:
-        return whole(name, value, at_least=at_least, or_none="for no limit" if at_least == 0 else "for never")
-    except UsageError as error:  # in TorchTNT's words first
-        raise LoopError(f"Invalid value provided for {name}: {value!r}. {error}") from None
+    return whole(name, value, at_least=at_least, or_none="for no limit" if at_least == 0 else "for never", kind=LoopError)
 
 
 class State:

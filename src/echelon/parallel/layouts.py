@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from echelon.common.errors import LayoutError
+from echelon.common.errors import LayoutError, require
 from echelon.common.older_words import is_now
 from echelon.parallel.composed import Layout
 from echelon.parallel.ddp.ddp import DDPStrategy
@@ -61,8 +61,7 @@ def resolve(layout: Strategy | str | None) -> Strategy | None:
     """
     if layout is None or isinstance(layout, Strategy):
         return layout
-    if not isinstance(layout, str):
-        raise LayoutError(f"layout must be {_known()}, got {layout!r}.")
+    require(isinstance(layout, str), "layout", _known(), layout, kind=LayoutError)
     if "=" in layout or "," in layout:
         return Layout.parse(layout)
     found = _entry(layout)

@@ -324,7 +324,7 @@ def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | Non
     if all(v == values[0] for v in values):  # 1 and 1.0, or a dict in another order
         return value
     shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values[:16])) + (", ..." if len(values) > 16 else "")
-    raise RanksDisagreeError(f"ranks disagree about {name}: {shown}. {remedy}")
+    raise RanksDisagreeError(f"ranks disagree about {name}: {shown}. {remedy}", name=name, values=values)
 
 
 def from_rank0(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

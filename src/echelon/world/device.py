@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from echelon.common.errors import DeviceError
+from echelon.common.errors import DeviceError, require
 from echelon.common.machine import DEVICE_VARIABLE, usable_cores
 from echelon.common.numbers import digits
 from echelon.contracts.rank import RankInfo
@@ -48,8 +48,7 @@ def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = 
     said, chosen = ("device_type", device_type)
     if imposed := os.environ.get(DEVICE_VARIABLE):
         said, chosen = DEVICE_VARIABLE, imposed
-    if chosen not in (None, "cpu", "cuda"):
-        raise DeviceError(f"{said} must be 'cpu' or 'cuda', got {chosen!r}.")
+    require(chosen in (None, "cpu", "cuda"), said, "'cpu' or 'cuda'", chosen, kind=DeviceError)
     if chosen == "cpu" or (chosen is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ParamSpec, TypeVar
 
-from echelon.common.errors import RankFailedError, UsageError
+from echelon.common.errors import RankFailedError, UsageError, require
 from echelon.launcher.cluster import slurm_config
 from echelon.launcher.cluster import slurm_fn as core
 from echelon.launcher.cluster.slurm.render import SlurmOptions
@@ -72,8 +72,7 @@ class SlurmConfig(_SlurmConfig):
     def __post_init__(self) -> None:
         if self.timeout_min == sys.maxsize:  # nntool's default, written out
             object.__setattr__(self, "timeout_min", None)
-        if self.distributed_env_task != "torch":
-            raise UsageError(f"distributed_env_task must be 'torch', got {self.distributed_env_task!r}.")
+        require(self.distributed_env_task == "torch", "distributed_env_task", "'torch'", self.distributed_env_task)
         for name in ("array_parallelism", "slurm_array_parallelism"):
             object.__setattr__(self, "array_parallelism", self.extra_submit_kwargs.get(name, self.array_parallelism))
         super().__post_init__()

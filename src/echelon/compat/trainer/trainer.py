@@ -338,8 +338,7 @@ def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
     if devices == "auto":
         return 0, None
     if isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
-        if accelerator == "cpu":
-            raise TrainerError(f"devices must be a number of ranks on the CPU, got {devices!r}. Give {len(devices)}.")
+        require(accelerator != "cpu", "devices", "a number of ranks on the CPU", devices, f"Give {len(devices)}.", TrainerError)
         if len(set(devices)) < len(devices) or not all(isinstance(d, int) and d >= 0 for d in devices):
             raise TrainerError(f"devices must be different device numbers, such as [0, 2], got {devices!r}.")
         return len(devices), list(devices)

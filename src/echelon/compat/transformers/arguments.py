@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from echelon.common.errors import UsageError
+from echelon.common.errors import require
 from echelon.compat.transformers.options import check
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.ddp.ddp import DDPStrategy
@@ -54,8 +54,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
         if self.evaluation_strategy is not None:
             self.eval_strategy = self.evaluation_strategy
         if self.warmup_ratio is not None:
-            if not 0 <= self.warmup_ratio <= 1:
-                raise UsageError(f"warmup_ratio must be between 0 and 1, got {self.warmup_ratio!r}.")
+            require(0 <= self.warmup_ratio <= 1, "warmup_ratio", "between 0 and 1", self.warmup_ratio)
             given: float = vars(self)["warmup_steps"]  # which counts, as in transformers 4
             self.warmup_steps = given or min(self.warmup_ratio, 1 - 1e-9)
         if self.no_cuda:

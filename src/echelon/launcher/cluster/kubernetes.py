@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from echelon.common.errors import ClusterError, EchelonError
+from echelon.common.errors import ClusterError, EchelonError, require
 from echelon.common.hash_seed import fix_hash_seed
 from echelon.common.terminal import say
 from echelon.contracts.run_dir import RunDir, read_json
@@ -94,8 +94,7 @@ def render(
 def _resources(cpus: int, gpus: int | None, mem: str | None) -> dict[str, object]:
     """Of a pod, in Kubernetes' words."""
     amount = re.fullmatch(r"(\d+)([KMGT]?)", mem) if mem is not None else None
-    if mem is not None and amount is None:
-        raise ClusterError(f"--mem must be a number followed by K, M, G or T, got {mem!r}.")
+    require(mem is None or amount is not None, "--mem", "a number followed by K, M, G or T", mem, kind=ClusterError)
     resources: dict[str, object] = {"cpu": str(cpus)}
     if amount:
         resources["memory"] = f"{amount[1]}{amount[2] or 'M'}i"

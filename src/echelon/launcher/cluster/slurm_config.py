@@ -86,8 +86,7 @@ class SlurmConfig:
     extra_task_kwargs: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold a secret
 
     def __post_init__(self) -> None:
-        if self.mode not in _MODES:
-            raise ClusterError(f"mode must be one of {', '.join(_MODES)}, got {self.mode!r}.")
+        require(self.mode in _MODES, "mode", f"one of {', '.join(_MODES)}", self.mode, kind=ClusterError)
         flags_of(self)
         for name in ("partition", "node_list", "node_list_exclude", "mem", "distributed_launch_command"):
             require(isinstance(getattr(self, name), str), name, "a string", getattr(self, name))

@@ -19,7 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from echelon.common.errors import ClusterError, EchelonError
+from echelon.common.errors import ClusterError, EchelonError, require
 from echelon.common.files import private_folder, write_whole
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher.calls import Call, checksum, main_module, owner_only, pack, refuse_in_bootstrap, write_call
@@ -144,8 +144,7 @@ class ConfiguredFunction(Generic[P, T]):
         Raises:
             UsageError: no job, or an unknown condition.
         """
-        if condition not in _CONDITIONS:
-            raise ClusterError(f"condition must be one of {', '.join(_CONDITIONS)}, got {condition!r}.")
+        require(condition in _CONDITIONS, "condition", f"one of {', '.join(_CONDITIONS)}", condition, kind=ClusterError)
         known = tuple(_flat(jobs))
         if not known:
             raise ClusterError(f"{condition} needs at least one job, got none.")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.common.errors import ClusterError
+from echelon.common.errors import ClusterError, require
 
 __all__ = ["Copy", "copy_code", "snapshot"]
 
@@ -99,8 +99,7 @@ def copy_code(
 def _below(root: str, base: Path, files: list[str] | None) -> tuple[Path, list[str] | None]:
     """The chosen folder, and those of the files in `base` that lie in it, where git knows them."""
     chosen = Path(root).resolve()
-    if not chosen.is_dir():
-        raise ClusterError(f"code_root must be a folder, got {root!r}.")
+    require(chosen.is_dir(), "code_root", "a folder", root, kind=ClusterError)
     if files is None or not chosen.is_relative_to(base):
         return chosen, None
     return chosen, [str((base / f).relative_to(chosen)) for f in files if (base / f).is_relative_to(chosen)]

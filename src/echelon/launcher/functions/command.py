@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from echelon.common.errors import LaunchError
+from echelon.common.errors import LaunchError, require
 from echelon.common.files import open_to_append, parse_object, read_bytes, read_end
 from echelon.common.redact import redacted_words
 from echelon.common.terminal import say
@@ -63,8 +63,7 @@ def parse(command: str) -> list[str]:
     Raises:
         UsageError: an unknown placeholder, an unbalanced quote, or words that only a shell would understand.
     """
-    if not command.isprintable():
-        raise LaunchError(f"distributed_launch_command must be one line without control characters, got {command!r}.")
+    require(command.isprintable(), "distributed_launch_command", "one line without control characters", command, kind=LaunchError)
     try:
         words = shlex.split(command)
     except ValueError as error:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from echelon.common.errors import LaunchError
+from echelon.common.errors import LaunchError, require
 from echelon.common.machine import DEVICE_VARIABLE, visible_devices
 
 __all__ = ["bound", "cores_near", "cores_of_gpus", "cores_of_rank", "interfaces", "numa_nodes", "parse_cpu_list"]
@@ -30,8 +30,7 @@ def cores_of_rank(cores: Sequence[int], local_rank: int, local_ranks: int, numa:
         local_rank: 0 <= local_rank < local_ranks.
         numa: the cores of each NUMA node; cores in none of them form one of their own. Empty is one node.
     """
-    if not 0 <= local_rank < local_ranks:
-        raise LaunchError(f"local_rank must be between 0 and {local_ranks - 1}, got {local_rank}.")
+    require(0 <= local_rank < local_ranks, "local_rank", f"between 0 and {local_ranks - 1}", local_rank, kind=LaunchError)
     allowed = sorted(set(cores))
     nodes = [kept for node in numa if (kept := [c for c in sorted(set(node)) if c in set(allowed)])]
     known = {c for node in nodes for c in node}

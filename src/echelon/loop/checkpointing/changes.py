@@ -224,7 +224,8 @@ def check(
         raise CheckpointMismatchError(
             f"this run is not the one that was saved:\n{text}"
             "A new run starts in another folder, or an empty one. To go on with the saved one all the same, pass "
-            f"Checkpoints(folder, restore_options=RestoreOptions(allow_changes={tuple(refused)!r})), of echelon.callbacks."
+            f"Checkpoints(folder, restore_options=RestoreOptions(allow_changes={tuple(refused)!r})), of echelon.callbacks.",
+            changed=refused,
         )
     return text, harmful
 

@@ -49,8 +49,7 @@ class SaveOptions:
             for name, value in translated("SaveOptions", self.in_steps, OLDER, own).items():
                 object.__setattr__(self, name, value)
         flags_of(self)
-        if self.on_busy not in ("wait", "skip"):
-            raise CheckpointOptionError(f"on_busy must be 'wait' or 'skip', got {self.on_busy!r}.")
+        require(self.on_busy in ("wait", "skip"), "on_busy", "'wait' or 'skip'", self.on_busy, kind=CheckpointOptionError)
         whole("tolerated_failures", self.tolerated_failures, at_least=0)
         if self.keep_every_n_updates is not None:
             whole("keep_every_n_updates", self.keep_every_n_updates, at_least=1, or_none="for none")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, MutableMapping
 from typing import Any, Literal
 
-from echelon.common.errors import LoggerError
+from echelon.common.errors import LoggerError, require
 from echelon.observe.loggers.logger import rank
 
 __all__ = ["RankLogger", "get_logger"]
@@ -38,8 +38,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 def _says(ranks: Ranks, here: int) -> bool:
     if isinstance(ranks, str):
-        if ranks != "all":
-            raise LoggerError(f"ranks must be a rank, several, or 'all', got {ranks!r}.")
+        require(ranks == "all", "ranks", "a rank, several, or 'all'", ranks, kind=LoggerError)
         return True
     return here == ranks if isinstance(ranks, int) else here in ranks
 

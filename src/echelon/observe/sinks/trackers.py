@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from echelon.common.errors import EchelonError, LoggerError
+from echelon.common.errors import EchelonError, LoggerError, require
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, read_json
 from echelon.observe.loggers import CSVLogger, MetricLogger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from echelon.observe.sinks.apart import Apart
@@ -74,8 +74,7 @@ def names_of(text: str, what: str = "--track") -> list[str]:
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in TRACKERS:
-            raise LoggerError(f"{what} must be names of {', '.join(TRACKERS)}, with commas between them, got {name!r}.")
+        require(name in TRACKERS, what, f"names of {', '.join(TRACKERS)}, with commas between them", name, kind=LoggerError)
         if name != "csv" and importlib.util.find_spec(name) is None:
             raise LoggerError(f"{what}: {name} needs a package that is not installed: pip install 'echelon[{name}]'.")
     return list(dict.fromkeys(names))

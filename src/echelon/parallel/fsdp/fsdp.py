@@ -213,8 +213,7 @@ def sharding_named(value: Any) -> tuple[bool, bool]:
     name = getattr(value, "name", value) or "FULL_SHARD"
     if name == "NO_SHARD":
         raise LayoutError("sharding_strategy must shard something, got NO_SHARD. Use layout 'ddp' instead.")
-    if name not in _SHARDINGS:
-        raise LayoutError(f"sharding_strategy must be one of {', '.join(_SHARDINGS)}, got {value!r}.")
+    require(name in _SHARDINGS, "sharding_strategy", f"one of {', '.join(_SHARDINGS)}", value, kind=LayoutError)
     return _SHARDINGS[name]
 
 

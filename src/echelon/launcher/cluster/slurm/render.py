@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from echelon.common.errors import ClusterError
+from echelon.common.errors import ClusterError, require
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import JobSpec, cores_of_a_rank
 
@@ -102,14 +102,13 @@ class SlurmOptions:
         """
         for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "mem", "dependency"):
             value = getattr(self, name)
-            if value is not None and not _WORD.fullmatch(value):
-                raise ClusterError(
-                    f"--{name} must be a word of letters, digits and . , : @ + = / & | ( ) [ ] * - _, got {value!r}."
-                )
+            is_word = value is None or _WORD.fullmatch(value) is not None
+            require(
+                is_word, f"--{name}", "a word of letters, digits and . , : @ + = / & | ( ) [ ] * - _", value, kind=ClusterError
+            )
         for name in ("cpus_per_rank", "gpus_per_node", "cpus_per_node", "parallel"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ClusterError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+            require(value is None or value >= 1, f"--{name.replace('_', '-')}", "at least 1", value, kind=ClusterError)
         for line in self.setup:
             _refuse_control(line, "setup")
         for name, value in self.more.items():
@@ -249,8 +248,7 @@ def _slurm_time(seconds: float) -> str:
 
 
 def _refuse_control(text: str, what: str) -> None:
-    if not text.isprintable():
-        raise ClusterError(f"{what} must be free of control characters, such as a line break, got {text!r}.")
+    require(text.isprintable(), what, "free of control characters, such as a line break", text, kind=ClusterError)
 
 
 def _path(path: Path) -> str:

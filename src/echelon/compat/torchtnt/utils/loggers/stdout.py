@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from echelon.common.errors import UsageError
+from echelon.common.errors import require
 from echelon.observe.loggers.logger import Scalar, rank, scalar_to_float
 
 __all__ = ["StdoutLogger"]
@@ -21,8 +21,7 @@ class StdoutLogger:
     """
 
     def __init__(self, precision: int = 4) -> None:
-        if precision < 0:
-            raise UsageError(f"precision must be at least 0 digits, got {precision}.")
+        require(precision >= 0, "precision", "at least 0 digits", precision)
         self._precision = precision
         self._step: int | None = None
         logger.info("Logging metrics to stdout")
