@@ -143,7 +143,7 @@ def train(given: Any, attempt: int) -> None:
     module = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(given.dropout), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
     unit = Unit(module=module.to(dtype), layout=given.layout, accumulate=given.accumulation)
     unit.ledger = ledger = Ledger(folder / f"ledger-{rank}.jsonl", attempt)
-    loader = ech.Loader(Data(dtype), GLOBAL_BATCH, seed=3, accumulation=given.accumulation)
+    loader = ech.Loader(Data(dtype), GLOBAL_BATCH, seed=3, accumulate=given.accumulation)
     checkpoints = folder / "checkpoints"
     ech.DistributedCheckpointSaver.restore_from_latest(checkpoints, unit, train_dataloader=loader)
     saver = ech.DistributedCheckpointSaver(

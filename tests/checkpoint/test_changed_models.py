@@ -228,11 +228,11 @@ def test_a_scaler_knows_what_the_optimizer_has_got_and_which_it_is() -> None:
     """Gradients of the new ones were 65536 times too large, and an optimizer that had been replaced still stepped."""
     moved = {}
     for precision in ("fp32", "fp16"):
-        unit = Warmth(module=_model(), precision=precision, device=torch.device("cpu"))
+        unit = Warmth(module=_model(), precision=precision, options=ech.UnitOptions(device=torch.device("cpu")))
         ech.train(unit, _loader(), max_epochs=2, callbacks=[Later(_give_warmth)])
         moved[precision] = unit.warmth.item()
     assert 0 < abs(moved["fp32"]) < 0.1 and moved["fp16"] == pytest.approx(moved["fp32"], rel=0.05)
-    unit = Warmth(module=_model(), precision="fp16", device=torch.device("cpu"))
+    unit = Warmth(module=_model(), precision="fp16", options=ech.UnitOptions(device=torch.device("cpu")))
     seen: list[dict[str, torch.Tensor]] = []
     later = Later(lambda unit: (_stop_moving(unit), seen.append(whole(unit.module)))[0])
     ech.train(unit, _loader(), max_epochs=2, callbacks=[later])

@@ -56,7 +56,7 @@ def test_at_the_same_ranks_a_resumed_run_is_bit_equal_with_dropout(ranks: Ranks,
 
 def _save_each(folder: Path, **options: Any) -> list[str]:
     unit = make_unit("ddp", gradient_accumulation_steps=2)
-    loader = ech.Loader(DATA, 8, seed=1, accumulation=2)
+    loader = ech.Loader(DATA, 8, seed=1, accumulate=2)
     ech.train(unit, loader, max_updates=8, callbacks=[ech.DistributedCheckpointSaver(folder, **options)])
     return sorted(p.name for p in folder.iterdir())
 
@@ -170,7 +170,7 @@ def test_each_rank_gets_its_own_share_of_a_metric_back(ranks: Ranks, tmp_path: P
 
 def _accumulated(folder: Path, accumulation: int, updates: int, resume: bool) -> tuple[dict[str, torch.Tensor], int]:
     unit = make_unit("ddp", seed=7 if resume else 0, gradient_accumulation_steps=accumulation)
-    loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+    loader = ech.Loader(DATA, 8, seed=1, accumulate=accumulation)
     if resume:
         ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
     saver = ech.DistributedCheckpointSaver(folder)

@@ -225,7 +225,7 @@ def _within_an_epoch(folder: Path, where: str) -> str:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     best = ech.Checkpoints(folder, keep=2, best="accuracy")
-    loader = ech.Loader(DATA, 8, accumulation=2 if where == "accumulating" else 1)
+    loader = ech.Loader(DATA, 8, accumulate=2 if where == "accumulating" else 1)
     model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="none", checkpoints=best)
     numbers = iter([5.0, 7.0, 6.0] + [0.0] * 9)
 
@@ -347,7 +347,7 @@ def test_one_line_restores_and_the_numbers_are_those_of_a_run_in_one_go(ranks: R
 
 def test_updates_are_counted_whatever_they_accumulate(tmp_path: Path) -> None:
     unit = Scored()
-    ech.train(unit, ech.Loader(DATA, 8, accumulation=2), max_updates=5, checkpoints=ech.Checkpoints(tmp_path, every=2))
+    ech.train(unit, ech.Loader(DATA, 8, accumulate=2), max_updates=5, checkpoints=ech.Checkpoints(tmp_path, every=2))
     assert _saved(tmp_path) == [2, 4, 5]
 
 

@@ -248,9 +248,9 @@ def _older(unit: Any) -> Any:
 def _with_fewer_micro_batches(folder: Path, elsewhere: bool) -> dict[str, torch.Tensor]:
     """Three updates of two micro-batches in an older version, then updates of one in this, in two runs."""
     for accumulation, updates in ((2, 6), (1, 4), (1, 5)):
-        unit = Numbered(layout="ddp", gradient_accumulation_steps=accumulation)
+        unit = Numbered(layout="ddp", accumulate=accumulation)
         unit = _older(unit) if accumulation == 2 else unit
-        loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+        loader = ech.Loader(DATA, 8, seed=1, accumulate=accumulation)
         saver = Saver(folder, save_every_n_updates=accumulation)
         saver.restore_from_latest(folder, unit, train_dataloader=loader)
         if elsewhere and accumulation == 1:
@@ -279,9 +279,9 @@ class Killed(ech.Callback):
 def test_the_one_checkpoint_that_stays_is_the_one_that_is_counted_anew(tmp_path: Path) -> None:
     """It had the smaller number, and was removed as an older one; then the other was set aside, and nothing was left."""
     for accumulation, more in ((2, []), (1, [Killed()])):
-        unit = Numbered(gradient_accumulation_steps=accumulation)
+        unit = Numbered(accumulate=accumulation)
         unit = _older(unit) if accumulation == 2 else unit
-        loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+        loader = ech.Loader(DATA, 8, seed=1, accumulate=accumulation)
         saver = Saver(tmp_path, save_every_n_updates=2, keep_last_n_checkpoints=1)
         saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
         with contextlib.suppress(KeyboardInterrupt):
@@ -294,9 +294,9 @@ def test_what_is_counted_anew_has_the_streams_of_what_it_is_made_of(tmp_path: Pa
 
     def run(folder: Path, accumulation: int, steps: int, *more: ech.Callback) -> dict[str, torch.Tensor]:
         ech.seed(3)
-        unit = Numbered(dropout=0.4, gradient_accumulation_steps=accumulation)
+        unit = Numbered(dropout=0.4, accumulate=accumulation)
         unit = _older(unit) if accumulation == 2 else unit
-        loader, saver = ech.Loader(DATA, 8, seed=1, accumulation=accumulation), Saver(folder)
+        loader, saver = ech.Loader(DATA, 8, seed=1, accumulate=accumulation), Saver(folder)
         saver.restore_from_latest(folder, unit, train_dataloader=loader)
         torch.rand(3)
         with contextlib.suppress(KeyboardInterrupt):

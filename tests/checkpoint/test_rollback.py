@@ -44,9 +44,9 @@ def _run(
         lr=0.01,
         schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9),
         step_lr_interval="step",
-        gradient_accumulation_steps=accumulation,
+        accumulate=accumulation,
     )
-    loader = ech.Loader(_data(bad, value), 8, seed=1, accumulation=accumulation)
+    loader = ech.Loader(_data(bad, value), 8, seed=1, accumulate=accumulation)
     unit.train_progress.skipped = list(skipped)
     callbacks: list[ech.Callback] = []
     if folder is not None:

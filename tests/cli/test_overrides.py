@@ -33,7 +33,7 @@ def test_a_variable_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch
 def test_unit_and_loader_follow() -> None:
     impose(Overrides(layout="none", precision="bf16", accumulation=2, compile=False))
     try:
-        unit = Regression(layout="fsdp", torch_compile_params=ech.layouts.TorchCompileParams(backend="no such backend"))
+        unit = Regression(layout="fsdp", compile=ech.layouts.TorchCompileParams(backend="no such backend"))
         loader = ech.Loader(list(range(8)), 4)
     finally:
         impose(None)

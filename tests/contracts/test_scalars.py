@@ -272,7 +272,7 @@ def test_tensor_parallelism_over_one_rank_has_no_such_question(ranks: Ranks) -> 
 
 def _over_data() -> dict[str, torch.Tensor]:
     layout = ech.Layout(tp=1, plan={"blocks.*.inner": "colwise_gather"})
-    unit = Regression(module=_module(), layout=layout, gradient_accumulation_steps=2, clip_grad_norm=0.2, lr=0.02)
+    unit = Regression(module=_module(), layout=layout, accumulate=2, clip_grad_norm=0.2, lr=0.02)
     ech.train(unit, _rows(dist.get_rank()), max_epochs=1)
     return whole(unit.module)
 

@@ -99,7 +99,7 @@ def test_global_batches_do_not_depend_on_ranks_accumulation_workers_or_a_restart
         per_rank = []
         for rank in range(ranks):
             loader = ech.Loader(
-                data, 12, seed=5, accumulation=accumulation, options=ech.data.LoaderOptions(dp=(rank, ranks)), num_workers=workers
+                data, 12, seed=5, accumulate=accumulation, options=ech.data.LoaderOptions(dp=(rank, ranks)), num_workers=workers
             )
             loader.set_epoch(1)
             if resumed_at:

@@ -42,7 +42,7 @@ def _global_batches(length: int, size: int, ranks: int, accumulation: int, epoch
     per_rank = []
     for rank in range(ranks):
         loader = ech.Loader(
-            Numbers(length), size, accumulation=accumulation, options=ech.data.LoaderOptions(dp=(rank, ranks)), **options
+            Numbers(length), size, accumulate=accumulation, options=ech.data.LoaderOptions(dp=(rank, ranks)), **options
         )
         loader.set_epoch(epoch)
         per_rank.append(_batches(loader))
@@ -75,7 +75,7 @@ def test_every_sample_is_seen_exactly_once_an_epoch(length: int) -> None:
 def test_micro_batches_are_where_positions_of_says(length: int, at: int) -> None:
     """Whole global batches are computed together, the tail one by one: the same places."""
     for rank in range(2):
-        loader = ech.Loader(Numbers(length), 12, accumulation=3, options=ech.data.LoaderOptions(dp=(rank, 2)))
+        loader = ech.Loader(Numbers(length), 12, accumulate=3, options=ech.data.LoaderOptions(dp=(rank, 2)))
         loader.seek(at)
         want = [loader.order.at(0, np.arange(*loader.positions_of(m, rank))).tolist() for m in range(at, len(loader))]
         assert _batches(loader) == want
@@ -124,13 +124,13 @@ def test_a_restored_loader_goes_on_where_the_saved_one_stood(at: int, epoch: int
 
 def test_a_loader_resumes_under_other_ranks_and_accumulation() -> None:
     whole = _global_batches(96, 24, 1, 1)
-    loader = ech.Loader(Numbers(96), 24, accumulation=2, options=ech.data.LoaderOptions(dp=(0, 2)))
+    loader = ech.Loader(Numbers(96), 24, accumulate=2, options=ech.data.LoaderOptions(dp=(0, 2)))
     iterator = iter(loader)
     for _ in range(4):  # two global batches
         next(iterator)
     rest = []
     for rank in range(3):
-        other = ech.Loader(Numbers(96), 24, accumulation=4, options=ech.data.LoaderOptions(dp=(rank, 3)))
+        other = ech.Loader(Numbers(96), 24, accumulate=4, options=ech.data.LoaderOptions(dp=(rank, 3)))
         other.load_state_dict(loader.state_dict())
         rest.append(_batches(other))
     seen = sorted(sum((sum(r, []) for r in rest), []))
@@ -138,7 +138,7 @@ def test_a_loader_resumes_under_other_ranks_and_accumulation() -> None:
 
 
 def test_a_global_batch_that_ranks_cannot_divide_names_those_that_can() -> None:
-    loader = ech.Loader(Numbers(100), 12, accumulation=2, options=ech.data.LoaderOptions(dp=(0, 4)))
+    loader = ech.Loader(Numbers(100), 12, accumulate=2, options=ech.data.LoaderOptions(dp=(0, 4)))
     with pytest.raises(UsageError) as error:
         len(loader.dp)
     text = str(error.value)

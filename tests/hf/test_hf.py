@@ -185,7 +185,7 @@ def _micro_batches(rank: int) -> list[Any]:
 def _counted(layouts: list[str]) -> list[Any]:
     found = []
     for layout in layouts:
-        unit = Counting(module=_without_dropout(), layout=layout, gradient_accumulation_steps=2)
+        unit = Counting(module=_without_dropout(), layout=layout, accumulate=2)
         ech.fit(unit, _micro_batches(dist.get_rank()), _micro_batches(dist.get_rank()), max_epochs=1)
         loss = float(unit.latest_update[0])
         found.append((_trained(unit.module), loss, unit.eval_loss))

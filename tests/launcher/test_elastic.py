@@ -195,10 +195,10 @@ class Tokens(Regression):
 def _train_in_pieces(layout: str | None, planned: int | None, accumulation: int) -> dict[str, Any]:
     impose(Overrides(planned_ranks=planned))
     try:
-        unit = Tokens(layout=layout, gradient_accumulation_steps=accumulation)
+        unit = Tokens(layout=layout, accumulate=accumulation)
         accumulate, reduced = unit.prepared.accumulate, list[bool]()
         unit.prepared.accumulate = lambda last: reduced.append(last) or accumulate(last)  # type: ignore[method-assign,func-returns-value]
-        loader = ech.Loader(_data(), GLOBAL_BATCH, seed=5, accumulation=accumulation)
+        loader = ech.Loader(_data(), GLOBAL_BATCH, seed=5, accumulate=accumulation)
         ech.train(unit, loader, max_epochs=EPOCHS)
     finally:
         impose(None)

@@ -74,7 +74,7 @@ def _mine(unit: ech.AutoUnit[Any], steps: int = STEPS, rows: int = 8) -> list[An
 
 
 def _measured(layout: Any) -> dict[str, Any]:
-    unit = _Measured(module=net(width=64), layout=layout, gradient_accumulation_steps=WINDOW)
+    unit = _Measured(module=net(width=64), layout=layout, accumulate=WINDOW)
     ech.train(unit, _mine(unit), max_epochs=1)
     return {"kept": unit.kept, "sent": unit.sent, "values": whole(unit.module)}
 
@@ -145,7 +145,7 @@ class _Chooses(Regression):
 
 def _chosen(layout: Any, heads: list[int]) -> Any:
     torch.manual_seed(0)
-    unit = _Chooses(module=_Takes(), layout=layout, gradient_accumulation_steps=2)
+    unit = _Chooses(module=_Takes(), layout=layout, accumulate=2)
     data = [(*rows, head) for rows, head in zip(_mine(unit, len(heads)), heads, strict=True)]
     try:
         ech.train(unit, data, max_epochs=1)
@@ -186,7 +186,7 @@ class _GivesUp(Regression):
 def _given_up(layout: Any, half: bool = False) -> dict[str, torch.Tensor]:
     dtype = torch.float32 if half else torch.float64
     options = {"module": net(dtype=dtype), "precision": "bf16" if half else None}
-    unit = _GivesUp(layout=layout, gradient_accumulation_steps=2, **options)
+    unit = _GivesUp(layout=layout, accumulate=2, **options)
     ech.train(unit, [tuple(t.to(dtype) for t in rows) for rows in _mine(unit, 4)], max_epochs=2)
     return {n: p.double() for n, p in whole(unit.module).items()}
 
@@ -208,7 +208,7 @@ def test_a_window_that_is_given_up_leaves_nothing_for_the_next(ranks: Ranks) -> 
 
 def _chosen_by_copy(others: list[int]) -> str:
     heads = [0, 0, 0] if dist.get_rank() < 2 else others
-    unit = _Chooses(module=_Takes(), layout="hsdp", gradient_accumulation_steps=3)
+    unit = _Chooses(module=_Takes(), layout="hsdp", accumulate=3)
     data = [(*rows, head) for rows, head in zip(_mine(unit, len(heads)), heads, strict=True)]
     with pytest.raises(UsageError) as caught:
         ech.train(unit, data, max_epochs=1)
@@ -239,7 +239,7 @@ class _InTurns(nn.Module):
 
 def _in_turns(layout: Any, blocks: bool) -> Any:
     torch.manual_seed(0)
-    unit = _Chooses(module=_InTurns(blocks), layout=layout, gradient_accumulation_steps=2, precision="bf16")
+    unit = _Chooses(module=_InTurns(blocks), layout=layout, accumulate=2, precision="bf16")
     data = [(*(t.float() for t in rows), at % 2) for at, rows in enumerate(_mine(unit, 4))]
     try:
         ech.train(unit, data, max_epochs=1)

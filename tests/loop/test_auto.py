@@ -367,7 +367,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 def test_accumulation_of_loader_and_unit_must_agree() -> None:
     data = torch.utils.data.TensorDataset(*batch(16, 0))
     with refused(LoaderError):
-        ech.train(Regression(accumulate=1), ech.Loader(data, 8, accumulation=2), max_epochs=1)
+        ech.train(Regression(accumulate=1), ech.Loader(data, 8, accumulate=2), max_epochs=1)
 
 
 def test_a_unit_without_training_builds_no_optimizer() -> None:

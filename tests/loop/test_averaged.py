@@ -111,7 +111,7 @@ def _trained(
     layout: str | None, params: ech.units.SWAParams, micro: int = 1, updates: int = UPDATES, **options: Any
 ) -> Regression:
     options.setdefault("module", Counting())
-    unit = Regression(layout=layout, swa_params=params, step_lr_interval="step", gradient_accumulation_steps=micro, **options)
+    unit = Regression(layout=layout, swa_params=params, step_lr_interval="step", accumulate=micro, **options)
     ech.train(unit, _mine(unit, micro)[: updates * micro], max_epochs=1)
     return unit
 

@@ -226,7 +226,9 @@ class Silent(ech.AutoUnit[Any]):
 
 
 def _stop_from_a_lambda(hook: str, layout: str | None) -> int:
-    unit = Numbers() if layout is None else Silent(module=net(), device=torch.device("cpu"), layout=layout)
+    unit = (
+        Numbers() if layout is None else Silent(module=net(), options=ech.UnitOptions(device=torch.device("cpu")), layout=layout)
+    )
     data = list(range(6)) if layout is None else [batch(2, i) for i in range(6)]
 
     def stop(state: ech.State, unit: Any) -> None:

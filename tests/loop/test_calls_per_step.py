@@ -56,7 +56,7 @@ class Unit(ech.AutoUnit[torch.Tensor]):
 def calls_of_a_step() -> dict[str, float]:
     loader = Counting()
     try:
-        ech.train(Unit(module=torch.nn.Linear(3, 1), device=torch.device("cpu")), loader, max_epochs=1)
+        ech.train(Unit(module=torch.nn.Linear(3, 1), options=ech.UnitOptions(device=torch.device("cpu"))), loader, max_epochs=1)
     finally:
         sys.setprofile(None)
     return {name: count / (LAST - FIRST) for name, count in loader.calls.items()}

@@ -47,7 +47,7 @@ def _trained(
     layout: str, accumulation: int, folder: Path, updates: int, resumed: bool
 ) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
     unit = Regression(layout=layout, ema=DECAY)
-    loader = ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+    loader = ech.Loader(DATA, 8, seed=1, accumulate=accumulation)
     assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader) is resumed
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=4)
     ech.train(unit, loader, max_updates=updates, callbacks=[saver])

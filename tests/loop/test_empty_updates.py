@@ -78,7 +78,7 @@ class Dying(ech.Callback):
 
 def _trained(layout: str, accumulation: int, folder: str) -> tuple[dict[str, torch.Tensor], float, int]:
     for at in (3 * accumulation, None):  # dies behind an update without weight, and before another
-        unit = Masked(layout=layout, gradient_accumulation_steps=accumulation, clip_grad_norm=1e9)
+        unit = Masked(layout=layout, accumulate=accumulation, clip_grad_norm=1e9)
         loader = _loader(accumulation=accumulation)
         saver = ech.DistributedCheckpointSaver(f"{folder}/{layout}", save_every_n_updates=1)
         saver.restore_from_latest(f"{folder}/{layout}", unit, train_dataloader=loader)
@@ -122,7 +122,7 @@ def test_a_loop_of_ones_own_goes_on(ranks: Ranks, layout: str) -> None:
 
 
 def _pipeline() -> dict[str, torch.Tensor]:
-    unit = Masked(layout="pp=2", gradient_accumulation_steps=2)
+    unit = Masked(layout="pp=2", accumulate=2)
     ech.train(unit, _loader(accumulation=2), max_epochs=EPOCHS)
     held = {n for n, p in unit.module.named_parameters() if p.numel()}
     return {n: p for n, p in whole(unit.module).items() if n in held}

@@ -66,7 +66,7 @@ def test_a_row_that_ends_in_time_and_one_that_is_accepted_do_not() -> None:
 
 
 def test_an_accumulated_update_names_its_micro_batches() -> None:
-    steps, told = _ended(Bad([13, 17], gradient_accumulation_steps=4, stop_after_nonfinite_losses=2), max_epochs=4)
+    steps, told = _ended(Bad([13, 17], accumulate=4, stop_after_nonfinite_losses=2), max_epochs=4)
     assert steps == 20 and "update 3 (batches 4 to 7 of epoch 1, counted from 0)" in told
 
 

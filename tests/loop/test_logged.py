@@ -328,9 +328,9 @@ def _left(folder: str) -> None:
         model, optimizer, loader = ech.prepare(
             model,
             torch.optim.SGD(model.parameters(), lr=0.0),
-            ech.Loader(rows, global_batch=4, shuffle=False, accumulation=2),
+            ech.Loader(rows, global_batch=4, shuffle=False, accumulate=2),
             device=torch.device("cpu"),
-            gradient_accumulation_steps=2,
+            accumulate=2,
         )
         for _ in ech.epochs(model, 1):
             for number, (x, y) in enumerate(loader):

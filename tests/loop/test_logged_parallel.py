@@ -70,7 +70,7 @@ def recorded(folder: str) -> Iterator[None]:
 def _fit(folder: str, layout: Any) -> None:
     """Batches of two shapes, so that a pipeline learns what its stages send in the middle of the training, too."""
     batches = [batch(rows, n) for n, rows in enumerate((3, 3, 3, 5, 5, 3))]
-    unit = Logs(layout=layout, gradient_accumulation_steps=2)
+    unit = Logs(layout=layout, accumulate=2)
     with recorded(folder):
         ech.fit(unit, batches, batches[2:5], max_epochs=1)
 
@@ -143,7 +143,7 @@ class Counts(Regression):
 
 def _counted(layout: Any) -> list[tuple[float, float]]:
     batches = [batch(rows, n) for n, rows in enumerate((3, 3, 3, 5, 5, 3))]
-    unit = Counts(layout=layout, gradient_accumulation_steps=2)
+    unit = Counts(layout=layout, accumulate=2)
     ech.train(unit, batches, max_epochs=1)
     trained = float(unit.rows.compute()), float(unit.mean.compute())
     unit.rows.reset(), unit.mean.reset()
@@ -238,7 +238,7 @@ def _fit_words(folder: str, layout: str) -> None:
     for n in range(4):
         tokens = torch.arange(32).view(2, 16) * (n + 1) % WORDS
         batches.append({"words": tokens, "targets": torch.where(tokens % (n + 2) == 0, -100, tokens)})
-    unit = Words("SGD", Language(1), layout=layout, device=torch.device("cpu"), gradient_accumulation_steps=2)
+    unit = Words("SGD", Language(1), layout=layout, options=ech.UnitOptions(device=torch.device("cpu")), accumulate=2)
     with recorded(folder):
         ech.fit(unit, batches, batches[:3], max_epochs=1)
 

@@ -213,7 +213,7 @@ def test_a_stop_ends_after_the_step_and_runs_no_evaluation() -> None:
 
 
 def _stop_on_one_rank(kind: str) -> tuple[int, int]:
-    unit = Plain() if kind == "plain" else Regression(layout="ddp", gradient_accumulation_steps=2)
+    unit = Plain() if kind == "plain" else Regression(layout="ddp", accumulate=2)
     data = list(range(10)) if kind == "plain" else [batch(2, i) for i in range(10)]
     ech.train(unit, data, max_epochs=1, callbacks=[StopAfter(3, rank=1)])
     return unit.train_progress.num_steps_completed, torch.distributed.get_rank()
@@ -335,7 +335,7 @@ def _other_lengths(kind: str) -> str:
     if kind.startswith("unsized"):
         data = iter(data)
     accumulation = 3 if kind == "unsized, in a window" else 1  # its last batch ends a window on one rank, not on the other
-    unit = Regression(layout="fsdp" if kind == "evaluate" else "ddp", gradient_accumulation_steps=accumulation)
+    unit = Regression(layout="fsdp" if kind == "evaluate" else "ddp", accumulate=accumulation)
     with pytest.raises(RanksDisagreeError) as caught:
         if kind == "evaluate":
             ech.evaluate(unit, data)

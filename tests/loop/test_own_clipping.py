@@ -15,7 +15,7 @@ def _clipped_by_torch(layout: str, accumulation: int, right: bool) -> int:
     with told() as texts:
         own_loop(
             net(),
-            ech.Loader(rows, 4, accumulation=accumulation),
+            ech.Loader(rows, 4, accumulate=accumulation),
             lambda model, x, y: nn.functional.mse_loss(model(x), y),
             epochs=2,
             clip=lambda window, model: (

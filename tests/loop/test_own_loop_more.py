@@ -168,7 +168,7 @@ def _schedule_first(place: str, accumulation: int) -> list[float]:
     model, rates = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    loader = ech.Loader(DATA, 8, accumulation=accumulation)
+    loader = ech.Loader(DATA, 8, accumulate=accumulation)
     model, optimizer, scheduler, loader = ech.prepare(model, optimizer, scheduler, loader, layout="none")
     for _ in ech.epochs(loader, 2):
         for x, y in loader:

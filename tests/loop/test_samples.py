@@ -163,8 +163,8 @@ def _plain() -> tuple[dict[str, torch.Tensor], float]:
 def _trained(layout: str | None, accumulation: int, *, foreign: bool) -> dict[str, tuple[Any, ...]]:
     found = {}
     for name, (collate, read) in KINDS.items():
-        unit = Unit(read, layout=layout, gradient_accumulation_steps=accumulation)
-        train: Any = ech.Loader(Boxes(), BATCH, shuffle=False, accumulation=accumulation, collate_fn=collate)
+        unit = Unit(read, layout=layout, accumulate=accumulation)
+        train: Any = ech.Loader(Boxes(), BATCH, shuffle=False, accumulate=accumulation, collate_fn=collate)
         if foreign:
             train = DataLoader(Boxes(), BATCH // accumulation, collate_fn=collate)
         test = ech.Loader(Boxes(), BATCH, shuffle=False, collate_fn=collate)

@@ -50,7 +50,7 @@ def _data(samples: int = 25) -> TensorDataset:
 
 
 def _loader(accumulation: int = 1, samples: int = 25) -> Any:
-    return ech.Loader(_data(samples), global_batch=8, accumulation=accumulation, shuffle=False)
+    return ech.Loader(_data(samples), global_batch=8, accumulate=accumulation, shuffle=False)
 
 
 def _optimizers(module: nn.ModuleDict) -> dict[str, tuple[torch.optim.Optimizer, Any]]:
@@ -167,7 +167,7 @@ class Remembers(Gan):
 
 def _accumulated(layout: str) -> tuple[Tensors, list[list[Any]]]:
     unit = Remembers(module=_networks(), layout=layout)
-    ech.train(unit, ech.Loader(_data(), global_batch=12, accumulation=3, shuffle=False, tail="drop"), max_epochs=1)
+    ech.train(unit, ech.Loader(_data(), global_batch=12, accumulate=3, shuffle=False, tail="drop"), max_epochs=1)
     return whole(unit.module), unit.seen[:-1]
 
 
@@ -209,7 +209,7 @@ def _stops(layout: str, folder: str, stop: int | None) -> Tensors:
     unit = Gan(module=_networks(), layout=layout, clip_grad_norm=CLIP, ema=0.9)
     ech.train(
         unit,
-        ech.Loader(_data(), global_batch=8, accumulation=2, seed=3),
+        ech.Loader(_data(), global_batch=8, accumulate=2, seed=3),
         max_epochs=2,
         max_updates=stop,
         checkpoints=ech.Checkpoints(folder, every=1),

@@ -166,7 +166,7 @@ def test_without_launched_ranks() -> None:
 
 def _accumulated(layout: str) -> tuple[tuple[Tensors, Tensors], list[list[Any]]]:
     """The weights, and this rank's micro-batches of each update."""
-    loader = ech.Loader(_data(), global_batch=12, accumulation=3, shuffle=False, tail="drop")
+    loader = ech.Loader(_data(), global_batch=12, accumulate=3, shuffle=False, tail="drop")
     pair, loader = _prepared(layout, loader=loader)
     seen: list[list[Any]] = []
     for data in loader:
@@ -230,7 +230,7 @@ def _heads(layout: str | None) -> Tensors:
     policies = torch.optim.Adam([*model.trunk.parameters(), *model.policy.parameters()], 1e-2)
     loader: Any = _batches(8)
     if layout is not None:  # the last batch is one sample: the other rank, and the second micro-batch, have padding
-        loader = ech.Loader(_data(), global_batch=8, accumulation=2, shuffle=False)
+        loader = ech.Loader(_data(), global_batch=8, accumulate=2, shuffle=False)
         model, _, _, loader = ech.prepare(model, values, policies, loader, layout=layout)
     for y, x in loader:
 
@@ -388,7 +388,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_another_layout(ranks: Ranks, tmp_pat
 
 
 def _refused(layout: str, body: Callable[..., Any]) -> str:
-    loader = ech.Loader(_data(), global_batch=8, accumulation=2, shuffle=False, tail="drop")
+    loader = ech.Loader(_data(), global_batch=8, accumulate=2, shuffle=False, tail="drop")
     pair, loader = _prepared(layout, loader=loader)
     with pytest.raises((UsageError, RanksDisagreeError)) as caught:
         for data in loader:

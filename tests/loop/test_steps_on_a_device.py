@@ -123,7 +123,7 @@ def a_micro_batch_that_weighs_nothing_on_the_device_poisons_nothing() -> None:
         optimizer.zero_grad()
         (((want(x) - y).square().mean(1) * row).sum() / row.sum()).backward()
         optimizer.step()
-    unit = OverChosen(module=net(dtype=torch.float32).to(gpu.device), device=gpu.device, gradient_accumulation_steps=2)
+    unit = OverChosen(module=net(dtype=torch.float32).to(gpu.device), device=gpu.device, accumulate=2)
     ech.train(unit, made, max_epochs=1)
     _same(unit.module, want)
 
@@ -131,7 +131,7 @@ def a_micro_batch_that_weighs_nothing_on_the_device_poisons_nothing() -> None:
     loader: Any = ech.Loader(
         [tuple(each[0] for each in (x[None], y[None], row[None])) for x, y, row in made],
         2,
-        accumulation=2,
+        accumulate=2,
         shuffle=False,
         collate_fn=lambda samples: samples[0],
     )

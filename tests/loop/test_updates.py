@@ -58,7 +58,7 @@ def _each_way(folder: Path) -> dict[str, tuple[dict[str, torch.Tensor], tuple[in
     found = {}
     for way in ("train", "fit", "Trainer", "said twice"):
         unit = Regression(layout="ddp", **({"gradient_accumulation_steps": 2} if way == "said twice" else {}))
-        loader, saver = ech.Loader(DATA, 8, seed=1, accumulation=2), Saver(folder / way, save_every_n_updates=2)
+        loader, saver = ech.Loader(DATA, 8, seed=1, accumulate=2), Saver(folder / way, save_every_n_updates=2)
         if way == "fit":
             ech.fit(unit, loader, [batch(2, 1)], max_updates=5, callbacks=[saver])
         elif way == "Trainer":
@@ -93,8 +93,8 @@ def _ten(kind: str) -> Any:
     if kind == "iterable dataset":
         return DataLoader(Stream(), batch_size=None)
     if kind == "stream":
-        return ech.StreamLoader(Rows(), 6, accumulation=3)
-    return ech.Loader(DATA, 12, seed=1, accumulation=3)
+        return ech.StreamLoader(Rows(), 6, accumulate=3)
+    return ech.Loader(DATA, 12, seed=1, accumulate=3)
 
 
 class Rows(IterableDataset[Any]):
@@ -138,10 +138,10 @@ def test_an_epochs_short_last_update_is_one_and_a_second_call_goes_on(kind: str)
 
 
 def test_an_epoch_may_be_of_so_many_updates() -> None:
-    unit, heard = Regression(gradient_accumulation_steps=3), Heard()
+    unit, heard = Regression(accumulate=3), Heard()
     ech.train(unit, _ten("list"), max_epochs=3, updates_per_epoch=2, callbacks=[heard])
     assert heard.epochs == [2, 4, 6] and _counts(unit) == (6, 18)
-    more = Regression(gradient_accumulation_steps=3)
+    more = Regression(accumulate=3)
     ech.train(more, _ten("list"), max_epochs=2, updates_per_epoch=4)  # of which the last is short
     assert _counts(more) == (8, 20) and more.train_progress.num_epochs_completed == 2
 
@@ -157,7 +157,7 @@ def test_an_epoch_may_be_of_so_many_updates() -> None:
     ],
 )
 def test_evaluations_are_after_so_many_updates(options: dict[str, Any], expected: list[int]) -> None:
-    unit, heard = Regression(gradient_accumulation_steps=3), Heard()
+    unit, heard = Regression(accumulate=3), Heard()
     ech.train(unit, _ten("list"), eval=[batch(3, 9)], callbacks=[heard], **options)
     assert heard.evaluated == expected
 
@@ -173,7 +173,7 @@ def test_the_schedule_and_the_records_go_by_updates(tmp_path: Path, monkeypatch:
     for name, value in run.to_env().items():
         monkeypatch.setenv(name, value)
     unit = Regression(
-        gradient_accumulation_steps=3,
+        accumulate=3,
         step_lr_interval="step",
         schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
     )
@@ -236,9 +236,9 @@ class Iterates(Numbers):
     [
         (Two, 5),
         (Iterates, 5),
-        (lambda: ByHand(gradient_accumulation_steps=3), 5),
-        (lambda: Around(gradient_accumulation_steps=3), 13),
-        (lambda: Pairs(gradient_accumulation_steps=2), 9),  # five steps an epoch, three updates
+        (lambda: ByHand(accumulate=3), 5),
+        (lambda: Around(accumulate=3), 13),
+        (lambda: Pairs(accumulate=2), 9),  # five steps an epoch, three updates
     ],
 )
 def test_a_step_of_ones_own_is_an_update_unless_a_window_says_otherwise(make: Any, steps: int, tmp_path: Path) -> None:
@@ -258,14 +258,14 @@ def test_an_update_that_is_left_out_is_counted(tmp_path: Path) -> None:
     unit = Empty()
     ech.train(unit, [batch(2, i) for i in range(4)], max_updates=3, callbacks=[Saver(tmp_path, save_every_n_updates=1)])
     assert _counts(unit) == (3, 3) and _names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
-    half = Regression(module=net(dtype=torch.float32), precision="fp16", gradient_accumulation_steps=2)
+    half = Regression(module=net(dtype=torch.float32), precision="fp16", accumulate=2)
     data = [tuple(each.float() * (1e30 if i < 2 else 1) for each in batch(2, i)) for i in range(6)]
     ech.train(half, data, max_updates=3)
     assert _counts(half) == (3, 6)
 
 
 def _saved_and_resumed(folder: Path, accumulation: int, size: int, limits: list[int]) -> dict[str, Any]:
-    unit, loader = Regression(layout="ddp", optimizer="AdamW"), ech.Loader(DATA, 8, seed=1, accumulation=accumulation)
+    unit, loader = Regression(layout="ddp", optimizer="AdamW"), ech.Loader(DATA, 8, seed=1, accumulate=accumulation)
     Saver.restore_from_latest(folder, unit, train_dataloader=loader)
     for limit in limits:
         ech.train(unit, loader, max_updates=limit, callbacks=[Saver(folder, save_every_n_updates=2)])
@@ -290,7 +290,7 @@ def test_a_stop_within_an_update_comes_after_it() -> None:
             if unit.train_progress.num_steps_completed == 4:
                 state.stop()
 
-    unit = Regression(gradient_accumulation_steps=3)
+    unit = Regression(accumulate=3)
     ech.train(unit, _ten("list"), max_epochs=2, callbacks=[Stops()])
     assert _counts(unit) == (2, 6)
 
@@ -301,7 +301,7 @@ def _own(folder: Path) -> tuple[list[int], list[str]]:
     model, optimizer, loader = ech.prepare(
         module,
         torch.optim.SGD(module.parameters(), 0.1),
-        ech.Loader(DATA, 8, seed=1, accumulation=2),
+        ech.Loader(DATA, 8, seed=1, accumulate=2),
         checkpoints=Saver(folder, save_every_n_updates=2),
     )
     steps = []
@@ -323,7 +323,7 @@ def test_a_loop_of_ones_own_counts_the_updates_that_it_makes(ranks: Ranks, tmp_p
 
 
 def _piped() -> tuple[int, int]:
-    unit = Regression(layout="pp=2", gradient_accumulation_steps=2)
+    unit = Regression(layout="pp=2", accumulate=2)
     ech.train(unit, [batch(2, i) for i in range(5)], max_updates=4)
     return _counts(unit)
 
@@ -375,8 +375,8 @@ def test_older_words_say_the_new_ones(tmp_path: Path) -> None:
 def test_older_words_are_refused_where_they_would_count_something_else(call: Any, tmp_path: Path) -> None:
     data = [batch(2, i) for i in range(8)]
     with refused(LoopError):
-        call(Regression(gradient_accumulation_steps=3), data, tmp_path)
-    ech.train(Regression(gradient_accumulation_steps=3), data, max_steps=math.inf, max_epochs=1)  # no limit, in either unit
+        call(Regression(accumulate=3), data, tmp_path)
+    ech.train(Regression(accumulate=3), data, max_steps=math.inf, max_epochs=1)  # no limit, in either unit
 
 
 def _told(where: str, folder: Path) -> list[tuple[tuple[int, int], dict[str, torch.Tensor]]]:
@@ -424,10 +424,10 @@ def test_the_accumulation_is_said_once() -> None:
     with pytest.warns(DeprecationWarning, match=r"Loader\(accumulation=...\) is now accumulate="):
         assert len(ech.Loader(DATA, 8, accumulation=4)) == 20  # type: ignore[call-arg]
     with refused(LoaderError):
-        ech.train(Regression(gradient_accumulation_steps=2), ech.Loader(DATA, 8, accumulation=4), max_updates=1)
+        ech.train(Regression(accumulate=2), ech.Loader(DATA, 8, accumulate=4), max_updates=1)
     unit = Regression()
     for accumulation in (4, 2, 4):  # of whatever loader comes
-        ech.train(unit, ech.Loader(DATA, 8, accumulation=accumulation), max_updates=unit.train_progress.num_updates_completed + 2)
+        ech.train(unit, ech.Loader(DATA, 8, accumulate=accumulation), max_updates=unit.train_progress.num_updates_completed + 2)
     assert unit.train_progress.num_updates_completed == 6 and unit.window.updates == 6
 
 

@@ -180,7 +180,7 @@ class _Kept:
 
 
 def _records(peak: float | None, layout: str, accumulation: int) -> list[dict[str, Any]]:
-    unit = Unit(module=Decoder(), device=CPU, layout=layout, gradient_accumulation_steps=accumulation)
+    unit = Unit(module=Decoder(), options=ech.UnitOptions(device=CPU), layout=layout, accumulate=accumulation)
     unit.peak_flops = peak
     return _records_of(unit, [words(), words(2, 10)] * 2)
 
@@ -219,7 +219,7 @@ def _language() -> Language:
 
 
 def _of_language(layout: str, flops: float | None) -> list[dict[str, Any]]:
-    unit = LanguageUnit("SGD", _language(), layout=layout, device=CPU)
+    unit = LanguageUnit("SGD", _language(), layout=layout, options=ech.UnitOptions(device=CPU))
     unit.peak_flops = 1e15
     if flops is not None:
         unit.flops = lambda data: flops * data["words"].numel()  # type: ignore[method-assign]
@@ -247,7 +247,7 @@ def test_an_unknown_peak_leaves_mfu_out_and_so_does_an_impossible_one() -> None:
 
 
 def test_ranks_that_share_samples_share_the_peak_and_units_may_count_themselves() -> None:
-    unit: Any = Unit(module=Decoder(), device=CPU)
+    unit: Any = Unit(module=Decoder(), options=ech.UnitOptions(device=CPU))
     unit.peak_flops, unit.flops = 1e6, lambda data: 3e5
     used = Utilization(unit)
     used.count(words())
@@ -262,7 +262,7 @@ def test_memory_of_a_gpu_is_read_from_the_allocators_counters(monkeypatch: pytes
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: asked.append(device) or counters)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "unheard of")
-    unit: Any = Unit(module=Decoder(), device=CPU)
+    unit: Any = Unit(module=Decoder(), options=ech.UnitOptions(device=CPU))
     unit.device = torch.device("cuda", 0)
     kept = _Kept()
     recorder = Recorder([kept], "tokens")

@@ -27,7 +27,7 @@ def _train(layout: str, shape: list[list[list[int]]], **options: Any) -> tuple[d
     world = ech.launching.World.current()
     windows = windows_of(shape, world.size)
     mine = [micro[world.rank] for window in windows for micro in window]
-    unit = Regression(layout=layout, gradient_accumulation_steps=2, **options)
+    unit = Regression(layout=layout, accumulate=2, **options)
     ech.train(unit, mine, max_epochs=1)
     return whole(unit.module), unit.norms
 
@@ -103,7 +103,7 @@ class _Tokens(Regression):
 def _train_tokens(layout: str, shape: list[list[list[int]]]) -> dict[str, torch.Tensor]:
     world = ech.launching.World.current()
     windows = windows_of(shape, world.size)
-    unit = _Tokens(layout=layout, gradient_accumulation_steps=2)
+    unit = _Tokens(layout=layout, accumulate=2)
     ech.train(unit, [micro[world.rank] for window in windows for micro in window], max_epochs=1)
     return whole(unit.module)
 

@@ -138,7 +138,7 @@ def _everything(folder: str) -> None:
     os.environ[RUN_DIR_VARIABLE] = folder
     try:
         quiet = Fault("", Path(folder))
-        unit = _Evaluated(module=Net(quiet), layout="ddp", gradient_accumulation_steps=2, enable_prefetch=True)
+        unit = _Evaluated(module=Net(quiet), layout="ddp", accumulate=2, enable_prefetch=True)
         saver = ech.DistributedCheckpointSaver(f"{folder}/checkpoints", save_every_n_updates=2, async_checkpoint=True)
         ech.fit(
             unit,

@@ -69,7 +69,7 @@ def traced(size: int, *, blocks: int, micro_batches: int = 1, **options: Any) ->
         torch.manual_seed(0)
         module = Stack(blocks)
         parameters = sum(p.numel() for p in module.parameters())
-        unit = Unit(module=module, device=torch.device("cpu"), gradient_accumulation_steps=micro_batches, **options)
+        unit = Unit(module=module, device=torch.device("cpu"), accumulate=micro_batches, **options)
         data = [(torch.randn(BATCH, 1), torch.randn(BATCH, 1)) for _ in range((STEPS + 1) * micro_batches)]
         looking = Looking(micro_batches)
         ech.train(unit, data, max_epochs=1, callbacks=[looking])

@@ -129,7 +129,7 @@ def _train(case: str, cp: int, dp: int) -> tuple[float, float, float]:
     unit = Language(
         module=make(),
         layout=ech.Layout(dp_shard=dp, cp=cp, ep=2 if case == "divided experts" else 1),
-        gradient_accumulation_steps=2,
+        accumulate=2,
         **{"clip_grad_norm": float("inf"), **options},
     )
     mine = [micro[unit.prepared.dp_rank] for window in windows for micro in window]
@@ -580,7 +580,7 @@ def test_features_taken_for_a_sequence_are_named_with_the_line_of_the_user(ranks
 
 def _recomputed_elsewhere() -> float:
     """On a GPU a backward pass recomputes in a thread of torch's own, where a mode of this thread does not act."""
-    unit = Language(module=lm(), layout="cp=2", activation_checkpoint_params="blocks")
+    unit = Language(module=lm(), layout="cp=2", recompute="blocks")
     part = unit.prepared.part_of(tokens(2, 16, 0))
     block, made = unit.module.blocks[0], []
     with unit.prepared.accumulate(True):

@@ -432,7 +432,7 @@ def test_a_teacher_that_follows_within_the_loss_does_not_move_in_the_comparison(
 
 def _with_dropout(check: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    unit = Language(module=lm(dropout=0.3), layout=ech.Layout(cp=2, check_context=check), activation_checkpoint_params="blocks")
+    unit = Language(module=lm(dropout=0.3), layout=ech.Layout(cp=2, check_context=check), recompute="blocks")
     ech.train(unit, [tokens(2, 32, seed) for seed in range(2)], max_epochs=1)
     return whole(unit.module)
 

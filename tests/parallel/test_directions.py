@@ -44,7 +44,7 @@ def _data(accumulation: int) -> ech.Loader:
         targets = words[1:].clone()
         targets[: i % 5] = -100
         samples.append({"words": words[:-1], "targets": targets})
-    return ech.Loader(samples, 16, accumulation=accumulation)
+    return ech.Loader(samples, 16, accumulate=accumulation)
 
 
 class _Unit(Noting, Unit):

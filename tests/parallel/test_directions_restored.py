@@ -39,13 +39,13 @@ GOES_ON = ("tp x fsdp", "cp x fsdp", "pp x fsdp")
 def _data() -> ech.Loader:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(0, WORDS, (40, LENGTH + 1), generator=generator)
-    return ech.Loader([{"words": row[:-1], "targets": row[1:]} for row in rows], 8, accumulation=2)
+    return ech.Loader([{"words": row[:-1], "targets": row[1:]} for row in rows], 8, accumulate=2)
 
 
 def _unit(strategy: Any) -> Unit:
     torch.manual_seed(3)
     module = Language(4)
-    return Unit("AdamW", module, layout=strategy, gradient_accumulation_steps=2)
+    return Unit("AdamW", module, layout=strategy, accumulate=2)
 
 
 def _train(strategy: Any, folder: str, steps: int, restores: bool) -> None:

@@ -125,7 +125,7 @@ def _data(case: Case, accumulation: int) -> ech.Loader:
     for i in range(case.rows):
         x, y = torch.randn(4, generator=generator), torch.randn(1, generator=generator)
         samples.append(tuple(each.to(case.torch_dtype) for each in (x, y, torch.tensor([float(i % 3 > 0)]))))
-    return ech.Loader(samples, 16, accumulation=accumulation)
+    return ech.Loader(samples, 16, accumulate=accumulation)
 
 
 def _tolerant(layout: Any, case: Case) -> Any:

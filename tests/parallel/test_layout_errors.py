@@ -55,7 +55,7 @@ def _decodes() -> None:
 
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     "a static graph": (
-        lambda: _trained(lambda: Regression(layout=ech.DDPStrategy(static_graph=True), gradient_accumulation_steps=2)),
+        lambda: _trained(lambda: Regression(layout=ech.DDPStrategy(static_graph=True), accumulate=2)),
         "static_graph must be False where gradients are accumulated",
     ),
     "lazy, ddp": (

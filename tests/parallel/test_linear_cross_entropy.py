@@ -296,7 +296,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def _differences(layouts: dict[str, Any]) -> dict[str, float]:
     found = {}
     for (name, layout), (shape, options) in itertools.product(layouts.items(), SHAPES.items()):
-        unit = LanguageUnit(module=language(**options), layout=layout, device=torch.device("cpu"), gradient_accumulation_steps=2)
+        unit = LanguageUnit(
+            module=language(**options), layout=layout, options=ech.UnitOptions(device=torch.device("cpu")), accumulate=2
+        )
         prepared = unit.prepared
         ech.train(unit, [words_of(step, prepared.dp_rank) for step in range(4)], max_epochs=1)
         found[f"{name}, {shape}"] = largest_difference(whole(unit.module), reference(prepared.dp_size, **options))
@@ -328,8 +330,8 @@ def _head_alone() -> dict[str, float]:
         unit = LanguageUnit(
             module=language(inside=inside, bias=True),
             layout=layout,
-            device=torch.device("cpu"),
-            gradient_accumulation_steps=2,
+            options=ech.UnitOptions(device=torch.device("cpu")),
+            accumulate=2,
         )
         ech.train(unit, [words_of(step, unit.prepared.dp_rank) for step in range(4)], max_epochs=1)
         with torch.no_grad():
@@ -428,7 +430,7 @@ def _frozen_body() -> float:
             each.body.requires_grad_(False)
         if layout == "hsdp":
             layout = ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", blocks=["head"])
-        unit = LanguageUnit(module=module, layout=layout, device=torch.device("cpu"))
+        unit = LanguageUnit(module=module, layout=layout, options=ech.UnitOptions(device=torch.device("cpu")))
         prepared = unit.prepared
         ech.train(unit, [words_of(0, prepared.dp_rank)], max_epochs=1)
         optimizer = torch.optim.SGD(plain_one.parameters(), lr=0.1)

@@ -90,7 +90,7 @@ def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _ours(layout: Any, kind: str, even: bool, clip: float) -> dict[str, torch.Tensor]:
-    unit = Unit(module=net(), layout=layout, optimizer=kind, gradient_accumulation_steps=2, clip_grad_norm=clip)
+    unit = Unit(module=net(), layout=layout, optimizer=kind, accumulate=2, clip_grad_norm=clip)
     ech.train(unit, [b for window in _batches(unit.prepared.dp_rank, even) for b in window], max_epochs=1)
     return _parameters(unit.module)
 

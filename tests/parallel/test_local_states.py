@@ -280,7 +280,7 @@ def _loss_without_gradient(layout: str, folder: Path) -> Any:
 
 
 def _other_accumulation(layout: str, folder: Path) -> Any:
-    return _train(_Unit(layout, gradient_accumulation_steps=2 + 2 * _odd()))
+    return _train(_Unit(layout, accumulate=2 + 2 * _odd()))
 
 
 def _other_rate(layout: str, folder: Path) -> Any:
@@ -547,7 +547,7 @@ def _staged(way: str, at: int, schedule: str, dims: dict[str, int]) -> None:
     unit = Regression(
         module=nn.Sequential(*blocks, nn.Linear(3, 1)).double(),
         layout=ech.Layout(pp=2, schedule=schedule, **dims),
-        gradient_accumulation_steps=2,
+        accumulate=2,
     )
     torch.manual_seed(0)
     data = [(torch.randn(4, 3).double(), torch.randn(4, 1).double()) for _ in range(8)]
@@ -595,7 +595,7 @@ def _tied(frozen_on: int) -> Any:
             unit.module.first.weight.requires_grad_(False)
 
     torch.manual_seed(0)
-    unit = Regression(module=_Tied().double(), layout=ech.Layout(pp=2), gradient_accumulation_steps=2)
+    unit = Regression(module=_Tied().double(), layout=ech.Layout(pp=2), accumulate=2)
     data = [(torch.randn(4, 3).double(), torch.randn(4, 3).double()) for _ in range(8)]
     callback: Any = type("Freezes", (ech.Callback,), {"on_train_step_end": lambda self, *given: freeze(*given)})()
     ech.train(unit, data, max_epochs=1, callbacks=[callback])

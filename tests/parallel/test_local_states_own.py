@@ -26,7 +26,7 @@ def _loop(leaves: Leaves, layout: str, accumulation: int = 1, epochs: int = 2) -
     module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     data = TensorDataset(torch.randn(32, 3).double(), torch.randn(32, 1).double())
     optimizer: Any = torch.optim.SGD(module.parameters(), 0.1)
-    loader: Any = ech.Loader(data, global_batch=8, accumulation=accumulation)
+    loader: Any = ech.Loader(data, global_batch=8, accumulate=accumulation)
     model, optimizer, loader = ech.prepare(module, optimizer, loader, layout=layout)
     batch = 0
     for _ in ech.epochs(loader, epochs):

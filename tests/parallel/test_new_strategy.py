@@ -37,7 +37,7 @@ def batches() -> list[list[Batch]]:
 
 def _train() -> tuple[dict[str, torch.Tensor], Steps, float]:
     LAYOUTS["two_stages"] = TwoStages  # the one line
-    unit = Steps(layout="two_stages", gradient_accumulation_steps=2, clip_grad_norm=0.3)
+    unit = Steps(layout="two_stages", accumulate=2, clip_grad_norm=0.3)
     ech.train(unit, [micro for window in batches() for micro in window], max_epochs=1)
     names = NAMES[torch.distributed.get_rank()]
     values = {}
@@ -108,13 +108,13 @@ class Watching(ech.Strategy):
 
 
 def test_a_window_is_around_all_passes_of_an_update_and_the_step_comes_after() -> None:
-    unit = Regression(layout=Watching(), gradient_accumulation_steps=2)
+    unit = Regression(layout=Watching(), accumulate=2)
     ech.train(unit, [micro for window in batches() for micro in window], max_epochs=1)
     assert "".join(unit.prepared.order) == "(..)step(..)step(.)step"
 
 
 def test_an_error_ends_the_window() -> None:
-    unit = Regression(layout=Watching(), gradient_accumulation_steps=2)
+    unit = Regression(layout=Watching(), accumulate=2)
     with pytest.raises(RuntimeError):
         ech.train(unit, [batch(4, 0), (torch.zeros(4, 3), torch.zeros(4, 1))], max_epochs=1)
     assert "".join(unit.prepared.order) == "(..)"

@@ -208,7 +208,7 @@ class Unfreezes(ech.Callback):
 def _unfrozen(layout: str, frozen: str) -> dict[str, torch.Tensor]:
     module = net()
     module.get_submodule(frozen).requires_grad_(False)
-    unit = Regression(module=module, layout=layout, gradient_accumulation_steps=2)
+    unit = Regression(module=module, layout=layout, accumulate=2)
     mine = [batch(4, 10 * i + dist.get_rank()) for i in range(4)]
     ech.train(unit, mine, max_epochs=2, callbacks=[Unfreezes()])
     return whole(unit.prepared.unwrapped)
@@ -244,7 +244,7 @@ class _Freezes(ech.Callback):
 
 
 def _frozen_later(layout: str) -> dict[str, torch.Tensor]:
-    unit = Regression(module=net(), layout=layout, gradient_accumulation_steps=2)
+    unit = Regression(module=net(), layout=layout, accumulate=2)
     ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(8)], max_epochs=1, callbacks=[_Freezes()])
     return whole(unit.prepared.unwrapped)
 

@@ -182,7 +182,7 @@ Trained = tuple[dict[str, torch.Tensor], list[float], list[float], list[Any]]
 
 
 def trained(name: str, updates: list[list[Tokens]], layout: Any, **options: Any) -> Trained:
-    unit = Unit(name, layout=layout, gradient_accumulation_steps=len(updates[0]), **options)
+    unit = Unit(name, layout=layout, accumulate=len(updates[0]), **options)
     ech.train(unit, [each for window in updates for each in window], max_epochs=1)
     values = {}
     for each, parameter in unit.prepared.named_parameters():
@@ -325,7 +325,7 @@ def empty_optimizer(layout: Any) -> str:
 def saved(folder: str, layout: Any, updates: list[list[Tokens]], stop: int, dp: int = 1, **options: Any) -> Any:
     """Train with a checkpoint after `stop` updates. What the model and the optimizer hold in the end, and losses."""
     share = [window[torch.distributed.get_rank() % dp :: dp] for window in updates]
-    unit = Unit("tied", layout=layout, gradient_accumulation_steps=len(share[0]), optimizer="AdamW", **options)
+    unit = Unit("tied", layout=layout, accumulate=len(share[0]), optimizer="AdamW", **options)
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=stop)
     ech.train(unit, [each for window in share for each in window], max_epochs=1, callbacks=[saver])
     return held(unit)
@@ -334,7 +334,7 @@ def saved(folder: str, layout: Any, updates: list[list[Tokens]], stop: int, dp: 
 def resumed(folder: str, layout: Any, updates: list[list[Tokens]], dp: int = 1, **options: Any) -> Any:
     """Restore the newest checkpoint; train on with these."""
     share = [window[torch.distributed.get_rank() % dp :: dp] for window in updates]
-    unit = Unit("tied", layout=layout, gradient_accumulation_steps=2 // dp, optimizer="AdamW", **options)
+    unit = Unit("tied", layout=layout, accumulate=2 // dp, optimizer="AdamW", **options)
     for parameter in unit.module.parameters():
         with torch.no_grad():
             parameter.zero_()
@@ -456,7 +456,7 @@ def test_evaluation_and_prediction_go_through_the_stages_to_all_ranks(ranks: Ran
 
 
 def fitted(layout: Any) -> tuple[list[float], list[float]]:
-    unit = Evaluated(name="tied", layout=layout, gradient_accumulation_steps=2)
+    unit = Evaluated(name="tied", layout=layout, accumulate=2)
     data = [tokens(2, i) for i in range(6)]
     ech.fit(unit, data, data[:2], max_epochs=2)
     return unit.losses, [unit.eval_loss]

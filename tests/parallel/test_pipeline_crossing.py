@@ -361,7 +361,7 @@ def _goes_on(module: Any) -> None:
 class Unit(ech.AutoUnit[Batch]):
     def __init__(self, make: Callable[[], Base], layout: Any) -> None:
         torch.manual_seed(0)
-        super().__init__(module=make().double(), layout=layout, gradient_accumulation_steps=2, device=torch.device("cpu"))
+        super().__init__(module=make().double(), layout=layout, accumulate=2, device=torch.device("cpu"))
         self.losses: list[float] = []
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:

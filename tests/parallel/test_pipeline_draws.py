@@ -53,7 +53,7 @@ class Denoiser(ech.AutoUnit[torch.Tensor]):
 
     def __init__(self, again: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
-        super().__init__(module=Model(again).double(), gradient_accumulation_steps=2, **options)
+        super().__init__(module=Model(again).double(), accumulate=2, **options)
         self.noise = list[float]()
 
     def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, None]:

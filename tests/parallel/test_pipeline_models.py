@@ -72,7 +72,7 @@ class Causal(ech.AutoUnit[Batch]):
 
 
 def trained(name: str, layout: Any, data: list[Batch], **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
-    unit = Causal(name, layout=layout, gradient_accumulation_steps=2, **options)
+    unit = Causal(name, layout=layout, accumulate=2, **options)
     ech.train(unit, data, max_epochs=1)
     found = {}
     for each, parameter in unit.prepared.named_parameters():
@@ -150,7 +150,7 @@ class Classes(ech.AutoUnit[Any]):
 
 
 def classified(**options: Any) -> tuple[dict[str, torch.Tensor], float]:
-    unit = Classes(gradient_accumulation_steps=2, **options)
+    unit = Classes(accumulate=2, **options)
     ech.train(unit, images(6), max_epochs=1)
     tensors = (*unit.prepared.named_parameters(), *unit.prepared.named_buffers())
     return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in tensors}, float(
@@ -201,7 +201,7 @@ class Overflowing(Classes):
 
 
 def _frozen_stage(frozen: str, layout: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    unit = Overflowing(frozen, gradient_accumulation_steps=2, layout=layout, precision="fp16")
+    unit = Overflowing(frozen, accumulate=2, layout=layout, precision="fp16")
     seen: list[Any] = []
     unit.prepared.follow_step(lambda: seen.append(float(unit.grad_scaler.get_scale()) if unit.grad_scaler else None))
     ech.train(unit, images(6), max_epochs=1)

@@ -173,7 +173,7 @@ def _odd(layout: Any, data: list[Any], exact: bool = False) -> dict[str, Any]:
     module = _Odd()
     if not exact:  # fully_shard takes one type to a unit
         del module.exact
-    unit = _Classifies(module=module, device=CPU, layout=layout, precision="bf16")
+    unit = _Classifies(module=module, options=ech.UnitOptions(device=CPU), layout=layout, precision="bf16")
     ech.train(unit, data, max_epochs=1)
     ech.evaluate(unit, data)
     state = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in unit.module.named_parameters()}

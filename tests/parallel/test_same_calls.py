@@ -95,7 +95,7 @@ def _other_heads_at_last(rank: int, update: int) -> tuple[list[int], list[int]]:
 
 
 def _walked(way: Way, layout: Any, accumulation: int = 1, folder: Path | None = None, **options: Any) -> Any:
-    unit = Walks(way, layout=layout, gradient_accumulation_steps=accumulation, **options)
+    unit = Walks(way, layout=layout, accumulate=accumulation, **options)
     savers = [] if folder is None else [ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)]
     try:
         ech.train(unit, _data(UPDATES * accumulation), max_epochs=1, callbacks=savers)

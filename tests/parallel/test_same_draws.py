@@ -28,7 +28,7 @@ class _Unit(ech.AutoUnit[torch.Tensor]):
     """Somebody draws in each update's hook, for a picture: rank 0 alone, or all."""
 
     def __init__(self, drop: float, drawing: int, **options: Any) -> None:
-        super().__init__(module=_model(drop), gradient_accumulation_steps=2, **options)
+        super().__init__(module=_model(drop), accumulate=2, **options)
         self.drawing = drawing
 
     def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -48,7 +48,7 @@ def _data() -> torch.Tensor:
 
 def _trained(drop: float, drawing: int, layout: Any) -> int:
     unit = _Unit(drop, drawing, layout=layout)
-    ech.train(unit, ech.Loader(_data(), 8, accumulation=2), max_epochs=1)
+    ech.train(unit, ech.Loader(_data(), 8, accumulate=2), max_epochs=1)
     return unit.window.updates
 
 

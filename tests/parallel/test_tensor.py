@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
 
 def _train(layout: Any, case: str) -> tuple[Any, list[float]]:
     make, shape, options = CASES[case]
-    unit = Regression(module=make(), layout=layout, gradient_accumulation_steps=2, **options)
+    unit = Regression(module=make(), layout=layout, accumulate=2, **options)
     prepared = unit.prepared
     windows = windows_of(SHAPES[shape], prepared.dp_size)
     ech.train(unit, [micro[prepared.dp_rank] for window in windows for micro in window], max_epochs=1)

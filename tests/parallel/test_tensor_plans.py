@@ -242,7 +242,9 @@ def whole(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained(layout: Any, name: str, kind: str) -> tuple[Unit, int]:
-    unit = Unit(module=made(name), kind=kind, layout=layout, clip_grad_norm=CLIP, gradient_accumulation_steps=2, device=CPU)
+    unit = Unit(
+        module=made(name), kind=kind, layout=layout, clip_grad_norm=CLIP, accumulate=2, options=ech.UnitOptions(device=CPU)
+    )
     prepared = unit.prepared
     data = [micro[prepared.dp_rank] for update in windows(prepared.dp_size) for micro in update]
     ech.train(unit, data, max_epochs=1)
@@ -303,7 +305,7 @@ def _recomputed(names: list[str]) -> dict[str, float]:
     found = {}
     for name in names:
         options: dict[str, Any] = {"kind": "AdamW", "clip_grad_norm": CLIP, "gradient_accumulation_steps": 2, "device": CPU}
-        unit = Unit(module=made(name), layout=SETUPS["tp + sp"][1], activation_checkpoint_params="blocks", **options)
+        unit = Unit(module=made(name), layout=SETUPS["tp + sp"][1], recompute="blocks", **options)
         ech.train(unit, [micro[0] for update in windows(1) for micro in update], max_epochs=1)
         got, (want, _) = whole(unit.module), plain(name, "AdamW", 1)
         found[name] = max(float((got[k] - want[k]).abs().max()) for k in want)
@@ -323,7 +325,9 @@ def _saved(folder: Path) -> None:
 
 
 def _restored(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
-    unit = Unit(module=made("small"), kind="AdamW", layout=layout, clip_grad_norm=CLIP, gradient_accumulation_steps=2, device=CPU)
+    unit = Unit(
+        module=made("small"), kind="AdamW", layout=layout, clip_grad_norm=CLIP, accumulate=2, options=ech.UnitOptions(device=CPU)
+    )
     assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
     from echelon.parallel.state.state import states_by_name
 
