@@ -240,16 +240,13 @@ def run_samples(replay: Replay, count: int) -> dict[str, Any]:
 
     def read(unit: Any, dataloader: Any) -> dict[str, Any]:
         seen: list[Seen] = []
-        keeps = kept_by_reading(dataloader)
-        if keeps is not None or not isinstance(dataloader, Loader) or not reads_alike(dataloader):
-            return {"seen": seen, "keeps": keeps}
-        for step in Feed(dataloader):
+        for step in Feed(dataloader) if isinstance(dataloader, Loader) and reads_alike(dataloader) else ():
             batch = widened(on_host(step.batch), replay.dtype)
             seen.append(Seen())
             seen[-1].add(checksums(batch, step.samples), batch)
             if sum(len(each.rows) for each in seen) >= count:
                 break
-        return {"seen": seen, "keeps": None}
+        return {"seen": seen, "keeps": kept_by_reading(dataloader)}
 
     return replay.instead_of_training(read, replay.dtype)
 

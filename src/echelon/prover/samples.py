@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from echelon.prover.generators import Sources, drawn_between
-from echelon.prover.kept_state import KeptState, unlike
+from echelon.prover.kept_state import ABSENT, KeptState, unlike
 from echelon.prover.micro import Micro, checksums, digest, plain
 
 __all__ = [
@@ -391,9 +391,10 @@ def kept_by_reading(loader: Any) -> str | None:
             if time.monotonic() > ends:
                 break
         after, again = kept.values(), digest(plain(first_samples(loader)))
-        kept.restore(before)
+        began = {**dict.fromkeys(after, ABSENT), **before}  # an attribute may be set by the first sample that is read
+        kept.restore(began)
         is_state = one != again and one == digest(plain(first_samples(loader)))
-        return min(unlike(before, after), default=None) if is_state else None
+        return min(unlike(began, after), default=None) if is_state else None
     except Exception:  # a dataset of the user's own can be anything
         return None
 
