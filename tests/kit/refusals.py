@@ -36,7 +36,7 @@ WRITES_TO = "ECHO_TEST_GOLDEN"  # in the environment, while messages are collect
 E = TypeVar("E", bound=EchelonError)
 
 _ROOTS = "|".join(map(re.escape, (tempfile.gettempdir(), str(TESTS.parent))))
-_IN_PATH = r"[^\s'\",:;()\[\]`]*"
+_IN_PATH = r"[^\s'\",:;()\[\]`/]*"
 _PATH = re.compile(rf"(?:{_ROOTS})(?:/(?:{_IN_PATH}/)*({_IN_PATH}(?<![./])))?(?![\w-])")
 _LASTS = re.compile(r"step-\d+|(?!tmp).*\.[a-z]\w*")  # names that the test or the library chose, and no folder of pytest's
 
