@@ -105,6 +105,8 @@ MISTAKES = {
     "order_of_a_set": ("samples that depend on the rank", None),
     "samples_by_count": ("samples that depend on the rank", None),
     "clamped_gradients": ("gradients that each rank changes", "gradient"),
+    "split_without_a_seed": ("an RNG without a seed", None),
+    "projection_without_a_seed": ("an RNG without a seed", "forward"),
 }
 
 

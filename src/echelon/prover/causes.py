@@ -50,6 +50,7 @@ CAUSES = {
     "identical data on two ranks": "two ranks train on the same samples",
     "a sampler that ignores the rank": "the loader gives every rank all samples: use echelon.Loader or a DistributedSampler",
     "samples that depend on the rank": "ranks must read the same data in the same order: sort files and sets, seed shuffles",
+    "an RNG without a seed": "every rank draws others from it: call echelon.seed(...) with one number before the first draw",
     "samples that ranks share": "ranks read what others read: give echelon.Loader, or a sampler with one order for all ranks",
     "identical random numbers": "data-parallel ranks draw alike: seed each by its rank, once the model is built, and in no step",
     "identical augmentation": "seed each rank by its own number, and data workers by get_worker_info().seed",
@@ -94,7 +95,7 @@ CAUSES = {
 
 CHANGE_EVERYTHING = {
     *("identical random numbers", "modules in evaluation mode on some ranks", "other random numbers in the backward pass"),
-    *("gradients that are still scaled", "gradients that underflow"),
+    *("gradients that are still scaled", "gradients that underflow", "an RNG without a seed"),
 }
 
 

@@ -251,7 +251,8 @@ def _is_open(value: Any) -> bool:
 def _is_state(value: Any) -> bool:
     """Whether it can be copied and put back: values and tensors, and containers of nothing else."""
     if isinstance(value, torch.Tensor):
-        return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) and value.grad_fn is None and value.layout is torch.strided
+        is_plain = type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided
+        return is_plain and value.grad_fn is None and not value.is_meta  # which has nothing to keep
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biuf"
     if type(value) in (list, tuple, deque, set):

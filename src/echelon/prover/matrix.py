@@ -65,6 +65,7 @@ class Row:
         brief: an earlier row has the same but for the number of ranks, the split, the optimizer or the order of a schedule, or
             earlier ones have its directions: fewer updates are compared, if those of earlier rows end within the first epoch.
         eager: compilation is off in the row `yours`, too.
+        seeded_alike: what the script does not seed draws alike on all ranks before it trains, as it does not without prove.
         compiles, half: what was found as it ran: that the script compiles; "bf16", "fp16" or "float8" if it computes in that.
     """
 
@@ -83,6 +84,7 @@ class Row:
     restores: frozenset[str] = frozenset()
     brief: bool = False
     eager: bool = False
+    seeded_alike: bool = False
     compiles: bool = False
     half: str | None = None
 

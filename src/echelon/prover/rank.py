@@ -25,7 +25,7 @@ from echelon.parallel import over_ranks
 from echelon.parallel.recipe.memory_budget import keeping_random
 from echelon.prover.backward import backward_draws
 from echelon.prover.constant_draws import ConstantDraws
-from echelon.prover.generators import GLOBAL
+from echelon.prover.generators import GLOBAL, Sources, drawn_between
 from echelon.prover.matrix import Row
 from echelon.prover.micro import checksums, digest, on_host, widened
 from echelon.prover.mistakes import mistakes_of
@@ -50,6 +50,7 @@ from echelon.prover.workarounds import (
     without_autocast,
 )
 from echelon.world import rng
+from echelon.world.init import rank_info
 
 __all__ = [
     "Replay",
@@ -86,7 +87,9 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         draws.alike = row.drawn_alike
         draws.by_sample = row.constant_draws and not any(prepared.place.draws_apart for _, prepared in prepared_of(unit))
         recorder.cannot_draw_constantly = row.is_compiled
-        recorder.attach(unit, dataloader, unseeded=set(GLOBAL) - seeded)
+        unseeded = set(GLOBAL) - seeded
+        recorder.record.drew_unseeded = (unseeded - {"torch"}) & drawn_between(began, Sources(None).states()).keys()
+        recorder.attach(unit, dataloader, unseeded=unseeded)
         if recorder.record.constant_draws:
             head.enter_context(draws)
         if chosen is not None and chosen.used:
@@ -97,6 +100,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
 
     with contextlib.ExitStack() as head, contextlib.ExitStack() as building:
         seeded = head.enter_context(_deciding(decided, row, dtype, seed))
+        began = Sources(None).states()
         if dtype is torch.float64 and row.compiles and compiled is None:  # its model and data are drawn as in float32, too
             building.enter_context(without_narrow_casts())
         head.enter_context(noting_collectives(recorder.communicated))
@@ -300,8 +304,8 @@ def _deciding(decided: Overrides, row: Row, dtype: torch.dtype, seed: int) -> It
     before = torch.get_default_dtype()
     impose(decided)
     torch.set_default_dtype(dtype)
-    rng.seed(seed)  # a script that seeds itself does so again
-    torch.manual_seed(_torch_seed(seed))
+    rng.seed(seed if row.seeded_alike else seed + rank_info().rank)  # a script that seeds itself does so again
+    torch.manual_seed(_torch_seed(seed))  # the same in every process that does not seed it
     seeded: set[str] = set()
     try:
         with contextlib.ExitStack() as head:

@@ -29,6 +29,7 @@ class RankRecord:
     samples_by_rank: bool | None = None  # whether the loader has a sampler that knows of ranks; None: not a torch DataLoader
     global_batch: int | None = None
     hashes: bool = False  # the script makes sets, whose order may be another in each process
+    drew_unseeded: set[str] = field(default_factory=set)  # numpy and Python's random, if before it trained
     initial_digests: dict[str, int] = field(default_factory=dict)
     updates: list[list[Micro]] = field(default_factory=list)
     gradient_digests: list[dict[str, int]] = field(default_factory=list)

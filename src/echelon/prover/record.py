@@ -58,6 +58,7 @@ from echelon.world.init import rank_info
 __all__ = ["StepRecorder"]
 
 _SETS = re.compile(r"\b(?:set|frozenset|hash)\(|\{[^{}:]+\bfor\b")
+_UNSEEDED = 2**31  # no script would choose it
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -141,16 +142,17 @@ class StepRecorder(Callback):
         self._kept_digests = digests_of(self._kept_last)
 
     def _unlike_others(self, unit: Any, unseeded: set[str]) -> None:
-        """Streams that a script does not seed would not be alike on its ranks if prove had not seeded them alike."""
-        rank = self.rank
-        if isinstance(unit, AutoUnit) or not rank:  # an AutoUnit gives its ranks streams of their own
+        """Streams that a script does not seed are not alike on its ranks, whatever was drawn from them before."""
+        is_auto = isinstance(unit, AutoUnit)  # which gives its ranks streams of their own
+        number = unit.prepared.dp_rank if is_auto else self.rank
+        if not number:
             return
-        if "torch" in unseeded:
-            torch.manual_seed(int(torch.randint(2**62, ())) ^ rank)
+        if "torch" in unseeded and not is_auto:
+            torch.manual_seed(int(torch.randint(2**62, ())) ^ number)
         if "numpy" in unseeded:
-            np.random.seed(int(np.random.randint(2**31)) ^ rank)
+            np.random.seed(_UNSEEDED + number)
         if "python" in unseeded:
-            random.seed(random.getrandbits(62) ^ rank)
+            random.seed(_UNSEEDED + number)
 
     def _describe(self, unit: Any, dataloader: Any) -> None:
         record = self.record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import cloudpickle
 
 from echelon.common.errors import RankFailedError
 from echelon.prover.matrix import Row
+from echelon.prover.micro import digest
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import Result
 from echelon.prover.ran import Ran
@@ -20,6 +22,8 @@ from echelon.prover.rank import Replay, run_epoch, run_samples
 from echelon.prover.samples import Epoch, Seen, note_on, of_updates, unlike_an_epoch, unlike_one_process
 
 __all__ = ["SampleChecks"]
+
+_SAME_LOSS = 1e-4
 
 
 class SampleChecks:
@@ -30,6 +34,7 @@ class SampleChecks:
         self._epochs: list[Epoch | None] = []  # of one process, once it was read
         self._samples_of_one: list[Seen] | None = None
         self._depends_on_hash: bool | None = None
+        self._depends_on_seed: str | None = None
         self._keeps: str | None = None  # what reading changes of the data set, if samples depend on it
 
     def causes(self, result: Result, ran: Ran, *, joined: bool) -> list[tuple[str, str]]:
@@ -42,6 +47,8 @@ class SampleChecks:
         if len(ranks) < 2:
             return []
         replay = self._on_ranks.replay(ran, self.folder)
+        if (drew := ranks[0]["drew_unseeded"]) and (seen := self._by_seed(ran)):
+            return [("an RNG without a seed", f"{seen}: from {' and '.join(sorted(drew))}, which it draws from before it trains")]
         if ranks[0]["hashes"] and self._by_hash(replay):
             seen = "the first batches or initial parameters are others under another PYTHONHASHSEED, as ranks of other nodes have"
             return [("samples that depend on the rank", seen)]
@@ -61,6 +68,23 @@ class SampleChecks:
         if note is not None:
             result.notes.append(note)
         return []
+
+    def _by_seed(self, ran: Ran) -> str:
+        """What is another on a rank where RNGs that the script does not seed are seeded alike before it trains."""
+        if self._depends_on_seed is None:
+            self._depends_on_seed, again = "", self.folder / "seeded-alike"
+            with contextlib.suppress(RankFailedError):
+                alike = self._on_ranks.row(replace(ran.row, seeded_alike=True, brief=True), again, ran.dtype)
+                for mine, other in zip(ran.records, alike.records, strict=True):
+                    one, two = ([m for update in r["updates"] for m in update] for r in (mine, other))
+                    if any(digest(a.plain) != digest(b.plain) for a, b in zip(one, two, strict=False)):
+                        self._depends_on_seed = f"rank {mine['rank']} has samples of its own"
+                        break
+                    first, second = (micros[0].loss if micros else None for micros in (one, two))
+                    if first is not None and second is not None and abs(first - second) > _SAME_LOSS * abs(second):
+                        self._depends_on_seed = f"rank {mine['rank']} computes its loss with numbers of its own"
+            shutil.rmtree(again, ignore_errors=True)
+        return self._depends_on_seed
 
     def _by_hash(self, replay: Replay) -> bool:
         """Whether training begins otherwise with another order of sets of strings. Ranks that are forked have the same one."""
