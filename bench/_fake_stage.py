@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import echelon as ech
+from echelon.parallel.composed_prepared import ParallelPrepared
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.pipeline.pipeline import Pipeline
 from echelon.parallel.pipeline.schedules import StageModule
-from echelon.parallel.pipeline.sharded import ShardedStages
 from echelon.parallel.pipeline.values import Form, Leaf, form_of
 from echelon.parallel.pipeline.window import Learned
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
@@ -122,7 +122,7 @@ def _told(pipeline: Pipeline, kinds: dict[str, Form]) -> Iterator[None]:
     yes = SimpleNamespace(item=lambda: 1)  # stages vote that they know all shapes
     with (
         mock.patch.object(pipeline, "_learn", learn),
-        mock.patch.object(ShardedStages, "check_plan"),
+        mock.patch.object(ParallelPrepared, "_check_plan"),
         mock.patch.object(StageModule, "forward", forward),
         mock.patch.object(PipelineStage, "_warmup_forward_vote", lambda *args, **kwargs: yes),
         mock.patch.object(PipelineStage, "_warmup_backward_result", lambda *args, **kwargs: yes),
