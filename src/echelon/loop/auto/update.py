@@ -115,7 +115,7 @@ class Update:
         self._take_parameters(unit)
         self._trains_with = unit.optimizer if unit.window.group is not None and unit.several is None else None
         for optimizer in unit.optimizers:
-            when_it_grows(optimizer, self)
+            when_it_grows(optimizer, unit)
         if unit.window.updates == 0 and unit.several is None:
             self._first_look = look_at_first_update(unit, unit.optimizer, together=self.joined)
 
