@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DRAWING = ROOT / "docs/assets/terminal.svg"
 COMMANDS = [
     "echelon run --ranks 2 --name first train.py",
-    "echelon prove --strategies ddp,fsdp,zero1 --ranks 1,2 --accumulation 1 --no-sgd train.py",
-    "echelon ckpt ls runs/first/checkpoints",
+    "echelon prove --layouts ddp,fsdp,zero1 --ranks 1,2 --accumulation 1 --no-sgd train.py",
+    "echelon ckpt ls checkpoints",
 ]
 COLUMNS = 106
 
