@@ -152,7 +152,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     # --- data
     (partial(ech.Loader, DATA, 2), {"seed": "a"}, "a whole number, got 'a'"),
     (partial(ech.Loader, DATA, 2), {"shuffle": "no"}, "True or False, got 'no'"),
-    (partial(ech.Loader, DATA, 2), {"accumulation": True}, "a whole number of at least 1, got True"),
+    (partial(ech.Loader, DATA, 2), {"accumulate": True}, "a whole number of at least 1, got True"),
     (partial(ech.Loader, DATA, 2), {"num_workers": 1.5}, "a whole number of at least 0, got 1.5"),
     (partial(ech.Loader, DATA, 2), {"collate_fn": 3}, "a function of a list of samples, or None, got 3"),
     (partial(ech.Loader, DATA, 2), {"pin_memory": "no"}, "True or False, got 'no'"),

@@ -171,13 +171,13 @@ def test_refused_parameters_are_found() -> None:
 
 
 def test_the_core_knows_nothing_of_compat() -> None:
-    """import-linter holds the floors, of which compat is the highest; here: the contract is there, and nothing loads it."""
+    """import-linter holds the floors, of which compat is the highest; here: the contract is there, and of the root only Trainer loads it."""
     project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]
     (floors,) = [contract for contract in project["contracts"] if contract["name"].startswith("Floors")]
     assert "echelon.compat" in floors["layers"][0].split(" | ") and "ignore_imports" not in floors
     code = (
         "import sys, echelon, echelon.loop.callbacks, echelon.observe.loggers, echelon.cli.main\n"
-        "for name in echelon.__all__: getattr(echelon, name)\n"
+        "for name in {*echelon.__all__} - {'Trainer'}: getattr(echelon, name)\n"
         "print([name for name in sys.modules if name.startswith('echelon.compat')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, env=clean_environment())
