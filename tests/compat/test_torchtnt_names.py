@@ -171,7 +171,7 @@ def test_refused_parameters_are_found() -> None:
 
 
 def test_the_core_knows_nothing_of_compat() -> None:
-    """import-linter holds the floors, of which compat is the highest; here: it is there, and of the root only Trainer loads compat."""
+    """import-linter holds the floors, of which compat is the highest. Of the names at the root only Trainer loads it."""
     project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]
     (floors,) = [contract for contract in project["contracts"] if contract["name"].startswith("Floors")]
     assert "echelon.compat" in floors["layers"][0].split(" | ") and "ignore_imports" not in floors
