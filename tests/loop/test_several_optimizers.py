@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,33 @@ def test_two_optimizers_over_parts_of_one_model_with_accumulation(ranks: Ranks, 
 
 
 # --- one optimizer of two networks, and a teacher
+
+
+def _sparse(layout: str | None) -> Tensors:
+    """SparseAdam takes sparse gradients alone, and moves the rows that they have."""
+    torch.manual_seed(5)
+    model: Any = nn.Sequential(nn.Embedding(12, 3, sparse=True), nn.Linear(3, 1)).double()
+    table, head = torch.optim.SparseAdam(model[0].parameters(), 0.1), torch.optim.SGD(model[1].parameters(), 0.1)
+    rows = torch.tensor([0, 1, 1, 3, 4, 4, 0, 8, 3, 3, 9, 1])
+    loader: Any = DataLoader(TensorDataset(rows, rows.double()[:, None].cos()), batch_size=4)
+    if layout is not None:
+        model, table, head, loader = ech.prepare(model, table, head, loader, layout=layout)
+    for row, y in loader:
+        with contextlib.nullcontext() if layout is None else ech.window(model) as window:
+            loss = mse_loss(model(row), y)
+            table.zero_grad()
+            head.zero_grad()
+            loss.backward() if window is None else window.backward(loss)
+            table.step()
+            head.step()
+    made: Tensors = whole(model)
+    return made
+
+
+def test_sparse_gradients_stay_sparse(ranks: Ranks) -> None:
+    want = _sparse(None)
+    for got in ranks(2, _sparse, "ddp"):
+        assert largest_difference(got, want) < 1e-12
 
 
 def _distilled(layout: str | None) -> tuple[Tensors, Tensors]:

@@ -107,6 +107,8 @@ MISTAKES = {
     "clamped_gradients": ("gradients that each rank changes", "gradient"),
     "split_without_a_seed": ("an RNG without a seed", None),
     "projection_without_a_seed": ("an RNG without a seed", "forward"),
+    "one_norm_of_a_batch": ("an operation over the whole batch", "forward"),
+    "balanced_by_a_batch": ("an operation over the whole batch", "gradient"),
 }
 
 
@@ -202,6 +204,13 @@ def test_a_planted_mistake_is_named(script: str) -> None:
     assert phase is None or (row.first is not None and row.first.phase == phase), row.first
     if cause not in ("unsynchronised buffers", "loss weighted per rank"):
         assert len(row.causes) == 1, row.causes  # and nothing else is
+
+
+@pytest.mark.full
+def test_what_is_apart_only_later_is_not_the_first_cause() -> None:
+    (row,) = _prove("easy_of_a_batch", ["ddp"], [2]).results
+    assert [name for name, _ in row.causes] == ["an operation over the whole batch", "the forward pass keeps state"], row
+    assert row.first is not None and row.first.update == 0, row.first
 
 
 # The unusual ones are right or wrong in what they do, however many ranks there are.

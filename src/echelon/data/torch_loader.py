@@ -36,7 +36,8 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     sampler: Any = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
     plain = _is(sampler, SequentialSampler) or (_is(sampler, RandomSampler) and not sampler.replacement)
     if not (plain or is_distributed(loader)) or loader.batch_size is None or _has_own_batches(loader):
-        what = type(sampler if sampler is not None else loader.dataset).__name__
+        own = loader.batch_sampler if _has_own_batches(loader) else sampler
+        what = type(own if own is not None and sampler is not None else loader.dataset).__name__
         first = "Give it Subset(dataset, indices), of torch.utils.data, and shuffle=True. Or use" if _chooses(sampler) else "Use"
         raise LoaderError(
             f"a DataLoader with {what} {why}. {first} echelon.Loader (echelon.data.Weighted gives its samples weights), for "

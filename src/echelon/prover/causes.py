@@ -301,7 +301,10 @@ def from_verdict(verdict: Verdict, records: list[dict[str, Any]], facts: Mapping
         mine = record["rates"][first.update]
         if set(mine) - set(right):
             where = f" on rank {record['rank']}" if any(r["rates"][first.update] != mine for r in records) else ""
-            return "another learning rate", f"update {first.update}: {_rates(mine)}{where}, in one process {_rates(right)}"
+            ranks = len([r for r in records if not r["is_replica"]])
+            grows = all(abs(a - ranks * b) <= 1e-6 * a for a, b in zip(mine, right, strict=False))
+            why = f": {ranks} times as large, with {ranks} ranks" if grows and not where else ""
+            return "another learning rate", f"update {first.update}: {_rates(mine)}{where}, in one process {_rates(right)}{why}"
     return None
 
 
@@ -448,8 +451,10 @@ def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], first: Differ
     if len(norms) > 1 and max(norms) - min(norms) < 1e-4 * max(norms):
         return "clipping on each rank", f"every rank's own gradient has the norm {norms[0]:.4g}"
     if first.phase == "gradient":
-        seen = "the loss of the whole batch is the mean of those of its parts, its gradient is not that of theirs: by a hook?"
-        return "gradients that each rank changes", seen
+        seen = "the loss of the whole batch is the mean of those of its parts, its gradient is not that of theirs"
+        if mistakes["weighted"]["is_linear"]:
+            return "an operation over the whole batch", f"{seen}: by a number of the batch that is used detached, or a hook"
+        return "gradients that each rank changes", f"{seen}, nor has half of a loss half of its gradient: by a hook"
     best = mistakes.get("best weights")
     if best is None or best["misses"] * 10 > mistakes["weighted"]["misses"]:
         return "an operation over the whole batch", "no weights of the micro-batches give the gradient of the whole batch"

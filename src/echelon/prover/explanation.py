@@ -37,7 +37,10 @@ class Explanation:
             return
         probed = self._references.probed(ran, reference) if not known or known == {DRIFT} else None
         if probed is not None and (found := causes.of_state(records, probed)):
-            result.causes = [found]
+            # What is apart only later does not say why something differed before.
+            until = [{**r, "updates": r["updates"][: first.update + 1]} for r in records] if first and not known else records
+            earlier = self._of_first(final, first, known=False) if first and not causes.of_state(until, probed) else None
+            result.causes = [earlier, found] if earlier and earlier[0] == "an operation over the whole batch" else [found]
             return
         if known == {DRIFT}:
             return

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from echelon.prover.kept_state import agreeing
-from echelon.prover.micro import NotJoinable, joined
+from echelon.prover.micro import Micro, NotJoinable, joined
 from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values, by_index
 
 __all__ = ["best_shares", "mistakes_of"]
@@ -49,7 +49,10 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
         mistakes.update(_micro_batch_of_all_ranks(reference, k, limit))
     mistakes["weighted"]["losses"] = [(p.rank, p.loss, p.recorded) for p in parts]
     mistakes["weighted"]["norms"] = [_norm(p.gradients) for p in parts]
-    mistakes["weighted"]["is_linear"] = not isinstance(reference, AutoReference) or _is_linear(reference, k, parts[0])
+    mistakes["weighted"]["is_linear"] = not isinstance(reference, AutoReference) or all(
+        _is_linear(reference, micro, part)
+        for micro, part in zip((m for r in reference.records for m in r["updates"][k] if m.weight > 0), parts, strict=True)
+    )
     return mistakes
 
 
@@ -69,9 +72,8 @@ def _of_auto(reference: AutoReference, k: int) -> tuple[list[_Part], Values]:
     return parts, right
 
 
-def _is_linear(reference: AutoReference, k: int, part: _Part) -> bool:
+def _is_linear(reference: AutoReference, micro: Micro, part: _Part) -> bool:
     """Whether half of a loss has half of its gradient, as it has where nothing but autograd makes it."""
-    micro = next(m for record in reference.records for m in record["updates"][k] if m.weight > 0)
     reference.backward([Pass.of(micro, 0.5)])
     half = reference.gradients()
     reference.module.zero_grad()

@@ -102,6 +102,8 @@ class Proving:
                 ran = self._on_ranks.row(row, here, self.dtype)
         except RankFailedError as error:
             result.verdict, result.message = self._on_ranks.failure(error, f"row-{self._count}")
+            if result.message.startswith("global_batch") and not row.yours:
+                result.message = f"each batch of the script would be divided: {result.message}"
             if result.verdict == "failed":
                 self._fitting.failed(str(error), row.ranks, began=(here / "initial.pt").exists())
             return result
@@ -132,6 +134,10 @@ class Proving:
             )
         elif not facts["joined"]:
             self._say("Micro-batches cannot be joined into one batch: the reference adds them up by their weights.")
+        if ran.records[0]["dropouts"] and ran.records[0]["kind"] in ("LoopUnit", "TrainUnit", "several optimizers"):
+            self._say(
+                "Dropout was switched off in all rows and in one process: a step of the script's own decides what it draws."
+            )
         updates = ran.records[0]["updates"]
         within = len(updates) == self.updates and all(m.epoch == 0 for u in updates for m in u)  # and training goes on
         if not ran.row.brief:
@@ -173,9 +179,10 @@ class Proving:
         """Rule of truth 1: an echelon.Loader gives the same global batches however they are split."""
         known = self._batches.setdefault(ran.row.optimizer, key)
         if not are_alike(key, known) and ran.records[0]["global_batch"] is None:
+            remedy = " With echelon.Loader, which is given the global batch, they would be the same."
             self._say(
                 "The global batch depends on the number of ranks or on the split: every row was compared with one process on "
-                "its own batches. With echelon.Loader, which is given the global batch, they would be the same."
+                f"its own batches.{remedy if ran.records[0]['plan'] is not None else ''}"
             )
 
     # --- judging

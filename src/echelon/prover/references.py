@@ -83,6 +83,10 @@ class LoopReference(AutoReference):
             self.note_draws(each)
             mean += float(plain.loss) * each.share
         if not self._trains:
+            if self.unit.several is not None:  # what was put aside where optimizers would have stepped
+                self.module.zero_grad()
+                for turn in self.unit.several.turns:
+                    turn.take_back()
             self.unscale()
         return mean
 

@@ -46,7 +46,8 @@ def average_in_turns_(parameters: Iterable[nn.Parameter], groups: Groups) -> Non
 def average_(parameters: Sequence[nn.Parameter], groups: Groups, *, in_order: bool = False) -> None:
     """The mean over the ranks of each gradient, in place. What has none on this rank counts as zero there.
 
-    A mean that is averaged again stays what it is: gradients that somebody else has reduced are safe. Collective.
+    A mean that is averaged again stays what it is: gradients that somebody else has reduced are safe. One that is sparse on every
+    rank that has it stays sparse, as SparseAdam needs it. Collective.
 
     Args:
         parameters: the same on all ranks, in the same order.
@@ -60,18 +61,20 @@ def average_(parameters: Sequence[nn.Parameter], groups: Groups, *, in_order: bo
         parts = [p.new_zeros(p.numel()) if p.grad is None else _dense(p.grad).reshape(-1) for p in same]
         # Whether a rank has one: a gradient that nobody has stays None, and the optimizer leaves its parameter alone.
         flags = from_host([float(p.grad is not None) for p in same], same[0])
-        flat = torch.cat([*parts, flags])
+        sparse = from_host([float(p.grad is not None and p.grad.is_sparse) for p in same], same[0])
+        flat = torch.cat([*parts, flags, sparse])
         flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
         for group in groups:
             flat = _mean(flat, group, in_order)
-        start, shared = 0, flat[-len(same) :]
-        for parameter, flag in zip(same, shared, strict=True):
+        start, shared = 0, zip(*flat[-2 * len(same) :].view(2, -1), strict=True)
+        for parameter, (flag, sparse_flag) in zip(same, shared, strict=True):
             mean = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 parameter.grad.copy_(mean)
             elif parameter.grad is not None or bool(flag.abs() > 0):  # read, which waits for a device, only where it matters
-                parameter.grad = mean.to(parameter.dtype, copy=True)
+                mean = mean.to(parameter.dtype, copy=True)
+                parameter.grad = mean.to_sparse(1) if bool(sparse_flag == flag) else mean
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

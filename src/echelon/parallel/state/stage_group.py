@@ -39,9 +39,10 @@ def refuse_copies(module: nn.Module) -> None:
 
     def deepcopy(memo: Any) -> NoReturn:
         raise LayoutError(
-            "a module that is split over the ranks cannot be copied, as timm's ModelEmaV3 and others do to average weights. Pass "
-            "ema=0.999 to the unit: its averages are split like the module. In a loop of your own copy it before prepare(), and "
-            "give prepare() the copy. get_model_state_dict(module) of torch.distributed.checkpoint.state_dict has the values."
+            "a module that is split over the ranks cannot be copied, as timm's ModelEmaV3 and others do to average weights. For "
+            "averages pass ema=0.999 to the unit: they are split like the module. For a target network, or in a loop of your "
+            "own, copy it before the unit or prepare() has it, and give prepare() the copy, too. get_model_state_dict(module) "
+            "of torch.distributed.checkpoint.state_dict has the values."
         )
 
     for part in module.modules():
