@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from echelon.common.errors import CheckpointUnreadableError, EchelonError, UsageError
+from echelon.common.errors import CheckpointUnreadableError, EchelonError, LossError, UsageError
 from echelon.compat.lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
@@ -596,6 +596,26 @@ def test_a_part_of_a_sharded_module_can_be_called_after_fit(strategy: str, ranks
     """It had shards, and torch's error of a mixture of tensors."""
     one, two = ranks(2, call_parts, strategy)
     assert one == two == pytest.approx(ranks(2, call_parts, "ddp")[0], rel=1e-12)
+
+
+class Forgets(Autoencoder):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return None  # type: ignore[return-value]
+
+
+def forget(strategy: str) -> str:
+    try:
+        Trainer(max_epochs=1, strategy=strategy, devices=2, **QUIET).fit(Forgets(), loader_of(Forgets, 2))
+    except LossError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_step_without_a_loss_is_said_by_its_authors_name(strategy: str, ranks: Any) -> None:
+    """`fully_shard` gives the module a class of another name."""
+    for text in ranks(2, forget, strategy):
+        assert text.startswith("Forgets.training_step")
 
 
 def test_options_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

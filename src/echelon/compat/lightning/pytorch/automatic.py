@@ -19,6 +19,7 @@ from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.auto.update import Update
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import AppStateMixin
+from echelon.parallel.names import class_name
 
 __all__ = ["AutomaticUnit"]
 
@@ -103,7 +104,7 @@ class AutomaticUnit(AutoUnit[Any]):
         mine = self.lightning_module
         made = mine.configure_optimizers()
         if made is None:
-            logger.warning("%s.configure_optimizers returned None: nothing will be updated", type(mine).__name__)
+            logger.warning("%s.configure_optimizers returned None: nothing will be updated", class_name(mine))
             made = NoOptimizer([p for p in mine.parameters() if p.requires_grad])
         optimizers, schedules = configured(made, automatic=True)
         self.schedules = Schedules(schedules, mine.lr_scheduler_step)
@@ -117,7 +118,7 @@ class AutomaticUnit(AutoUnit[Any]):
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
             raise LossError(
-                f"{type(self.lightning_module).__name__}.training_step returned {type(output).__name__}; return the loss, or a "
+                f"{class_name(self.lightning_module)}.training_step returned {type(output).__name__}; return the loss, or a "
                 'dict with "loss". A batch that is to be left out has a loss of `0 * loss`; with several optimizers, set '
                 "`self.automatic_optimization = False`."
             )

@@ -19,6 +19,7 @@ from echelon.compat.lightning.pytorch.callbacks.model_checkpoint import Checkpoi
 from echelon.compat.lightning.pytorch.hooks import log_defaults
 from echelon.compat.lightning.pytorch.logged import How, Numbers, Results
 from echelon.contracts.rank import RankInfo
+from echelon.parallel.names import class_name
 from echelon.world import agree
 
 __all__ = ["Running"]
@@ -301,7 +302,7 @@ class Running(Asked):
     def dump_checkpoint(self) -> dict[str, Any]:
         """What is saved beside tensors by name."""
         module = self.lightning_module
-        dump = _NotSaved(epoch=self.current_epoch, global_step=self.global_step, class_name=type(module).__name__)
+        dump = _NotSaved(epoch=self.current_epoch, global_step=self.global_step, class_name=class_name(module))
         dump["log_step"] = self.log_step + self.has_stepped
         dump["hyper_parameters"] = {name: value for name, value in module.hparams.items() if _is_plain(value)}
         progress = self.unit.train_progress if self.unit is not None else None
