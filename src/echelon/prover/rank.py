@@ -65,7 +65,6 @@ __all__ = [
     "run_split",
 ]
 
-_FIRST_SAMPLES = 16  # reading draws in the first few or not at all
 _FIRST_BATCHES = 4
 _EPOCH_S = 10.0  # for counting what one process sees in an epoch
 

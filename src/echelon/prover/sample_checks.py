@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 
@@ -75,14 +76,9 @@ class SampleChecks:
             self._depends_on_seed, again = "", self.folder / "seeded-alike"
             with contextlib.suppress(RankFailedError):
                 alike = self._on_ranks.row(replace(ran.row, seeded_alike=True, brief=True), again, ran.dtype)
-                for mine, other in zip(ran.records, alike.records, strict=True):
-                    one, two = ([m for update in r["updates"] for m in update] for r in (mine, other))
-                    if any(digest(a.plain) != digest(b.plain) for a, b in zip(one, two, strict=False)):
-                        self._depends_on_seed = f"rank {mine['rank']} has samples of its own"
-                        break
-                    first, second = (micros[0].loss if micros else None for micros in (one, two))
-                    if first is not None and second is not None and abs(first - second) > _SAME_LOSS * abs(second):
-                        self._depends_on_seed = f"rank {mine['rank']} computes its loss with numbers of its own"
+                apart = [_apart(*both) for both in zip(ran.records, alike.records, strict=True)]
+                if not apart[0]:  # rank 0 has the same seeds both times: if it draws others, nothing can be told
+                    self._depends_on_seed = next((f"rank {rank} {what}" for rank, what in enumerate(apart) if what), "")
             shutil.rmtree(again, ignore_errors=True)
         return self._depends_on_seed
 
@@ -130,3 +126,13 @@ class SampleChecks:
                 found = self._on_ranks.launch(run_samples, 1, replay, count)
                 self._samples_of_one, self._keeps = found["seen"], found["keeps"]
         return self._samples_of_one
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """What is another in two runs of one rank."""
+    mine, others = ([m for update in record["updates"] for m in update] for record in (one, other))
+    if any(digest(a.plain) != digest(b.plain) for a, b in zip(mine, others, strict=False)):
+        return "has samples of its own"
+    first, second = (micros[0].loss if micros else None for micros in (mine, others))
+    is_apart = first is not None and second is not None and abs(first - second) > _SAME_LOSS * abs(second)
+    return "computes its loss with numbers of its own" if is_apart else ""
