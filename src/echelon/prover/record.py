@@ -165,7 +165,7 @@ class StepRecorder(Callback):
         record.accumulation = accumulation_of(unit, dataloader)
         record.global_batch = getattr(dataloader, "global_batch", None)
         record.samples_by_rank = _samples_by_rank(dataloader)
-        with contextlib.suppress(OSError):  # a module without a source
+        with contextlib.suppress(OSError, TypeError):  # a module without a source, as of an interpreter or a notebook
             record.hashes = any(_SETS.search(inspect.getsource(module)) for module in own_modules(unit))
         # Workers that train by themselves have gradients of their own.
         record.flattened = any(prepared.form == "flat" or prepared.works_alone for _, prepared in prepared_of(unit))
