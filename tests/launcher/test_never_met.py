@@ -18,11 +18,13 @@ def main():
 
 """
 WORD = "nothing was distributed: the 2 ranks never met"
+# The first that fails has the other one ended, which is to come to its own end.
+FAIL = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nmain()\nraise ValueError('late')\n"
 MEET = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
 
 PROGRAMS = {
     "alone": (TRAIN + "main()\n", True),
-    "fails": (TRAIN + "main()\nraise ValueError('late')\n", True),
+    "fails": (TRAIN + FAIL, True),
     "rank of a matrix": (TRAIN + "rank = 8\nmain()\n", True),
     "meets": (TRAIN + MEET + "main()\n", False),
     "has met": (TRAIN + MEET + "main()\ndist.destroy_process_group()\n", False),
