@@ -56,12 +56,12 @@ def on_meta(*, on_device: bool = False, restores: bool = False) -> Iterator[None
         on_device: draw no random numbers here, but parameter by parameter on each rank's device, where that takes moments. The
             values are others than those of a plain build (the same distributions), the same on any number of ranks of one kind of
             device; so are random numbers after the block.
-        restores: a restore follows, so that the values do not matter: as `on_device`.
+        restores: of no effect. Say `on_device` where a restore follows and a plain build's values take long.
     Raises:
         UsageError: inside, a `from_pretrained` that builds on the meta device by itself; it loads the whole model.
     """
     flags(on_device=on_device, restores=restores)
-    with recording(on_device=on_device or restores):
+    with recording(on_device=on_device):
         yield
 
 
