@@ -656,17 +656,6 @@ def test_mocks_are_callbacks_on_several_ranks(ranks: Ranks) -> None:
     assert ranks(2, _with_mocks) == [(4, 4, want)] * 2
 
 
-def test_a_mock_of_a_unit_is_trained_and_evaluated() -> None:
-    for unit in (MagicMock(spec=Plain), MagicMock(spec=Plain())):
-        with refused(UnitError):
-            ech.train(unit, [1], max_epochs=1)
-        unit.train_progress, unit.eval_progress = ech.units.Progress(), ech.units.Progress()
-        ech.fit(unit, [1, 2], [3], max_epochs=2)
-        assert [call.args[1] for call in unit.train_step.call_args_list] == [1, 2, 1, 2]
-        assert [call.args[1] for call in unit.eval_step.call_args_list] == [3, 3]
-        assert unit.on_train_start.call_count == 1 and unit.on_train_epoch_end.call_count == 2
-
-
 def test_a_unit_that_lacks_what_it_must_define_is_told_what() -> None:
     class NoLoss(ech.AutoUnit[Any]):
         def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any: ...
