@@ -210,11 +210,11 @@ class Update:
                 window.start_reduction(state.stop_requested, state.logged.signature())
             if clock.running is not None:
                 clock.running.enter(BACKWARD)
-        elif not loss.requires_grad:  # of another stage: it only counts
-            return
         assert window.reference is not None
         scale = weight * prepared.averaged_over / window.reference
         scaled = loss if unit.grad_scaler is None else unit.grad_scaler.scale(loss)
+        if scheduled and not loss.requires_grad:  # of another stage: it only counts, and has the scaler know its device
+            return
         if isinstance(scale, float) and scale == 1.0:
             scaled.backward(retain_graph=retain_graph)
         else:
