@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from echelon.common.errors import RankFailedError, UsageError
+from echelon.common.files import read_end
 from echelon.launcher.functions.run import launch
 from echelon.loop.target import Target
 from echelon.prover.matrix import Row
@@ -83,7 +84,8 @@ class OnRanks:
 
     def _said_last(self, error: RankFailedError, logs: Path) -> str:
         """What the script said as it ended by itself, which no traceback has."""
-        text = "".join(log.read_text(errors="replace") for log in sorted(logs.rglob(f"rank{error.rank}.log"))[-1:]).strip()
+        found = sorted(logs.rglob(f"rank{error.rank}.log"))
+        text = read_end(found[-1]).decode("utf-8", "replace").strip() if found else ""
         last = text.rpartition("\n")[2].strip()
         if not last or last in str(error):
             return ""
