@@ -306,6 +306,44 @@ def test_a_lightning_module_reads_its_global_step_in_the_reference_too(tmp_path:
     assert row.is_equal, show.details(row)
 
 
+WARM = """
+import echelon.compat.lightning as L
+class Warm(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = model(), 0.0
+    def on_train_start(self):
+        self.scale += 1.0
+    def on_train_epoch_start(self):
+        self.scale += 0.5
+    def training_step(self, batch, batch_idx):
+        return self.scale * nn.functional.mse_loss(self.net(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+class Scaled(Auto):
+    scale = 0.0
+    def compute_loss(self, state, data):
+        out = self.module(data[0])
+        return self.scale * nn.functional.mse_loss(out, data[1]), out.detach()
+class Sets(ech.Callback):
+    def on_train_epoch_start(self, state, unit):
+        unit.scale += 1.5 + ech.rank() * (sys.argv[1] == "by rank")
+if sys.argv[1] == "module":
+    trainer = L.Trainer(devices=2, accelerator="cpu", strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False)
+    trainer.fit(Warm(), torch.utils.data.DataLoader(Rows(), 8))
+else:
+    ech.train(Scaled(module=model(), layout="ddp"), ech.Loader(Rows(), 16), max_epochs=1, callbacks=[Sets()])
+"""
+
+
+@pytest.mark.parametrize("who", ["module", "callback", "by rank"])
+def test_what_hooks_set_before_an_epoch_is_set_in_the_reference_too(tmp_path: Path, who: str) -> None:
+    """It kept its first value there, so that right rows differed."""
+    target = replace(_script(tmp_path, WARM), args=(who,))
+    (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 2, False).results
+    assert row.is_equal == (who != "by rank"), show.details(row)
+
+
 MOVES = """
 class Bank(Auto):
     calls = 0

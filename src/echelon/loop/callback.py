@@ -23,6 +23,7 @@ class Callback:
             each step, and all stop after that very one. With False nothing waits, and a stop comes one step later.
         saves: True if it leaves a checkpoint at the end of training.
         meets: True if hooks of it are collective. Then all ranks must have it, and are told before training if they do not.
+        is_of_unit: True if its hooks are those of the unit's author, as of a LightningModule.
         meets_in_steps: True if its step hooks of an evaluation, prediction or test are collective. Then all ranks must have
             equally many batches of it, and are told at once if they do not.
     """
@@ -30,6 +31,7 @@ class Callback:
     may_stop = True
     saves = False
     meets = False
+    is_of_unit = False
     meets_in_steps = False
 
     @property

@@ -25,7 +25,7 @@ from echelon.parallel import over_ranks
 from echelon.parallel.recipe.memory_budget import keeping_random
 from echelon.prover.backward import backward_draws
 from echelon.prover.constant_draws import ConstantDraws
-from echelon.prover.generators import GLOBAL, Sources, drawn_between
+from echelon.prover.generators import GLOBAL, Sources, drawn_between, is_library
 from echelon.prover.matrix import Row
 from echelon.prover.micro import checksums, digest, on_host, widened
 from echelon.prover.mistakes import mistakes_of
@@ -157,10 +157,11 @@ class Replay:
 
         draws = ConstantDraws()
 
-        def with_unit(unit: Any, dataloader: Any) -> dict[str, Any]:
+        def with_unit(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
             records = load_records(self.data)
             reference = reference_of(unit, records, Path(self.folder), self.dtype, how, shake or Shake())
             reference.loader = dataloader
+            reference.callbacks = [c for c in callbacks if getattr(c, "is_of_unit", False) or not is_library(type(c).__module__)]
             reference.constant_draws, reference.restores = self.row.constant_draws, self.row.restores
             draws.by_sample, draws.alike, reference.by_sample = records[0]["by_sample"], self.row.drawn_alike, draws
             return work(reference)
@@ -168,9 +169,12 @@ class Replay:
         return self.instead_of_training(with_unit, torch.float64 if how == "wide" else self.dtype, draws)
 
     def instead_of_training(
-        self, work: Callable[[Any, Any], dict[str, Any]], dtype: torch.dtype, draws: ConstantDraws | None = None
+        self,
+        work: Callable[[Any, Any, Sequence[Callback]], dict[str, Any]],
+        dtype: torch.dtype,
+        draws: ConstantDraws | None = None,
     ) -> dict[str, Any]:
-        """Run the target up to where it would train, and return what `work(unit, dataloader)` does there."""
+        """Run the target up to where it would train, and return what `work(unit, dataloader, callbacks)` does there."""
         found: dict[str, Any] = {}
         turns: Turns | None = None
         head = contextlib.ExitStack()
@@ -181,10 +185,10 @@ class Replay:
             if self.row.constant_draws and turns is None:
                 head.enter_context(draws or ConstantDraws())
             if not isinstance(unit, LoopUnit):
-                found.update(work(unit, dataloader))
+                found.update(work(unit, dataloader, callbacks))
                 raise Enough
             if turns is None:
-                unit.turns = turns = Turns(lambda: found.update(work(unit, dataloader)))
+                unit.turns = turns = Turns(lambda: found.update(work(unit, dataloader, callbacks)))
                 unit.instead = turns.batches
             return []
 
@@ -241,7 +245,7 @@ def run_samples(replay: Replay, count: int) -> dict[str, Any]:
     global batch is that of several ranks alone.
     """
 
-    def read(unit: Any, dataloader: Any) -> dict[str, Any]:
+    def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
         seen: list[Seen] = []
         for step in Feed(dataloader) if isinstance(dataloader, Loader) and reads_alike(dataloader) else ():
             batch = widened(on_host(step.batch), replay.dtype)
@@ -257,7 +261,7 @@ def run_samples(replay: Replay, count: int) -> dict[str, Any]:
 def print_begin(file: str) -> None:
     """A checksum of the initial parameters and the first batches of a pickled Replay."""
 
-    def read(unit: Any, dataloader: Any) -> dict[str, Any]:
+    def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
         seen = [digest({name: p.detach() for name, p in parameters_of(unit)})]
         seen += [digest(on_host(step.batch)) for step, _ in zip(Feed(dataloader), range(_FIRST_BATCHES), strict=False)]
         return {"seen": seen}
@@ -269,7 +273,7 @@ def print_begin(file: str) -> None:
 def run_epoch(replay: Replay) -> dict[str, Any]:
     """`epoch`: what one process reads in one; not there if it has no end in sight."""
 
-    def read(unit: Any, dataloader: Any) -> dict[str, Any]:
+    def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
         epochs: list[Epoch] = []
         ends = time.monotonic() + _EPOCH_S
         for _ in range(2):

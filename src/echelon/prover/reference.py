@@ -25,6 +25,7 @@ import torch
 
 from echelon.common.errors import ProveError
 from echelon.loop.auto.auto import AutoUnit, TrainStepResults
+from echelon.loop.callback import Callback
 from echelon.loop.modes import begin_training
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.parallel.recipe.precision import Precision
@@ -129,6 +130,7 @@ class Reference(ABC):
         self.state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=[]))
         self._epoch: int | None = None
         self.loader: Any = None  # the script's
+        self.callbacks: Sequence[Callback] = ()  # the script's own: what they set before training and epochs, losses may read
         self.by_sample: ConstantDraws | None = None  # where draws are constant
         self.constant_draws = False  # so that passes that drew can be joined
         self.kept = KeptState(unit)
@@ -205,8 +207,13 @@ class Reference(ABC):
             unit.train_progress.num_steps_completed_in_epoch = unit.train_progress.num_updates_completed_in_epoch = 0
             self.epoch_ended()
             unit.on_train_epoch_end(self.state)
+        else:
+            for callback in self.callbacks:
+                callback.on_train_start(self.state, unit)
         self._epoch = epoch
         unit.on_train_epoch_start(self.state)
+        for callback in self.callbacks:
+            callback.on_train_epoch_start(self.state, unit)
 
     def step_done(self) -> None:
         self.unit.train_progress.increment_step(updated=True)

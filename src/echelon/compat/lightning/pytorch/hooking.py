@@ -33,6 +33,8 @@ class Hooking(Callback):
         evaluated: the numbers of the latest evaluation or test.
     """
 
+    is_of_unit = True
+
     def __init__(self, trainer: Any, max_updates: float | None, *, may_stop: bool) -> None:
         self.trainer, self._max_updates = trainer, max_updates
         self.may_stop, self.saves = may_stop, False
