@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -35,9 +34,9 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     """
     sampler: Any = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
     plain = _is(sampler, SequentialSampler) or (_is(sampler, RandomSampler) and not sampler.replacement)
-    if not (plain or is_distributed(loader)) or loader.batch_size is None or _has_own_batches(loader):
-        own = loader.batch_sampler if _has_own_batches(loader) else sampler
-        what = type(own if own is not None and sampler is not None else loader.dataset).__name__
+    if not (plain or is_distributed(loader)) or loader.batch_size is None:
+        own = loader.dataset if sampler is None else loader.batch_sampler if loader.batch_size is None else sampler
+        what = "batch_size=None" if own is None else type(own).__name__
         first = "Give it Subset(dataset, indices), of torch.utils.data, and shuffle=True. Or use" if _chooses(sampler) else "Use"
         raise LoaderError(
             f"a DataLoader with {what} {why}. {first} echelon.Loader (echelon.data.Weighted gives its samples weights), for "
@@ -73,10 +72,6 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
 def _chooses(sampler: Any) -> bool:
     """Whether it only says which samples there are."""
     return type(sampler) is SubsetRandomSampler
-
-
-def _has_own_batches(loader: DataLoader[Any]) -> bool:
-    return not _is(loader.batch_sampler, torch.utils.data.BatchSampler)
 
 
 def _is(sampler: Any, kind: type) -> bool:
