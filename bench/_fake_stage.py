@@ -54,7 +54,6 @@ def trace_stage(
         with fake_tensors() as mode:
             model = make(size).eval()  # dropout's streams are drawn, and of fake tensors nobody knows the number
         prepared: Any = parallelize(model, layout, CPU, _recipe())
-        prepared.wants_outputs = False
         step = Step(axes(dims))
         batch = tuple(torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2))
         window = [MicroBatch(batch, 1, number == micro_batches - 1) for number in range(micro_batches)]
@@ -68,6 +67,7 @@ def trace_stage(
                     window,
                     lambda each: (prepared.module(*each.data), None),
                     lambda loss, each: loss.backward() if loss.requires_grad else None,
+                    outputs=False,
                 )
                 optimizer.step()
                 optimizer.zero_grad()

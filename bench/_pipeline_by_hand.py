@@ -163,7 +163,8 @@ def slept(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, step
         accumulate=micro_batches,
     )
     ends: list[tuple[float, float]] = []
-    unit.prepared.follow_step(lambda: ends.append((time.perf_counter(), Slept.busy_s)))
+    unit.configure()
+    unit.optimizer.register_step_post_hook(lambda *_: ends.append((time.perf_counter(), Slept.busy_s)))
     ech.train(unit, [torch.ones(1, 1)] * (micro_batches * (steps + 2)), max_epochs=1)
     return [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(ends[1:])]
 

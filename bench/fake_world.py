@@ -118,7 +118,7 @@ def trace(size: Size, ranks: int, layout: ech.Layout, mixture: Mixture | None = 
         prepared = parallelize(model, layout, CPU, recipe)
         step = Step(_axes(layout.dims(ranks)))
         # Real ones, which are cut and counted before they go in.
-        batch = prepared.part_of(tuple(torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2)))
+        batch = prepared.batches.part_of(tuple(torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2)))
         with fake_tensors(mode):
             optimizer = torch.optim.AdamW(prepared.module.parameters())
 

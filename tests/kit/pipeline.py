@@ -6,8 +6,7 @@ the first goes backward, as GPipe has it (Huang et al. 2019).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -86,17 +85,13 @@ class StagePrepared(ech.layouts.Prepared[nn.Module]):
     def find_replicas(self) -> None:
         self.is_replica = self.rank == 0
 
-    @contextlib.contextmanager
-    def window(self) -> Iterator[None]:
-        self.order.append("window begins")
-        yield
-        self.order.append("window ends")
-
     def forward_backward_window(
         self,
         micro_batches: Sequence[Any],
         forward: Callable[[Any], tuple[torch.Tensor, Any]],
         backward: Callable[[torch.Tensor, Any], None],
+        *,
+        outputs: bool = True,
     ) -> list[tuple[torch.Tensor, Any]]:
         made = []
         for micro_batch in micro_batches:
@@ -107,8 +102,9 @@ class StagePrepared(ech.layouts.Prepared[nn.Module]):
             backward(loss, micro_batch)
         return made
 
-    def after_step(self) -> None:
+    def after_step(self, wants_stop: bool) -> bool:
         self.order.append("after the step")
+        return super().after_step(wants_stop)
 
 
 @dataclass(frozen=True)

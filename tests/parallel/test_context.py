@@ -549,7 +549,7 @@ def _unchecked() -> tuple[bool, list[list[int]]]:
         module=lm(), layout=ech.Layout(cp=2, sequence_dim={"inputs": 1, "targets": 1, "image": None}, check_context=False)
     )
     batch = {**tokens(2, 16, 0), "image": torch.zeros(2, 3, 16)}
-    part = unit.prepared.part_of(batch)
+    part = unit.prepared.batches.part_of(batch)
     ech.train(unit, [batch], max_epochs=1)
     return unit.prepared.context is not None, [list(t.shape) for t in part.values()]
 
@@ -581,7 +581,7 @@ def test_features_taken_for_a_sequence_are_named_with_the_line_of_the_user(ranks
 def _recomputed_elsewhere() -> float:
     """On a GPU a backward pass recomputes in a thread of torch's own, where a mode of this thread does not act."""
     unit = Language(module=lm(), layout="cp=2", recompute="blocks")
-    part = unit.prepared.part_of(tokens(2, 16, 0))
+    part = unit.prepared.batches.part_of(tokens(2, 16, 0))
     block, made = unit.module.blocks[0], []
     with unit.prepared.accumulate(True):
         x = torch.randn(2, 8, 16, dtype=torch.float64)

@@ -273,9 +273,9 @@ VALID: dict[str, Any] = {"since": 1, "weight": 4.0, "values": {}, "optimizer": {
 def test_a_forged_state_of_a_worker_is_refused(wrong: dict[str, Any]) -> None:
     unit = Unit(module=net(), layout="diloco", optimizer="SGD")
     unit.configure()
-    unit.prepared.load_extras({"worker": VALID})
+    unit.prepared.extras.load_state_dict({"worker": VALID})
     with refused(CheckpointCorruptError):
-        unit.prepared.load_extras({"worker": VALID | wrong})
+        unit.prepared.extras.load_state_dict({"worker": VALID | wrong})
 
 
 # --- evaluation

@@ -1,7 +1,5 @@
 """What a layout of the future needs is in the seam: a pipeline is added as one file and one line."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -56,8 +54,8 @@ def test_a_pipeline_trains_as_one_process_does(ranks: Ranks) -> None:
     for norms, _, reported, order in (seen_front, seen_back):  # type: ignore[misc]
         assert norms == pytest.approx(want_norms, rel=1e-11)
         assert reported == [(0, 4, False), (1, 4, True), (2, 3, False), (3, 5, True), (4, 4, True)]
-        two = ["window begins", "forward", "forward", "backward", "backward", "window ends", "after the step"]
-        assert order == [*two, *two, "window begins", "forward", "backward", "window ends", "after the step"]
+        two = ["forward", "forward", "backward", "backward", "after the step"]
+        assert order == [*two, *two, "forward", "backward", "after the step"]
     # Rank 0 has no losses of its own; what both know is the last stage's, over the whole global batch.
     assert loss_front == loss_back == pytest.approx(want_losses[-1], rel=1e-11)
     first, second = seen_back[1][:2]  # type: ignore[index]
@@ -80,24 +78,19 @@ def test_a_pipeline_evaluates_by_its_last_stage_alone(ranks: Ranks) -> None:
 
 
 class Watched(ech.layouts.Prepared[Any]):
-    """One process whose windows and updates are noted."""
+    """One process whose micro-batches and updates are noted."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
         self.order: list[str] = []
 
-    @contextlib.contextmanager
-    def window(self) -> Iterator[None]:
-        self.order.append("(")
-        yield
-        self.order.append(")")
-
     def accumulate(self, last: bool) -> Any:
         self.order.append(".")
         return super().accumulate(last)
 
-    def after_step(self) -> None:
+    def after_step(self, wants_stop: bool) -> bool:
         self.order.append("step")
+        return super().after_step(wants_stop)
 
 
 class Watching(ech.Strategy):
@@ -107,14 +100,7 @@ class Watching(ech.Strategy):
         return Watched(module)
 
 
-def test_a_window_is_around_all_passes_of_an_update_and_the_step_comes_after() -> None:
+def test_the_step_comes_after_all_micro_batches_of_an_update() -> None:
     unit = Regression(layout=Watching(), accumulate=2)
     ech.train(unit, [micro for window in batches() for micro in window], max_epochs=1)
-    assert "".join(unit.prepared.order) == "(..)step(..)step(.)step"
-
-
-def test_an_error_ends_the_window() -> None:
-    unit = Regression(layout=Watching(), accumulate=2)
-    with pytest.raises(RuntimeError):
-        ech.train(unit, [batch(4, 0), (torch.zeros(4, 3), torch.zeros(4, 1))], max_epochs=1)
-    assert "".join(unit.prepared.order) == "(..)"
+    assert "".join(unit.prepared.order) == "..step..step.step"

@@ -478,7 +478,7 @@ class _Walks(ech.AutoUnit[Batch]):
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
         loss = F.mse_loss(self.module(data[0]), data[1])
-        self.trials += self.prepared.is_trying
+        self.trials += self.prepared.batches.is_trying
         return loss, None
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:

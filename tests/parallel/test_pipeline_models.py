@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import echelon as ech
+from echelon.parallel.names import plain_buffers
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference
 
@@ -152,7 +153,7 @@ class Classes(ech.AutoUnit[Any]):
 def classified(**options: Any) -> tuple[dict[str, torch.Tensor], float]:
     unit = Classes(accumulate=2, **options)
     ech.train(unit, images(6), max_epochs=1)
-    tensors = (*unit.prepared.named_parameters(), *unit.prepared.named_buffers())
+    tensors = (*unit.prepared.named_parameters(), *plain_buffers(unit.prepared.module))
     return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in tensors}, float(
         unit.latest_update[0]
     )
@@ -203,7 +204,8 @@ class Overflowing(Classes):
 def _frozen_stage(frozen: str, layout: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
     unit = Overflowing(frozen, accumulate=2, layout=layout, precision="fp16")
     seen: list[Any] = []
-    unit.prepared.follow_step(lambda: seen.append(float(unit.grad_scaler.get_scale()) if unit.grad_scaler else None))
+    unit.configure()
+    unit.optimizer.register_step_post_hook(lambda *_: seen.append(None))
     ech.train(unit, images(6), max_epochs=1)
     return {n: p.detach().clone() for n, p in unit.prepared.named_parameters()}, [float(unit.grad_scaler.get_scale()), len(seen)]
 

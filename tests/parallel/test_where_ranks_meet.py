@@ -92,7 +92,7 @@ PLACES = {
     "check_trained_alike": TOLD,
     "warn_of_same_samples": STEPS,
     # parallel: before training
-    "ParallelPrepared._compare": "test_ranks_of_the_same_samples_are_told_of_other_rows",
+    "_Split._compare": "test_ranks_of_the_same_samples_are_told_of_other_rows",
     "Buffers._agree": FORM,
     "Buffers._send": FORM,
     "ParallelPrepared.optimizer": "test_a_stage_without_anything_for_its_optimizer_is_refused_on_all_ranks",
@@ -139,7 +139,7 @@ PLACES = {
     "TreeReduceScatter.__call__": PASSES,
     "Watches._differs": ASKED,
     "Watches.compare": "test_what_one_rank_alone_does_is_told_on_all",
-    "WorkerPrepared.told_to_stop": STEPS,
+    "WorkerPrepared.after_step": STEPS,
     "_Chunks.gradients": PASSES,
     "_EquallyMany.__call__": "test_ranks_with_gradients_of_other_parameters_are_told_after_the_update",
     "_all": PASSES,

@@ -17,7 +17,7 @@ from echelon.parallel.gradients import clip
 from echelon.parallel.guards.grad_presence import SameGradients
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline import Pipeline
-from echelon.parallel.prepared import NO_CONTEXT, PartsCheck, Place
+from echelon.parallel.prepared import NO_CONTEXT, Batches, PartsCheck, Place
 from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
 from echelon.world import agree
 from echelon.world.mesh import ParallelDims
@@ -28,6 +28,82 @@ B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741
 R = TypeVar("R")
 Made = tuple[torch.Tensor, Any]
+
+
+class _Split(Batches):
+    """Batches of a rank that shares samples with others.
+
+    Args:
+        module: whose parameters' types bound how exactly losses are compared.
+        computes_in: the type in which they are gathered, where that is another.
+    """
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        rank: int,
+        context: ContextParallel | None,
+        pipeline: Pipeline | None,
+        module: nn.Module,
+        computes_in: torch.dtype | None,
+    ) -> None:
+        self._dims, self._rank, self._context, self._pipeline = dims, rank, context, pipeline
+        self._module, self._computes_in = module, computes_in
+        self._compared = dims.tp * dims.cp * dims.pp == 1  # what ranks that have the same samples were given
+
+    @property
+    def is_trying(self) -> bool:  # type: ignore[override]
+        return any(each is not None and each.is_trying for each in (self._pipeline, self._context))
+
+    def part_of(self, batch: Any) -> Any:
+        if not self._compared:
+            self._compared = True
+            self._compare(batch)
+        if self._context is None:
+            return batch
+        part = self._context.part_of(batch)
+        self.share = self._context.share
+        return part
+
+    def _compare(self, batch: Any) -> None:
+        """Ranks that differ in tp, cp or pp must have the same samples: of other sizes, gloo would end the process, or stages
+        wait for ever. Collective.
+
+        Raises:
+            RanksDisagreeError: on all ranks.
+        """
+        told = agree.gather([list(t.shape) for t in tensors_of(batch)])
+        for rank, shapes in enumerate(told):
+            first = next(r for r in range(rank + 1) if self._dims.dp_rank(r) == self._dims.dp_rank(rank))
+            if shapes != told[first]:
+                raise RanksDisagreeError(
+                    "ranks that differ in tp, cp or pp alone must be given the same samples, got tensors of "
+                    f"{told[first]} on rank {first} and of {shapes} on rank {rank}. echelon.Loader gives them the same; divide "
+                    "data of your own over the ranks of the other axes alone."
+                )
+
+    @property
+    def check(self) -> PartsCheck | None:  # type: ignore[override]
+        return self if self._context is not None and self._context.doubts_parts else None
+
+    def check_parts(
+        self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
+    ) -> None:
+        assert self._context is not None
+
+        def weight_of(data: Any, share: float | torch.Tensor) -> float:
+            self.share = share
+            return float(weigh(data))
+
+        types = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
+        self._context.check_parts(batch, weight_of, compute, [*types, *(t for t in (dtype, self._computes_in) if t is not None)])
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        assert self._context is not None
+        self._context.check_loss(loss)
+
+    def whole_of(self, outputs: Any) -> Any:
+        return outputs if self._context is None else self._context.whole_of(outputs)
 
 
 class ParallelPrepared(FSDPPrepared):
@@ -43,7 +119,6 @@ class ParallelPrepared(FSDPPrepared):
     rank: int
     context: ContextParallel | None = None
     pipeline: Pipeline | None = None
-    _compared = False  # what ranks that have the same samples were given
 
     def lay_out(self, dims: ParallelDims, rank: int, context: ContextParallel | None, pipeline: Pipeline | None) -> None:
         """Say where this rank is, and what the module was cut by. Once, when the module has its final form. Collective."""
@@ -51,6 +126,7 @@ class ParallelPrepared(FSDPPrepared):
         self.dims, self.rank, self.context = dims, rank, context
         self.place = Place((place["cp"], dims.cp), (place["pp"], dims.pp), dims.cp > 1 or dims.pp > 1)
         self.form = "others" if self._averaged else "own"
+        self.batches = _Split(dims, rank, context, pipeline, self.module, self.computes_in)
         if pipeline is None:
             if context is not None:
                 context.look_at_outputs(self.module)
@@ -71,62 +147,6 @@ class ParallelPrepared(FSDPPrepared):
             "layout": ",".join(f"{axis}={size}" for axis, size in self.dims.used.items()) or None,
             "mesh": self.dims.used,
         }
-
-    @property
-    def is_trying(self) -> bool:  # type: ignore[override]
-        return any(each is not None and each.is_trying for each in (self.pipeline, self.context))
-
-    # --- batches
-
-    def part_of(self, batch: Any) -> Any:
-        if not self._compared and self.dims.tp * self.dims.cp * self.dims.pp > 1:
-            self._compared = True
-            self._compare(batch)
-        if self.context is None:
-            return batch
-        part = self.context.part_of(batch)
-        self.share = self.context.share
-        return part
-
-    def _compare(self, batch: Any) -> None:
-        """Ranks that differ in tp, cp or pp must have the same samples: of other sizes, gloo would end the process, or stages
-        wait for ever. Collective.
-
-        Raises:
-            RanksDisagreeError: on all ranks.
-        """
-        told = agree.gather([list(t.shape) for t in tensors_of(batch)])
-        for rank, shapes in enumerate(told):
-            first = next(r for r in range(rank + 1) if self.dims.dp_rank(r) == self.dims.dp_rank(rank))
-            if shapes != told[first]:
-                raise RanksDisagreeError(
-                    "ranks that differ in tp, cp or pp alone must be given the same samples, got tensors of "
-                    f"{told[first]} on rank {first} and of {shapes} on rank {rank}. echelon.Loader gives them the same; divide "
-                    "data of your own over the ranks of the other axes alone."
-                )
-
-    @property
-    def parts_check(self) -> PartsCheck | None:  # type: ignore[override]
-        return self if self.context is not None and self.context.doubts_parts else None
-
-    def check_parts(
-        self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
-    ) -> None:
-        assert self.context is not None
-
-        def weight_of(data: Any, share: float | torch.Tensor) -> float:
-            self.share = share
-            return float(weigh(data))
-
-        types = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
-        self.context.check_parts(batch, weight_of, compute, [*types, *(t for t in (dtype, self.computes_in) if t is not None)])
-
-    def check_loss(self, loss: torch.Tensor) -> None:
-        assert self.context is not None
-        self.context.check_loss(loss)
-
-    def whole_of(self, outputs: Any) -> Any:
-        return outputs if self.context is None else self.context.whole_of(outputs)
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         with self._over_parts():
@@ -179,10 +199,12 @@ class ParallelPrepared(FSDPPrepared):
         micro_batches: Sequence[MicroBatch[Any]],
         forward: Callable[[MicroBatch[Any]], Made],
         backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
+        *,
+        outputs: bool = True,
     ) -> list[Made]:
         pipeline = self.pipeline
         if pipeline is None:
-            return super().forward_backward_window(micro_batches, forward, backward)
+            return super().forward_backward_window(micro_batches, forward, backward, outputs=outputs)
         several = len(pipeline.cut.own) > 1
         defers = self.reduction.requires_gradient_sync and not self.reduction.requires_all_reduce and len(self._averaged) > 1
         if defers and not several and self._same is None:
@@ -198,7 +220,7 @@ class ParallelPrepared(FSDPPrepared):
 
         with self._over_parts(), self.explaining():
             begins = before if self._averaged else None
-            made = pipeline.window(micro_batches, forward, backward, begins, share=self.wants_outputs)
+            made = pipeline.window(micro_batches, forward, backward, begins, share=outputs)
             if self._same is not None:
                 self._same.check(last=True)
             self._reduces = True

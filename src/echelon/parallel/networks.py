@@ -21,7 +21,7 @@ from echelon.parallel.gradients.unreduced_params import average_in_turns_, check
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.parallelize import check_module, parallelize
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
-from echelon.parallel.shards import is_split, local
+from echelon.parallel.shards import is_split, local, reshard
 from echelon.parallel.state.partition import Partition
 from echelon.world import agree
 
@@ -119,10 +119,11 @@ class Networks(Prepared[nn.Module]):
         for part in self.parts:
             part.discard_window()
 
-    def after_step(self) -> None:
-        self.reshard()  # a pass without a backward pass has left whole parameters, of before the step
+    def after_step(self, wants_stop: bool) -> bool:
+        reshard(self.module)  # a pass without a backward pass has left whole parameters, of before the step
         for part in self.parts:
-            part.after_step()
+            part.after_step(wants_stop)
+        return False
 
     def parameters_written(self) -> None:
         for part in self.parts:

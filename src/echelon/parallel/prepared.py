@@ -23,7 +23,7 @@ from echelon.parallel.gradients.fixed_order import clip_in_order_
 from echelon.parallel.gradients.unreduced_params import Joined, average_, check_equal
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.names import plain_buffers, plain_names, unwrapped, without_compile
+from echelon.parallel.names import plain_names, unwrapped, without_compile
 from echelon.parallel.over_ranks import knows_its_data
 from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.shards import reshard
@@ -31,7 +31,7 @@ from echelon.parallel.state.state import ModuleState, module_state
 from echelon.world import agree
 from echelon.world.init import World
 
-__all__ = ["NO_CONTEXT", "Form", "PartsCheck", "Place", "Prepared", "WrapperPrepared"]
+__all__ = ["NO_CONTEXT", "Batches", "Extras", "Form", "PartsCheck", "Place", "Prepared", "WrapperPrepared"]
 
 O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
@@ -73,6 +73,41 @@ class PartsCheck(Protocol):
         """As `check_parts`, of code that cannot be called again: of its first loss, before the backward pass."""
 
 
+class Batches:
+    """What a layout makes of the batches that a rank is given. This base leaves them whole.
+
+    Attributes:
+        share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
+        check: where parts of samples are weighed, what compares them once with the whole; None after that.
+        is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
+    """
+
+    share: float | torch.Tensor = 1.0
+    check: PartsCheck | None = None
+    is_trying = False
+
+    def part_of(self, batch: Any) -> Any:
+        """This rank's part of a batch whose samples other ranks have, too, such as its part of each sequence."""
+        return batch
+
+    def whole_of(self, outputs: Any) -> Any:
+        """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
+        return outputs
+
+
+class Extras:
+    """What a bit-equal resume with as many ranks needs besides the state. Per rank. This base needs nothing."""
+
+    def keep(self) -> None:
+        """From now on, remember what `state_dict` gives. Once in a run that saves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave, under whatever layout; what is not there stays. Collective."""
+
+
 class Prepared(Generic[M]):
     """A module made parallel, and the operations whose meaning depends on how. This base is one process.
 
@@ -85,13 +120,11 @@ class Prepared(Generic[M]):
         is_replica: another rank works on the very same samples and speaks for them; what this one counts weighs nothing.
         takes_windows: `forward_backward_window` takes the micro-batches of an update at once, in an order of its own.
         stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
-        wants_outputs: whether somebody looks at what `compute_loss` returns besides the loss, in training.
         place: of this rank among those that have the same samples.
-        share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
-        parts_check: where parts of samples are weighed, what compares them once with the whole; None after that.
-        is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         works_alone: each rank trains by itself, and meets the others now and then.
         computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
+        batches: what becomes of those that the ranks are given.
+        extras: what a checkpoint keeps besides `state`.
         guards: watch that the ranks do the same with the module.
         explaining: makes a context around passes, in which errors of torch's that say nothing of their cause are UsageErrors.
     """
@@ -101,11 +134,7 @@ class Prepared(Generic[M]):
     form: Form = "own"
     takes_windows = works_alone = False
     stages: Sequence[dist.ProcessGroup | None] = ()
-    wants_outputs = True
     place = Place()
-    is_trying = False
-    share: float | torch.Tensor = 1.0
-    parts_check: PartsCheck | None = None
     computes_in: torch.dtype | None = None
     explaining: Callable[[], AbstractContextManager[Any]] = staticmethod(lambda: NO_CONTEXT)
     _order_is_fixed = False  # `fix_order` was called
@@ -115,6 +144,7 @@ class Prepared(Generic[M]):
         self.module, self._averaged = module, list(averaged)  # axes; none where every process trains by itself
         self.averaged_over = math.prod(axis.size for axis in self._averaged)
         self._share = share(module, self._averaged)
+        self.batches, self.extras = Batches(), Extras()
         self.guards: list[Guard] = []
         self._others: list[nn.Parameter] = []  # what the optimizer trains besides the module, as a learned weight of a loss
         self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
@@ -179,24 +209,10 @@ class Prepared(Generic[M]):
         """By the names that the module's author gave them; of a tied one the first, or every one."""
         return plain_names(self.module, every_name=every_name)
 
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """By the names that the module's author gave them."""
-        return plain_buffers(self.module)
-
     def state(self) -> ModuleState:
         """The module's parameters and buffers by name, sharded as they are: `state_dict()` and `load_state_dict(...)`."""
         reshard(self.module)
         return module_state(self.module)
-
-    def keep_extras(self) -> None:
-        """From now on, remember what `extras` gives. Once in a run that saves."""
-
-    def extras(self) -> dict[str, Any]:
-        """What a bit-equal resume with as many ranks needs besides the state. Per rank."""
-        return {}
-
-    def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Take up what `extras` gave, under whatever layout; what is not there stays. Collective."""
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint says of the module, and another run compares: its class, how it is parallel, over which ranks."""
@@ -212,19 +228,7 @@ class Prepared(Generic[M]):
         """The gradient that the optimizer would use, on every rank. Collective."""
         return parameter.grad
 
-    def reshard(self) -> None:
-        """Put shards back in the place of whole parameters, which an evaluation may leave."""
-        reshard(self.module)
-
     # --- batches
-
-    def part_of(self, batch: Any) -> Any:
-        """This rank's part of a batch whose samples other ranks have, too, such as its part of each sequence."""
-        return batch
-
-    def whole_of(self, outputs: Any) -> Any:
-        """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
-        return outputs
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
         """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""
@@ -259,10 +263,6 @@ class Prepared(Generic[M]):
         """What is frozen now is not in the layout's buckets: once it is unfrozen, its gradients are averaged apart."""
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
 
-    def window(self) -> AbstractContextManager[Any]:
-        """Context around all forward and backward passes of an update, whichever way they are called."""
-        return NO_CONTEXT
-
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """A micro-batch begins. Context of its forward and backward: no gradient traffic before the window's last."""
         self._reduces = last
@@ -285,20 +285,25 @@ class Prepared(Generic[M]):
         micro_batches: Sequence[MicroBatch[Any]],
         forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
         backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
+        *,
+        outputs: bool = True,
     ) -> list[tuple[torch.Tensor, Any]]:
         """All micro-batches of an update, where `takes_windows`; a schedule calls `forward` and `backward` once for each, in any
         order, and gradients are reduced when it returns. A loss that other ranks have computed requires no gradient: `backward`
-        counts it. Gives losses and outputs in the order of the micro-batches.
+        counts it. Gives losses and outputs in the order of the micro-batches; without `outputs`, nobody looks at those.
         """
         raise NotImplementedError(f"{type(self).__name__}.takes_windows, but it has no forward_backward_window.")
 
-    def after_step(self) -> None:
-        """After an update of the parameters by the optimizer, on every rank; not after one that was skipped."""
+    def after_step(self, wants_stop: bool) -> bool:
+        """After an update of the parameters by the optimizer, on every rank; not after one that was skipped.
+
+        Args:
+            wants_stop: this rank has been asked to stop.
+        Returns:
+            whether a rank has, where ranks tell each other here: workers that have just met. Elsewhere they did in the update.
+        """
         for follow in self._after_step:
             follow()
-
-    def told_to_stop(self, asked: bool) -> bool:
-        """After an update, where `works_alone`: whether a rank has asked to stop, if they have just met. Collective then."""
         return False
 
     def end_training(self) -> None:
@@ -306,7 +311,7 @@ class Prepared(Generic[M]):
         for guard in self.guards:
             guard.settle()
 
-    def follow_step(self, follow: Callable[[], None]) -> None:
+    def _follow_step(self, follow: Callable[[], None]) -> None:
         """Have something done after each update."""
         self._after_step.append(follow)
 

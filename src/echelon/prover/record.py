@@ -189,7 +189,7 @@ class StepRecorder(Callback):
         compute_loss = unit.compute_loss
 
         def watched_loss(state: State, data: Any) -> tuple[torch.Tensor, Any]:
-            if state.active_phase is not ActivePhase.TRAIN or unit.prepared.is_trying:
+            if state.active_phase is not ActivePhase.TRAIN or unit.prepared.batches.is_trying:
                 return compute_loss(state, data)
             given, data = data, widened(data, self.dtype, unit.device)
             whole = wholes[id(given)][1] if id(given) in wholes else data
@@ -234,7 +234,7 @@ class StepRecorder(Callback):
         prepared = unit.prepared
         if prepared.place.part[1] == 1:
             return wholes
-        part_of, update = prepared.part_of, 0
+        part_of, update = prepared.batches.part_of, 0
 
         def watched_part(batch: Any) -> Any:
             nonlocal update
@@ -245,7 +245,7 @@ class StepRecorder(Callback):
             wholes[id(part)] = part, widened(batch, self.dtype, unit.device)
             return part
 
-        prepared.part_of = watched_part  # type: ignore[method-assign]
+        prepared.batches.part_of = watched_part  # type: ignore[method-assign]
         return wholes
 
     def _watch_loop(self, unit: LoopUnit) -> None:

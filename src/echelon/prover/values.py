@@ -14,6 +14,7 @@ from torch import nn
 from echelon.loop.auto.auto import AutoUnit
 from echelon.parallel import shards
 from echelon.parallel.experts.loads import Routers
+from echelon.parallel.names import plain_buffers
 from echelon.parallel.prepared import Prepared
 from echelon.prover.parts import stage_files
 from echelon.world.init import rank_info
@@ -102,7 +103,7 @@ def owners_of(unit: Any) -> dict[str, torch.Tensor]:
 
 def named_values(unit: Any) -> dict[str, torch.Tensor]:
     """Buffers by name."""
-    return {prefix + name: b for prefix, prepared in prepared_of(unit) for name, b in prepared.named_buffers()}
+    return {prefix + name: b for prefix, prepared in prepared_of(unit) for name, b in plain_buffers(prepared.module)}
 
 
 def switch_off_dropout(unit: Any) -> int:

@@ -274,7 +274,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if doubts is not None and not self._told_of_doubts:
             self._told_of_doubts = True
             tell_of_doubts(type(self).__name__, data, samples, doubts, self.samples_given)
-        share = self.prepared.share
+        share = self.prepared.batches.share
         return samples if isinstance(share, float) and share == 1 else samples * share
 
     def flops(self, data: T) -> float | None:
@@ -317,7 +317,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         update, window = self._update, self.window
         step = update.begin_step(self, state)
         self.has_updated = ends_window = update.is_last
-        if (check := self.prepared.parts_check) is not None:
+        if (check := self.prepared.batches.check) is not None:
             check_parts(check, self, state, in_order(data, step.is_padding, None)[0][0] if isinstance(data, Pieces) else data)
         micro_batches = self._micro_batches(data, is_padding=step.is_padding, is_last=ends_window)
         if window.reference is None:
@@ -338,7 +338,6 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 losses.append(window.latest_loss)
                 made.append(outputs)
         except BaseException as error:
-            update.leave_context()
             explain_one_sample(error)
             raise
         loss, outputs = losses[0], made[0]
@@ -362,7 +361,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         steps, self._held = self._held, []
         every = [micro_batch for step in steps for micro_batch in step]
         forward = partial(self.through_stages, state, partial(self._forward_in_stages, state))
-        made = self._update.run_window(self, state, every, forward)
+        made = self._update.run_window(self, state, every, forward, outputs=self._reports_step)
         norm, number = self._update.complete(self, state), self.train_progress.num_steps_completed
         for back, step in zip(reversed(range(len(steps))), steps, strict=True):
             of_step = [next(made) for _ in step]
@@ -376,7 +375,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     def _micro_batches(self, data: Any, *, is_padding: bool, is_last: bool) -> list[MicroBatch[T]]:
         """A batch as one, or its pieces, of which only the last may end the window."""
         if not isinstance(data, Pieces):
-            part = self.prepared.part_of(data)
+            part = self.prepared.batches.part_of(data)
             weight = 0 if is_padding else self.weight(part)
             weight = summable(weight) if isinstance(weight, torch.Tensor) else weight
             return [MicroBatch(part, weight, is_last, is_padding)]
@@ -427,9 +426,9 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
 
     def _evaluate(self, state: State, batch: T, phase: PhaseState | None) -> tuple[T, torch.Tensor, Any, bool]:
         """This rank's part of the batch, its loss and outputs, and whether it counts: not if it is padding."""
-        if (check := self.prepared.parts_check) is not None:
+        if (check := self.prepared.batches.check) is not None:
             check_parts(check, self, state, batch)
-        data = self.prepared.part_of(batch)
+        data = self.prepared.batches.part_of(batch)
         counts = not step_under_way(phase).is_padding
         self.samples_given = step_under_way(phase).samples
         weight = self.weight(data) if counts and not self.prepared.is_replica else 0
@@ -510,7 +509,6 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         check_trainable(self, together=together, has_layout=has_layout)
         self.configure()
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # by now also one set on the unit itself
-        self.prepared.wants_outputs = self._reports_step
         self.own_schedule = _overrides(self, AutoUnit, "step_lr_scheduler")
         update.begin(self)
         if self._plateau:

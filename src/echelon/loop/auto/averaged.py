@@ -20,6 +20,7 @@ from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg
 from echelon.common.arguments import flags_of
 from echelon.common.errors import LoopError, require
 from echelon.common.numbers import number, whole
+from echelon.parallel.names import plain_buffers
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import local
 
@@ -120,7 +121,7 @@ class AveragedWeights:
 
     def _sources(self) -> dict[str, torch.Tensor]:
         """What is averaged, as it is now: modules may replace a buffer."""
-        return {**self._parameters, **{f"buffers.{n}": b for n, b in self._prepared.named_buffers()}}
+        return {**self._parameters, **{f"buffers.{n}": b for n, b in plain_buffers(self._prepared.module)}}
 
     @property
     def begun(self) -> bool:

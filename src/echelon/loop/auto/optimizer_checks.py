@@ -25,7 +25,7 @@ from echelon.parallel.fsdp.step_by_mesh import step_by_kind
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.guards.stale_params import name_before
 from echelon.parallel.patching import replace
-from echelon.parallel.shards import is_split
+from echelon.parallel.shards import is_split, reshard
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree
 
@@ -43,7 +43,7 @@ def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
     Raises:
         UsageError: it holds parameters that the module had before it was sharded, or none of the module's.
     """
-    unit.prepared.reshard()  # an evaluation leaves whole parameters in the place of those that the optimizer has
+    reshard(unit.prepared.module)  # an evaluation leaves whole parameters in the place of those that the optimizer has
     if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
         return
     what = f"{type(unit).__name__}: the {type(optimizer).__name__}"
@@ -216,7 +216,7 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
     """What is wrong with the first optimizer with which something is; None if nothing is."""
     prepared = [each for name, each in unit.prepared_modules().items() if name in modules]
     for each in prepared:
-        each.reshard()
+        reshard(each.module)
     held = {name: parameters_of(optimizer) for name, optimizer in optimizers.items()}
     everywhere = {id(p) for parameters in held.values() for p in parameters}
     reached = {id(p) for p in _within(vars(unit).values())}

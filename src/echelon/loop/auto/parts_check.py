@@ -37,7 +37,7 @@ def check_parts(check: PartsCheck, unit: Any, state: State, batch: Any) -> None:
 @contextlib.contextmanager
 def _undone(unit: Any) -> Iterator[None]:
     """What `compute_loss` counts and collects in its unit, or moves in another module, such as a teacher, is as before."""
-    attributes, share = dict(vars(unit)), unit.prepared.share
+    attributes, share = dict(vars(unit)), unit.prepared.batches.share
     contents = [(value, value.copy()) for value in attributes.values() if type(value) in (list, dict, set, deque)]
     trained = set(unit.prepared.unwrapped.state_dict(keep_vars=True).values())
     others = {t for each in _modules_in(attributes.values()) for t in each.state_dict(keep_vars=True).values()}
@@ -58,7 +58,7 @@ def _undone(unit: Any) -> Iterator[None]:
             for tensor, before in tensors:
                 if not torch.equal(tensor, before):
                     tensor.copy_(before)
-        unit.prepared.share = share
+        unit.prepared.batches.share = share
 
 
 def _modules_in(values: Iterable[Any]) -> Iterator[nn.Module]:

@@ -118,20 +118,20 @@ class AutoPredictUnit(PredictUnit[T]):
 
     def through_stages(self, state: State, compute: Callable[..., R], *data: Any) -> R:
         """`compute(*data)` in a pipeline. Of a trial pass nothing stays, also in metrics of the user's own."""
-        with uncounted(self) if self.prepared.is_trying else NO_CONTEXT:
+        with uncounted(self) if self.prepared.batches.is_trying else NO_CONTEXT:
             made: R = state.logged.of_stage(self.prepared, compute, *data)
             return made
 
     def predict_step(self, state: State, data: T) -> Any:
         """The module's outputs for a batch."""
-        part = self.prepared.part_of(data)
+        part = self.prepared.batches.part_of(data)
         is_padding = step_under_way(state.predict_state).is_padding
         if is_padding:
             state.logged.weight = 0
         else:
             state.logged.begins(0 if self.prepared.is_replica else 1, "predict")
         with self.autocast():
-            outputs = self.prepared.whole_of(self.prepared.forward(part, self.module))
+            outputs = self.prepared.batches.whole_of(self.prepared.forward(part, self.module))
         if not is_padding:
             self.on_predict_step_end(state, data, self.predict_progress.num_steps_completed, outputs)
         return outputs

@@ -210,7 +210,7 @@ class Several:
             return
         step()
         turn.updated = True
-        self._unit.prepared.after_step()
+        self._unit.prepared.after_step(wants_stop=False)
 
     def clip(self, turn: Turn, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
         if not self.settle(turn):

@@ -1,7 +1,7 @@
 """An update: a batch's way to the optimizer's step, read from top to bottom. AutoUnit goes it, and a loop of one's own.
 
     begin_step              one more micro-batch, or the pieces of one
-    with passes(...):       the first opens the layout's context of a window; no gradient traffic before its last micro-batch
+    with passes(...):       no gradient traffic before the window's last micro-batch
         compute_loss        of the unit, or of a loop
         backward            weighted; with the last, the sums over the ranks set out
     complete                after the last
@@ -88,7 +88,6 @@ class Update:
         self._first_look: RemovableHandle | None = None  # at what the optimizer holds
         # The one that was looked at, while ranks train together.
         self._trains_with: torch.optim.Optimizer | None = None
-        self._around: AbstractContextManager[Any] | None = None  # the layout's context of the window under way
         self._saw_loss = False
 
     # --- before the first
@@ -158,9 +157,6 @@ class Update:
     def passes(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> AbstractContextManager[Any]:
         """Context of the forward and the backward pass over a micro-batch."""
         prepared, bitwise, weight, last = unit.prepared, self.bitwise, micro_batch.weight, micro_batch.is_last
-        if self._around is None and unit.window.count == 1 and (around := prepared.window()) is not NO_CONTEXT:
-            around.__enter__()
-            self._around = around
         if clock.running is not None:
             clock.running.enter(FORWARD)
         if bitwise is not None:
@@ -245,16 +241,21 @@ class Update:
         state: State,
         micro_batches: Sequence[MicroBatch[Any]],
         forward: Callable[[MicroBatch[Any]], tuple[torch.Tensor, Any]],
+        *,
+        outputs: bool,
     ) -> Iterator[tuple[torch.Tensor, Any]]:
-        """All micro-batches of an update, where the layout `takes_windows`. Gives losses and outputs in their order."""
+        """All micro-batches of an update, where the layout `takes_windows`. Gives losses and outputs in their order.
+
+        Args:
+            outputs: whether somebody looks at them.
+        """
         prepared = unit.prepared
         backward = partial(self.backward, unit, state, retain_graph=unit.retain_graph)
         for each in micro_batches:
             if state.recorder is not None and state.recorder.counts_flops:
                 state.recorder.count_flops(unit, each.data)
-        with prepared.window():
-            clock.enter(Part.STEP)  # in any order
-            made = prepared.forward_backward_window(micro_batches, forward, backward)
+        clock.enter(Part.STEP)  # in any order
+        made = prepared.forward_backward_window(micro_batches, forward, backward, outputs=outputs)
         if self.joined:
             unit.window.start_reduction(state.stop_requested, state.logged.signature())
         return iter(made)
@@ -284,8 +285,6 @@ class Update:
     def finish(self, unit: Any, state: State) -> None:
         """The gradients become those of the global batch."""
         window, prepared, scaler = unit.window, unit.prepared, unit.grad_scaler
-        if self._around is not None:
-            self.leave_context()
         if self.joined:
             clock.enter(Part.WAIT)
         micro_batches, (weight, loss, stop) = window.count, window.close()
@@ -345,7 +344,8 @@ class Update:
             if self._first_look is not None:
                 self._first_look.remove()
                 self._first_look = None
-            prepared.after_step()
+            if prepared.after_step(state.stop_requested):
+                state.agree_to_stop()
             if unit.swa_model is not None:
                 unit.swa_model.step()
         if state.recorder is not None:
@@ -353,8 +353,6 @@ class Update:
             if self._routers is not None:
                 numbers = {**self._routers.measures(), **numbers}
             state.recorder.update(unit.train_progress.num_updates_completed + 1, self.loss, self.weight, lr, norm, numbers)
-        if prepared.works_alone and prepared.told_to_stop(state.stop_requested):
-            state.agree_to_stop()
         return updated
 
     def step_optimizer(self, unit: Any) -> bool:
@@ -418,18 +416,11 @@ class Update:
     def discard(self, unit: Any, state: State) -> None:
         """Forget an unfinished window, and its gradients."""
         unit.window.discard()
-        self.leave_context()
         for each in (unit.several, self._routers, self.bitwise):
             if each is not None:
                 each.discard()
         unit.prepared.discard_window()
         unit.zero_grad(state)
-
-    def leave_context(self) -> None:
-        """Of the layout, around a window: it has ended, or a pass has raised."""
-        around, self._around = self._around, None
-        if around is not None:
-            around.__exit__(None, None, None)
 
     def end_epoch(self, unit: Any, state: State) -> None:
         if unit.window.count:

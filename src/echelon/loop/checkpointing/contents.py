@@ -64,7 +64,7 @@ def take(
     if (reference := restoring.own_reference(unit)) is not None:
         own["reference"] = {"window": reference}
     for name, prepared in unit.prepared_modules().items():
-        for key, value in prepared.extras().items():
+        for key, value in prepared.extras.state_dict().items():
             own.setdefault(key, {})[name] = value
     position = state.train_state.loader_state(unit.train_progress) if state.train_state is not None else None
     if unit.train_progress.num_steps_completed_in_epoch:

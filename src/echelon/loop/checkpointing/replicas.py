@@ -17,7 +17,7 @@ from torch import nn
 
 from echelon.loop.unit import Unit
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.shards import is_split, local
+from echelon.parallel.shards import is_split, local, reshard
 from echelon.world import agree
 
 __all__ = ["check_ranks"]
@@ -50,7 +50,7 @@ def _warn_of_drift(unit: Unit) -> None:
     for name, prepared in unit.prepared_modules().items():
         if not prepared.data_groups or prepared.works_alone or prepared.form == "flat" or prepared.module in _told:
             continue
-        prepared.reshard()
+        reshard(prepared.module)
         copies = _copies(prepared)
         drifted: dict[str, None] = {}
         for group, parameters in copies.items():

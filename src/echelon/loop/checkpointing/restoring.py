@@ -235,7 +235,7 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
         if "reference" in own:
             _take_reference(path, own["reference"], unit)
         for name, prepared in unit.prepared_modules().items():
-            prepared.load_extras({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
+            prepared.extras.load_state_dict({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
     elif isinstance(unit, TrainUnit):
         unit.resumes_with = None  # of another checkpoint
         rng.renew(unit.train_progress.num_updates_completed)

@@ -119,7 +119,7 @@ class DistributedCheckpointSaver(Callback):
         if self._frozen is not None:
             self._frozen.begin(unit)
         for prepared in unit.prepared_modules().values():
-            prepared.keep_extras()
+            prepared.extras.keep()
         self.folder.count_anew(counted, self._looked_at, lambda: self.save(state, unit))
 
     def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:

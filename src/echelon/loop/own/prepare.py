@@ -47,6 +47,7 @@ from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.recipe.recipe import Compile
+from echelon.parallel.shards import reshard
 from echelon.parallel.state.partition import parameters_of
 from echelon.parallel.strategy import Strategy
 from echelon.world import agree, clock
@@ -231,7 +232,7 @@ def evaluating(prepared: Any) -> Iterator[OwnEvaluation]:
         except BaseException:
             session.logged.discard("eval")
             raise
-    unit.prepared.reshard()
+    reshard(unit.prepared.module)
     for guard in unit.prepared.guards:
         guard.evaluated()
     evaluation.end()

@@ -269,7 +269,7 @@ class Session:
     def _begin_batch(self, batch: Any) -> Any:
         assert self.run is not None
         if self.unit.plain is None:
-            batch = self.unit.prepared.part_of(batch)
+            batch = self.unit.prepared.batches.part_of(batch)
         self.batch, self.window, self._in_batch, self.unit.has_updated = batch, None, True, False
         self.run.took_step = False
         return batch

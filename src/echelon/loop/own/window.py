@@ -133,7 +133,7 @@ class OwnWindow:
         if not usual and (problem := problem_with((loss, None), unit.module)) is not None:
             raise LossError(f"window.backward was given {problem}")
         self.went_back = True
-        if unit.plain is None and (check := unit.prepared.parts_check) is not None:
+        if unit.plain is None and (check := unit.prepared.batches.check) is not None:
             check.check_loss(loss)
         if unit.plain is not None:
             with NO_CONTEXT if unit.plain.computes is None else torch.autocast(unit.device.type, enabled=False):

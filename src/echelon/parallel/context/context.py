@@ -228,7 +228,7 @@ class ContextParallel:
                 f"weight() must give for the {len(told)} parts of a sequence what it gives for the whole, {whole:g} together, "
                 f"got {' + '.join(f'{weight:g}' for weight in told)}. Count a part's tokens, for a causal language model by "
                 "echelon.count_tokens(data, next_token=True), as labels are shifted before a sequence is cut; where rows count, "
-                "leave weight() to AutoUnit, or multiply by self.prepared.share."
+                "leave weight() to AutoUnit, or multiply by self.prepared.batches.share."
             )
 
     def whole_of(self, outputs: Any) -> Any:

@@ -12,7 +12,8 @@ its own sees one all-reduce of zeros more. Tested with torch 2.13.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.parallel.patching import part_for_now
+from echelon.parallel.prepared import Extras
 
-__all__ = ["note", "noted", "replay"]
+__all__ = ["BucketOrder"]
 
 # Two ranks add two numbers, in either order alike.
 _ORDER_MATTERS_FROM = 3
@@ -29,23 +31,27 @@ _ORDER_MATTERS_FROM = 3
 _orders: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 
 
-def note(module: nn.Module) -> None:
-    """From the next backward pass that reduces, remember in which order the gradients were ready. Once a run."""
-    if _is_sorted_later(module) and module not in _orders:
-        _Listener(module)
+class BucketOrder(Extras):
+    """The order of a wrapper's first backward pass that reduces: the names of its parameters."""
 
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._module = module
 
-def noted(module: nn.Module) -> list[str] | None:
-    """The names of the parameters in the order of their gradients; None as long as it is not known."""
-    order = _orders.get(module)
-    return order if order is not None and len(order) == len(_trained(module)) else None
+    def keep(self) -> None:
+        if _is_sorted_later(self._module) and self._module not in _orders:
+            _Listener(self._module)
 
+    def state_dict(self) -> dict[str, Any]:
+        order = _orders.get(self._module)
+        is_known = order is not None and len(order) == len(_trained(self._module))
+        return {"reduction_order": order} if is_known else {}
 
-def replay(module: nn.Module, order: Sequence[str]) -> None:
-    """Have the module reduce as if it had made gradients in this order once. Collective; clears gradients."""
-    if _is_sorted_later(module) and module not in _orders and sorted(order) == sorted(_trained(module)):
-        _backward(module, order)  # type: ignore[arg-type]
-        _orders[module] = list(order)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Have the module reduce as if it had made gradients in this order once. Collective; clears gradients."""
+        module, order = self._module, state_dict.get("reduction_order", ())
+        if _is_sorted_later(module) and module not in _orders and sorted(order) == sorted(_trained(module)):
+            _backward(module, order)
+            _orders[module] = list(order)
 
 
 def _is_sorted_later(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ micro-batch, all-reduces of gradient buckets, overlapped with the computation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import or_
@@ -21,7 +21,7 @@ from echelon.common.arguments import several
 from echelon.common.errors import LayoutError, require
 from echelon.common.numbers import number, whole
 from echelon.parallel.axes import Axis, split_axes
-from echelon.parallel.ddp import bucket_order
+from echelon.parallel.ddp.bucket_order import BucketOrder
 from echelon.parallel.ddp.bypass import Passes, send_through
 from echelon.parallel.ddp.sync_batchnorm import sync_batchnorm
 from echelon.parallel.ddp.unused_params import Awaited
@@ -84,6 +84,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         self._alone: list[tuple[nn.Parameter, bool]] = []  # all of them, where gradients are averaged apart in this micro-batch
         self._awaited = Awaited(module)
         self._reduce_unfrozen()
+        self.extras = BucketOrder(module)
 
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
         """A wrapper of ours adds nothing to names: code that chooses parameters by them does so as under other layouts."""
@@ -149,16 +150,6 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     def before_evaluation(self) -> None:
         # torch sends none after a forward pass that only accumulated: in the middle of a window each rank would have its own.
         self.module.require_forward_param_sync = True
-
-    def keep_extras(self) -> None:
-        bucket_order.note(self.module)
-
-    def extras(self) -> dict[str, Any]:
-        order = bucket_order.noted(self.module)
-        return {} if order is None else {"reduction_order": order}
-
-    def load_extras(self, extras: Mapping[str, Any]) -> None:
-        bucket_order.replay(self.module, extras.get("reduction_order", ()))
 
     def parameters_written(self) -> None:
         self.before_evaluation()  # averages have taken the place of the buffers, too

@@ -34,7 +34,7 @@ from echelon.parallel.axes import Share
 from echelon.parallel.ddp.worker import OuterOptimizer, Worker, WorkerOptimizerState, WorkerState
 from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.prepared import NO_CONTEXT, Prepared
+from echelon.parallel.prepared import NO_CONTEXT, Extras, Prepared
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.registry import Kind, register
 from echelon.parallel.strategy import Strategy
@@ -47,6 +47,20 @@ __all__ = ["DiLoCoStrategy", "LocalSGDStrategy", "WorkerPrepared"]
 O = TypeVar("O")  # noqa: E741
 
 
+class _Own(Extras):
+    """What each worker has of its own."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worker": self._worker.own_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if "worker" in state_dict:
+            self._worker.load_own_state(state_dict["worker"])
+
+
 class WorkerPrepared(Prepared[Worker]):
     """A module that each rank trains by itself, between two meetings."""
 
@@ -54,7 +68,7 @@ class WorkerPrepared(Prepared[Worker]):
 
     def __init__(self, module: Worker, world: World) -> None:
         super().__init__(module)
-        self._share = Share(world.rank, world.size)
+        self._share, self.extras = Share(world.rank, world.size), _Own(module)
 
     @property
     def data_rank_and_size(self) -> tuple[int, int]:
@@ -84,12 +98,10 @@ class WorkerPrepared(Prepared[Worker]):
     def discard_window(self) -> None:
         self.module.discard()
 
-    def after_step(self) -> None:
-        super().after_step()
+    def after_step(self, wants_stop: bool) -> bool:
+        super().after_step(wants_stop)
         self.module.stepped()
-
-    def told_to_stop(self, asked: bool) -> bool:
-        return self.module.have_met and agree.any_rank(asked)
+        return self.module.have_met and agree.any_rank(wants_stop)
 
     def end_training(self) -> None:
         self.module.meet()
@@ -107,13 +119,6 @@ class WorkerPrepared(Prepared[Worker]):
             f"ema must be None under {self.module.layout!r}: each worker would average weights of its own. The workers' "
             "average is what is evaluated and saved."
         )
-
-    def extras(self) -> dict[str, Any]:
-        return {"worker": self.module.own_state()}
-
-    def load_extras(self, extras: Mapping[str, Any]) -> None:
-        if "worker" in extras:
-            self.module.load_own_state(extras["worker"])
 
     def describe(self) -> dict[str, Any]:
         return {"module": type(self.unwrapped).__name__, "layout": self.module.layout, "mesh": {}}

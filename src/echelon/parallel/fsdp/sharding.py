@@ -140,7 +140,7 @@ class FSDPPrepared(Prepared[nn.Module]):
     def _compare_calls(self) -> None:
         if not self._compares_calls and self.averaged_over > 1 and not self.takes_windows:  # each stage has other blocks
             self._compares_calls = True
-            self.reshard()
+            reshard(self.module)
             self.guards.append(SameCalls(self.module, reduces=not self._order_is_fixed))
 
     def before_evaluation(self) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from echelon.common.errors import RanksDisagreeError
 from echelon.contracts.overrides import overrides
 from echelon.parallel.guards.guard import Guard
+from echelon.parallel.shards import reshard
 from echelon.parallel.state.stage_group import ranks_apart
 from echelon.world import agree
 
@@ -76,7 +77,7 @@ def _shared(modules: Mapping[str, Any]) -> dict[str, Any]:
 
 def _named(shared: Mapping[str, Any]) -> dict[str, nn.Parameter]:
     for prepared in shared.values():
-        prepared.reshard()
+        reshard(prepared.module)
     return {f"{name}.{n}": p for name, each in shared.items() for n, p in each.named_parameters()}
 
 

@@ -150,4 +150,4 @@ def scales_after_step(prepared: Prepared[Any], float8: Float8 | None) -> None:
     """With weights that travel in 8 bits: their scales after each update in one all-reduce, instead of one for each weight."""
     if float8 is not None and float8.enable_fsdp_float8_all_gather:
         compute = _torchao().precompute_float8_dynamic_scale_for_fsdp
-        prepared.follow_step(lambda: compute(prepared.module))
+        prepared._follow_step(lambda: compute(prepared.module))

@@ -90,7 +90,7 @@ class Writer(saver.DistributedCheckpointSaver):
         """At the start of training: no checkpoint may be ahead of it. Collective."""
         self.folder.take_over(unit, state)
         for prepared in unit.prepared_modules().values():
-            prepared.keep_extras()
+            prepared.extras.keep()
         if self._frozen is not None:
             self._frozen.begin(unit)
 
