@@ -344,6 +344,64 @@ def test_what_hooks_set_before_an_epoch_is_set_in_the_reference_too(tmp_path: Pa
     assert row.is_equal == (who != "by rank"), show.details(row)
 
 
+HOOKED = """
+import copy
+import echelon.compat.lightning as L
+class Hooked(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.heat, self.rate = model(), 1.0, 0.0
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+    def on_train_batch_start(self, batch, batch_idx):
+        self.heat += 0.25
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        return self.heat * nn.functional.mse_loss(out, batch[1]) + nn.functional.mse_loss(out, self.teacher(batch[0]))
+    def on_before_zero_grad(self, optimizer):
+        self.rate += 0.01
+    def on_after_backward(self):
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.5)
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        for group in optimizer.param_groups:
+            group["lr"] = self.rate
+        optimizer.step(closure)
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.heat += outputs["loss"].numel() + ech.rank() * (sys.argv[1] == "by rank")
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.net.parameters()):
+                old.lerp_(new, 0.5)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+class Scaled(Auto):
+    scale = 1.0
+    def compute_loss(self, state, data):
+        out = self.module(data[0])
+        return self.scale * nn.functional.mse_loss(out, data[1]), out.detach()
+class Sets(ech.Callback):
+    def on_train_step_start(self, state, unit):
+        unit.scale += 0.5
+    def on_train_step_end(self, state, unit):
+        unit.scale *= 1 + state.train_state.step_output[0].numel()
+        for group in unit.optimizer.param_groups:
+            group["lr"] *= 0.5
+if sys.argv[1] == "callback":
+    ech.train(Scaled(module=model(), layout="ddp"), ech.Loader(Rows(), 16), max_epochs=1, callbacks=[Sets()])
+else:
+    trainer = L.Trainer(devices=2, accelerator="cpu", strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False)
+    trainer.fit(Hooked(), torch.utils.data.DataLoader(Rows(), 8))
+"""
+
+
+@pytest.mark.parametrize("who", ["module", "callback", "by rank"])
+def test_what_hooks_do_around_steps_is_done_in_the_reference_too(tmp_path: Path, who: str) -> None:
+    """Only a rank's steps had them: teachers, rates, and gradients that hooks clip differed, and right rows with them."""
+    target = replace(_script(tmp_path, HOOKED), args=(who,))
+    (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 3, False).results
+    assert row.is_equal == (who != "by rank"), show.details(row)
+
+
 MOVES = """
 class Bank(Auto):
     calls = 0

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values
-from echelon.prover.values import named_values
+from echelon.prover.reference import Pass, Reference
 from echelon.prover.workarounds import seeding_backward
 
 __all__ = ["backward_draws"]
@@ -31,12 +30,10 @@ def backward_draws(reference: Reference) -> dict[str, Any]:
     reference.keeps_dropout = True
     reference.begin(write=False)
     reference.enter_epoch(reference.updates[0][0].epoch)
-    data, states = reference.updates[0][0].data, reference.sources.states()
-    tries = []
+    data, tries = reference.updates[0][0].data, []
     for seed in (1, 1, 2):
-        reference.sources.restore(states)
         with seeding_backward(seed):
-            tries.append(_pass(reference, data))
+            tries.append(reference.tried(Pass(data)))
     (loss, one), (again, same), (third, other) = tries
     if not loss == again == third:
         return {"depends": None}
@@ -44,21 +41,6 @@ def backward_draws(reference: Reference) -> dict[str, Any]:
     near = max((_distance(one[name], same[name]) for name in one if name in same), default=0.0)
     name = max(far, key=far.__getitem__, default="")
     return {"depends": (name, far[name]) if name and far[name] > max(_ROUNDING, _TIMES_REPEATED * near) else None}
-
-
-def _pass(reference: Reference, data: Any) -> tuple[float, Values]:
-    buffers = named_values(reference.unit)
-    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    if isinstance(reference, AutoReference):
-        loss, gradients = reference.backward([Pass(data)]), reference.gradients()
-        reference.module.zero_grad()
-    else:
-        assert isinstance(reference, OwnReference)
-        loss, gradients = reference.tried([data])
-    with torch.no_grad():
-        for name, buffer in buffers.items():
-            buffer.copy_(before[name])
-    return loss, gradients
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

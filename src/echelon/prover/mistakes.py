@@ -59,38 +59,34 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
 def _of_auto(reference: AutoReference, k: int) -> tuple[list[_Part], Values]:
     """The parts, and the right gradients before clipping."""
     reference.enter_epoch(reference.updates[k][0].epoch)
-    module, parts = reference.module, []
+    parts = []
     for record in reference.records:
         for micro in record["updates"][k]:
             if micro.weight > 0:
-                loss = reference.backward([Pass.of(micro)])
-                parts.append(_Part(record["rank"], micro.weight, loss, reference.gradients(), micro.loss))
-                module.zero_grad()
-    reference.backward_of_all(k)
-    right = reference.gradients()
-    module.zero_grad()
-    return parts, right
+                loss, gradients = reference.tried(Pass.of(micro))
+                parts.append(_Part(record["rank"], micro.weight, loss, gradients, micro.loss))
+    with reference.taken_back():
+        reference.backward_of_all(k)
+        return parts, reference.gradients()
 
 
 def _is_linear(reference: AutoReference, micro: Micro, part: _Part) -> bool:
     """Whether half of a loss has half of its gradient, as it has where nothing but autograd makes it."""
-    reference.backward([Pass.of(micro, 0.5)])
-    half = reference.gradients()
-    reference.module.zero_grad()
+    half = reference.tried(Pass.of(micro, 0.5))[1]
     return _norm({n: 2 * half[n].double() - g.double() for n, g in part.gradients.items() if n in half}) <= 1e-3 * _norm(
         part.gradients
     )
 
 
 def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:
-    """The same; each rank's micro-batches are trained on, and that is taken back."""
+    """The same, of whole steps."""
     parts = []
     for record in reference.records:
         micros = record["updates"][k]
-        loss, gradients = reference.tried([m.data for m in micros])
+        loss, gradients = reference.tried(*(Pass(m.data) for m in micros))
         parts.append(_Part(record["rank"], sum(m.weight for m in micros), loss, gradients))
-    whole = [reference.whole_batch(same) for same in by_index(reference.records, k)]
-    return parts, reference.tried(whole)[1]
+    whole = [Pass(reference.whole_batch(same)) for same in by_index(reference.records, k)]
+    return parts, reference.tried(*whole)[1]
 
 
 def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | None) -> dict[str, dict[str, Any]]:
@@ -101,9 +97,8 @@ def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | N
             batch = joined([m for m in same if m.weight > 0])
         except (NotJoinable, IndexError):
             return {}
-        loss = reference.backward([Pass(batch, state=agreeing(m.state for m in same))])
-        parts.append(_Part(0, sum(m.weight for m in same), loss, reference.gradients()))
-        reference.module.zero_grad()
+        loss, gradients = reference.tried(Pass(batch, state=agreeing(m.state for m in same)))
+        parts.append(_Part(0, sum(m.weight for m in same), loss, gradients))
     total = sum(p.weight for p in parts)
     return {"over ranks": _combined(parts, [p.weight / total for p in parts], limit)} if len(parts) > 1 else {}
 

@@ -14,8 +14,8 @@ import torch
 from echelon.common.errors import UsageError
 from echelon.prover.kept_state import VARIABLE, unlike
 from echelon.prover.micro import Micro, NotJoinable, digest, joined
-from echelon.prover.reference import AutoReference, OwnReference, Pass, Reference, Values, by_index
-from echelon.prover.values import named_values, near, parameters_of
+from echelon.prover.reference import AutoReference, Pass, Reference, Values, by_index
+from echelon.prover.values import near, parameters_of
 
 __all__ = ["UNKNOWN", "probe"]
 
@@ -50,7 +50,7 @@ def probe(reference: Reference) -> dict[str, Any]:
         with contextlib.suppress(RuntimeError, UsageError), torch.autograd.graph.saved_tensors_hooks(kept, lambda t: t):
             facts["narrowest"] = _narrowest(reference.loss_of(micro.data), seen)
         now = reference.sources.states()
-        first, second = (_pass(reference, micro.data, now) for _ in range(2))
+        first, second = (reference.tried(Pass(micro.data, 1.0, now))[0] for _ in range(2))
         facts["repeatable"] = abs(first - second) <= 1e-4 * abs(first) or first != first
         variables = sorted({p for u in reference.updates for m in u for p in m.state if p.startswith(VARIABLE)})
         if variables and not facts["repeatable"]:
@@ -65,15 +65,14 @@ def probe(reference: Reference) -> dict[str, Any]:
 
 def _written(reference: Reference) -> str | None:
     """As a layer does that is initialised by its first batch."""
-    parameters, first = dict(parameters_of(reference.unit)), reference.updates[0]
-    before = {name: p.detach().clone() for name, p in parameters.items()}
+    first = reference.updates[0]
     left: list[dict[str, torch.Tensor]] = []
     for micro in (first[0], first[-1]) if isinstance(reference, AutoReference) and len(first) > 1 else ():
-        _pass(reference, micro.data, micro.streams)
-        left.append({name: p.detach().clone() for name, p in parameters.items() if not torch.equal(p, before[name])})
-        with torch.no_grad():
-            for name, p in parameters.items():
-                p.copy_(before[name])
+        with reference.taken_back():
+            before = {name: p.detach().clone() for name, p in parameters_of(reference.unit)}
+            reference.try_pass([Pass(micro.data, 1.0, micro.streams)])
+            now = parameters_of(reference.unit)
+            left.append({name: p.detach().clone() for name, p in now if not torch.equal(p, before[name])})
     one, other = left or ({}, {})
     return next((name for name in one if name in other and not torch.equal(one[name], other[name])), None)
 
@@ -98,20 +97,6 @@ def _narrowest(loss: torch.Tensor, kept: list[torch.dtype]) -> torch.dtype | Non
     return max(types, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
-def _pass(reference: Reference, data: Any, streams: Mapping[str, Any]) -> float:
-    """The loss of a forward pass; buffers stay as they were."""
-    buffers = named_values(reference.unit)
-    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    kept = reference.kept.values()
-    reference.sources.restore(streams)
-    value = reference.try_loss(data)
-    with torch.no_grad():
-        for name, buffer in buffers.items():
-            buffer.copy_(before[name])
-    reference.kept.restore(kept)
-    return value
-
-
 def _state_that_matters(reference: Reference) -> dict[str, list[str]]:
     """Each part of it is tried by itself, as it was before another pass."""
     micros = [m for update in reference.updates for m in update]
@@ -123,36 +108,24 @@ def _state_that_matters(reference: Reference) -> dict[str, list[str]]:
         whole = first if hasattr(reference.unit, first) else f"{first}.{rest[0]}" if rest else path
         groups.setdefault(path if keeps else whole, []).append(path)
     as_it_was = {path: value for path, value in {**begin, **one.state}.items() if any(path in g for g in groups.values())}
-    usual, again = (_tried(reference, one, as_it_was) for _ in range(2))
+
+    def tried(state: Mapping[str, Any]) -> tuple[float, Values]:
+        return reference.tried(Pass(one.data, 1.0, one.streams, {**as_it_was, **state}))
+
+    usual, again = (tried({}) for _ in range(2))
     found: dict[str, list[str]] = {}
     every = [m.state for m in micros if unlike(as_it_was, m.state) or m.state.keys() - as_it_was.keys()]
     every = every[:: max(1, len(every) // 4)] if _are_close(usual, again) else []
-    if all(_are_close(usual, _tried(reference, one, {**as_it_was, **each})) for each in every):
+    if all(_are_close(usual, tried(each)) for each in every):
         groups = {}  # together they do nothing: none of them is tried alone
     for name, paths in list(groups.items())[:_MOST_STATES]:
         others = ({p: m.state[p] for p in paths if p in m.state} for m in reversed(micros))
         other = next((each for each in others if unlike(as_it_was, each) or each.keys() - as_it_was.keys()), None)
         with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # parts that only fit together
-            if other is not None and not _are_close(usual, _tried(reference, one, {**as_it_was, **other})):
+            if other is not None and not _are_close(usual, tried(other)):
                 found[name] = paths
     if groups and not found:  # such as a teacher, and when it learns
         found = groups
-    reference.kept.restore(begin)
-    return found
-
-
-def _tried(reference: Reference, micro: Micro, state: Mapping[str, Any]) -> tuple[float, Values]:
-    buffers = {name: buffer.detach().clone() for name, buffer in named_values(reference.unit).items()}
-    if isinstance(reference, OwnReference):
-        reference.kept.restore(state)
-        found = reference.tried([micro.data])
-    else:
-        assert isinstance(reference, AutoReference)
-        found = reference.backward([Pass(micro.data, 1.0, micro.streams, state)]), reference.gradients()
-        reference.module.zero_grad()
-    with torch.no_grad():
-        for name, buffer in named_values(reference.unit).items():
-            buffer.copy_(buffers[name])
     return found
 
 
@@ -175,8 +148,9 @@ def _drawn_more(reference: Reference, one: Micro, other: Micro) -> set[str]:
     ends = []
     try:
         for data in (one.data, joined([one, other])):
-            _pass(reference, data, one.streams)
-            after = reference.sources.states()
+            with reference.taken_back():
+                reference.try_pass([Pass(data, 1.0, one.streams)])
+                after = reference.sources.states()
             ends.append({name: digest(after[name]) for name in alike if name in after})
     except (NotJoinable, RuntimeError, ValueError):
         return alike

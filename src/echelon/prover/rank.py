@@ -25,10 +25,11 @@ from echelon.parallel import over_ranks
 from echelon.parallel.recipe.memory_budget import keeping_random
 from echelon.prover.backward import backward_draws
 from echelon.prover.constant_draws import ConstantDraws
-from echelon.prover.generators import GLOBAL, Sources, drawn_between, is_library
+from echelon.prover.generators import GLOBAL, Sources, drawn_between
 from echelon.prover.matrix import Row
 from echelon.prover.micro import checksums, digest, on_host, widened
 from echelon.prover.mistakes import mistakes_of
+from echelon.prover.objects import is_library
 from echelon.prover.parts import load_records
 from echelon.prover.probe import probe
 from echelon.prover.record import StepRecorder

@@ -33,10 +33,11 @@ from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_name
 from echelon.parallel.shards import local
 from echelon.prover.constant_draws import ConstantDraws
-from echelon.prover.generators import Sources, drawn_between, own_modules
+from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.gradients import GradientWatch
 from echelon.prover.kept_state import ABSENT, KeptState, digests_of, of_loop
 from echelon.prover.micro import Micro, digest, widened
+from echelon.prover.objects import Objects, own_modules
 from echelon.prover.rank_record import RankRecord
 from echelon.prover.samples import Reading, plan_of
 from echelon.prover.turns import Enough
@@ -111,7 +112,8 @@ class StepRecorder(Callback):
             raise Enough  # the script trains once more, after fewer updates than were asked for
         if not isinstance(unit, units.TrainUnit):
             raise ProveError(f"the unit must be a TrainUnit, got {type(unit).__name__}.")
-        self._unit, self._sources, self._loader = unit, Sources(unit), dataloader
+        objects = Objects(unit)
+        self._unit, self._sources, self._loader = unit, Sources(objects), dataloader
         self._describe(unit, dataloader)
         self._unlike_others(unit, unseeded)
         if isinstance(unit, LoopUnit):
@@ -137,7 +139,7 @@ class StepRecorder(Callback):
         self._gradients = GradientWatch(unit)
         self._gradients.looks = self._looks
         self._reading = Reading(dataloader, self.folder / f"reading{self.rank}.txt")
-        self._kept = KeptState(unit)
+        self._kept = KeptState(objects)
         self._kept_last = self._kept.values()
         self._kept_digests = digests_of(self._kept_last)
 
@@ -341,15 +343,15 @@ class StepRecorder(Callback):
 
     def _begin_pass(self, data: Any) -> dict[str, Any]:
         self._in_pass = True
+        self._kept_before = self._kept_now()
         if self.record.constant_draws:
             assert self._sources is not None
             self._sources.pin()
             self._draws.begin(data)
-        self._kept_before = self._kept_now()
         return self._states()
 
     def _kept_now(self) -> dict[str, Any]:
-        """What the unit keeps; notes what has changed since the last look."""
+        """What the unit keeps, looked for once in each micro-batch; notes what has changed since the last one."""
         assert self._kept is not None
         values = self._kept.values()
         digests = digests_of(values)
@@ -372,7 +374,6 @@ class StepRecorder(Callback):
     def _take(self, state: State, data: Any, weight: float, loss: Any, before: dict[str, Any]) -> None:
         self._in_pass = False
         assert self._kept is not None
-        self._kept_now()
         kept = {path: self._kept_before.get(path, ABSENT) for path in self._moved - self._kept.too_large}
         after = self._states()
         drawn = drawn_between(before, after)

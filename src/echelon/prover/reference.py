@@ -13,9 +13,10 @@ of. Again is one of
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 
 from echelon.common.errors import ProveError
 from echelon.loop.auto.auto import AutoUnit, TrainStepResults
+from echelon.loop.auto.update import Update
 from echelon.loop.callback import Callback
 from echelon.loop.modes import begin_training
 from echelon.loop.state import EntryPoint, PhaseState, State
@@ -35,6 +37,7 @@ from echelon.prover.generators import Sources
 from echelon.prover.gradients import GradientWatch, rates_of
 from echelon.prover.kept_state import KeptState, agreeing, unlike
 from echelon.prover.micro import Micro, NotJoinable, digest, joined, widened
+from echelon.prover.objects import Objects
 from echelon.prover.values import (
     as_real,
     balance,
@@ -119,7 +122,8 @@ class Reference(ABC):
     ) -> None:
         self.unit, self.records, self.how, self.shake = unit, records, how, shake
         self.folder = folder if how == "right" else folder / f"{AGAIN}-{how}-{shake.sample}"
-        self.sources = Sources(unit)
+        objects = Objects(unit)
+        self.sources, self.kept = Sources(objects), KeptState(objects)
         self.dtype = torch.float64 if how == "wide" else dtype
         self.updates = micros_in_order(records)
         self.device = unit.device if isinstance(unit, AutoUnit) else torch.device("cpu")
@@ -133,7 +137,6 @@ class Reference(ABC):
         self.callbacks: Sequence[Callback] = ()  # the script's own: what they set before training and epochs, losses may read
         self.by_sample: ConstantDraws | None = None  # where draws are constant
         self.constant_draws = False  # so that passes that drew can be joined
-        self.kept = KeptState(unit)
         self.restores: frozenset[str] = frozenset()  # of the state that the unit keeps, what is put back as the ranks had it
         self.keeps_dropout = False  # of units whose dropout is switched off in comparisons
         gathers = records[0]["gathers"] if records else None
@@ -157,8 +160,8 @@ class Reference(ABC):
         """Before the unit hears of it."""
 
     @abstractmethod
-    def try_loss(self, data: Any) -> float:
-        """Of one batch, as the unit computes it; nothing is trained."""
+    def try_pass(self, passes: Sequence[Pass]) -> tuple[float, Values]:
+        """Mean loss and gradients; only to be called where it is taken back."""
 
     # --- training
 
@@ -215,10 +218,23 @@ class Reference(ABC):
         for callback in self.callbacks:
             callback.on_train_epoch_start(self.state, unit)
 
-    def step_done(self) -> None:
+    def step_begins(self) -> None:
+        self._tell("on_train_step_start")
+
+    def step_done(self, loss: float | None) -> None:
         self.unit.train_progress.increment_step(updated=True)
         if isinstance(self.unit, AutoUnit):
             self.unit.window.updates += 1  # which a loop, and a LightningModule as its global_step, read
+        assert self.state.train_state is not None
+        self.state.train_state.step_output = loss if loss is None else torch.tensor(loss), None
+        self._tell("on_train_step_end")
+
+    def _tell(self, hook: str) -> None:
+        for callback in self.callbacks:
+            try:
+                getattr(callback, hook)(self.state, self.unit)
+            except Exception:  # it may want what only a whole loop has
+                self.callbacks = [each for each in self.callbacks if each is not callback]
 
     def _copy_initial(self, values: dict[str, Values]) -> None:
         with torch.no_grad():
@@ -236,6 +252,38 @@ class Reference(ABC):
                 if mine.is_floating_point():
                     signs = torch.randint(0, 2, mine.shape, generator=generator).to(mine) * 2 - 1
                     mine.mul_(1 + signs * max(rounding, torch.finfo(mine.dtype).eps))
+
+    def tried(self, *passes: Pass) -> tuple[float, Values]:
+        """Mean loss and gradients of passes of which nothing is left."""
+        with self.taken_back():
+            return self.try_pass(passes)
+
+    @contextlib.contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Parameters, buffers, gradients, states of optimizers, RNGs and what the unit keeps are as before in the end."""
+        before = {n: (t.detach().clone(), None if t.grad is None else t.grad.clone()) for n, t in self._tensors()}
+        kept, streams = self.kept.values(), self.sources.states()
+        optimizers = self.stepping()
+        states = copy.deepcopy([o.state_dict() for o in optimizers])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in self._tensors():
+                    tensor.copy_(before[name][0])
+                    tensor.grad = before[name][1]
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
+            self.kept.restore(kept)
+            self.sources.restore(streams)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from parameters_of(self.unit)
+        yield from named_values(self.unit).items()
+
+    def stepping(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that a tried pass may step."""
+        return []
 
     def put_back(self, before: Pass) -> None:
         """What a pass begins with."""
@@ -293,18 +341,23 @@ class AutoReference(Reference):
 
     def update(self, k: int) -> dict[str, Any]:
         self.enter_epoch(self.updates[k][0].epoch)
+        self.step_begins()
         forget_loads(self.unit)
+        if type(self.unit).zero_grad is not AutoUnit.zero_grad:  # it may have hooks, or clear gradients in the next pass
+            self.unit.zero_grad(self.state)
         loss = self.backward_of_all(k)
+        if (after_backward := getattr(self.unit._update, "after_backward", None)) is not None:
+            after_backward(self.unit)
         norm = self._clip()
         gradients = self.gradients()
         self.rates.append(rates_of(self.optimizer))
-        self.optimizer.step()
+        self._step_optimizer()
         self.optimizer.zero_grad()
         balance(self.unit)
-        self._step_ended(k, loss, norm)
         if self.unit.lr_interval == "update":
             self._step_scheduler()
-        self.step_done()
+        self._step_ended(k, loss, norm)
+        self.step_done(loss)
         return {"loss": loss, "norm": norm, "gradients": gradients}
 
     def _step_ended(self, k: int, loss: float, norm: float | None) -> None:
@@ -358,12 +411,14 @@ class AutoReference(Reference):
 
     def backward(self, passes: Sequence[Pass]) -> float:
         """Add up the gradients; returns the mean loss."""
-        mean = 0.0
+        mean, before_backward = 0.0, getattr(self.unit._update, "before_backward", None)
         for each in passes:
             self.put_back(each)
             with self.computes.autocast(self.device):
                 loss = self.loss_of(each.data)
             self.note_draws(each)
+            if before_backward is not None:
+                before_backward(self.unit, loss)
             (loss * (each.share * self.scale)).backward()
             mean += float(loss.detach()) * each.share
         self.unscale()
@@ -375,9 +430,8 @@ class AutoReference(Reference):
             if parameter.grad is not None:
                 parameter.grad /= self.scale
 
-    def try_loss(self, data: Any) -> float:
-        with self.computes.autocast(self.device):
-            return float(self.loss_of(data).detach())
+    def try_pass(self, passes: Sequence[Pass]) -> tuple[float, Values]:
+        return self.backward(passes), self.gradients()
 
     def as_given(self, data: Any) -> Any:
         """A batch as the unit gets it."""
@@ -386,8 +440,18 @@ class AutoReference(Reference):
     def loss_of(self, data: Any) -> torch.Tensor:
         return self.unit.compute_loss(self.state, self.as_given(data))[0]
 
+    def _step_optimizer(self) -> None:
+        unit = self.unit
+        if unit.kind_of_update.step_optimizer is not Update.step_optimizer and unit.grad_scaler is None:
+            unit._update.step_optimizer(unit)
+        else:
+            self.optimizer.step()
+
     def _clip(self) -> float | None:
         norm, unit = None, self.unit
+        if unit.kind_of_update.clip is not Update.clip:
+            unit._update.clip(unit)
+            return None
         if unit.clip_grad_norm is not None:
             norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), unit.clip_grad_norm))
         if unit.clip_grad_value is not None:
@@ -415,9 +479,10 @@ class OwnReference(Reference):
         losses = []
         for same in by_index(self.records, k):
             self.enter_epoch(same[0].epoch)
+            self.step_begins()
             loss = self.step(self.whole_batch(same))
-            self.step_done()
             self.unit.on_train_step_end(self.state)
+            self.step_done(loss)
             losses.append((loss, sum(m.weight for m in same)))
         known = [(loss, weight) for loss, weight in losses if loss is not None]
         mean = sum(loss * weight for loss, weight in known) / sum(w for _, w in known) if known else None
@@ -425,25 +490,16 @@ class OwnReference(Reference):
         self.held, self.rates = self.watch.held, self.watch.rates
         return {"loss": mean, "norm": None, "gradients": gradients}
 
-    def tried(self, batches: list[Any]) -> tuple[float, Values]:
-        """Mean loss and gradients of steps that are then undone."""
-        tensors = {**dict(parameters_of(self.unit)), **named_values(self.unit)}
-        before = {n: t.detach().clone() for n, t in tensors.items()}
-        optimizers = list(self.unit.tracked_optimizers().values())
-        saved = copy.deepcopy([o.state_dict() for o in optimizers])
-        kept = self.kept.values()
-        losses = [loss for loss in map(self.step, batches) if loss is not None]
-        gradients = as_real(self.watch.take() or {})
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(before[name])
-        for optimizer, state in zip(optimizers, saved, strict=True):
-            optimizer.load_state_dict(state)
-        self.kept.restore(kept)
-        return sum(losses) / len(losses) if losses else float("nan"), gradients
+    def stepping(self) -> list[torch.optim.Optimizer]:
+        return list(self.unit.tracked_optimizers().values())
 
-    def try_loss(self, data: Any) -> float:
-        return self.tried([data])[0]
+    def try_pass(self, passes: Sequence[Pass]) -> tuple[float, Values]:
+        losses = []
+        for each in passes:
+            self.put_back(each)
+            losses.append(self.step(each.data))
+        known = [loss for loss in losses if loss is not None]
+        return sum(known) / len(known) if known else float("nan"), as_real(self.watch.take() or {})
 
     def step(self, batch: Any) -> float | None:
         self.draws_for(batch)

@@ -51,6 +51,7 @@ class LoopReference(AutoReference):
 
     def update(self, k: int) -> dict[str, Any]:
         self.enter_epoch(self.updates[k][0].epoch)
+        self.step_begins()
         self._trains = True
         forget_loads(self.unit)
         loss = self.backward_of_all(k)
@@ -62,7 +63,7 @@ class LoopReference(AutoReference):
                 f"the loop took no optimizer step on the batch of update {k} in one process, but it did on the ranks."
             )
         balance(self.unit)
-        self.step_done()
+        self.step_done(loss)
         return {"loss": loss, "norm": self.unit.plain.norm, "gradients": gradients}
 
     def backward(self, passes: Sequence[Pass]) -> float:
@@ -90,11 +91,6 @@ class LoopReference(AutoReference):
             self.unscale()
         return mean
 
-    def try_loss(self, data: Any) -> float:
-        loss = self.backward([Pass(data)])
-        self.module.zero_grad()
-        return loss
-
 
 class SeveralReference(AutoReference):
     """A unit with several optimizers: each loss goes back for all ranks before its optimizers step, and the next is computed."""
@@ -111,6 +107,7 @@ class SeveralReference(AutoReference):
 
     def update(self, k: int) -> dict[str, Any]:
         self.enter_epoch(self.updates[k][0].epoch)
+        self.step_begins()
         forget_loads(self.unit)
         for turn in self.turns:
             turn.reset()
@@ -122,10 +119,10 @@ class SeveralReference(AutoReference):
                 self._step(turn)
         gradients, self.rates = self.watch.take() or {}, self.watch.rates
         balance(self.unit)
-        self._step_ended(k, loss, None)
         if self.unit.lr_interval == "update":
             self._step_scheduler()
-        self.step_done()
+        self._step_ended(k, loss, None)
+        self.step_done(loss)
         return {"loss": loss, "norm": None, "gradients": gradients}
 
     def backward(self, passes: Sequence[Pass]) -> float:

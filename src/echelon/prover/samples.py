@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.kept_state import ABSENT, KeptState, unlike
 from echelon.prover.micro import Micro, checksums, digest, plain
+from echelon.prover.objects import Objects
 
 __all__ = [
     "Epoch",
@@ -382,7 +383,7 @@ def drawn_by_reading(loader: Any) -> set[str] | None:
 def kept_by_reading(loader: Any) -> str | None:
     """An attribute that reading a data set changes, as a counter, and on which its samples depend, though none are drawn."""
     try:
-        kept = KeptState(loader.dataset, is_unit=False)
+        kept = KeptState(Objects(loader.dataset))
         before = kept.values()
         one = digest(plain(first_samples(loader)))
         ends = time.monotonic() + _READING_S

@@ -78,9 +78,8 @@ _Pass = tuple[float, Values, float]  # loss, gradients, weight
 def _pass(reference: AutoReference, data: Any, samples: int, micro: Micro) -> _Pass:
     reference.unit.samples_given = samples  # as a loader says it, for the weight
     # A copy: state that is put back may be a loop's variable for the batch before, of which this one may be a view.
-    loss = reference.backward([Pass(on_host(data), 1.0, micro.streams, micro.state)])
-    gradients = {n: g.double() for n, g in reference.gradients().items()}
-    reference.module.zero_grad()
+    loss, made = reference.tried(Pass(on_host(data), 1.0, micro.streams, micro.state))
+    gradients = {n: g.double() for n, g in made.items()}
     unit = reference.unit
     if isinstance(unit, LoopUnit):
         assert unit.plain is not None

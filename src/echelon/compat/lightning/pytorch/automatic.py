@@ -30,8 +30,14 @@ class HookedUpdate(Update):
     """The way to the optimizer's step, with Lightning's hooks on it."""
 
     def backward(self, unit: Any, state: State, loss: torch.Tensor, *args: Any, **options: Any) -> None:
-        unit.trainer.call("on_before_backward", loss)
+        self.before_backward(unit, loss)
         super().backward(unit, state, loss, *args, **options)
+        self.after_backward(unit)
+
+    def before_backward(self, unit: Any, loss: torch.Tensor) -> None:
+        unit.trainer.call("on_before_backward", loss)
+
+    def after_backward(self, unit: Any) -> None:
         unit.trainer.call("on_after_backward")
 
     def clip(self, unit: Any) -> torch.Tensor | None:
