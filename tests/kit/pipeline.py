@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
+from echelon.parallel.prepared import Place
 from echelon.parallel.recipe.recipe import Recipe
 from tests.kit.models import Net
 
@@ -74,8 +75,8 @@ class StagePrepared(ech.layouts.Prepared[nn.Module]):
     """One stage. Both ranks work on the same samples; the last one knows their losses."""
 
     forward_is_collective = True
-    takes_windows = True
-    stages: ClassVar[list[Any]] = [None]  # all ranks
+    trains = "scheduled"
+    place = Place(stages=[None])  # of all ranks
 
     def __init__(self, module: nn.Module, world: ech.launching.World) -> None:
         super().__init__(module)

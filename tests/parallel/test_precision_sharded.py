@@ -294,7 +294,7 @@ def test_one_process_computes_as_ever() -> None:
     """Autocast alone: a layout that gathers nothing has nothing to cast."""
     module = copy.deepcopy(net(dtype=torch.float32))
     prepared = parallelize(module, "none", CPU, Recipe(precision=ech.layouts.Precision.of("bf16")))
-    assert prepared.computes_in is None and {p.dtype for p in prepared.module.parameters()} == {torch.float32}
+    assert prepared.form.gathered_in is None and {p.dtype for p in prepared.module.parameters()} == {torch.float32}
 
 
 class _OwnNorm(nn.Module):

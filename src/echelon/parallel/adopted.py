@@ -16,7 +16,7 @@ from echelon.common.errors import LayoutError
 from echelon.parallel.axes import Axis, Share, axes_of, declared, split_axes
 from echelon.parallel.fsdp.buffers import Buffers
 from echelon.parallel.fsdp.fsdp1_state import FSDP1OptimizerState
-from echelon.parallel.prepared import NO_CONTEXT, Prepared, WrapperPrepared
+from echelon.parallel.prepared import NO_CONTEXT, Form, Prepared, WrapperPrepared
 from echelon.parallel.registry import Kind, imported, register, wrapper_of
 from echelon.parallel.shards import is_split
 from echelon.world.init import World
@@ -31,7 +31,7 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
     """A module that the user wrapped in the older FullyShardedDataParallel; echelon itself does not build on it."""
 
     forward_is_collective = True
-    form = "flat"
+    form = Form("flat")
 
     def __init__(self, module: FullyShardedDataParallel, world: World) -> None:
         # With copies of the shards `process_group` has the ranks of one copy; what is over all copies has no public name.

@@ -17,7 +17,7 @@ from echelon.parallel.gradients import clip
 from echelon.parallel.guards.grad_presence import SameGradients
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline import Pipeline
-from echelon.parallel.prepared import NO_CONTEXT, Batches, PartsCheck, Place
+from echelon.parallel.prepared import NO_CONTEXT, Batches, Form, PartsCheck, Place
 from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
 from echelon.world import agree
 from echelon.world.mesh import ParallelDims
@@ -35,7 +35,7 @@ class _Split(Batches):
 
     Args:
         module: whose parameters' types bound how exactly losses are compared.
-        computes_in: the type in which they are gathered, where that is another.
+        gathered_in: the type in which they are gathered, where that is another.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class _Split(Batches):
         context: ContextParallel | None,
         pipeline: Pipeline | None,
         module: nn.Module,
-        computes_in: torch.dtype | None,
+        gathered_in: torch.dtype | None,
     ) -> None:
         self._dims, self._rank, self._context, self._pipeline = dims, rank, context, pipeline
-        self._module, self._computes_in = module, computes_in
+        self._module, self._gathered_in = module, gathered_in
         self._compared = dims.tp * dims.cp * dims.pp == 1  # what ranks that have the same samples were given
 
     @property
@@ -96,7 +96,7 @@ class _Split(Batches):
             return float(weigh(data))
 
         types = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
-        self._context.check_parts(batch, weight_of, compute, [*types, *(t for t in (dtype, self._computes_in) if t is not None)])
+        self._context.check_parts(batch, weight_of, compute, [*types, *(t for t in (dtype, self._gathered_in) if t is not None)])
 
     def check_loss(self, loss: torch.Tensor) -> None:
         assert self._context is not None
@@ -124,14 +124,15 @@ class ParallelPrepared(FSDPPrepared):
         """Say where this rank is, and what the module was cut by. Once, when the module has its final form. Collective."""
         place = dims.place(rank)
         self.dims, self.rank, self.context = dims, rank, context
-        self.place = Place((place["cp"], dims.cp), (place["pp"], dims.pp), dims.cp > 1 or dims.pp > 1)
-        self.form = "others" if self._averaged else "own"
-        self.batches = _Split(dims, rank, context, pipeline, self.module, self.computes_in)
+        apart = [] if pipeline is None else [pipeline.group]
+        self.place = Place((place["cp"], dims.cp), (place["pp"], dims.pp), apart, draws_apart=dims.cp > 1 or dims.pp > 1)
+        self.form = self.form if self._averaged else Form("own")
+        self.batches = _Split(dims, rank, context, pipeline, self.module, self.form.gathered_in)
         if pipeline is None:
             if context is not None:
                 context.look_at_outputs(self.module)
             return
-        self.pipeline, self.takes_windows, self.stages = pipeline, True, [pipeline.group]
+        self.pipeline, self.trains = pipeline, "scheduled"
         pipeline.cut.draws.samples = dims.dp_rank(rank) * dims.cp + place["cp"]
         pipeline.shared.bind(self.named_parameters())
         pipeline.shared.equalize()
@@ -218,7 +219,7 @@ class ParallelPrepared(FSDPPrepared):
                 self._same.check(last=False)
             super(ParallelPrepared, self).accumulate(last)
 
-        with self._over_parts(), self.explaining():
+        with self._over_parts():
             begins = before if self._averaged else None
             made = pipeline.window(micro_batches, forward, backward, begins, share=outputs)
             if self._same is not None:
@@ -252,7 +253,7 @@ class ParallelPrepared(FSDPPrepared):
         if self.pipeline is None:
             return super().clip_grad_norm_(max_norm, norm_type)
         elsewhere = self.pipeline.shared.elsewhere
-        return clip.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.stages, elsewhere=elsewhere)
+        return clip.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.place.stages, elsewhere=elsewhere)
 
 
 @contextmanager

@@ -61,8 +61,8 @@ class Networks(Prepared[nn.Module]):
         for part in parts:
             self.guards += part.guards
             part.guards = self.guards
-        self.is_replica, self.computes_in = first.is_replica, first.computes_in
-        self.form = next((part.form for part in parts if part.form != "own"), "own")
+        self.is_replica = first.is_replica
+        self.form = next((part.form for part in parts if part.form.kind != "own"), first.form)
         self._divides_optimizer = any(part._divides_optimizer for part in parts)
 
     @property
@@ -99,10 +99,7 @@ class Networks(Prepared[nn.Module]):
         for part in self.parts:
             if isinstance(part, DDPPrepared):
                 part.before_evaluation()  # rank 0's buffers are sent with the next forward pass
-        return _all([part.accumulate(part.form != "own") for part in self.parts])
-
-    def explaining(self) -> AbstractContextManager[Any]:
-        return _all(part.explaining() for part in self.parts)
+        return _all([part.accumulate(part.form.kind != "own") for part in self.parts])
 
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
         return local(loss)
@@ -177,7 +174,7 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
         shared = next((seen[p] for p in before if p in seen), None)
         part = parallelize(network, strategy, device, *given, **options)
         _check(part)
-        if shared is not None and part.form != "own":
+        if shared is not None and part.form.kind != "own":
             raise LayoutError(
                 f"{type(module).__name__}.{shared} and .{name} share parameters, and each is split by itself. Put them into one "
                 "module whose forward calls them, or train under 'ddp'."
@@ -199,12 +196,7 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
 
 
 def _check(part: Prepared[Any]) -> None:
-    if (
-        part.works_alone
-        or part.takes_windows
-        or part.place.part[1] > 1
-        or (len(part.data_groups) > 1 and part._divides_optimizer)
-    ):
+    if part.trains != "together" or part.place.part[1] > 1 or (len(part.data_groups) > 1 and part._divides_optimizer):
         raise LayoutError(
             "several optimizers must have a strategy whose ranks train on each batch together, such as 'ddp', 'fsdp', 'zero1' or "
             "'tp=2', got one with pp or cp, or of workers that meet now and then. Take one of these, or one optimizer with "

@@ -157,8 +157,8 @@ def _prepared(module: nn.Module, layout: Strategy, world: World, recipe: Recipe)
 
 
 def _check_embeddings(prepared: Prepared[Any], world: World) -> None:
-    several = prepared.averaged_over > 1 or (prepared.form != "own" and world.size > 1)
-    if several and not prepared.works_alone:
+    several = prepared.averaged_over > 1 or (prepared.form.kind != "own" and world.size > 1)
+    if several and prepared.trains != "alone":
         check_embeddings(prepared.unwrapped)
 
 
@@ -193,12 +193,12 @@ def prepare_module(
     recomputed = ActivationCheckpointParams.of(recompute, "recompute")
     recipe = Recipe(recomputed, compiled, Precision.of(chosen) if chosen is not None else None)
     prepared = parallelize(module, layout, device, recipe, overridden=decided.layout)
-    if prepared.works_alone:
+    if prepared.trains == "alone":
         raise LayoutError(
             f"prepare_module knows of no updates, after some of which workers of layout {decided.layout or layout!r} meet. "
             "Use echelon.prepare, or a unit such as AutoUnit."
         )
-    if prepared.place.part[1] > 1 or prepared.takes_windows:
+    if prepared.place.part[1] > 1 or prepared.trains == "scheduled":
         raise LayoutError(
             "prepare_module must have a layout without cp and pp: nothing splits the sequences, or passes micro-batches "
             "through stages, in a step of your own. Write an AutoUnit; for cp also echelon.prepare with a loop of your own."

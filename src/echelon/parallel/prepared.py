@@ -37,9 +37,22 @@ O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
 B = TypeVar("B")
 R = TypeVar("R")
-Form = Literal["own", "others", "flat"]
 
 NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()  # one for all: making one takes longer than entering it
+
+
+@dataclass(frozen=True)
+class Form:
+    """What became of a module's parameters.
+
+    Args:
+        kind: "own", those that it had before it was made parallel; "others" in their place; or "flat": others that are parts of
+            flat tensors, so that single gradients cannot be seen whole.
+        gathered_in: the type in which they are gathered to compute, where that is another than theirs.
+    """
+
+    kind: Literal["own", "others", "flat"] = "own"
+    gathered_in: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -48,11 +61,13 @@ class Place:
 
     Args:
         part, stage: which part of each sample it computes, and which part of the layers, each of how many.
+        stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
         draws_apart: a forward pass draws other random numbers there than one process would.
     """
 
     part: tuple[int, int] = (0, 1)
     stage: tuple[int, int] = (0, 1)
+    stages: Sequence[dist.ProcessGroup | None] = ()
     draws_apart: bool = False
 
 
@@ -115,28 +130,21 @@ class Prepared(Generic[M]):
         module: what the user calls; may be a wrapper.
         averaged_over: over how many ranks gradients are averaged: `dp_size`, or more where ranks share samples.
         forward_is_collective: every rank must call the module equally often, also to evaluate.
-        form: of its parameters: those that the module had before it was made parallel; others in their place; or others that are
-            parts of flat tensors, so that single gradients cannot be seen whole.
+        form: of its parameters.
         is_replica: another rank works on the very same samples and speaks for them; what this one counts weighs nothing.
-        takes_windows: `forward_backward_window` takes the micro-batches of an update at once, in an order of its own.
-        stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
+        trains: "together", micro-batch by micro-batch; "scheduled": `forward_backward_window` takes those of an update at once,
+            in an order of its own; "alone": each rank by itself, and they meet now and then.
         place: of this rank among those that have the same samples.
-        works_alone: each rank trains by itself, and meets the others now and then.
-        computes_in: the type in which parameters are gathered to compute, where that is another than theirs.
         batches: what becomes of those that the ranks are given.
         extras: what a checkpoint keeps besides `state`.
-        guards: watch that the ranks do the same with the module.
-        explaining: makes a context around passes, in which errors of torch's that say nothing of their cause are UsageErrors.
+        guards: watch that the ranks do the same with the module, and know what torch's errors mean.
     """
 
     forward_is_collective = False
     is_replica = False
-    form: Form = "own"
-    takes_windows = works_alone = False
-    stages: Sequence[dist.ProcessGroup | None] = ()
+    form = Form()
+    trains: Literal["together", "scheduled", "alone"] = "together"
     place = Place()
-    computes_in: torch.dtype | None = None
-    explaining: Callable[[], AbstractContextManager[Any]] = staticmethod(lambda: NO_CONTEXT)
     _order_is_fixed = False  # `fix_order` was called
     _divides_optimizer = False  # `optimizer` divides what it makes over the ranks, so it must be called
 
@@ -288,11 +296,11 @@ class Prepared(Generic[M]):
         *,
         outputs: bool = True,
     ) -> list[tuple[torch.Tensor, Any]]:
-        """All micro-batches of an update, where `takes_windows`; a schedule calls `forward` and `backward` once for each, in any
-        order, and gradients are reduced when it returns. A loss that other ranks have computed requires no gradient: `backward`
+        """All micro-batches of an update, where they are scheduled: `forward` and `backward` are called once for each, in any
+        order, and gradients are reduced when this returns. A loss that other ranks have computed requires no gradient: `backward`
         counts it. Gives losses and outputs in the order of the micro-batches; without `outputs`, nobody looks at those.
         """
-        raise NotImplementedError(f"{type(self).__name__}.takes_windows, but it has no forward_backward_window.")
+        raise NotImplementedError(f'{type(self).__name__}.trains is "scheduled", but it has no forward_backward_window.')
 
     def after_step(self, wants_stop: bool) -> bool:
         """After an update of the parameters by the optimizer, on every rank; not after one that was skipped.
@@ -347,7 +355,7 @@ class Prepared(Generic[M]):
         """
         if self._order_is_fixed:
             return clip_in_order_(self.module.parameters(), max_norm, norm_type)
-        return clip.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.stages)
+        return clip.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.place.stages)
 
     def clip_grad_value_(self, max_value: float) -> None:
         """Clamp every gradient element to [-max_value, max_value]."""

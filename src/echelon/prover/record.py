@@ -170,15 +170,15 @@ class StepRecorder(Callback):
         with contextlib.suppress(OSError, TypeError):  # a module without a source, as of an interpreter or a notebook
             record.hashes = any(_SETS.search(inspect.getsource(module)) for module in own_modules(unit))
         # Workers that train by themselves have gradients of their own.
-        record.flattened = any(prepared.form == "flat" or prepared.works_alone for _, prepared in prepared_of(unit))
+        record.flattened = any(prepared.form.kind == "flat" or prepared.trains == "alone" for _, prepared in prepared_of(unit))
         types = [p.dtype for _, p in parameters_of(unit) if p.dtype in (torch.bfloat16, torch.float16)]
         record.narrow = str(types[0]).removeprefix("torch.") if types else ""
         for _, prepared in prepared_of(unit):
-            self.computes_in(prepared.computes_in)
+            self.computes_in(prepared.form.gathered_in)
         if isinstance(unit, AutoUnit) and unit.computes.float8 is not None:
             record.half = "float8"
         if not (isinstance(unit, AutoUnit) and unit.computes.dtype is not None):
-            gathered = [_HALVES[p.computes_in] for _, p in prepared_of(unit) if p.computes_in in _HALVES]
+            gathered = [_HALVES[p.form.gathered_in] for _, p in prepared_of(unit) if p.form.gathered_in in _HALVES]
             record.gathers = gathered[0] if gathered else None
         record.trainable = {n for n, p in parameters_of(unit) if p.requires_grad}
         for prefix, module in modules_of(unit):

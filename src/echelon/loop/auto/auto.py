@@ -36,7 +36,7 @@ from echelon.loop.auto.option_checks import (
 from echelon.loop.auto.parts_check import check_parts
 from echelon.loop.auto.predicting import AutoPredictUnit
 from echelon.loop.auto.several import Several, configured, of_one, sum_of_losses
-from echelon.loop.auto.standing_in import explain_one_sample, standing_in, uncounted
+from echelon.loop.auto.standing_in import standing_in, uncounted
 from echelon.loop.auto.sub_batches import in_order, of_all, pieces_for, together
 from echelon.loop.auto.unit_options import AutoOptions, BuiltAtFirstUse, UnitOptions, options_from
 from echelon.loop.auto.update import Update
@@ -324,7 +324,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             update.estimate(self, micro_batches)
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
-        if self.prepared.takes_windows:
+        if self.prepared.trains == "scheduled":
             return self._take_into_window(state, micro_batches, ends_window)
         losses, made = [], []
         try:
@@ -338,7 +338,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 losses.append(window.latest_loss)
                 made.append(outputs)
         except BaseException as error:
-            explain_one_sample(error)
+            update.explain(self, error)
             raise
         loss, outputs = losses[0], made[0]
         if len(losses) > 1:
@@ -433,7 +433,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         self.samples_given = step_under_way(phase).samples
         weight = self.weight(data) if counts and not self.prepared.is_replica else 0
         compute = partial(self._compute, state, weight)
-        if self.prepared.takes_windows:
+        if self.prepared.trains == "scheduled":
             compute = partial(self.through_stages, state, compute)
         with self.autocast(), NO_CONTEXT if counts else standing_in(self):
             loss, outputs = self.prepared.forward(data, compute)
@@ -474,9 +474,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     @property
     def agrees_to_stop(self) -> bool:
         own_hook = self._reports_step and self.may_stop
-        return (
-            (self._update.joined or self.prepared.works_alone) and not own_hook and not _overrides(self, AutoUnit, "train_step")
-        )
+        agrees = self._update.joined or self.prepared.trains == "alone"
+        return agrees and not own_hook and not _overrides(self, AutoUnit, "train_step")
 
     @property
     def steps_by_itself(self) -> bool:

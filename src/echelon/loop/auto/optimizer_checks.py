@@ -223,10 +223,10 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
     missing: Counter[tuple[int, ...]] = Counter()
     flat = False
     for each in prepared:
-        if each.form != "own":
+        if each.form.kind != "own":
             left = [p for p in each.module.parameters() if p.requires_grad and id(p) not in everywhere]
             missing.update(tuple(p.shape) for p in left)
-            flat = flat or (bool(left) and each.form == "flat")
+            flat = flat or (bool(left) and each.form.kind == "flat")
     for name, parameters in held.items():
         what = f"{type(unit).__name__}.{name}"
         problem = _stale(what, parameters)

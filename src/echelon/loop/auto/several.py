@@ -215,7 +215,7 @@ class Several:
     def clip(self, turn: Turn, max_norm: float, norm_type: float = 2.0) -> torch.Tensor | None:
         if not self.settle(turn):
             return None
-        norm = gradients.clip_by_norm_(turn.parameters, max_norm, norm_type, beside=self._unit.prepared.stages)
+        norm = gradients.clip_by_norm_(turn.parameters, max_norm, norm_type)
         turn.norm = norm
         return norm
 

@@ -36,7 +36,7 @@ from echelon.loop.auto.bitwise import BitEqual
 from echelon.loop.auto.finite import FiniteWatch
 from echelon.loop.auto.loss_scale import tell_of_labels, tell_of_scale
 from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
-from echelon.loop.auto.standing_in import standing_in
+from echelon.loop.auto.standing_in import explain_one_sample, standing_in
 from echelon.loop.samples import samples_of
 from echelon.loop.state import step_under_way
 from echelon.parallel.experts.loads import Routers, routers_of
@@ -77,7 +77,7 @@ class Update:
     def __init__(self, unit: Any, bitwise: BitEqual | None, stop_after: int | None) -> None:
         self.bitwise = bitwise
         prepared = unit.prepared
-        groups = [*prepared.data_groups, *prepared.stages]
+        groups = [*prepared.data_groups, *prepared.place.stages]
         self._routers = Routers.of(prepared.unwrapped, groups) if routers_of(prepared.unwrapped) else None
         self.finite = FiniteWatch(stop_after)
         self.is_last = self.joined = False
@@ -97,7 +97,7 @@ class Update:
         prepared, window = unit.prepared, unit.window
         self.joined = agree.is_joined() and (prepared.averaged_over > 1 or prepared.forward_is_collective)
         window.group = agree.control_group() if self.joined else None
-        window.may_be_empty = prepared.works_alone
+        window.may_be_empty = prepared.trains == "alone"
         window.guards = () if unit.has_several else prepared.guards  # those of several steps have other passes
 
     def begin(self, unit: Any) -> None:
@@ -168,11 +168,22 @@ class Update:
         state.logged.begins(0 if prepared.is_replica else weight)
         if state.recorder is not None and state.recorder.counts_flops:
             state.recorder.count_flops(unit, micro_batch.data)
-        explains, accumulates = prepared.explaining(), prepared.accumulate(last or bitwise is not None)
-        if explains is NO_CONTEXT and accumulates is NO_CONTEXT and unit.detect_anomaly is None and not micro_batch.is_padding:
-            return explains
+        accumulates: AbstractContextManager[Any] = prepared.accumulate(last or bitwise is not None)
+        if unit.detect_anomaly is None and not micro_batch.is_padding:
+            return accumulates
         anomaly = NO_CONTEXT if unit.detect_anomaly is None else torch.autograd.set_detect_anomaly(unit.detect_anomaly)
-        return _all(standing_in(unit) if micro_batch.is_padding else NO_CONTEXT, explains, accumulates, anomaly)
+        return _all(standing_in(unit) if micro_batch.is_padding else NO_CONTEXT, accumulates, anomaly)
+
+    def explain(self, unit: Any, error: BaseException) -> None:
+        """A pass has raised this.
+
+        Raises:
+            UsageError: in the place of torch's error, which is its cause, if that says nothing of what is wrong.
+        """
+        explain_one_sample(error)
+        for guard in unit.prepared.guards:
+            if (said := guard.explain(error)) is not None:
+                raise said.with_traceback(error.__traceback__) from error  # whose line it is
 
     def begin_forward(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> None:
         """In `run_window`. What is counted and logged in the pass counts as much as its micro-batch."""
@@ -194,7 +205,7 @@ class Update:
         With the window's last, they are averaged over the ranks; the sums of weights and losses are on their way meanwhile.
         """
         prepared, window, weight = unit.prepared, unit.window, micro_batch.weight
-        scheduled = prepared.takes_windows  # this is called in an order of the layout's
+        scheduled = prepared.trains == "scheduled"  # this is called in an order of the layout's
         if not self._saw_loss:
             self._saw_loss = True
             self._look_at(unit, loss, micro_batch)
@@ -244,7 +255,7 @@ class Update:
         *,
         outputs: bool,
     ) -> Iterator[tuple[torch.Tensor, Any]]:
-        """All micro-batches of an update, where the layout `takes_windows`. Gives losses and outputs in their order.
+        """All micro-batches of an update, where the layout schedules them. Gives losses and outputs in their order.
 
         Args:
             outputs: whether somebody looks at them.
@@ -255,7 +266,11 @@ class Update:
             if state.recorder is not None and state.recorder.counts_flops:
                 state.recorder.count_flops(unit, each.data)
         clock.enter(Part.STEP)  # in any order
-        made = prepared.forward_backward_window(micro_batches, forward, backward, outputs=outputs)
+        try:
+            made = prepared.forward_backward_window(micro_batches, forward, backward, outputs=outputs)
+        except BaseException as error:
+            self.explain(unit, error)
+            raise
         if self.joined:
             unit.window.start_reduction(state.stop_requested, state.logged.signature())
         return iter(made)

@@ -48,7 +48,7 @@ def check_ranks(unit: Unit) -> None:
 def _warn_of_drift(unit: Unit) -> None:
     """Collective. Of what every rank of an axis has; shards have no copies."""
     for name, prepared in unit.prepared_modules().items():
-        if not prepared.data_groups or prepared.works_alone or prepared.form == "flat" or prepared.module in _told:
+        if not prepared.data_groups or prepared.form.kind == "flat" or prepared.module in _told:
             continue
         reshard(prepared.module)
         copies = _copies(prepared)

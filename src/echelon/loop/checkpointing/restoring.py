@@ -198,10 +198,13 @@ def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
     return own
 
 
+def _trains_alone(unit: Unit) -> bool:
+    return getattr(getattr(unit, "prepared", None), "trains", None) == "alone"
+
+
 def own_reference(unit: Unit) -> float | None:
     """What the updates of a worker that trains by itself are started with: its own latest weight; None of other units."""
-    alone = getattr(getattr(unit, "prepared", None), "works_alone", False)
-    found: float | None = unit.window.reference if alone else None  # type: ignore[attr-defined]
+    found: float | None = unit.window.reference if _trains_alone(unit) else None  # type: ignore[attr-defined]
     return found
 
 
@@ -209,7 +212,7 @@ def _take_reference(path: Location, saved: Any, unit: Unit) -> None:
     value = saved.get("window") if isinstance(saved, dict) else None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise CheckpointCorruptError(f"{path} holds a weight of a worker's latest update that is no number above 0.")
-    if getattr(getattr(unit, "prepared", None), "works_alone", False):
+    if _trains_alone(unit):
         unit.window.reference = float(value)  # type: ignore[attr-defined]
 
 

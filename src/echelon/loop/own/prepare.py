@@ -226,11 +226,12 @@ def evaluating(prepared: Any) -> Iterator[OwnEvaluation]:
     session = Session.of(prepared, "echelon.evaluating(...)")
     unit, evaluation = session.unit, OwnEvaluation(session)
     unit.prepared.before_evaluation()
-    with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast(), unit.prepared.explaining():
+    with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast():
         try:
             yield evaluation
-        except BaseException:
+        except BaseException as error:
             session.logged.discard("eval")
+            unit.update.explain(unit, error)
             raise
     reshard(unit.prepared.module)
     for guard in unit.prepared.guards:

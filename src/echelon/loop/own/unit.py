@@ -67,7 +67,7 @@ class LoopUnit(AutoUnit[Any]):
     ) -> None:
         self.has_several = several  # before the module is made parallel
         super().__init__(module=module, **options)
-        if self.prepared.takes_windows:
+        if self.prepared.trains == "scheduled":
             raise OwnLoopError(
                 "the layout must compute micro-batches one by one in a loop of your own, got one that takes the micro-batches "
                 "of an update at once. Write an AutoUnit."

@@ -10,7 +10,6 @@ import torch
 
 from echelon.common.errors import LossError, OwnLoopError
 from echelon.common.numbers import number
-from echelon.loop.auto.standing_in import explain_one_sample
 from echelon.loop.loss import problem_with, summable
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import State
@@ -96,7 +95,7 @@ class OwnWindow:
             for context in reversed(self._contexts):
                 context.__exit__(kind, error, trace)
             if error is not None:
-                explain_one_sample(error)
+                self._session.unit.update.explain(self._session.unit, error)
         finally:
             if error is not None:
                 self._session.failed(error)

@@ -83,6 +83,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         self._of_window: list[bool] = []  # which of them were trained in a micro-batch since the last update
         self._alone: list[tuple[nn.Parameter, bool]] = []  # all of them, where gradients are averaged apart in this micro-batch
         self._awaited = Awaited(module)
+        self.guards.append(self._awaited)
         self._reduce_unfrozen()
         self.extras = BucketOrder(module)
 
@@ -123,9 +124,6 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     def discard_window(self) -> None:
         self._of_window = []
 
-    def explaining(self) -> AbstractContextManager[Any]:
-        return self._awaited.explained()
-
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
         assert self._passes is not None
         if self._reduces and not self._passes.ran and not self._alone:
@@ -140,7 +138,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
             average_(alone, self.data_groups, in_order=self._order_is_fixed)
             self.module.require_forward_param_sync = True  # as after torch's own: rank 0's buffers are sent next
         if self._reduces:
-            self._awaited.check(frozen_too=not self._alone)
+            self._awaited.check_gradients(frozen_too=not self._alone)
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]

@@ -64,7 +64,7 @@ class _Own(Extras):
 class WorkerPrepared(Prepared[Worker]):
     """A module that each rank trains by itself, between two meetings."""
 
-    works_alone = True
+    trains = "alone"
 
     def __init__(self, module: Worker, world: World) -> None:
         super().__init__(module)

@@ -6,14 +6,13 @@ torch raises in the next forward pass, when the optimizer has stepped with what 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.common.errors import LayoutError
+from echelon.parallel.guards.guard import Guard
 from echelon.parallel.names import plain_names
 
 __all__ = ["Awaited"]
@@ -22,7 +21,7 @@ _SAYS = "Expected to have finished reduction in the prior iteration"
 _NUMBERS = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
-class Awaited:
+class Awaited(Guard):
     """The parameters of which a wrapper awaits gradients: those that required one when it was made."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -32,7 +31,7 @@ class Awaited:
         alone = dist.get_world_size(module.process_group) == 1
         self._may_lack = bool(alone or module.find_unused_parameters or module.static_graph)
 
-    def check(self, *, frozen_too: bool) -> None:
+    def check_gradients(self, *, frozen_too: bool) -> None:
         """After an update's last backward pass, and before its step.
 
         Args:
@@ -45,30 +44,21 @@ class Awaited:
             return
         lacking = [named for named in self._named if named[1].grad is None and (frozen_too or named[1].requires_grad)]
         if lacking:
-            raise LayoutError(_said(lacking))
+            raise _said(lacking)
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Around passes of the wrapper.
-
-        Raises:
-            UsageError: in the place of torch's RuntimeError, which is its cause.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if _SAYS not in str(error):
-                raise
-            found = _NUMBERS.search(str(error))
-            numbers = [int(n) for n in found[1].split()] if found is not None else []
-            raise LayoutError(_said([self._named[n] for n in numbers if n < len(self._named)])) from error
+    def explain(self, error: BaseException) -> LayoutError | None:
+        if not isinstance(error, RuntimeError) or _SAYS not in str(error):
+            return None
+        found = _NUMBERS.search(str(error))
+        numbers = [int(n) for n in found[1].split()] if found is not None else []
+        return _said([self._named[n] for n in numbers if n < len(self._named)])
 
 
-def _said(unused: list[tuple[str, nn.Parameter]]) -> str:
+def _said(unused: list[tuple[str, nn.Parameter]]) -> LayoutError:
     others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
     what = unused[0][0] + others if unused else "all parameters"
     why = " (frozen since the module was made parallel)" if unused and not any(p.requires_grad for _, p in unused) else ""
-    return (
+    return LayoutError(
         f"the loss must depend on all trained parameters, got no gradient of {what}{why}. Without it a DistributedDataParallel "
         "does not average the others. Give DDPStrategy(find_unused_parameters=True); or freeze what is never used or trained "
         "before the module is made parallel; or train under 'fsdp', which does not wait."

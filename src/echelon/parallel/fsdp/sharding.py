@@ -32,7 +32,7 @@ from echelon.parallel.gradients.unreduced_params import AfterEachBackward
 from echelon.parallel.guards.call_order import SameCalls
 from echelon.parallel.guards.grad_presence import SameGradients
 from echelon.parallel.guards.lost_hooks import refuse_unheard
-from echelon.parallel.guards.messages import explained, gathers_in
+from echelon.parallel.guards.messages import SplitMessages, gathers_in
 from echelon.parallel.guards.rng_sync import SameDraws
 from echelon.parallel.meta.materialize import materialize, remember
 from echelon.parallel.micro_batch import MicroBatch
@@ -73,7 +73,7 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     draws: SameDraws | None = None
     forward_is_collective = True
-    form: Form = "others"
+    form = Form("others")
 
     def __init__(self, module: nn.Module, world: World, averaged: Sequence[Axis] | None = None) -> None:
         reshard(module)
@@ -81,6 +81,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         self.reduction = Reduction()
         self._same: SameGradients | None = None
         self._is_checked = self._is_known = self._compares_calls = False
+        self.guards.append(SplitMessages(module))
         refuse_copies(module)
 
     def _adopt(self) -> None:
@@ -99,18 +100,15 @@ class FSDPPrepared(Prepared[nn.Module]):
         sharded: FSDPModule = self.module  # type: ignore[assignment]
         self._reduces = last
         if not self.reduction.requires_gradient_sync:
-            if self.computes_in is not None and not self._is_known:
+            if self.form.gathered_in is not None and not self._is_known:
                 self._is_known = True
                 _gather_each(self.module)
             sharded.set_requires_gradient_sync(last)
         elif not self.reduction.requires_all_reduce and len(self._averaged) > 1:
             sharded.set_requires_all_reduce(last)
             if self._same is None:
-                self._same = SameGradients(self.module, together=not self.takes_windows)
+                self._same = SameGradients(self.module, together=self.trains != "scheduled")
         return NO_CONTEXT
-
-    def explaining(self) -> AbstractContextManager[Any]:
-        return explained(self.module)
 
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
         if self._same is not None:
@@ -138,7 +136,7 @@ class FSDPPrepared(Prepared[nn.Module]):
             self._same.forget()
 
     def _compare_calls(self) -> None:
-        if not self._compares_calls and self.averaged_over > 1 and not self.takes_windows:  # each stage has other blocks
+        if not self._compares_calls and self.averaged_over > 1 and self.trains != "scheduled":  # each stage has other blocks
             self._compares_calls = True
             reshard(self.module)
             self.guards.append(SameCalls(self.module, reduces=not self._order_is_fixed))
@@ -272,7 +270,7 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding, made: 
     prepared = made(module, world, axes_of(how.mesh))
     if precision is not None and decides(precision, how.root_policy or how.policy):
         always_under_autocast(module, precision, world.device)
-    prepared.computes_in, prepared.reduction = root_policy.param_dtype, how.reduction
+    prepared.form, prepared.reduction = Form("others", root_policy.param_dtype), how.reduction
     return prepared
 
 

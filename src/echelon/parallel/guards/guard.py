@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from echelon.common.errors import RanksDisagreeError
+from echelon.common.errors import RanksDisagreeError, UsageError
 
 __all__ = ["Guard"]
 
@@ -33,6 +33,10 @@ class Guard:
 
     def end_pass(self) -> None:
         """Its loss is there."""
+
+    def explain(self, error: BaseException) -> UsageError | None:
+        """A pass has raised this: what it means, if it is torch's and says nothing of its cause. Rank by rank."""
+        return None
 
     def signature(self) -> tuple[float, ...]:
         """Of the window under way, before its last backward pass: whole numbers, whose sums over the ranks are exact."""

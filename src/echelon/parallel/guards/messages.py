@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from echelon.common.errors import LayoutError
+from echelon.parallel.guards.guard import Guard
 from echelon.parallel.names import class_name
 from echelon.parallel.tensor.layers import shared_axis, split_outputs
 
-__all__ = ["SHAPES", "explain_step", "explained", "gathers_in", "meaning"]
+__all__ = ["SHAPES", "SplitMessages", "explain_step", "explained", "gathers_in", "meaning"]
 
 # What torch says of a part of the features where all are expected.
 SHAPES = (
@@ -33,6 +34,20 @@ def gathers_in(module: nn.Module, dtype: torch.dtype | None) -> None:
     vars(module)["_gathered_in"] = dtype
 
 
+class SplitMessages(Guard):
+    """Explains what torch says in passes of a module that is split over ranks.
+
+    It saves who calls a part of a sharded model by itself (tests/parallel/test_layout_errors.py).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def explain(self, error: BaseException) -> LayoutError | None:
+        said = meaning(self._module, str(error)) if isinstance(error, RuntimeError | AssertionError) else None
+        return None if said is None else LayoutError(f"{said} torch says: {error}")
+
+
 @contextmanager
 def explained(module: nn.Module) -> Iterator[None]:
     """Around passes of a module that is split over ranks.
@@ -43,9 +58,9 @@ def explained(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError) as error:
-        if (said := meaning(module, str(error))) is None:
+        if (said := SplitMessages(module).explain(error)) is None:
             raise
-        raise LayoutError(f"{said} torch says: {error}").with_traceback(error.__traceback__) from error  # whose line it is
+        raise said.with_traceback(error.__traceback__) from error  # whose line it is
 
 
 # What torch says of an operation that an optimizer does with all elements of a parameter, or with parameters of several meshes.

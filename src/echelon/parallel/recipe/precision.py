@@ -118,7 +118,7 @@ class Precision:
             "backoff_factor": self.backoff_factor,
             "growth_interval": self.growth_interval,
         }
-        if not agree.is_joined() or not (prepared.averaged_over > 1 or prepared.stages or _is_sharded(prepared)):
+        if not agree.is_joined() or not (prepared.averaged_over > 1 or prepared.place.stages or _is_sharded(prepared)):
             return torch.amp.GradScaler(device.type, **options)
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -133,7 +133,7 @@ def check_scaler(scaler: torch.amp.GradScaler | None, precision: Precision, prep
         UsageError: a scaler of the user's own that would see this rank's shards only, so that ranks part ways.
     """
     if scaler is None:
-        if torch.float16 in (precision.dtype, prepared.computes_in):
+        if torch.float16 in (precision.dtype, prepared.form.gathered_in):
             logger.warning(
                 "the forward pass computes in float16 and there is no gradient scaler: gradients below 6e-8 become 0. Give the "
                 "unit precision='fp16', which brings one, or compute in bfloat16."
