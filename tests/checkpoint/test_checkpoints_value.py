@@ -19,6 +19,7 @@ from echelon.common.errors import CheckpointError, CheckpointOptionError, LoopEr
 from echelon.loop.checkpointing.timetable import Timetable
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.own_loops import told
 from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
@@ -275,6 +276,39 @@ def test_a_number_of_some_ranks_only_is_refused_on_all(ranks: Ranks, tmp_path: P
 def test_a_name_that_no_evaluation_logs_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
     with refused(CheckpointOptionError):
         _loop(ech.Checkpoints(tmp_path, best="f1"), 2, logs=[1, 2])
+
+
+def _evaluates_late(folder: Path, *, evaluates: bool = True) -> list[str]:
+    """What is said of a loop that saves after each update, evaluates at the end of an epoch, and is begun twice."""
+    with told() as texts:
+        for epochs in (1, 2):
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            best = ech.Checkpoints(folder, every=1, best="accuracy")
+            model, optimizer, loader = ech.prepare(
+                model, optimizer, ech.Loader(DATA, 8), layout="ddp" if dist.is_initialized() else "none", checkpoints=best
+            )
+            for _ in ech.epochs(loader, epochs):
+                for x, y in loader:
+                    with ech.window(model) as window:
+                        window.backward(torch.nn.functional.mse_loss(model(x), y))
+                        optimizer.step()
+                with ech.evaluating(model) as evaluation:
+                    if evaluates:
+                        evaluation.log("accuracy", 0.5)
+        return [text for text in texts if "accuracy" in text]
+
+
+def test_a_number_that_may_still_come_is_not_missed(ranks: Ranks, tmp_path: Path) -> None:
+    assert _evaluates_late(tmp_path / "one") == [] and ranks(2, _evaluates_late, tmp_path / "two") == [[], []]
+    assert [numbers.get("accuracy") for numbers in _numbers(tmp_path / "one").values()][-1] == 0.5
+
+
+def test_a_loop_that_never_logs_the_number_of_the_best_is_told_so_once_at_its_end(tmp_path: Path) -> None:
+    first, again = _evaluates_late(tmp_path, evaluates=False)
+    assert first == again and first.startswith(
+        "no checkpoint of this run is the best by accuracy, which no evaluation has logged"
+    )
 
 
 def test_another_runs_folder_is_refused(tmp_path: Path) -> None:

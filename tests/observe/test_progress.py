@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import echelon as ech
 from echelon.contracts.events import LineReader, encode, read_lines
 from echelon.observe.sinks.model import ProgressModel, _count, duration
 from echelon.observe.sinks.progress import ProgressSink, RunScreen
+from tests.conftest import clean_environment
 from tests.kit.models import batch
 from tests.kit.units import Regression
 
@@ -229,7 +232,7 @@ def test_a_run_says_what_it_measured_why_it_ended_which_checkpoint_is_best_and_w
     assert lines[0] == "training from update 0 of 18"
     measured = [line for line in lines if "eval_loss" in line]
     assert len(measured) == 2 and all(line.endswith("eval_height 3.0000") for line in measured)
-    assert any(line.startswith("stopped early by eval_height: 3 does not improve") for line in lines)
+    assert any(line.startswith("stopped early by eval_height at update 4: 3 does not improve") for line in lines)
     assert "step-00000002  eval_height 3.0000" in next(line for line in lines if line.startswith("best"))
     again = _lines_of_a_run(tmp_path, "again", monkeypatch)
     assert again[0].startswith("stopped early by eval_height") and again[2].startswith("best")
@@ -255,7 +258,9 @@ def test_a_loop_of_ones_own_with_nothing_left_to_do_says_so(tmp_path: Path, monk
         shown = ProgressModel()
         said.append(next(line for event in read_lines(run.events(0)) if (line := shown.event(event))))
     assert said[0] == "training from update 0 of 4" and "of 6, restored from" in said[2]
-    assert said[1].startswith("training from update 4, restored from ") and said[1].endswith("nothing is left to train")
+    assert said[1].startswith("training from update 4, restored from ") and said[1].endswith(
+        ": 2 epochs reached, nothing is left to train"
+    )
 
 
 def test_an_event_that_holds_anything_is_shown_or_left_out() -> None:
@@ -265,3 +270,56 @@ def test_an_event_that_holds_anything_is_shown_or_left_out() -> None:
         assert line is None or ("\x1b" not in line and "eval_c nan" in line and "eval_b" not in line)
     many = model.event({"event": "eval_end", "step": 2, "logged": {f"n{i}": i for i in range(40)}})
     assert many is not None and many.endswith("and 32 more")
+
+
+_UNIT = """
+import sys, logging, torch, echelon as ech
+class Fit(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        state.log("height", 3.0)
+        return self.module(data).square().mean(), None
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+if len(sys.argv) > 2: logging.basicConfig(level=sys.argv[2])
+loader = ech.Loader(torch.ones(8, 2), global_batch=4)
+stop = ech.EarlyStopping("eval_height", mode="max", patience=1)
+unit = Fit(module=torch.nn.Linear(2, 1), layout="none")
+ech.train(unit, loader, max_updates=int(sys.argv[1]), eval=loader, checkpoints="saved", callbacks=[stop])
+"""
+_OWN = """
+import sys, torch, echelon as ech
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4)
+model, optimizer, loader = ech.prepare(model, optimizer, loader, checkpoints="saved")
+for _ in ech.epochs(loader, int(sys.argv[1])):
+    for x in loader:
+        with ech.window(model) as window:
+            window.backward(model(x).square().mean())
+            optimizer.step()
+"""
+
+
+@pytest.mark.usefixtures("forked_programs")
+def test_a_script_without_a_launcher_says_where_it_goes_on_why_it_ends_and_where_it_saved(tmp_path: Path) -> None:
+    def run(script: str, folder: str, *args: str) -> list[str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        command = [sys.executable, "-c", script, *args]
+        env = clean_environment()
+        done = subprocess.run(command, cwd=tmp_path / folder, capture_output=True, text=True, timeout=90, env=env)
+        assert done.returncode == 0 and done.stdout == "", done.stderr
+        return done.stderr.splitlines()
+
+    assert run(_OWN, "own", "1") == ["echelon: checkpoint saved/step-00000002"]
+    resumed = "echelon: training from update 2 of 4, restored from saved/step-00000002"
+    assert run(_OWN, "own", "2") == [resumed, "echelon: checkpoint saved/step-00000004"]
+    complete = "echelon: training from update 4, restored from saved/step-00000004: 2 epochs reached, nothing is left to train"
+    assert run(_OWN, "own", "2") == [complete]
+    assert run(_UNIT, "unit", "2") == ["echelon: checkpoint saved/step-00000002"]
+    again = "training from update 2 of 2, restored from saved/step-00000002: max_updates=2 reached, nothing is left to train"
+    assert run(_UNIT, "unit", "2") == [f"echelon: {again}"]
+    stopped = run(_UNIT, "unit", "9")
+    assert stopped[1].startswith("echelon: stopped early by eval_height at update 4: 3 does not improve")
+    assert stopped[2:] == ["echelon: checkpoint saved/step-00000004"]
+    assert run(_UNIT, "quiet", "2", "WARNING") == []
+    assert [line for line in run(_UNIT, "quiet", "2", "INFO") if again in line] == [f"INFO:echelon:{again}"]

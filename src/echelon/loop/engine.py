@@ -111,7 +111,7 @@ class Run:
         self._agree_to_stop()
         self._take_up_streams()
         total = here.total_updates(self._inner.steps_until(updates=1))
-        self._reporting.training_begins(total, progress.num_updates_completed, complete=here.is_complete(progress))
+        self._reporting.training_begins(total, progress.num_updates_completed, reached=here.limit_of(progress))
 
     def _take_up_streams(self) -> None:
         """Of a unit that was restored: as they were when it was saved, whatever the script has drawn since."""
@@ -130,7 +130,7 @@ class Run:
         state.stopped_by_script = state.should_stop and agree.any_rank(state.stopped_by_script)
         self._inner.phase_ended(state, "train")
         stage.call(stage.hooks.end)
-        self._reporting.event("train_end", step=stage.progress.num_updates_completed)
+        self.state.event("train_end", step=stage.progress.num_updates_completed)
         return self._leaves(stage)
 
     def _leaves(self, stage: Stage) -> bool:
@@ -148,7 +148,7 @@ class Run:
         step, saved = stage.progress.num_updates_completed, any(getattr(c, "saves", False) is True for c in self.callbacks)
         # Of a callback that saves at times of its own.
         older = None if saved else next((str(p) for c in self.callbacks if (p := getattr(c, "latest_saved", None))), None)
-        self._reporting.event("stopped", step=step, signal=heard, saved=saved, **({"latest": older} if older else {}))
+        self.state.event("stopped", step=step, signal=heard, saved=saved, **({"latest": older} if older else {}))
         but = "" if saved else f", last saved as {older}" if older else ", nothing saved: there is no DistributedCheckpointSaver"
         logger.warning("%s: stopped after update %s%s; exit code %s asks to be started again", heard, step, but, REQUEUE)
         return True
@@ -259,7 +259,7 @@ class Run:
         # Sharded parameters that were touched under inference_mode can never be trained again.
         plain = within_fit or self._inner.forward_is_collective or phase != "predict"
         with torch.no_grad() if plain else torch.inference_mode(), in_mode(self._inner, "eval"):
-            self._reporting.event("eval_start", phase=phase, within_fit=within_fit)
+            self.state.event("eval_start", phase=phase, within_fit=within_fit)
             drawn = rng.states() if within_fit else None
             self._begin(stage)
             with self._inner.evaluating():
@@ -273,7 +273,7 @@ class Run:
             eval_loss = loss if isinstance(loss, float) else None
             logged = self.state.logged.latest.get("eval", {}) if whole else {}
             numbers = {"eval_loss": eval_loss, "logged": logged}
-            self._reporting.event("eval_end", phase=phase, within_fit=within_fit, step=step, **numbers)
+            self.state.event("eval_end", phase=phase, within_fit=within_fit, step=step, **numbers)
 
     def _evaluation_epoch(self, stage: Stage) -> bool:
         """One pass over the loader; False if it was cut short."""

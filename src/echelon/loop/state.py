@@ -22,6 +22,7 @@ from echelon.loop.records.logged import Logged
 
 if TYPE_CHECKING:
     from echelon.loop.records.record import Recorder
+    from echelon.observe.sinks.progress import Notes
 
 __all__ = ["ActivePhase", "EntryPoint", "IterationTimer", "PhaseState", "State", "TimerProtocol", "step_under_way"]
 
@@ -251,6 +252,13 @@ class PhaseState:
         """Whether a limit on the whole run is reached."""
         return (self.max_epochs is not None and progress.num_epochs_completed >= self.max_epochs) or self.has_all(progress)
 
+    def limit_of(self, progress: Progress) -> str:
+        """The limit that is reached, as it was given."""
+        done = (progress.num_epochs_completed, progress.num_updates_completed, progress.num_steps_completed)
+        given = {"max_epochs": self.max_epochs, "max_updates": self.max_updates, "max_steps": self.max_steps}
+        limits = zip(given.items(), done, strict=True)
+        return next((f"{name}={limit}" for (name, limit), here in limits if limit is not None and here >= limit), "")
+
 
 def step_under_way(here: PhaseState | None) -> Step[Any]:
     """The batch under way; outside a loop, and with a mock for a state, one that is neither the last nor padding."""
@@ -276,6 +284,7 @@ class State:
     test_state: PhaseState | None = None
     should_stop = False  # on all ranks alike: the loop will stop
     recorder: Recorder | None = None
+    notes: Notes | None = None
     stop_requested = False  # by this rank
     logged: Any = None
     settle_logged: Callable[[], None] | None = None
@@ -302,7 +311,7 @@ class State:
             EntryPoint.PREDICT: ActivePhase.PREDICT,
             EntryPoint.TEST: ActivePhase.TEST,
         }[entry_point]
-        self.recorder, self.logged = None, Logged()
+        self.recorder, self.notes, self.logged = None, None, Logged()
         self.settle_logged = None  # while an epoch's end is called: takes the numbers logged so far together. Collective
         self.alone = True  # a world of one; the loop knows better
         self.stop_requested = False
@@ -330,6 +339,13 @@ class State:
             RanksDisagreeError: later, on all ranks: they have logged different names, which are told.
         """
         self.logged.add(str(self.active_phase), name, value, weight, reduce)
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Tell those who follow the run, on rank 0, of something that happened once."""
+        if self.recorder is not None:
+            self.recorder.event(event, **fields)
+        elif self.notes is not None:
+            self.notes.event({"event": event, **fields})
 
     def stop(self) -> None:
         """Stop after the present step, on all ranks: any rank may ask, they agree before the next step.

@@ -84,7 +84,8 @@ class EarlyStopping(Callback):
         if self.remembers and unit.restored_from is not None and (seen := self._memory(unit).get(self.monitored_attr)):
             self.checker.load_state_dict({"patience_count": seen[0], "best_value": seen[1]})
         if getattr(self.checker, "is_restored_stop", False) is True:  # else each restart would train one more epoch
-            self._stop(state, "this was so before the run was restored, and nothing more is trained. A greater patience goes on")
+            why = "this was so before the run was restored, and nothing more is trained. A greater patience goes on"
+            self._stop(state, unit, why)
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         if self.phase == "train" and self.interval == "step":
@@ -124,12 +125,12 @@ class EarlyStopping(Callback):
             said = self.checker.state_dict()
             self._memory(unit)[self.monitored_attr] = [said["patience_count"], said["best_value"]]
         if stops:
-            self._stop(state, getattr(self.checker, "why", "") or f"{value:g}")
+            self._stop(state, unit, getattr(self.checker, "why", "") or f"{value:g}")
 
-    def _stop(self, state: State, why: str) -> None:
+    def _stop(self, state: State, unit: Any, why: str) -> None:
         state.stop()
-        if state.recorder is not None:
-            state.recorder.event("early_stop", name=self.monitored_attr, why=why)
+        progress = getattr(unit, "train_progress", None)  # one that is evaluated alone has none
+        state.event("early_stop", name=self.monitored_attr, why=why, step=getattr(progress, "num_updates_completed", None))
 
     def _number(self, state: State, unit: Any) -> float:
         return monitored.number(self.monitored_attr, state, unit, self._phase_in(state))[0]

@@ -142,8 +142,8 @@ def monitored(name: str, state: State, unit: TrainUnit[Any]) -> dict[str, float]
     if is_unevaluated(state, unit):
         logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)
         return {}
-    ran = state.eval_state is None or state.logged.evaluated_at is not None
-    say = logger.error if ran else logger.info
+    may_come = state.logged.evaluated_at is None and (state.eval_state is not None or numbers.is_own_loop(unit))
+    say = logger.info if may_come else logger.error
     try:
         number, is_fresh = numbers.number(name, state, unit, "eval")
     except Unknown as error:

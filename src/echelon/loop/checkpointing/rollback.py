@@ -158,8 +158,7 @@ class RollBack(Callback):
         back, self._limit_is_good_for = progress.num_updates_completed, 0
         while self._losses and self._losses[-1][0] > back:
             self._losses.pop()
-        if state.recorder is not None:
-            state.recorder.event("rolled_back", step=now, to=back, why=told, skipped=list(skipped[-1]), samples=samples)
+        state.event("rolled_back", step=now, to=back, why=told, skipped=list(skipped[-1]), samples=samples)
         if agree.is_rank0():
             logger.warning(
                 "%s; rolled back to update %s, and training on without updates %s to %s", what, back, first, skipped[-1][1] - 1

@@ -167,13 +167,23 @@ class DistributedCheckpointSaver(Callback):
         trained = _step(unit) != self._began_at and not state.should_stop
         if self.insists and self.best is not None and state.eval_state is None and trained:  # nothing is lost by an error now
             self.check_best(state, unit)
+        # A loop that counts its epochs itself may evaluate behind each of its runs.
+        in_epochs = monitored.is_own_loop(unit) and state.train_state is not None and state.train_state.max_epochs is not None
+        if self.best is not None and in_epochs and trained and state.logged.evaluated_at is None and agree.is_rank0():
+            name = self.best.monitored_metric
+            logger.warning(
+                "no checkpoint of this run is the best by %s, which no evaluation has logged. Call evaluation.log(%r, ...) in "
+                "`with echelon.evaluating(model) as evaluation`",
+                name,
+                name.removeprefix("eval_"),
+            )
 
     def _tell_best(self, state: State) -> None:
         """Which one it is: at the end, and rank 0 alone, whose reading has to fail without the others."""
         with contextlib.suppress(CheckpointError, OSError):
-            if self.best is not None and state.recorder is not None and (best := self.folder.find_best()) is not None:
+            if self.best is not None and (state.recorder or state.notes) and (best := self.folder.find_best()) is not None:
                 path, value = best
-                state.recorder.event("best_checkpoint", path=str(path), name=self.best.monitored_metric, value=value)
+                state.event("best_checkpoint", path=str(path), name=self.best.monitored_metric, value=value)
 
     def check_best(self, state: State, unit: TrainUnit[Any]) -> None:
         """
@@ -185,8 +195,9 @@ class DistributedCheckpointSaver(Callback):
         try:
             monitored.number(name, state, unit, "eval")
         except monitored.Unknown as error:
+            also = "" if monitored.is_own_loop(unit) else ", or of an attribute of the unit"
             raise CheckpointOptionError(
-                f"best must be the name of a number that is logged, or of an attribute of the unit, got {name!r}: {error}."
+                f"best must be the name of a number that is logged{also}, got {name!r}: {error}."
             ) from None
 
     def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
@@ -310,8 +321,8 @@ class DistributedCheckpointSaver(Callback):
         self.stall_s = time.perf_counter() - began
         if self.timetable is not None:
             self.timetable.saved(self.stall_s)
+        state.event("checkpoint_started", step=step, stall_s=self.stall_s)
         if state.recorder is not None:
-            state.recorder.event("checkpoint_started", step=step, stall_s=self.stall_s)
             state.recorder.pause_clock()
 
     def settle(self, state: State) -> None:
@@ -341,8 +352,7 @@ class DistributedCheckpointSaver(Callback):
         self.failures += 1
         if self.timetable is not None:
             self.timetable.saved(0.0)  # and tried again when the next is due
-        if state.recorder is not None:
-            state.recorder.event("checkpoint_failed", step=step, error=text)
+        state.event("checkpoint_failed", step=step, error=text)
         if self.failures > self.options.tolerated_failures:
             raise CheckpointWriteError(
                 f"update {step} could not be saved, {self.failures} failures in a row: {text}. Older checkpoints are as they "
@@ -351,10 +361,9 @@ class DistributedCheckpointSaver(Callback):
         logger.error("update %s could not be saved, training goes on: %s. Older checkpoints are as they were.", step, text)
 
     def _saved(self, state: State, step: int, name: str, seconds: float, pause: bool = True) -> None:
-        if state.recorder is not None:
-            state.recorder.event("checkpoint_saved", path=str(self.dirpath / name), step=step, seconds=seconds)
-            if pause:
-                state.recorder.pause_clock()
+        state.event("checkpoint_saved", path=str(self.dirpath / name), step=step, seconds=seconds)
+        if state.recorder is not None and pause:
+            state.recorder.pause_clock()
 
     # --- restoring
 

@@ -25,15 +25,12 @@ from echelon.loop.own.run import OwnRun
 from echelon.loop.own.unit import LoopUnit
 from echelon.loop.own.window import OwnWindow
 from echelon.loop.records.logged import Logged
-from echelon.loop.records.record import Recorder
 from echelon.loop.reporting.observer import observed
 from echelon.loop.reporting.reporting import Reporting
 from echelon.loop.state import EntryPoint, State
-from echelon.observe.sinks.folder import default_sinks
 from echelon.parallel import patching
 from echelon.parallel.gradients.clip import times_changed
 from echelon.parallel.patching import replace_class
-from echelon.world import agree
 from echelon.world.clock import Part, enter
 
 __all__ = ["Session"]
@@ -140,7 +137,7 @@ class Session:
         begun, self._begun = self._begun, self._begun + number
         if progress.num_epochs_completed >= self._begun:
             if self.run is None and not begun:
-                self._tell_complete()
+                self._tell_complete(number)
             return
         self._epochs = self._begun
         run = self.ready()
@@ -164,13 +161,13 @@ class Session:
         finally:
             self._in_epochs, self._epochs = False, None
 
-    def _tell_complete(self) -> None:
+    def _tell_complete(self, number: int) -> None:
         """The first loop of a run that was restored has nothing left to do."""
-        if agree.is_rank0() and (sinks := default_sinks()):
-            state, unit = State(entry_point=EntryPoint.TRAIN), self.unit
-            state.recorder, update = Recorder(sinks, unit.weight_unit), unit.train_progress.num_updates_completed
-            Reporting(state, unit, (), unit.weight_unit).training_begins(None, update, complete=True)
-            state.recorder.close()
+        done, epochs = self.unit.train_progress, "epoch" if number == 1 else "epochs"
+        reporting = Reporting(State(entry_point=EntryPoint.TRAIN), self.unit, (), self.unit.weight_unit)
+        reporting.begin()
+        reporting.training_begins(None, done.num_updates_completed, reached=f"{number} {epochs}")
+        reporting.close()
 
     def batches(self) -> Iterator[Any]:
         """One iteration over the training loader: an epoch."""

@@ -57,6 +57,8 @@ class LoopUnit(AutoUnit[Any]):
         shares_batches: whether the ranks share a batch of the loader that the loop was given.
     """
 
+    is_own_loop = True  # so that words are of the loop, and not of a class that its author has never met
+
     def __init__(
         self,
         module: nn.Module,

@@ -15,7 +15,7 @@ from echelon.common.errors import require
 from echelon.loop.records.logged import Logged
 from echelon.world import agree
 
-__all__ = ["Unknown", "mode_of", "number", "numbers"]
+__all__ = ["Unknown", "is_own_loop", "mode_of", "number", "numbers"]
 
 _EVAL = "eval_"
 _SHOWN = 30  # names in an error
@@ -86,7 +86,13 @@ def _look(name: str, state: Any, unit: Any, phase: str | None) -> list[Any] | st
             return own
     except Exception as error:  # of a property: the other ranks must hear of it
         return f"reading it failed: {type(error).__name__}: {error}"
-    return f"{problem or f'there is no such number for {type(unit).__name__}'}. There are: {_names(latest, unit)}"
+    whose = "in this loop" if is_own_loop(unit) else f"for {type(unit).__name__}"
+    return f"{problem or f'there is no such number {whose}'}. There are: {_names(latest, unit)}"
+
+
+def is_own_loop(unit: Any) -> bool:
+    """Whether a loop of one's own trains it, which evaluates when it likes."""
+    return getattr(unit, "is_own_loop", False) is True
 
 
 def _of_attribute(value: Any) -> float:

@@ -22,6 +22,7 @@ from echelon.loop.reporting import times
 from echelon.loop.state import State
 from echelon.loop.validate import has_hook, inner_of
 from echelon.observe.sinks.folder import default_sinks
+from echelon.observe.sinks.progress import Notes
 from echelon.world import agree, stop
 
 __all__ = ["Reporting"]
@@ -39,23 +40,31 @@ class Reporting:
     def __init__(self, state: State, unit: Any, callbacks: Sequence[Callback], weight_unit: str) -> None:
         self.state, self.unit, self.callbacks, self.weight_unit = state, unit, callbacks, weight_unit
 
-    def event(self, event: str, **fields: Any) -> None:
-        if self.state.recorder is not None:
-            self.state.recorder.event(event, **fields)
+    def training_begins(self, total: int | None, update: int, *, reached: str) -> None:
+        """Why it begins there is said of a checkpoint of this very update: the unit may have trained on since it was restored.
 
-    def training_begins(self, total: int | None, update: int, *, complete: bool) -> None:
-        """Why it begins there is said of a checkpoint of this very update: the unit may have trained on since it was restored."""
+        Args:
+            reached: the limit for which nothing is left to train.
+        """
         source = getattr(self.unit, "restored_from", None)  # a unit by its shape has none
         why = {"restored_from": source} if source is not None and source.endswith(manifest.named(update)) else {}
-        self.event("train_start", total_steps=total, step=update, complete=complete, **why)
+        done = {"reached": reached} if reached else {}
+        self.state.event("train_start", total_steps=total, step=update, complete=bool(reached), **why, **done)
+
+    def begin(self) -> None:
+        """Whoever is told of this run is told from here on."""
+        if not agree.is_rank0():
+            return
+        if sinks := default_sinks():
+            self.state.recorder = Recorder(sinks, self.weight_unit)
+        else:
+            self.state.notes = Notes()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The run happens in this context."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if agree.is_joined() else (0, 1)
-        sinks = default_sinks() if rank == 0 else []
-        if sinks:
-            self.state.recorder = Recorder(sinks, self.weight_unit)
+        self.begin()
         try:
             with self._timed(rank, ranks):
                 yield
@@ -66,7 +75,7 @@ class Reporting:
             if named is not None:
                 raise named from error
             raise
-        self._close_sinks()
+        self.close()
         pulse.leave()
 
     def _timed(self, rank: int, ranks: int) -> AbstractContextManager[None]:
@@ -81,13 +90,13 @@ class Reporting:
         leaves = isinstance(error, SystemExit) and error.code == REQUEUE and stop.asked() is not None
         told: list[Callable[[], None]] = [
             lambda: (
-                self.event("stopped", signal=stop.asked(), saved=False)
+                self.state.event("stopped", signal=stop.asked(), saved=False)
                 if leaves
-                else self.event("exception", kind=type(error).__name__, message=redacted(str(error)))
+                else self.state.event("exception", kind=type(error).__name__, message=redacted(str(error)))
             ),
             lambda: self.unit.on_exception(self.state, error),
             *(partial(c.on_exception, self.state, self.unit, error) for c in self.callbacks if has_hook(c, "on_exception")),
-            self._close_sinks,
+            self.close,
         ]
         for tell in told:
             try:
@@ -95,7 +104,7 @@ class Reporting:
             except Exception:
                 logger.exception("while %s was being reported", type(error).__name__)
 
-    def _close_sinks(self) -> None:
+    def close(self) -> None:
         recorder, self.state.recorder = self.state.recorder, None
         if recorder is not None:
             recorder.close()

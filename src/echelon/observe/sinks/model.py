@@ -78,7 +78,8 @@ class ProgressModel:
             self._begin()
             total = f" of {self.total_steps}" if self.total_steps else ""
             restored = f", restored from {_short(str(event['restored_from']))}" if event.get("restored_from") else ""
-            complete = ": nothing is left to train" if event.get("complete") is True else ""
+            reached = f"{event['reached']} reached, " if event.get("reached") else ""
+            complete = f": {reached}nothing is left to train" if event.get("complete") is True else ""
             return printable(f"training from update {self.step}{total}{restored}{complete}")
         if name == "eval_start":
             self.phase = "evaluate"
@@ -93,7 +94,8 @@ class ProgressModel:
             value = plain_number(event.get("value"))
             return printable(f"best       {_short(str(event.get('path', '')))}  {event.get('name')} {_shown(value)}")
         elif name == "early_stop":
-            return printable(f"stopped early by {event.get('name')}: {event.get('why')}")
+            at = f" at update {event['step']}" if event.get("step") is not None else ""
+            return printable(f"stopped early by {event.get('name')}{at}: {event.get('why')}")
         return None
 
     def _evaluated(self, event: dict[str, Any]) -> str | None:

@@ -6,12 +6,13 @@ which reads the run folder instead, so that drawing costs the ranks nothing and 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from echelon.common.terminal import Forgiving, is_terminal, printable, put_bytes
+from echelon.common.terminal import Forgiving, is_terminal, printable, put_bytes, say
 from echelon.contracts.events import LineReader
 from echelon.contracts.run_dir import RunDir
 from echelon.observe.recent import Recent
@@ -21,7 +22,7 @@ from echelon.observe.stragglers import stragglers
 if TYPE_CHECKING:
     from rich.live import Live
 
-__all__ = ["ProgressSink", "RunScreen"]
+__all__ = ["Notes", "ProgressSink", "RunScreen"]
 
 PLAIN_EVERY_S = 5.0
 LIVE_EVERY_S = 0.2
@@ -131,6 +132,33 @@ class ProgressSink:
 
     def close(self) -> None:
         self._painter.close()
+
+
+class Notes:
+    """Where nothing shows a run's progress: what whoever started the script must know of it, in a few lines on standard error.
+
+    In a program that has set up logging they are records of the logger "echelon", at the level INFO.
+    """
+
+    def __init__(self) -> None:
+        self._model, self._saved = ProgressModel(), ""
+
+    def event(self, event: dict[str, Any]) -> None:
+        name, line = event.get("event"), self._model.event(event)
+        if name == "checkpoint_saved":  # the last is enough
+            self._saved = line or ""
+        elif name == "train_end":
+            self._say(self._saved)
+        elif name in ("best_checkpoint", "early_stop") or "restored_from" in event or "reached" in event:
+            self._say(line or "")
+
+    @staticmethod
+    def _say(line: str) -> None:
+        logger = logging.getLogger("echelon")
+        if logger.hasHandlers() or not logger.isEnabledFor(logging.WARNING):
+            logger.info("%s", line)
+        elif line:
+            say(line)
 
 
 class RunScreen:
