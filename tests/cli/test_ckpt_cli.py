@@ -131,6 +131,19 @@ def test_the_best_checkpoint_is_marked_and_exported(tmp_path: Path, capsys: pyte
     assert code == 1 and "best=NAME" in text and not (tmp_path / "other.pt").exists()
 
 
+def test_of_the_best_the_weights_that_were_evaluated_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unit, folder, data = Watched(ema=0.5), tmp_path / "c", [batch(4, i) for i in range(2)]
+    ech.train(unit, data, max_epochs=2, eval=data, checkpoints=ech.Checkpoints(folder, best=("eval_error", "min")))
+    code, text = _run(capsys, "export", "--best", folder, tmp_path / "out.pt")
+    assert code == 0 and "step-00000004  swa_model, which was evaluated" in text
+    with unit.swa_model.applied():  # type: ignore[union-attr]
+        assert largest_difference(torch.load(tmp_path / "out.pt", weights_only=True), whole(unit.module)) == 0
+    assert _run(capsys, "export", "--best", "--state", "module", folder, tmp_path / "module.pt")[0] == 0
+    assert largest_difference(torch.load(tmp_path / "module.pt", weights_only=True), whole(unit.module)) == 0
+    code, text = _run(capsys, "export", folder, tmp_path / "newest.pt")
+    assert code == 2 and "module, swa_model" in text
+
+
 def test_of_a_folder_the_newest_is_meant_and_never_silently_an_older_one(
     saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

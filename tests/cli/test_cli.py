@@ -434,6 +434,32 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(started: Started, e
     started.all_gone()
 
 
+KILLED = """
+import os, signal, torch, echelon as ech
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(16, 2), batch_size=4)
+saves = ech.Checkpoints("saved", every=1)
+model, optimizer, loader = ech.prepare(model, optimizer, loader, checkpoints=saves)
+if ech.is_main():
+    print(open("/proc/self/comm").read().strip())
+for epoch in ech.epochs(loader, 1):
+    for i, x in enumerate(loader):
+        if i == 3 and ech.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with ech.window(model) as window:
+            window.backward(model(x).square().mean())
+            optimizer.step()
+"""
+
+
+def test_a_rank_is_found_by_its_name_and_when_it_is_killed_the_last_words_say_where_it_goes_on(started: Started) -> None:
+    launcher = started.run("--ranks", "2", "--name", "it", started.script(KILLED))
+    out, err = launcher.communicate(timeout=90)
+    assert launcher.returncode == 137 and out == b"echelon:rank0\n"
+    assert b"echelon: last saved as saved/step-00000003; the same command goes on from there\n" in err
+
+
 @pytest.mark.parametrize(
     ("end", "code"),
     [

@@ -106,32 +106,40 @@ def _newest(where: str) -> Any:
     return found[-1]
 
 
-def _best(found: list[Any]) -> Any:
-    """Of checkpoints, oldest first, the best by what the newest run there kept the best of; None if none has the number."""
+def _best(found: list[Any]) -> tuple[Any, str | None]:
+    """Of checkpoints, oldest first, the best by what the newest run there kept the best of; None if none has the number.
+
+    And the state that was evaluated, where it was not the only one that could be.
+    """
     from echelon.checkpoint import manifest
     from echelon.checkpoint.policy import BestCheckpointConfig
 
     facts = {i: manifest.read(path) for i, path in enumerate(found) if manifest.is_whole(path)}
     said = next((told for i in reversed(facts) if (told := facts[i].get("best")) is not None), None)
     if not isinstance(said, dict) or said.get("mode") not in ("min", "max") or not isinstance(said.get("name"), str):
-        return None
+        return None, None
     ordered = BestCheckpointConfig(said["name"], said["mode"]).best_first(
         {i: each.get("metrics", {}) for i, each in facts.items()}
     )
-    return found[ordered[0]] if ordered else None
+    state = said.get("state")
+    return (found[ordered[0]], state if isinstance(state, str) else None) if ordered else (None, None)
 
 
-def _chosen(where: str, *, best: bool) -> Any:
+def _chosen(where: str, *, best: bool, state: str | None) -> tuple[Any, str | None]:
+    """The checkpoint, and which of its states is meant."""
     if not best:
-        return _newest(where)
-    path = _best(_found(where))
+        return _newest(where), state
+    path, evaluated = _best(_found(where))
     if path is None:
         raise CheckpointNotFoundError(
             f"{where} holds no checkpoint that is known as the best. Checkpoints(..., best=NAME) says by which number; without "
             "--best the newest is taken."
         )
+    if evaluated is not None and state is None:
+        print(f"{path}  {one_line(evaluated)}, which was evaluated", file=sys.stderr)
+        return path, evaluated
     print(f"{path}", file=sys.stderr)
-    return path
+    return path, state
 
 
 def _weights_or_newest(where: str) -> Any:
@@ -149,7 +157,7 @@ def _ls(arguments: argparse.Namespace) -> int:
     if not found:
         print(f"{arguments.path} holds no checkpoint.")
         return 0
-    best = _best(found)
+    best, _ = _best(found)
     rows = [("step", "time", "size", "ranks", "layout", "metrics", "whole")]
     for path in found:
         try:
@@ -213,11 +221,12 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from echelon.checkpoint import export
 
-    path, out = _chosen(arguments.path, best=arguments.best), Path(arguments.out)
+    out = Path(arguments.out)
+    path, state = _chosen(arguments.path, best=arguments.best, state=arguments.state)
     if out.suffix in (".pt", ".pth", ".bin"):
-        written = [export.export_torch(path, out, state=arguments.state)]
+        written = [export.export_torch(path, out, state=state)]
     else:
-        written = export.export_safetensors(path, out, state=arguments.state, shard_bytes=_bytes(arguments.shard_size))
+        written = export.export_safetensors(path, out, state=state, shard_bytes=_bytes(arguments.shard_size))
     print(*written, sep="\n")
     return 0
 

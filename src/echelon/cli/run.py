@@ -163,6 +163,7 @@ def execute(arguments: argparse.Namespace) -> int:
     write_json(run.run_json, describe(job, run))
 
     from echelon.launcher.failure import render
+    from echelon.observe.sinks.model import short_path
 
     with _endpoint(listening, run):
         outcome = _outcome(job, run)
@@ -170,6 +171,9 @@ def execute(arguments: argparse.Namespace) -> int:
         shown = render(outcome.failure, ranks)
         _say(shown)
         _say_why(run, shown)
+        if saved := _latest(run, "checkpoint_saved").get("path"):
+            same = _same_command(run, named=arguments.name is not None, restart=job.restart)
+            _say(f"echelon: last saved as {one_line(short_path(str(saved)))}; {same} goes on from there")
     if outcome.note:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
@@ -251,15 +255,18 @@ def _say_why(run: RunDir, shown: str) -> None:
 
 
 def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
-    same = "the same command" if named else f"the same command and --name {run.name}"
-    stopped = _stopped(run)
+    same, stopped = _same_command(run, named=named, restart=False), _latest(run, "stopped")
     where = f" after update {stopped['step']}" if "step" in stopped else ""
     if "step" in stopped and not stopped.get("saved", True) and isinstance(stopped.get("latest"), str):
         _say(f"echelon: stopped{where}, last saved as {one_line(stopped['latest'])}: {same} goes on from there if it names it")
     elif "step" in stopped and not stopped.get("saved", True):
         _say(f"echelon: stopped{where}, and nothing was saved (no DistributedCheckpointSaver): {same} starts over")
     else:
-        _say(f"echelon: stopped{where}; go on with {same}{'' if not restart else ', without --restart'}")
+        _say(f"echelon: stopped{where}; go on with {_same_command(run, named=named, restart=restart)}")
+
+
+def _same_command(run: RunDir, *, named: bool, restart: bool) -> str:
+    return "the same command" + ("" if named else f" and --name {run.name}") + (", without --restart" if restart else "")
 
 
 def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> Overrides:
@@ -326,11 +333,11 @@ def _git(folder: Path) -> dict[str, object] | None:
     return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
 
 
-def _stopped(run: RunDir) -> dict[str, Any]:
-    """The event with which training stopped, as rank 0 wrote it; empty if it did not get so far."""
+def _latest(run: RunDir, name: str) -> dict[str, Any]:
+    """The latest event of this name in the last attempt, as rank 0 wrote it; empty if it did not get so far."""
     attempts = run.attempts()
     events = read_lines(attempts[-1] / run.events(0).name) if attempts else []
-    return next((event for event in reversed(list(events)) if event.get("event") == "stopped"), {})
+    return next((event for event in reversed(list(events)) if event.get("event") == name), {})
 
 
 def finish(run: RunDir) -> None:

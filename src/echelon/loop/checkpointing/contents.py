@@ -86,7 +86,10 @@ def take(
         config["position"] = loader.__class__.__name__
     facts = {"config": config, "host": socket.gethostname(), "metrics": metrics_now}
     if best is not None:
-        facts["best"] = {"name": best.monitored_metric, "mode": best.mode}
+        averages = getattr(unit, "swa_model", None)
+        averaged = state.eval_state is not None and averages is not None and averages.params.use_in_evaluation
+        told = {"state": "swa_model"} if averaged else {}  # it is they that were evaluated
+        facts["best"] = {"name": best.monitored_metric, "mode": best.mode, **told}
     if left:
         facts["frozen"] = left
     facts["trained"] = unfrozen.facts(unit)

@@ -10,7 +10,7 @@ from typing import Any
 
 from echelon.common.terminal import printable
 
-__all__ = ["ProgressModel", "plain_number"]
+__all__ = ["ProgressModel", "plain_number", "short_path"]
 
 
 _EVALUATED = 8  # numbers of an evaluation in its line
@@ -77,7 +77,7 @@ class ProgressModel:
             self.step = _step(event, 0)
             self._begin()
             total = f" of {self.total_steps}" if self.total_steps else ""
-            restored = f", restored from {_short(str(event['restored_from']))}" if event.get("restored_from") else ""
+            restored = f", restored from {short_path(str(event['restored_from']))}" if event.get("restored_from") else ""
             reached = f"{event['reached']} reached, " if event.get("reached") else ""
             complete = f": {reached}nothing is left to train" if event.get("complete") is True else ""
             return printable(f"training from update {self.step}{total}{restored}{complete}")
@@ -89,10 +89,10 @@ class ProgressModel:
         elif name == "train_end":
             self.phase = ""
         elif name == "checkpoint_saved":
-            return printable(f"checkpoint {_short(str(event.get('path', '')))}")
+            return printable(f"checkpoint {short_path(str(event.get('path', '')))}")
         elif name == "best_checkpoint":
             value = plain_number(event.get("value"))
-            return printable(f"best       {_short(str(event.get('path', '')))}  {event.get('name')} {_shown(value)}")
+            return printable(f"best       {short_path(str(event.get('path', '')))}  {event.get('name')} {_shown(value)}")
         elif name == "early_stop":
             at = f" at update {event['step']}" if event.get("step") is not None else ""
             return printable(f"stopped early by {event.get('name')}{at}: {event.get('why')}")
@@ -178,7 +178,8 @@ def duration(seconds: float) -> str:
     return f"{whole // 60}:{whole % 60:02d}"
 
 
-def _short(path: str) -> str:
+def short_path(path: str) -> str:
+    """As a person in this folder would write it, if that is shorter."""
     with contextlib.suppress(ValueError, OSError):  # no path, or the folder that this runs in has gone
         relative = os.path.relpath(path)
         return relative if len(relative) < len(path) else path
