@@ -63,7 +63,7 @@ class Browser:
 
     def open(self, url: str, *, width: int, dark: bool, height: int = 900) -> Seen:
         self._ask("POST", "/url", {"url": "about:blank"})  # a page that saw the colours change would store them, maybe late
-        self._command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self._size(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._command("Emulation.setEmulatedMedia", features=[scheme])
         parts = urllib.parse.urlsplit(url)
@@ -72,6 +72,15 @@ class Browser:
         self._ask("POST", "/url", {"url": url})
         errors, requests = self._logs()
         return Seen(errors, requests, self.run(_OVERFLOW), self.run(_SCHEME))
+
+    def resized(self, width: int, height: int = 900) -> int:
+        """Give the window another width; by how many pixels the page is wider, once it was drawn again."""
+        self._size(width, height)
+        self.run("return new Promise(then => requestAnimationFrame(() => requestAnimationFrame(then)))")
+        return int(self.run(_OVERFLOW))
+
+    def _size(self, width: int, height: int) -> None:
+        self._command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
 
     def run(self, script: str) -> Any:
         return self._ask("POST", "/execute/sync", {"script": script, "args": []})

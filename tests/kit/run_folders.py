@@ -53,11 +53,13 @@ class Page(HTMLParser):
     def text(self) -> str:
         return " ".join(" ".join(text for tag, text in self.texts if tag not in ("script", "style")).split())
 
-    def charts(self) -> list[dict[str, Any]]:
-        return [json.loads(text) for tag, text in self.texts if tag == "script" and text.startswith("{")]
+    def facts(self) -> dict[str, Any]:
+        """What the page's script draws; nothing on a page without charts."""
+        found = [json.loads(text) for tag, text in self.texts if tag == "script" and text.startswith('{"updates"')]
+        return found[0] if found else {"charts": [], "marks": []}
 
-    def paths(self, kind: str) -> list[str]:
-        return [a["d"] or "" for tag, a in self.elements if tag == "path" and a["class"] == kind]
+    def charts(self) -> list[dict[str, Any]]:
+        return list(self.facts()["charts"])
 
 
 def training(step: int, loss: float, **more: Any) -> dict[str, Any]:

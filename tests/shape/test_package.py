@@ -120,9 +120,10 @@ def test_the_wheel_has_the_library_and_nothing_else(built: tuple[Path, Path]) ->
         names = wheel.namelist()
         metadata = wheel.read(f"echelon-{echelon.__version__}.dist-info/METADATA").decode()
     assert {name.partition("/")[0] for name in names} == {"echelon", f"echelon-{echelon.__version__}.dist-info"}
-    sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/echelon").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == sources
-    assert {"echelon/py.typed", f"echelon-{echelon.__version__}.dist-info/licenses/LICENSE"} <= set(names)
+    sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/echelon").rglob("*") if path.is_file()}
+    assert {name for name in names if name.startswith("echelon/")} == {name for name in sources if not name.endswith(".pyc")}
+    licences = f"echelon-{echelon.__version__}.dist-info/licenses"
+    assert {f"{licences}/LICENSE", f"{licences}/src/echelon/observe/report/uplot/LICENSE"} <= set(names)
     assert "License-Expression: Apache-2.0\n" in metadata and metadata.count("Requires-Dist: torch>=2.11\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""What happened when: attempts on the clock, why each ended, and the checkpoints."""
+"""What happened when: attempts on the clock, why each ended, the checkpoints, and what time was lost to."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from echelon.common.redact import redacted
 from echelon.contracts.run_dir import RunDir
 from echelon.observe.facts import Attempt, Facts, children, size_bytes
-from echelon.observe.page.text import BINARY, NONE, duration, quantity, safe, table, when
+from echelon.observe.goodput import LOST, Goodput
+from echelon.observe.report.text import BINARY, NONE, duration, quantity, safe, stacked_bar, table, when
 
-__all__ = ["attempts", "checkpoints", "failure", "timeline"]
+__all__ = ["attempts", "checkpoints", "failure", "goodput_section", "timeline"]
 
 _MOST = 400  # marks on the clock
+# As the parts of a step where they are the same.
+_COLOURS = {"productive": "g", "data": "p0", "startup": "p1", "redone": "p2", "outside": "p3", "ending": "p4", "checkpoint": "p5"}
+_COLOURS |= {"evaluation": "p6", "down": "p7", "hang": "h"}
 
 
 def failure(attempt: Attempt) -> str:
@@ -110,3 +114,21 @@ def checkpoints(run: RunDir, facts: Facts) -> str:
         rows.append([shown, folder.name, size, when(at), number_, f"{losses[step]:.4g}" if step in losses else NONE])
     head = ["step", "folder", "size", "saved", "in attempt", "eval loss"]
     return table("Checkpoints", head, rows, "There is none in checkpoints/.")
+
+
+def goodput_section(found: Goodput | None) -> str:
+    """The section; empty for a run that left no times."""
+    if found is None or found.wall_s <= 0:
+        return ""
+    parts = [("productive", found.productive_s, "steps that count"), *((each, s, LOST[each]) for each, s in found.lost.items())]
+    bar, rows = [], []
+    for name, seconds, told in parts:
+        kind, percent, took = _COLOURS.get(name, "p7"), 100 * seconds / found.wall_s, duration(seconds)
+        bar.append((kind, percent, f"{name}: {took}, {percent:.1f}%"))
+        key = f'<th scope="row"><span class="key {kind}">{name}</span></th>'
+        rows.append(f"<tr>{key}<td>{took}</td><td>{percent:.1f}%</td><td>{safe(told)}</td></tr>")
+    if found.wait_s > 0:
+        share, why = f"{100 * found.wait_s / found.wall_s:.1f}%", "for other ranks: the price of training in parallel"
+        rows.append(f"<tr><th>of these waiting</th><td>{duration(found.wait_s)}</td><td>{share}</td><td>{why}</td></tr>")
+    made = f'<div class="scroll" tabindex="0"><table class="rows">{"".join(rows)}</table></div>'
+    return f'<section class="goodput"><h2>Goodput: {found.share:.0%}</h2>{stacked_bar(bar, str(found))}{made}</section>'

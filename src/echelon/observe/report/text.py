@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
-__all__ = ["BINARY", "NONE", "clean", "duration", "quantity", "safe", "table", "when"]
+__all__ = ["BINARY", "NONE", "clean", "duration", "quantity", "safe", "script_json", "stacked_bar", "table", "when"]
 
 NONE = "\N{EN DASH}"
 BINARY = (" B", " KiB", " MiB", " GiB", " TiB")
@@ -27,6 +28,29 @@ def clean(value: object, limit: int = 500) -> str:
 def safe(value: object, limit: int = 500) -> str:
     """`clean` text, escaped: for an element, or a quoted attribute."""
     return escape(clean(value, limit))
+
+
+def script_json(value: object) -> str:
+    """JSON that may stand inside `<script>`: no character in it can end the element. Non-ASCII is escaped by json itself."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def stacked_bar(parts: Iterable[tuple[str, float, str]], words: str) -> str:
+    """Parts of a whole side by side.
+
+    Args:
+        parts: the class of each, its percentage, and what is said of it.
+        words: the bar for those who cannot see it.
+    """
+    x, made = 0.0, []
+    for kind, width, told in parts:
+        if width > 0.05:
+            made.append(
+                f'<rect class="{kind}" x="{x:.2f}%" width="{width:.2f}%" height="100%"><title>{safe(told)}</title></rect>'
+            )
+        x += width
+    return f'<svg class="bar" role="img" aria-label="{safe(words, 1000)}">{"".join(made)}</svg>'
 
 
 def when(seconds: float | None) -> str:
@@ -55,24 +79,28 @@ def quantity(value: float, base: int = 1000, units: Sequence[str] = ("", "k", "M
     return f"{value:.4g}{units[power]}"
 
 
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]], empty: str, *, folded: bool = False) -> str:
+def table(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[object]], empty: str, *, folded: bool = False, most: int = _ROWS
+) -> str:
     """A table of texts; without `head`, the first cell of each row is its heading.
 
     Args:
         head: any text.
         empty: said in place of a table without rows.
         folded: shown when it is asked for.
+        most: the last rows that are shown.
     """
     if not rows:
         return f'<section><h2>{title}</h2><p class="none">{empty}</p></section>'
     lines = [f"<thead><tr>{''.join(f'<th>{safe(name, 60)}</th>' for name in head)}</tr></thead>"] if head else []
-    for row in rows[-_ROWS:]:
+    for row in rows[-most:]:
         cells = [f"<td>{safe(cell, 2000)}</td>" for cell in row]
         if not head:
             cells[0] = f"<th>{safe(row[0], 60)}</th>"
         lines.append(f"<tr>{''.join(cells)}</tr>")
     made = f'<div class="scroll" tabindex="0"><table class="{"rows" if head else "facts"}">{"".join(lines)}</table></div>'
-    more = f'<p class="none">The last {_ROWS} of {len(rows)}.</p>' if len(rows) > _ROWS else ""
+    if len(rows) > most:
+        made += f'<p class="none">The last {most} of {len(rows)}.</p>'
     if folded:
-        return f"<section><details><summary><h2>{title}</h2></summary>{made}{more}</details></section>"
-    return f"<section><h2>{title}</h2>{made}{more}</section>"
+        return f"<details><summary>{title}</summary>{made}</details>"
+    return f"<section><h2>{title}</h2>{made}</section>"

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from echelon.contracts.times import PARTS, TimeRecord
 from echelon.observe.attempt_times import AttemptTimes
-from echelon.observe.chart import script_json
-from echelon.observe.page.text import safe
 from echelon.observe.recent import KEPT
+from echelon.observe.report.text import safe, script_json, stacked_bar
 from echelon.observe.stragglers import stragglers
 
 __all__ = ["Spent", "ranks", "spent_of"]
@@ -136,15 +135,13 @@ def _bars(spent: Sequence[Spent]) -> str:
     whole = max((sum(each.parts) / max(each.steps, 1e-9) for each in shown if each.steps), default=0.0) or 1.0
     rows = []
     for each in shown:
-        x, bars, steps = 0.0, [], each.steps or float("inf")
-        for n, part in enumerate(PARTS):
-            width = 100 * each.parts[n] / steps / whole
-            if width > 0.05:
-                told = f"{_NAMES[part]}: {_ms(each.parts[n] / steps)}"
-                bars.append(f'<rect class="p{n}" x="{x:.2f}%" width="{width:.2f}%" height="100%"><title>{told}</title></rect>')
-            x += width
-        words = ", ".join(f"{_NAMES[part]} {_ms(each.parts[n] / steps)}" for n, part in enumerate(PARTS) if each.parts[n])
-        bar = f'<svg class="bar" role="img" aria-label="{words}">{"".join(bars)}</svg>'
+        steps = each.steps or float("inf")
+        a_step = [
+            (f"p{n}", each.parts[n] / steps, f"{_NAMES[part]} {_ms(each.parts[n] / steps)}") for n, part in enumerate(PARTS)
+        ]
+        bar = stacked_bar(
+            ((kind, 100 * s / whole, told) for kind, s, told in a_step), ", ".join(told for _, s, told in a_step if s > 0)
+        )
         cells = f"<td>{_ms(sum(each.parts) / steps)}</td><td>{_ms(each.own_s())}</td>"
         rows.append(f'<tr><th scope="row">{each.rank}</th>{cells}<td>{bar}</td><td>{safe(each.line or "", 120)}</td></tr>')
     head = "".join(f"<th>{name}</th>" for name in ("rank", "a step", "its own", "", "its slowest line"))

@@ -2,28 +2,28 @@
 
 Reads nothing but the folders and changes nothing in them except `report.html`. What is missing or cut off is said on the page,
 never an error: a report is wanted most for the run that went wrong. All text from files counts as hostile, and is escaped in
-`page.text`.
+`text`.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 
 from echelon.common.errors import RunFolderError
 from echelon.common.files import write_whole
 from echelon.common.redact import redacted
 from echelon.contracts.run_dir import RunDir
-from echelon.observe.goodput import LOST, Goodput
-from echelon.observe.page import history
-from echelon.observe.page.about import differences, run_table
-from echelon.observe.page.charts import charts
-from echelon.observe.page.figures import compared, figures
-from echelon.observe.page.ranks import ranks
-from echelon.observe.page.script import SCRIPT
-from echelon.observe.page.shown import Shown, shown_of
-from echelon.observe.page.style import STYLE
-from echelon.observe.page.text import duration, safe
+from echelon.observe.report import history
+from echelon.observe.report.about import differences, run_table
+from echelon.observe.report.charts import charts
+from echelon.observe.report.figures import compared, figures
+from echelon.observe.report.ranks import ranks
+from echelon.observe.report.runs import RunOnPage, runs_on_page
+from echelon.observe.report.text import safe
 
 __all__ = ["compare", "render", "write"]
 
@@ -64,15 +64,33 @@ def _check(run: RunDir) -> None:
 
 def render(*runs: RunDir) -> str:
     """The page as text. The same folders give the same text, whenever it is rendered."""
-    shown = shown_of(runs)
+    shown = runs_on_page(runs)
     parts = _one(shown[0]) if len(shown) == 1 else _several(shown)
     title = f"{shown[0].facts.name}: {shown[0].facts.status().text}" if len(shown) == 1 else f"{len(shown)} runs compared"
-    page = [_HEAD.format(title=safe(title, 300), style=STYLE), *parts, f"</main><script>{SCRIPT}</script></body></html>\n"]
+    style = _file("uplot/uPlot.min.css") + _file("page.css")
+    script = f"/*!\n{_file('uplot/LICENSE')}\n*/\n{_file('uplot/uPlot.iife.min.js')}{_file('page.js')}"
+    text = Template(_file("template.html")).substitute(
+        title=safe(title, 300),
+        body="".join(parts),
+        style=style,
+        script=script,
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+    )
     # JSON may hold half a surrogate pair, which no file can.
-    return "".join(page).encode("utf-8", "replace").decode("utf-8")
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _one(shown: Shown) -> list[str]:
+def _file(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """As a content security policy names what may run."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _one(shown: RunOnPage) -> list[str]:
     run, facts = shown.run, shown.facts
     status = facts.status()
     more = ' <a href="#failure">Traceback</a>' if status.kind == "failed" else ""
@@ -84,7 +102,7 @@ def _one(shown: Shown) -> list[str]:
         charts([shown]),
         history.failure(facts.attempts[-1]) if status.kind == "failed" else "",
         ranks(shown.times),
-        productive(shown.goodput),
+        history.goodput_section(shown.goodput),
         history.timeline(facts),
         history.attempts(facts.attempts),
         history.checkpoints(run, facts),
@@ -92,7 +110,7 @@ def _one(shown: Shown) -> list[str]:
     ]
 
 
-def _several(runs: Sequence[Shown]) -> list[str]:
+def _several(runs: Sequence[RunOnPage]) -> list[str]:
     parts = [
         f"<header><h1>{len(runs)} runs compared</h1><p>{safe(', '.join(each.label for each in runs), 1000)}</p></header>",
         compared(runs),
@@ -106,7 +124,7 @@ def _several(runs: Sequence[Shown]) -> list[str]:
             f'<p><span class="status {status.kind}">{safe(status.text, 100)}</span> {safe(redacted(status.detail), 300)}</p>',
             _notes(facts.notes),
             ranks(each.times),
-            productive(each.goodput),
+            history.goodput_section(each.goodput),
             history.timeline(facts),
             history.attempts(facts.attempts),
             "</section>",
@@ -117,46 +135,3 @@ def _several(runs: Sequence[Shown]) -> list[str]:
 def _notes(notes: Sequence[str]) -> str:
     shown = [*notes[:20], *([f"… and {len(notes) - 20} more."] if len(notes) > 20 else [])]
     return f'<ul class="notes">{"".join(f"<li>{safe(note)}</li>" for note in shown)}</ul>' if notes else ""
-
-
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
-<title>{title}</title><style>{style}</style></head><body><main>
-"""
-
-
-# Goodput on the page: how much of the wall time went into steps that count, and what the rest was lost to.
-
-
-# As the parts of a step where they are the same.
-_COLOURS = {"productive": "g", "data": "p0", "startup": "p1", "redone": "p2", "outside": "p3", "ending": "p4", "checkpoint": "p5"}
-_COLOURS |= {"evaluation": "p6", "down": "p7", "hang": "h"}
-
-
-def productive(found: Goodput | None) -> str:
-    """The section; empty for a run that left no times."""
-    if found is None or found.wall_s <= 0:
-        return ""
-    parts = [
-        ("productive", found.productive_s, "steps that count"),
-        *((cause, s, LOST[cause]) for cause, s in found.lost.items()),
-    ]
-    x, bars, keys = 0.0, [], []
-    for name, seconds, told in parts:
-        width = 100 * seconds / found.wall_s
-        kind = _COLOURS.get(name, "p7")
-        words = f"{name}: {duration(seconds)}, {width:.1f}%"
-        bars.append(f'<rect class="{kind}" x="{x:.2f}%" width="{width:.2f}%" height="100%"><title>{words}</title></rect>')
-        keys.append(f'<tr><th scope="row"><span class="key {kind}">{name}</span></th><td>{duration(seconds)}</td>')
-        keys.append(f"<td>{width:.1f}%</td><td>{safe(told)}</td></tr>")
-        x += width
-    if found.wait_s > 0:
-        keys.append(f"<tr><th>of these waiting</th><td>{duration(found.wait_s)}</td>")
-        keys.append(
-            f"<td>{100 * found.wait_s / found.wall_s:.1f}%</td><td>for other ranks: the price of training in parallel</td></tr>"
-        )
-    bar = f'<svg class="bar" role="img" aria-label="{safe(str(found), 1000)}">{"".join(bars)}</svg>'
-    made = f'<div class="scroll" tabindex="0"><table class="rows">{"".join(keys)}</table></div>'
-    return f'<section class="goodput"><h2>Goodput: {found.share:.0%}</h2>{bar}{made}</section>'

@@ -9,8 +9,8 @@ from echelon.common.redact import redacted_words
 from echelon.contracts.run_dir import RunDir
 from echelon.observe.columns import number
 from echelon.observe.facts import get, word
-from echelon.observe.page.shown import Shown
-from echelon.observe.page.text import NONE, safe, table, when
+from echelon.observe.report.runs import RunOnPage
+from echelon.observe.report.text import NONE, safe, table, when
 
 __all__ = ["differences", "run_table"]
 
@@ -39,7 +39,7 @@ def run_table(run: RunDir, about: Mapping[str, object]) -> str:
     return table("Run", [], [[name, "unknown" if value is None else value] for name, value in facts], "")
 
 
-def differences(runs: Sequence[Shown]) -> str:
+def differences(runs: Sequence[RunOnPage]) -> str:
     """The settings and the environment in which the runs differ: a row for each, with the value of each run."""
     settings = [_flat(each.facts.about) for each in runs]
     names = list(dict.fromkeys(name for of_run in settings for name in of_run))

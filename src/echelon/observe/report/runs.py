@@ -9,13 +9,13 @@ from echelon.contracts.run_dir import RunDir
 from echelon.observe.attempt_times import AttemptTimes, times_of
 from echelon.observe.facts import Facts, read
 from echelon.observe.goodput import Goodput, goodput
-from echelon.observe.page.text import clean
+from echelon.observe.report.text import clean
 
-__all__ = ["Shown", "shown_of"]
+__all__ = ["RunOnPage", "runs_on_page"]
 
 
 @dataclass(frozen=True)
-class Shown:
+class RunOnPage:
     """One of the runs of a page.
 
     Args:
@@ -33,7 +33,7 @@ class Shown:
     goodput: Goodput | None = None
 
 
-def shown_of(runs: Sequence[RunDir]) -> list[Shown]:
+def runs_on_page(runs: Sequence[RunDir]) -> list[RunOnPage]:
     """Read the runs' folders."""
     facts = [read(run) for run in runs]
     names = [clean(each.name, 60) for each in facts]
@@ -41,7 +41,7 @@ def shown_of(runs: Sequence[RunDir]) -> list[Shown]:
     labels = [folder if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
     times = [times_of(run) for run in runs]
     found = [_goodput(run, each) for run, each in zip(runs, times, strict=True)]
-    return [Shown(n, *each) for n, each in enumerate(zip(runs, facts, labels, times, found, strict=True))]
+    return [RunOnPage(n, *each) for n, each in enumerate(zip(runs, facts, labels, times, found, strict=True))]
 
 
 def _goodput(run: RunDir, times: Sequence[AttemptTimes]) -> Goodput | None:

@@ -9,8 +9,8 @@ from statistics import median
 
 from echelon.observe.columns import Line
 from echelon.observe.facts import Facts, word
-from echelon.observe.page.shown import Shown
-from echelon.observe.page.text import BINARY, NONE, duration, quantity, safe
+from echelon.observe.report.runs import RunOnPage
+from echelon.observe.report.text import BINARY, NONE, duration, quantity, safe
 
 __all__ = ["compared", "figures", "unit"]
 
@@ -24,13 +24,13 @@ def unit(key: str) -> str:
     return f"{key.removesuffix('_per_s')[:40]}/s"
 
 
-def figures(shown: Shown) -> str:
+def figures(shown: RunOnPage) -> str:
     """The row of key numbers: name, number, and what it is the number of."""
     items = (f'<div><dt>{n}</dt><dd>{safe(v, 40)}</dd><dd class="under">{safe(u, 60)}</dd></div>' for n, v, u in _cards(shown))
     return f'<dl class="figures">{"".join(items)}</dl>'
 
 
-def compared(runs: Sequence[Shown]) -> str:
+def compared(runs: Sequence[RunOnPage]) -> str:
     """The same numbers of several runs, a row each."""
     rows = []
     cards = [_cards(each) for each in runs]
@@ -51,7 +51,7 @@ def compared(runs: Sequence[Shown]) -> str:
     return f'<div class="scroll" tabindex="0">{made}</div>'
 
 
-def _cards(shown: Shown) -> list[Card]:
+def _cards(shown: RunOnPage) -> list[Card]:
     facts = shown.facts
     spans = [attempt.seconds() for attempt in facts.attempts]
     known = [seconds for seconds in spans if seconds is not None]
