@@ -207,13 +207,13 @@ class ParallelPrepared(FSDPPrepared):
         if pipeline is None:
             return super().forward_backward_window(micro_batches, forward, backward, outputs=outputs)
         several = len(pipeline.cut.own) > 1
-        defers = self.reduction.requires_gradient_sync and not self.reduction.requires_all_reduce and len(self._averaged) > 1
+        defers = self.requires_gradient_sync and not self.requires_all_reduce and len(self._averaged) > 1
         if defers and not several and self._same is None:
             self._same = SameGradients(self.module)  # before the forward passes, which it watches
 
         def before(last: bool, number: int) -> None:
             """Each backward pass that the schedule calls: `last` of its stage, after `number` others."""
-            if several and self.reduction.requires_gradient_sync:
+            if several and self.requires_gradient_sync:
                 return  # passes of several stages do not reach the same parameters, so no all-reduce can wait
             if self._same is not None and number:
                 self._same.check(last=False)

@@ -218,8 +218,6 @@ class DDPStrategy(Strategy):
     skip_all_reduce_unused_params: bool = False
     bucket_cap_mb_list: Sequence[int] | None = None
     batched_grad_copy: bool = False
-    delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None
-    param_to_hook_all_reduce: nn.Parameter | None = None
     mixed_precision: object | None = None
     shard_optimizer: bool = False
 
@@ -280,8 +278,6 @@ class DDPStrategy(Strategy):
             "static_graph": self.static_graph,
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "batched_grad_copy": self.batched_grad_copy,
-            "delay_all_reduce_named_params": self.delay_all_reduce_named_params,
-            "param_to_hook_all_reduce": self.param_to_hook_all_reduce,
         }
         devices = [world.device.index] if world.device.type == "cuda" else None
         wrapped = Reaching(module, devices, **ddp_options(DistributedDataParallel, options))

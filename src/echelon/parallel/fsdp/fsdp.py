@@ -17,7 +17,7 @@ from torch import nn
 
 from echelon.common.arguments import several
 from echelon.common.errors import LayoutError, require
-from echelon.parallel.fsdp.sharding import FSDPPrepared, Reduction, Sharding, offloads, shard
+from echelon.parallel.fsdp.sharding import FSDPPrepared, Sharding, offloads, shard
 from echelon.parallel.fsdp.units import check_prefetch, check_reshard
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.blocks import Blocks, blocks_by_policy, chosen_blocks
@@ -120,22 +120,8 @@ class FSDPStrategy(Strategy):
             reshard = self.reshard_after_forward  # type: ignore[assignment]
         root_policy, policy = precision_policies(self.mixed_precision, module)
         offload, pin = offloads(self.cpu_offload, "FSDPStrategy(cpu_offload=...)")
-        return Sharding(
-            self._mesh(world, replicas),
-            self.blocks_of(module),
-            reshard_after_forward=reshard,
-            policy=policy,
-            root_policy=root_policy,
-            offload=offload,
-            pin_memory=pin,
-            placement=self.shard_placement_fn,
-            ignored=self._ignored(),
-            from_rank0=self.sync_module_states,
-            forward_prefetch=self.forward_prefetch,
-            backward_prefetch=self.backward_prefetch,
-            init=self.param_init_fn,
-            reduction=Reduction(self.requires_gradient_sync, self.requires_all_reduce),
-        )
+        mesh, blocks = self._mesh(world, replicas), self.blocks_of(module)
+        return Sharding(self, mesh, blocks, reshard, policy, root_policy, offload, pin, self._ignored())
 
     def _check(self, world: World) -> None:
         if self.blocks is not None and self.auto_wrap_policy is not None:

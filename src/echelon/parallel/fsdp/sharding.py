@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-__all__ = ["FSDPPrepared", "Reduction", "Sharding", "offloads", "shard"]
+__all__ = ["FSDPPrepared", "Sharding", "offloads", "shard"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,12 @@ class FSDPPrepared(Prepared[nn.Module]):
     """A module that `fully_shard` has split, by us or by the user. Its parameters are DTensors.
 
     Attributes:
-        reduction: what travels in an accumulation window.
+        requires_gradient_sync, requires_all_reduce: as FSDPStrategy has them: which gradients travel before a window's last
+            micro-batch.
         draws: compares the random numbers of ranks that share layers; None where there are none.
     """
 
+    requires_gradient_sync, requires_all_reduce = True, False
     draws: SameDraws | None = None
     forward_is_collective = True
     form = Form("others")
@@ -78,7 +80,6 @@ class FSDPPrepared(Prepared[nn.Module]):
     def __init__(self, module: nn.Module, world: World, averaged: Sequence[Axis] | None = None) -> None:
         reshard(module)
         super().__init__(module, sharded_axes(module) if averaged is None else averaged)
-        self.reduction = Reduction()
         self._same: SameGradients | None = None
         self._is_checked = self._is_known = self._compares_calls = False
         self.guards.append(SplitMessages(module))
@@ -99,12 +100,12 @@ class FSDPPrepared(Prepared[nn.Module]):
             return NO_CONTEXT
         sharded: FSDPModule = self.module  # type: ignore[assignment]
         self._reduces = last
-        if not self.reduction.requires_gradient_sync:
+        if not self.requires_gradient_sync:
             if self.form.gathered_in is not None and not self._is_known:
                 self._is_known = True
                 _gather_each(self.module)
             sharded.set_requires_gradient_sync(last)
-        elif not self.reduction.requires_all_reduce and len(self._averaged) > 1:
+        elif not self.requires_all_reduce and len(self._averaged) > 1:
             sharded.set_requires_all_reduce(last)
             if self._same is None:
                 self._same = SameGradients(self.module, together=self.trains != "scheduled")
@@ -180,47 +181,27 @@ register(Kind("fsdp", is_fully_sharded, FSDPPrepared))
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """Which gradients travel after a micro-batch that is not its window's last, by the names of FSDPModule's setters.
-
-    Args:
-        requires_gradient_sync: reduce-scatter: a rank keeps its shards of the gradients. False waits for the last: one in a
-            window instead of one in a micro-batch, and meanwhile whole gradients in float32 on every rank.
-        requires_all_reduce: with copies of the shards, also over the copies. False waits for the last; it costs no memory.
-    """
-
-    requires_gradient_sync: bool = True
-    requires_all_reduce: bool = False
-
-
-@dataclass(frozen=True)
 class Sharding:
-    """What `shard` is told, in `fully_shard`'s words.
+    """What an FSDPStrategy means for a module, in `fully_shard`'s words.
 
     Args:
+        options: the FSDPStrategy, for what it says in these words itself.
         mesh: the data-parallel ranks: 1-D, or 2-D (replicas, shards).
         blocks: submodules to split one by one, innermost first; None chooses the repeated ones and reports them.
-        policy: mixed precision, as the user gives it; what it leaves open is the recipe's.
-        root_policy: the root's; None is the blocks'.
+        policy, root_policy: mixed precision, as the user gives it; what it leaves open is the recipe's.
         offload: shards and optimizer state live in host memory; they visit the device block by block.
         ignored: parameters that stay whole.
-        init: fills a submodule's own parameters, if they are on the meta device.
     """
 
+    options: Any
     mesh: DeviceMesh
-    blocks: Blocks | None = None
-    reshard_after_forward: bool | int | Mapping[str, bool | int] = True
-    policy: MixedPrecisionPolicy | None = None
-    root_policy: MixedPrecisionPolicy | None = None
-    offload: bool = False
-    pin_memory: bool = True
-    placement: Callable[[nn.Parameter], Any] | None = None
-    ignored: Collection[nn.Parameter] = ()
-    from_rank0: bool = True
-    forward_prefetch: bool | int = False
-    backward_prefetch: int | None = None
-    init: Callable[[nn.Module], None] | None = None
-    reduction: Reduction = field(default_factory=Reduction)
+    blocks: Blocks | None
+    reshard_after_forward: bool | int | Mapping[str, bool | int]
+    policy: MixedPrecisionPolicy
+    root_policy: MixedPrecisionPolicy
+    offload: bool
+    pin_memory: bool
+    ignored: Collection[nn.Parameter]
 
 
 def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding, made: type[P]) -> P:
@@ -229,7 +210,7 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding, made: 
     Block by block: a block is filled or moved to the device, made equal on all ranks, and split before the next one's turn,
     so that no rank's device ever holds more than its shards and one whole block.
     """
-    if how.init is None:
+    if how.options.param_init_fn is None:
         remember(module)
     if how.mesh.ndim > 2 or (how.mesh.ndim == 2 and how.mesh.mesh_dim_names is None):
         names = "" if how.mesh.mesh_dim_names else " without names"
@@ -252,7 +233,7 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding, made: 
     apart = set() if how.offload else experts_apart(module, precision, how.policy)
     units = [*expert_units(module, precision, how.policy, reshards, apart), *units]
     ignored |= apart
-    root_policy = policy_for(module, precision, how.root_policy or how.policy)
+    root_policy = policy_for(module, precision, how.root_policy)
     module = recipe.compile(recipe.checkpoint_activations(module))
     whole |= (others := of_another_type(module, [unit.modules for unit in units], ignored))
     ignored |= others
@@ -268,9 +249,11 @@ def shard(module: nn.Module, world: World, recipe: Recipe, how: Sharding, made: 
     take_whole_states(module)
     tell_when_module_is_pickled(module)
     prepared = made(module, world, axes_of(how.mesh))
-    if precision is not None and decides(precision, how.root_policy or how.policy):
+    if precision is not None and decides(precision, how.root_policy):
         always_under_autocast(module, precision, world.device)
-    prepared.form, prepared.reduction = Form("others", root_policy.param_dtype), how.reduction
+    prepared.form = Form("others", root_policy.param_dtype)
+    prepared.requires_gradient_sync = how.options.requires_gradient_sync
+    prepared.requires_all_reduce = how.options.requires_all_reduce
     return prepared
 
 
@@ -286,7 +269,12 @@ def _split(
     gathers_in(module, root_policy.param_dtype)
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    options: dict[str, Any] = {"mesh": how.mesh, "shard_placement_fn": how.placement, "ignored_params": ignored or None}
+    given = how.options
+    options: dict[str, Any] = {
+        "mesh": how.mesh,
+        "shard_placement_fn": given.shard_placement_fn,
+        "ignored_params": ignored or None,
+    }
     if how.offload:  # pinned memory makes copies to a GPU asynchronous; without a GPU there is none
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=how.pin_memory and world.device.type == "cuda")
     done: set[nn.Module] = set()
@@ -297,12 +285,13 @@ def _split(
     for unit in (*units, rest):
         for part in unit.modules:
             name = f"{kind}.{unit.name}" if unit.name else kind
-            place(part, done, world, how.mesh, from_rank0=how.from_rank0, init=how.init, name=name)
+            from_rank0, init = given.sync_module_states, given.param_init_fn
+            place(part, done, world, how.mesh, from_rank0=from_rank0, init=init, name=name)
         together = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
         own = {} if unit.mesh is None else {"mesh": unit.mesh, "shard_placement_fn": unit.placement}
         fully_shard(together, **{**options, **own}, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
     keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
-    prefetch(units, int(how.forward_prefetch), how.backward_prefetch)
+    prefetch(units, int(given.forward_prefetch), given.backward_prefetch)
 
 
 def _refuse_layer_drop(module: nn.Module) -> None:
