@@ -123,6 +123,8 @@ def test_batches_go_to_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch, de
     unit = Regression(module=net(dtype=torch.float32))
     unit.device = torch.device(device)
     said: list[Any] = []
-    monkeypatch.setattr("echelon.loop.auto.predicting.copy_data_to_device", lambda data, device, **options: said.append(options))
+    monkeypatch.setattr(
+        "echelon.loop.auto.prepared_unit.copy_data_to_device", lambda data, device, **options: said.append(options)
+    )
     unit.move_data_to_device(None, [torch.ones(1)], asked)  # type: ignore[arg-type]
     assert said == [{"non_blocking": want}]

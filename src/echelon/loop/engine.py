@@ -28,7 +28,7 @@ from echelon.loop.reporting.reporting import Reporting
 from echelon.loop.stage import Hooks, Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps, evaluation_after_epoch
-from echelon.loop.unit import TrainUnit
+from echelon.loop.unit import TrainedUnit
 from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.guards.trained_params import check_trained_alike, watch_trained
@@ -48,9 +48,7 @@ class Run:
     """One call of an entry point."""
 
     def __init__(self, state: State, unit: Any, callbacks: list[Callback] | None, phases: list[str]) -> None:
-        entry = state.entry_point.name.lower()
-        for phase in phases:
-            check_unit(unit, phase, entry, getattr(state, f"{phase}_state").dataloader)
+        self._check(state, unit, phases)
         self.state, self.unit, self.callbacks = state, unit, callbacks_of(callbacks)
         if "train" in phases:
             self.callbacks += profiling.asked_for()
@@ -68,6 +66,10 @@ class Run:
             )
         self._agree_after_step: Callable[[], None] | None = None
         self._doubts: list[Guard] = []  # in which a rank asks all to compare
+
+    def _check(self, state: State, unit: Any, phases: list[str]) -> None:
+        for phase in phases:
+            check_unit(unit, phase, state.entry_point.name.lower(), getattr(state, f"{phase}_state").dataloader)
 
     # --- the whole run
 
@@ -230,7 +232,7 @@ class Run:
         state, phase = self.state, stage.phase
         together = stage.trains or state.entry_point is EntryPoint.FIT or self._inner.meets_at_end(phase)
         found = state.logged.end_phase(phase, together=together)
-        progress = self.unit.train_progress if isinstance(self.unit, TrainUnit) else stage.progress
+        progress = self.unit.train_progress if isinstance(self.unit, TrainedUnit) else stage.progress
         if phase == "eval":
             state.logged.evaluated_at = progress.num_steps_completed
         if state.recorder is not None and found:
@@ -269,7 +271,7 @@ class Run:
             stage.call(stage.hooks.end)
             whole = whole and phase == "eval"
             loss = getattr(self.unit, "eval_loss", None) if whole and getattr(self.unit, "has_eval_loss", True) else None
-            step = self.unit.train_progress.num_updates_completed if isinstance(self.unit, TrainUnit) else None
+            step = self.unit.train_progress.num_updates_completed if isinstance(self.unit, TrainedUnit) else None
             eval_loss = loss if isinstance(loss, float) else None
             logged = self.state.logged.latest.get("eval", {}) if whole else {}
             numbers = {"eval_loss": eval_loss, "logged": logged}

@@ -57,7 +57,7 @@ def own_fetch(stage: Stage, batches: Batches, *, always: bool) -> Callable[[], A
     Args:
         always: for other units, too, the next of `batches`, instead of None.
     """
-    if wants_iterator(getattr(stage.unit, f"{stage.phase}_step")):
+    if wants_iterator(getattr(stage.unit, f"{stage.phase}_step", None)):
         return partial(batches.within_limits, batches.itself)
     fetch: Callable[[], Any] = batches.__next__
     if _fetches(stage):
@@ -76,7 +76,7 @@ def _fetches(stage: Stage) -> bool:
 def open_feed(stage: Stage) -> Feed:
     """The iterator of the coming epoch, from where progress says that it continues. Hooks run around its making."""
     here, progress, inner = stage.here, stage.progress, stage.inner
-    own = wants_iterator(getattr(stage.unit, f"{stage.phase}_step")) or _fetches(stage)
+    own = wants_iterator(getattr(stage.unit, f"{stage.phase}_step", None)) or _fetches(stage)
     limit = None if own else here.steps_left(progress, inner)  # a step of its own may take several batches
     _seek(here.dataloader, progress)
     for part in loaders_of(here.dataloader):

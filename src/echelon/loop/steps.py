@@ -17,7 +17,7 @@ from echelon.loop.feeding import Batches, open_feed, own_fetch
 from echelon.loop.progress import Progress
 from echelon.loop.stage import Stage, timed
 from echelon.loop.state import EvaluateEvery, PhaseState
-from echelon.loop.unit import TrainUnit
+from echelon.loop.unit import TrainedUnit
 from echelon.world import clock
 from echelon.world.clock import Part
 
@@ -46,7 +46,6 @@ class Steps:
         self.feed = open_feed(stage)
         self.batches = Batches(self.feed, stage.here, stage.progress, stage.inner)
         self.take = timed(state.timer, f"{stage.entry}.next(data_iter)", self.feed.__next__)
-        self.step = timed(state.timer, f"{type(stage.unit).__name__}.{phase}_step", getattr(stage.unit, f"{phase}_step"))
         meets = stage.inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in stage.callbacks)
         meets = meets or getattr(stage.here.dataloader, "meets_in_steps", False)
         unsized = not state.alone and (stage.trains or meets) and agreements.on_lengths(phase, self.feed, stage.unit)
@@ -62,7 +61,9 @@ class Steps:
 
     def run(self) -> bool:
         """All of them; True if the epoch came to its end, False if it was cut short."""
-        state, here, step, steps = self.stage.state, self.stage.here, self.step, self.each()
+        stage, steps = self.stage, self.each()
+        state, here, name = stage.state, stage.here, f"{stage.phase}_step"
+        step = timed(state.timer, f"{type(stage.unit).__name__}.{name}", getattr(stage.unit, name))
         for data in steps:
             try:
                 here.step_output = step(state, data)
@@ -202,7 +203,7 @@ _PARTS = {True: (int(Part.DATA), int(Part.STEP)), False: (int(Part.EVAL), int(Pa
 
 def _trained(unit: Any) -> Progress:
     """How far a unit that is evaluated has been trained."""
-    return unit.train_progress if isinstance(unit, TrainUnit) else Progress()
+    return unit.train_progress if isinstance(unit, TrainedUnit) else Progress()
 
 
 def _ended(stage: Stage, feed: Feed, progress: Progress) -> bool:

@@ -22,7 +22,7 @@ from echelon.world.init import World
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["AppStateMixin", "EvalUnit", "PredictUnit", "Stateful", "TestUnit", "TrainUnit", "Unit"]
+__all__ = ["AppStateMixin", "EvalUnit", "PredictUnit", "Stateful", "TestUnit", "TrainUnit", "TrainedUnit", "Unit"]
 
 T = TypeVar("T")
 
@@ -208,8 +208,10 @@ def _data_for(step: Any, batches: Iterator[T]) -> T | Iterator[T]:
     return batches if wants_iterator(step) else next(batches)
 
 
-class TrainUnit(Unit, Generic[T], ABC):
-    """Training: write `train_step`. `on_train_*` hooks run before the callbacks' hooks of the same name.
+class TrainedUnit(Unit, ABC):
+    """What is trained, by a `train_step` or by a loop of its user's own.
+
+    `on_train_*` hooks run before the callbacks' hooks of the same name.
 
     Attributes:
         may_stop: whether a step may call `state.stop()`, so that several ranks wait for one another after each, and all stop
@@ -221,10 +223,6 @@ class TrainUnit(Unit, Generic[T], ABC):
     def __init__(self) -> None:
         super().__init__()
         self.train_progress = Progress()
-
-    @abstractmethod
-    def train_step(self, state: State, data: T) -> Any:
-        """One step on one batch. Annotate `data` as `Iterator[...]` to fetch batches yourself."""
 
     def on_train_start(self, state: State) -> None:
         """Before the first epoch."""
@@ -240,6 +238,14 @@ class TrainUnit(Unit, Generic[T], ABC):
 
     def on_train_end(self, state: State) -> None:
         """After the last epoch."""
+
+
+class TrainUnit(TrainedUnit, Generic[T], ABC):
+    """Training: write `train_step`."""
+
+    @abstractmethod
+    def train_step(self, state: State, data: T) -> Any:
+        """One step on one batch. Annotate `data` as `Iterator[...]` to fetch batches yourself."""
 
     def get_next_train_batch(self, state: State, data_iter: Iterator[T]) -> Any:
         """Fetch a batch; override to combine or replace batches."""

@@ -12,7 +12,7 @@ from torch import nn
 from echelon.common.errors import PlanError
 from echelon.common.terminal import columns
 from echelon.contracts.overrides import Overrides, impose
-from echelon.loop.auto.auto import AutoUnit
+from echelon.loop.auto.prepared_unit import PreparedUnit
 from echelon.loop.callback import Callback
 from echelon.loop.reporting.observer import observing
 from echelon.loop.target import Target
@@ -74,7 +74,7 @@ def plan_layers(target: Target, layout: str | None = None, ranks: int | None = N
     looks = _Looks(resolve(layout), ranks)
 
     def far_enough(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
-        if isinstance(unit, AutoUnit):
+        if isinstance(unit, PreparedUnit):
             unit.prepared  # noqa: B018  (it is made when it is first asked for)
         raise _Trains
 

@@ -15,6 +15,7 @@ import torch
 
 from echelon.prover.kept_state import VARIABLE, unlike
 from echelon.prover.micro import digest
+from echelon.prover.unit_kind import UnitKind
 from echelon.prover.values import near
 from echelon.prover.verdict import Difference, Verdict
 
@@ -424,7 +425,7 @@ def from_mistakes(
     if not record["communicates"]:
         return scale or _by_rank(mistakes, batch_norms, first.update)
     # A rank's loss is another with what others send than without; and what a step of one's own sends may be the gradients.
-    if first.phase != "gradient" or (scale and record["kind"] == "TrainUnit"):
+    if first.phase != "gradient" or (scale and record["kind"] is UnitKind.STEP):
         return scale
     seen = f"the loss is right, its gradient is not, and the forward pass speaks to other ranks{f': {scale[1]}' if scale else ''}"
     return "collectives without a gradient", seen

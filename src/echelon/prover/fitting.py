@@ -10,6 +10,7 @@ from echelon.parallel.layouts import in_words, resolve
 from echelon.prover.matrix import AS_WRITTEN, Row
 from echelon.prover.proof import Result
 from echelon.prover.ran import Ran
+from echelon.prover.unit_kind import UnitKind
 
 __all__ = ["Fitting"]
 
@@ -28,7 +29,7 @@ class Fitting:
 
     run: Callable[[Row], Result]
     say: Callable[[str], None]
-    kind: str = ""
+    kind: UnitKind | None = None
     overridable: bool = True
     idle: bool = False
     _yours: tuple[str, int, int] | None = None  # layout, ranks, accumulation
@@ -68,9 +69,9 @@ class Fitting:
                     yield replace(rows[0], ranks=row.ranks) if rows[0].yours else Row(AS_WRITTEN, row.ranks)
             # One optimizer's step changes what the loss of another meets, in an update's last micro-batch alone; and the loop
             # steps its own optimizers by name.
-            elif self.kind == "several optimizers" and (row.optimizer == "sgd" or (row.accumulation or 1) > 1):
+            elif self.kind is UnitKind.LOOP_OF_SEVERAL and (row.optimizer == "sgd" or (row.accumulation or 1) > 1):
                 several = True
-            elif not (self.kind == "TrainUnit" and differs) and not self._is_done(row):
+            elif not (self.kind is UnitKind.STEP and differs) and not self._is_done(row):
                 yield row
             done.add(row.ranks)
         if several:

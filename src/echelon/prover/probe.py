@@ -15,6 +15,7 @@ from echelon.common.errors import UsageError
 from echelon.prover.kept_state import VARIABLE, unlike
 from echelon.prover.micro import Micro, NotJoinable, digest, joined
 from echelon.prover.reference import AutoReference, Pass, Reference, Values, by_index
+from echelon.prover.unit_kind import UnitKind
 from echelon.prover.values import near, parameters_of
 
 __all__ = ["UNKNOWN", "probe"]
@@ -39,16 +40,8 @@ def probe(reference: Reference) -> dict[str, Any]:
     facts["per_sample"], facts["state"] = _per_sample(reference), _state_that_matters(reference)
     if isinstance(reference, AutoReference):
         micro = reference.updates[0][0]
-        seen: list[torch.dtype] = []
-
-        def kept(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.is_floating_point():
-                seen.append(tensor.dtype)
-            return tensor
-
-        # A loop computes its loss by itself.
-        with contextlib.suppress(RuntimeError, UsageError), torch.autograd.graph.saved_tensors_hooks(kept, lambda t: t):
-            facts["narrowest"] = _narrowest(reference.loss_of(micro.data), seen)
+        if not UnitKind.of(reference.unit).is_loop:  # which computes its loss by itself
+            facts["narrowest"] = _narrowest_kept(reference, micro)
         now = reference.sources.states()
         first, second = (reference.tried(Pass(micro.data, 1.0, now))[0] for _ in range(2))
         facts["repeatable"] = abs(first - second) <= 1e-4 * abs(first) or first != first
@@ -75,6 +68,19 @@ def _written(reference: Reference) -> str | None:
             left.append({name: p.detach().clone() for name, p in now if not torch.equal(p, before[name])})
     one, other = left or ({}, {})
     return next((name for name in one if name in other and not torch.equal(one[name], other[name])), None)
+
+
+def _narrowest_kept(reference: AutoReference, micro: Micro) -> torch.dtype | None:
+    seen: list[torch.dtype] = []
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            seen.append(tensor.dtype)
+        return tensor
+
+    with contextlib.suppress(RuntimeError, UsageError), torch.autograd.graph.saved_tensors_hooks(kept, lambda t: t):
+        return _narrowest(reference.loss_of(micro.data), seen)
+    return None
 
 
 def _narrowest(loss: torch.Tensor, kept: list[torch.dtype]) -> torch.dtype | None:

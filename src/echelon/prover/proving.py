@@ -41,6 +41,7 @@ from echelon.prover.ran import (
 from echelon.prover.rank import run_backward, run_reference, run_split
 from echelon.prover.reference_store import SHAKES, ReferenceStore, are_alike, data_of
 from echelon.prover.sample_checks import SampleChecks
+from echelon.prover.unit_kind import UnitKind
 from echelon.prover.values import load_values
 from echelon.prover.verdict import SMALL_SHARE, Verdict
 
@@ -134,7 +135,7 @@ class Proving:
             )
         elif not facts["joined"]:
             self._say("Micro-batches cannot be joined into one batch: the reference adds them up by their weights.")
-        if ran.records[0]["dropouts"] and ran.records[0]["kind"] in ("LoopUnit", "TrainUnit", "several optimizers"):
+        if ran.records[0]["dropouts"] and ran.records[0]["kind"].draws_by_itself:
             self._say(
                 "Dropout was switched off in all rows and in one process: a step of the script's own decides what it draws."
             )
@@ -198,7 +199,7 @@ class Proving:
             )
             result.verdict, result.message = "failed", f"there is nothing to compare: {what}."
             return
-        if records[0]["kind"] == "several optimizers" and (row.accumulation or records[0]["accumulation"]) > 1:
+        if records[0]["kind"] is UnitKind.LOOP_OF_SEVERAL and (row.accumulation or records[0]["accumulation"]) > 1:
             result.verdict, result.message = "not possible", _IN_TURN
             return
         self._say_how(ran)

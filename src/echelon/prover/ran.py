@@ -12,6 +12,7 @@ import torch
 from echelon.prover.matrix import Row
 from echelon.prover.micro import digest
 from echelon.prover.proof import Result
+from echelon.prover.unit_kind import UnitKind
 from echelon.prover.values import load_values, near
 from echelon.prover.verdict import SMALL_SHARE, Verdict, larger
 
@@ -58,7 +59,7 @@ class Ran:
 
     @property
     def is_auto(self) -> bool:
-        return bool(self.records[0]["kind"] != "TrainUnit")
+        return self.records[0]["kind"] is not UnitKind.STEP
 
 
 @dataclass

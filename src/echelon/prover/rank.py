@@ -18,7 +18,6 @@ from echelon.data.loader import Loader
 from echelon.data.prefetch import Feed
 from echelon.loop.auto import loss_scale
 from echelon.loop.callback import Callback
-from echelon.loop.own.unit import LoopUnit
 from echelon.loop.reporting.observer import observing
 from echelon.loop.target import Target
 from echelon.parallel import over_ranks
@@ -39,6 +38,7 @@ from echelon.prover.row_layout import RowLayout
 from echelon.prover.samples import Epoch, Seen, drawn_by_reading, kept_by_reading, reads_alike
 from echelon.prover.splits import split
 from echelon.prover.turns import Enough, Turns
+from echelon.prover.unit_kind import UnitKind
 from echelon.prover.values import parameters_of, prepared_of
 from echelon.prover.wide import without_narrow_casts
 from echelon.prover.workarounds import (
@@ -185,7 +185,7 @@ class Replay:
             _adapt(unit, self.row)
             if self.row.constant_draws and turns is None:
                 head.enter_context(draws or ConstantDraws())
-            if not isinstance(unit, LoopUnit):
+            if not UnitKind.of(unit).is_loop:
                 found.update(work(unit, dataloader, callbacks))
                 raise Enough
             if turns is None:
@@ -344,7 +344,7 @@ def _adapt(unit: Any, row: Row) -> None:
 
 def _with_sgd(unit: Any, momentum: float) -> None:
     """Give an AutoUnit SGD over the groups of its own optimizer; learning rates and schedule stay."""
-    several = getattr(unit, "has_several", False) and not isinstance(unit, LoopUnit)
+    several = UnitKind.of(unit) is UnitKind.LOSSES
     method = f"configure_optimizers_and_lr_scheduler{'s' if several else ''}"
     configure = getattr(unit, method, None)
     if configure is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from echelon.prover.micro import Micro
 from echelon.prover.samples import Plan
+from echelon.prover.unit_kind import UnitKind
 
 __all__ = ["RankRecord"]
 
@@ -15,7 +16,7 @@ __all__ = ["RankRecord"]
 class RankRecord:
     """What one rank saw. `digests[k]` has checksums of what should be the same on all ranks at update k."""
 
-    kind: str = ""
+    kind: UnitKind | None = None  # None where nothing trained
     rank: int = 0
     is_replica: bool = False
     place: dict[str, int] = field(default_factory=dict)  # along each axis, of a module that is parallel in several directions

@@ -23,14 +23,15 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from echelon.common.errors import ProveError
 from echelon.loop import unit as units
 from echelon.loop.auto.auto import AutoUnit
+from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
-from echelon.loop.own.unit import LoopUnit
 from echelon.loop.state import ActivePhase, State, step_under_way
 from echelon.loop.validate import accumulation_of
 from echelon.parallel.ddp.sync_batchnorm import HostSyncBatchNorm
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_name
+from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.shards import local
 from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import Sources, drawn_between
@@ -41,6 +42,7 @@ from echelon.prover.objects import Objects, own_modules
 from echelon.prover.rank_record import RankRecord
 from echelon.prover.samples import Reading, plan_of
 from echelon.prover.turns import Enough
+from echelon.prover.unit_kind import UnitKind
 from echelon.prover.values import (
     is_replica,
     loss_in,
@@ -110,20 +112,21 @@ class StepRecorder(Callback):
         """
         if self._unit is not None:
             raise Enough  # the script trains once more, after fewer updates than were asked for
-        if not isinstance(unit, units.TrainUnit):
+        if not isinstance(unit, units.TrainedUnit):
             raise ProveError(f"the unit must be a TrainUnit, got {type(unit).__name__}.")
         objects = Objects(unit)
         self._unit, self._sources, self._loader = unit, Sources(objects), dataloader
+        self.record.kind = kind = UnitKind.of(unit)
         self._describe(unit, dataloader)
         self._unlike_others(unit, unseeded)
-        if isinstance(unit, LoopUnit):
-            self.record.dropouts = switch_off_dropout(unit)
+        if kind.is_loop:
             self._watch_loop(unit)
-        elif isinstance(unit, AutoUnit):
-            self._watch_auto(unit)
-        else:
-            self.record.dropouts = switch_off_dropout(unit)
+        elif kind is UnitKind.STEP:
             self._watch_own(unit)
+        else:
+            self._watch_auto(self._unit)
+        if kind.draws_by_itself:
+            self.record.dropouts = switch_off_dropout(unit)
         if self.record.constant_draws and self.cannot_draw_constantly:
             self.record.wants_constant_draws = True
             raise Enough
@@ -145,11 +148,11 @@ class StepRecorder(Callback):
 
     def _unlike_others(self, unit: Any, unseeded: set[str]) -> None:
         """Streams that a script does not seed are not alike on its ranks, whatever was drawn from them before."""
-        is_auto = isinstance(unit, AutoUnit)  # which gives its ranks streams of their own
-        number = unit.prepared.dp_rank if is_auto else self.rank
+        separates = UnitKind.of(unit).updates_are_ours  # its ranks are given streams of their own
+        number = unit.prepared.dp_rank if separates else self.rank
         if not number:
             return
-        if "torch" in unseeded and not is_auto:
+        if "torch" in unseeded and not separates:
             torch.manual_seed(int(torch.randint(2**62, ())) ^ number)
         if "numpy" in unseeded:
             np.random.seed(_UNSEEDED + number)
@@ -158,9 +161,6 @@ class StepRecorder(Callback):
 
     def _describe(self, unit: Any, dataloader: Any) -> None:
         record = self.record
-        record.kind = next(kind.__name__ for kind in (LoopUnit, AutoUnit, units.TrainUnit) if isinstance(unit, kind))
-        if getattr(unit, "has_several", False):
-            record.kind = "several optimizers" if isinstance(unit, LoopUnit) else "optimizers in turn"
         record.is_replica = is_replica(unit)
         _place(record, unit)
         record.loader = type(dataloader).__name__
@@ -175,9 +175,10 @@ class StepRecorder(Callback):
         record.narrow = str(types[0]).removeprefix("torch.") if types else ""
         for _, prepared in prepared_of(unit):
             self.computes_in(prepared.form.gathered_in)
-        if isinstance(unit, AutoUnit) and unit.computes.float8 is not None:
+        computes = unit.computes if UnitKind.of(unit).updates_are_ours else Precision()
+        if computes.float8 is not None:
             record.half = "float8"
-        if not (isinstance(unit, AutoUnit) and unit.computes.dtype is not None):
+        if computes.dtype is None:
             gathered = [_HALVES[p.form.gathered_in] for _, p in prepared_of(unit) if p.form.gathered_in in _HALVES]
             record.gathers = gathered[0] if gathered else None
         record.trainable = {n for n, p in parameters_of(unit) if p.requires_grad}
@@ -250,7 +251,7 @@ class StepRecorder(Callback):
         prepared.batches.part_of = watched_part  # type: ignore[method-assign]
         return wholes
 
-    def _watch_loop(self, unit: LoopUnit) -> None:
+    def _watch_loop(self, unit: Any) -> None:
         before: dict[str, Any] = {}
 
         def given(data: Any) -> Any:
@@ -290,12 +291,12 @@ class StepRecorder(Callback):
             return digest([local(p.grad) for _, p in parameters_of(unit) if p.grad is not None])
 
         goes_back.backward, unit.given, unit.taken = backward, given, taken
-        unit.update.discard = left_out  # type: ignore[assignment, method-assign]
+        unit.update.discard = left_out
         if bitwise is not None:
-            bitwise.begin = functools.partial(seeded, bitwise.begin)  # type: ignore[method-assign]
+            bitwise.begin = functools.partial(seeded, bitwise.begin)
         self._watch_clipping(unit)
 
-    def _watch_clipping(self, unit: AutoUnit[Any]) -> None:
+    def _watch_clipping(self, unit: OptimizedUnit) -> None:
         clip = unit.prepared.clip_grad_norm_
 
         def watched_clip(max_norm: float, *args: Any, **options: Any) -> torch.Tensor:
@@ -409,7 +410,7 @@ class StepRecorder(Callback):
         assert watch is not None
         gradients = watch.take()
         if gradients is None:
-            if self._was_scaled or (isinstance(unit, AutoUnit) and unit.at_boundary):  # the update was left out
+            if self._was_scaled or (UnitKind.of(unit).updates_are_ours and unit.at_boundary):  # the update was left out
                 record.left_out += bool(self._micros)
                 del record.scales[len(record.updates) :]
                 self._begin_update()

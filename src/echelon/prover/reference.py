@@ -26,6 +26,7 @@ import torch
 
 from echelon.common.errors import ProveError
 from echelon.loop.auto.auto import AutoUnit, TrainStepResults
+from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.auto.update import Update
 from echelon.loop.callback import Callback
 from echelon.loop.modes import begin_training
@@ -126,7 +127,7 @@ class Reference(ABC):
         self.sources, self.kept = Sources(objects), KeptState(objects)
         self.dtype = torch.float64 if how == "wide" else dtype
         self.updates = micros_in_order(records)
-        self.device = unit.device if isinstance(unit, AutoUnit) else torch.device("cpu")
+        self.device = unit.device if isinstance(unit, OptimizedUnit) else torch.device("cpu")
         self.joined = True
         self.held: set[str] = set()
         self.rates: list[list[float]] = []  # as in RankRecord
@@ -141,7 +142,7 @@ class Reference(ABC):
         self.keeps_dropout = False  # of units whose dropout is switched off in comparisons
         gathers = records[0]["gathers"] if records else None
         # Autocast is what plain PyTorch has for a sharded module that computes in another type than its parameters'.
-        self.computes = Precision.of(gathers) if gathers else unit.computes if isinstance(unit, AutoUnit) else Precision()
+        self.computes = Precision.of(gathers) if gathers else unit.computes if isinstance(unit, OptimizedUnit) else Precision()
         self.scale = 1.0  # of the loss in backward passes, as fp16 needs it
 
     @property
@@ -223,7 +224,7 @@ class Reference(ABC):
 
     def step_done(self, loss: float | None) -> None:
         self.unit.train_progress.increment_step(updated=True)
-        if isinstance(self.unit, AutoUnit):
+        if isinstance(self.unit, OptimizedUnit):
             self.unit.window.updates += 1  # which a loop, and a LightningModule as its global_step, read
         assert self.state.train_state is not None
         self.state.train_state.step_output = loss if loss is None else torch.tensor(loss), None

@@ -17,6 +17,7 @@ from echelon.prover.probe import UNKNOWN
 from echelon.prover.ran import Computed, Ran
 from echelon.prover.rank import run_probe, run_reference
 from echelon.prover.reference import Shake, by_index, micros_in_order
+from echelon.prover.unit_kind import UnitKind
 
 __all__ = ["SHAKES", "ReferenceStore", "are_alike", "data_of"]
 
@@ -119,8 +120,8 @@ def data_of(ran: Ran) -> _Data:
         as_script,
         kept,
     )
-    at_once = first["kind"] in ("TrainUnit", "optimizers in turn")
-    drawn = not row.constant_draws and first["kind"] != "TrainUnit" and any(m.streams for u in merged for m in u)
+    at_once = first["kind"] in (UnitKind.STEP, UnitKind.LOSSES)
+    drawn = not row.constant_draws and first["kind"] is not UnitKind.STEP and any(m.streams for u in merged for m in u)
 
     def of_update(k: int) -> tuple[Any, ...]:
         epoch, same = first["updates"][k][0].epoch, by_index(ran.records, k)

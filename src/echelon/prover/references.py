@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from echelon.common.errors import ProveError
-from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.several import Turn
 from echelon.loop.own.unit import LoopUnit, Plain
 from echelon.prover.gradients import GradientWatch
@@ -18,6 +17,7 @@ from echelon.prover.kept_state import agreeing
 from echelon.prover.micro import Micro, NotJoinable, joined
 from echelon.prover.reference import AutoReference, How, OwnReference, Pass, Reference, Shake, by_index
 from echelon.prover.turns import Turns
+from echelon.prover.unit_kind import UnitKind
 from echelon.prover.values import balance, forget_loads, parameters_of, switch_off_dropout
 
 __all__ = ["LoopReference", "reference_of"]
@@ -32,7 +32,7 @@ class LoopReference(AutoReference):
         turns: by which the loop is given its batches.
     """
 
-    unit: LoopUnit
+    unit: LoopUnit  # type: ignore[assignment]  # no AutoUnit: what it computes is in the loop
 
     def __init__(self, turns: Turns, *args: Any) -> None:
         super().__init__(*args)
@@ -197,8 +197,8 @@ def _watched(reference: AutoReference) -> GradientWatch:
 
 def reference_of(unit: Any, records: list[dict[str, Any]], folder: Path, dtype: torch.dtype, how: How, shake: Shake) -> Reference:
     """The reference for this kind of unit."""
-    if isinstance(unit, LoopUnit):
+    kind = UnitKind.of(unit)
+    if kind.is_loop:
         return LoopReference(unit.turns, unit, records, folder, dtype, how, shake)
-    kind: type[Reference] = AutoReference if isinstance(unit, AutoUnit) else OwnReference
-    kind = SeveralReference if getattr(unit, "has_several", False) else kind
-    return kind(unit, records, folder, dtype, how, shake)
+    made = {UnitKind.LOSS: AutoReference, UnitKind.LOSSES: SeveralReference, UnitKind.STEP: OwnReference}[kind]
+    return made(unit, records, folder, dtype, how, shake)

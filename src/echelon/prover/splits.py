@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from echelon.loop.own.unit import LoopUnit
 from echelon.prover.micro import Micro, NotDivisible, Samples, on_host
 from echelon.prover.mistakes import best_shares
 from echelon.prover.reference import AutoReference, Pass, Reference, Values
 from echelon.prover.samples import first_samples, reads_alike
+from echelon.prover.unit_kind import UnitKind
 
 __all__ = ["split"]
 
@@ -80,12 +80,8 @@ def _pass(reference: AutoReference, data: Any, samples: int, micro: Micro) -> _P
     # A copy: state that is put back may be a loop's variable for the batch before, of which this one may be a view.
     loss, made = reference.tried(Pass(on_host(data), 1.0, micro.streams, micro.state))
     gradients = {n: g.double() for n, g in made.items()}
-    unit = reference.unit
-    if isinstance(unit, LoopUnit):
-        assert unit.plain is not None
-        weight = unit.plain.weight
-    else:
-        weight = unit.weight(reference.as_given(data))
+    unit: Any = reference.unit
+    weight = unit.plain.weight if UnitKind.of(unit).is_loop else unit.weight(reference.as_given(data))
     return loss, gradients, float(weight)
 
 

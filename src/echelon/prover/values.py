@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.loop.auto.auto import AutoUnit
+from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.parallel import shards
 from echelon.parallel.experts.loads import Routers
 from echelon.parallel.names import plain_buffers
@@ -45,7 +45,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 def prepared_of(unit: Any) -> list[tuple[str, Prepared[Any]]]:
     """The unit's modules as their layouts have them, and what goes before their parameters' names."""
-    if isinstance(unit, AutoUnit):
+    if isinstance(unit, OptimizedUnit):
         return [("", unit.prepared)]
     modules = unit.prepared_modules()
     return [(f"{name}." if len(modules) > 1 else "", prepared) for name, prepared in modules.items()]
@@ -53,7 +53,7 @@ def prepared_of(unit: Any) -> list[tuple[str, Prepared[Any]]]:
 
 def is_replica(unit: Any) -> bool:
     """Whether other ranks speak for the samples of this one in all modules that are parallel. Collective."""
-    if isinstance(unit, AutoUnit):
+    if isinstance(unit, OptimizedUnit):
         return unit.prepared.is_replica
     parallel = [prepared for _, prepared in prepared_of(unit) if prepared.data_rank_and_size is not None]
     for prepared in parallel:  # the loop needs it of an AutoUnit's alone

@@ -8,47 +8,36 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from echelon.common.errors import LoopError, LossError
-from echelon.contracts.overrides import overrides
-from echelon.data.base import BaseLoader, loaders_of
 from echelon.data.parts import Pieces
-from echelon.loop.auto.averaged import AveragedWeights, SWAParams, swa_scheduler
-from echelon.loop.auto.bitwise import BitEqual
+from echelon.loop.auto.averaged import SWAParams
 from echelon.loop.auto.finite import check_loss
-from echelon.loop.auto.optimizer_checks import check_holds
+from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.auto.option_checks import (
     check_evaluated,
-    check_made,
-    check_own_names,
     check_plateau,
-    check_trainable,
     tell_of_interval,
 )
 from echelon.loop.auto.parts_check import check_parts
 from echelon.loop.auto.predicting import AutoPredictUnit
-from echelon.loop.auto.several import Several, configured, of_one, sum_of_losses
+from echelon.loop.auto.several import of_one, sum_of_losses
 from echelon.loop.auto.standing_in import standing_in, uncounted
-from echelon.loop.auto.sub_batches import in_order, of_all, pieces_for, together
-from echelon.loop.auto.unit_options import AutoOptions, BuiltAtFirstUse, UnitOptions, options_from
-from echelon.loop.auto.update import Update
+from echelon.loop.auto.sub_batches import in_order, of_all, together
+from echelon.loop.auto.unit_options import AutoOptions, UnitOptions, options_from
 from echelon.loop.loss import problem_with, summable
 from echelon.loop.records import monitored
 from echelon.loop.records.metrics import MeanOfAPhase
-from echelon.loop.samples import samples_of, tell_of_doubts
 from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
-from echelon.loop.window import Window
-from echelon.parallel.gradients import clip
-from echelon.parallel.gradients.fused import fuse
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe.activation import Preset
@@ -56,7 +45,7 @@ from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.recipe.recipe import Compile
 from echelon.parallel.strategy import Strategy
-from echelon.world import agree, clock, rng
+from echelon.world import agree, clock
 from echelon.world.clock import Part
 
 if TYPE_CHECKING:
@@ -82,7 +71,7 @@ class TrainStepResults:
     outputs: Any
 
 
-class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
+class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     """Training, evaluation, prediction and testing of one module.
 
     Write `compute_loss(state, data) -> (loss, outputs)`, with a *mean* loss, and
@@ -107,24 +96,8 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         older: older names of these arguments, which are translated with a warning.
     """
 
-    # What `weight` counts; names the throughput in metrics.jsonl: "<weight_unit>_per_s".
-    weight_unit = "samples"
-    # With deterministic="bitwise": micro-batches of a global batch over all ranks, a power of two that the ranks divide.
-    bitwise_parts = 4
-
-    peak_flops: float | None = None  # FLOP/s of this device; None looks its name up
-    expects_mean = True  # False where a loss trains as in the library that it was written for, whatever it is
-
-    optimizer: torch.optim.Optimizer = BuiltAtFirstUse()  # type: ignore[assignment]  # None where there are several
-    lr_scheduler: Any = BuiltAtFirstUse()
-    several: Several | None = None
-    lr_interval: Literal["update", "epoch"]
-    may_lack = ("grad_scaler", "_bitwise")
-    kind_of_update: type[Update] = Update
-    samples_given: int | None = None  # that the loader put into the batch under way, where it says so
     own_schedule = True  # it may have a step_lr_scheduler of its own; training finds out as it begins
     _reports_step = True  # False once it is known that nobody wants to hear of its steps
-    _told_of_doubts = False  # about the samples of a batch
 
     def __init__(
         self,
@@ -145,51 +118,12 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         super(AutoPredictUnit, self).__init__()  # those of all phases: their progress
         self.build_from(module, options_from("AutoUnit", options, older, **own))
 
-    # --- how it is built, here or once more in another process
-
     def build_from(self, module: nn.Module, options: AutoOptions) -> None:
-        """Make the module parallel, and all that belongs to it (`rebuild.BUILT`). Collective. Progress stays as it is."""
-        self._prepare(module, options)
-        self._options = options
-        self.training, self.lr_interval = options.training, options.lr_interval
-        parts = overrides().parts or (self.bitwise_parts if options.deterministic == "bitwise" else None)
-        self._bitwise = BitEqual(parts, self.prepared) if parts and self.training else None
-        said = self._bitwise.accumulation if self._bitwise is not None else overrides().accumulation
-        said = said or options.accumulate
-        self._takes_loaders = said is None
-        self.gradient_accumulation_steps = steps = said or 1
-        self.window = Window(steps, fixed=self._bitwise is not None)
-        self._update = self.kind_of_update(self, self._bitwise, options.stop_after_nonfinite_losses)
-        self.clip_grad_norm, self.clip_grad_value = options.clip_grad_norm, options.clip_grad_value
-        self.retain_graph = options.retain_graph
-        self.zero_grad_at_train_step_start = options.zero_grad_first
-        self.grad_scaler = self.computes.scaler(self.device, self.prepared) if self.training else None
-        self.swa_params = averaged = options.averaging
-        self.swa_model = AveragedWeights(self.prepared, averaged) if averaged is not None and self.training else None
-        self.swa_scheduler: Any = None
-        self._plateau = False  # whether the scheduler advances with evaluations
-        self._pieces_of_step = 1
+        super().build_from(module, options)
         self._held: list[list[MicroBatch[T]]] = []  # steps of the window under way, where the layout takes them at once
         self.eval_loss = self.test_loss = math.nan  # of the latest evaluation and test, over all ranks
         self.has_eval_loss = False  # whether the latest evaluation counted any
         self._evaluation = MeanOfAPhase()
-
-    @property
-    def auto_options(self) -> AutoOptions:
-        """What `build_from` was given, as it is now: `unit.clip_grad_norm = 1.0` counts."""
-        return replace(
-            self._options,
-            lr_interval=self.lr_interval,
-            precision=self.computes,
-            accumulate=None if self._takes_loaders else self.gradient_accumulation_steps,
-            detect_anomaly=self.detect_anomaly,
-            clip_grad_norm=self.clip_grad_norm,
-            clip_grad_value=self.clip_grad_value,
-            averaging=self.swa_params,
-            training=self.training,
-            prefetch=self.enable_prefetch,
-            zero_grad_first=self.zero_grad_at_train_step_start,
-        )
 
     @property
     def step_lr_interval(self) -> str:
@@ -200,46 +134,13 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     def step_lr_interval(self, interval: str) -> None:
         self.lr_interval = "epoch" if interval == "epoch" else "update"
 
-    def configure(self) -> None:
-        """Build optimizer and scheduler if they are not built yet."""
-        if not self.training or self.several is not None or self.__dict__.get("optimizer") is not None:
-            return  # None is what TorchTNT scripts may have set
-        if self.has_several:
-            self.several = configured(self, own_schedule=_overrides(self, AutoUnit, "step_lr_scheduler"))
-            return
-        made = self.prepared.optimizer(self.configure_optimizers_and_lr_scheduler)
-        check_made(type(self).__name__, made)
-        check_holds(self, made[0])
-        fuse(made[0])
-        self.optimizer, self.lr_scheduler = made
-        plateau = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        self._plateau = plateau and not _overrides(self, AutoUnit, "step_lr_scheduler")
-        if self.swa_params is not None and self.swa_params.swalr_params is not None:
-            self.swa_scheduler = swa_scheduler(self.optimizer, self.swa_params.swalr_params)
-
     # --- what the user writes
 
     @abstractmethod
     def compute_loss(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
         """The mean loss of a micro-batch, a scalar with a gradient, and anything that hooks should see."""
 
-    @abstractmethod
-    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        """The optimizer over the parameters of `module`, which has its final form, and a scheduler or None.
-
-        Called once, when it is first needed, after your class's whole constructor. Adam and AdamW are fused on a GPU by default.
-        """
-
     # --- instead, for several optimizers
-
-    def configure_optimizers_and_lr_schedulers(
-        self, module: torch.nn.Module
-    ) -> Mapping[str, torch.optim.Optimizer | tuple[torch.optim.Optimizer, Any]]:
-        """The optimizers by name, each over parameters of its own, or pairs of one and its scheduler or None.
-
-        They become attributes, `optimizer_NAME` and `lr_scheduler_NAME`.
-        """
-        raise NotImplementedError
 
     def compute_losses(self, state: State, data: T) -> Generator[tuple[str | tuple[str, ...], torch.Tensor], None, Any]:
         """Yield the name of an optimizer and the mean loss that it steps on, in the order of the steps.
@@ -263,30 +164,11 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
         if cls.compute_loss is AutoUnit.compute_loss and cls.compute_losses is not AutoUnit.compute_losses:
             cls.compute_loss = sum_of_losses  # type: ignore[assignment, method-assign]
 
-    def weight(self, data: T) -> float | torch.Tensor:
-        """What a micro-batch counts in the mean over the global batch: its samples, as many as the loader put into it, or as can
-        be read in it; it is said once where that is not clear. A language model counts tokens, where their number differs:
-        `return echelon.count_tokens(data, next_token=True)`.
-
-        A number if it is known on the host; a 0-dim tensor on the device is summed up there without waiting.
-        """
-        samples, doubts = samples_of(data, self.samples_given)
-        if doubts is not None and not self._told_of_doubts:
-            self._told_of_doubts = True
-            tell_of_doubts(type(self).__name__, data, samples, doubts, self.samples_given)
-        share = self.prepared.batches.share
-        return samples if isinstance(share, float) and share == 1 else samples * share
-
-    def flops(self, data: T) -> float | None:
-        """FLOPs of a micro-batch, with cp of this rank's part of it, forward and backward, for `mfu` in metrics.jsonl.
-
-        Without what is computed again. None takes the formula for a language model (`records/utilization.py`), and leaves
-        `mfu` out for another and in a pipeline. Yours must tell it from shapes, as nothing here may wait for a device.
-        """
-        return None
-
     def on_train_step_end(self, state: State, data: T, step: int, results: TrainStepResults) -> None:
         """After a step; `step` counts from 0."""
+
+    def has_own_schedule(self) -> bool:
+        return _overrides(self, AutoUnit, "step_lr_scheduler")
 
     def step_lr_scheduler(self) -> None:
         """Advance the scheduler by one interval; override for one that wants a metric.
@@ -297,18 +179,6 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             self.several.advance(after_epoch=self.lr_interval == "epoch")
         elif self.lr_scheduler is not None and not self._plateau:
             self.lr_scheduler.step()
-
-    def zero_grad(self, state: State) -> None:
-        """Drop all gradients."""
-        if self.several is None:
-            clip.clear(self.optimizer)
-        else:
-            self.several.clear()
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The one, or all of several."""
-        return [self.optimizer] if self.several is None else [turn.optimizer for turn in self.several.turns]
 
     # --- a training step
 
@@ -452,24 +322,7 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     def on_test_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
         """After a test step."""
 
-    @property
-    def divided(self) -> int:
-        """Into how many micro-batches a batch is divided that was one loss's before."""
-        size = self.data_rank_and_size
-        return (1 if size is None else size[1]) * self.window.size
-
     # --- what the loops call
-
-    def app_state(self) -> dict[str, Any]:
-        self.configure()
-        return super().app_state()
-
-    @property
-    def at_boundary(self) -> bool:
-        return self.window.count == 0
-
-    def steps_until(self, updates: int) -> int:
-        return max(0, updates * self.window.size - self.window.count)
 
     @property
     def agrees_to_stop(self) -> bool:
@@ -481,20 +334,9 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
     def steps_by_itself(self) -> bool:
         return _overrides(self, AutoUnit, "train_step")
 
-    @property
-    def agrees_on_updates(self) -> bool:
-        """Whether `latest_update` is the same on all ranks."""
-        return self._update.joined
-
-    @property
-    def latest_update(self) -> tuple[Any, Any]:
-        """Loss over the global batch, and gradient norm if it is clipped."""
-        return self._update.latest
-
     def phase_started(self, state: State, phase: str) -> None:
-        check_own_names(self)
+        super().phase_started(state, phase)
         if phase == "train":
-            self._begin_training(state)
             return
         self.prepared.before_evaluation()
         if phase != "predict":
@@ -502,56 +344,24 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
             setattr(self, f"{phase}_loss", math.nan)
 
     def _begin_training(self, state: State) -> None:
-        update = self._update
-        update.join(self)
-        together, has_layout = update.joined or not agree.is_joined(), self._options.layout is not None
-        check_trainable(self, together=together, has_layout=has_layout)
-        self.configure()
+        super()._begin_training(state)
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # by now also one set on the unit itself
-        self.own_schedule = _overrides(self, AutoUnit, "step_lr_scheduler")
-        update.begin(self)
+        self.own_schedule = self.has_own_schedule()
         if self._plateau:
             check_plateau(state)
         elif self.window.updates == 0 and agree.is_rank0() and not self.own_schedule:
             tell_of_interval(self.lr_scheduler, self.lr_interval)
-        loader: Any = getattr(state.train_state, "dataloader", None)
-        if self._bitwise is None:
-            own = ("train_step", "get_next_train_batch")
-            own_step = self.has_several or any(_overrides(self, AutoUnit, name) for name in own)  # a loss meets steps before it
-            self._pieces_of_step = pieces_for(loader, own_step)
-            rng.separate(self.prepared.dp_rank)  # of bit-equal training, streams belong to samples and not to ranks
-        self.window.size = self.settle_accumulation(loader)
-        self.window.rescale(self.train_progress)
 
-    def settle_accumulation(self, loader: Any) -> int:
-        """Agree with a training loader on the micro-batches of an update, before anything counts them.
-
-        Raises:
-            UsageError: both were told, and not the same.
-        """
-        for part in loaders_of(loader):
-            if isinstance(part, BaseLoader) and self._bitwise is not None:
-                part.split(self._bitwise.accumulation, shares=self._bitwise.parts)
-            elif isinstance(part, BaseLoader):
-                part.take_accumulation(None if self._takes_loaders else self.gradient_accumulation_steps)
-        if self._takes_loaders:
-            self.gradient_accumulation_steps = getattr(loader, "accumulation", None) or 1
-        return self.gradient_accumulation_steps
-
-    def optimizer_grew(self) -> None:
-        """While it trains, somebody has given the optimizer more parameters, on all ranks alike. Collective."""
-        self._update.optimizer_grew(self)
-
-    def pieces_of_step(self, phase: str) -> int:
-        return self._pieces_of_step if phase == "train" else 1
+    def computes_pieces(self) -> bool:
+        own = ("train_step", "get_next_train_batch")
+        return not (self.has_several or any(_overrides(self, AutoUnit, name) for name in own))  # a loss meets steps before it
 
     def epoch_closed(self, state: State, phase: str) -> None:
-        state.logged.weight = 0 if self.prepared.is_replica else 1  # of no micro-batch
+        super().epoch_closed(state, phase)
         for guard in self.prepared.guards if phase != "train" else ():
             guard.evaluated()
         if phase == "train":
             self._held.clear()
-            self._update.end_epoch(self, state)
         elif phase == "eval":
             loss = self._evaluation.mean.compute()
             self.has_eval_loss = not self._evaluation.mean.is_empty
@@ -575,22 +385,14 @@ class AutoUnit(AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], TestUnit[T]):
                 raise LoopError(f"lr_monitor must be the name of a number that is logged, got {name!r}: {error}.") from None
             self.lr_scheduler.step(value)
 
-    def phase_ended(self, state: State, phase: str) -> None:
-        complete = not state.should_stop or state.stopped_by_script  # the same on all ranks; else it resumes later
-        self._update.end(self, complete=complete)
-
     def evaluating(self) -> AbstractContextManager[Any]:
         averages = self.swa_model
         return averages.applied() if averages is not None and averages.params.use_in_evaluation else NO_CONTEXT
 
     def restored(self) -> None:
-        """After a checkpoint: steps are micro-batches, of which an update has another number if the accumulation changed."""
-        self.window.derive_updates(self.train_progress)
-        if not self._takes_loaders:  # else once the loader is known
-            self.window.rescale(self.train_progress)
+        super().restored()
         if self.eval_progress.latest_loss is not None:
             self.eval_loss = self.eval_progress.latest_loss
-        self._update.finite.forget()
 
 
 def _overrides(unit: object, base: type, name: str) -> bool:

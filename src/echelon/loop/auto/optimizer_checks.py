@@ -30,14 +30,14 @@ from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree
 
 if TYPE_CHECKING:
-    from echelon.loop.auto.predicting import AutoPredictUnit
+    from echelon.loop.auto.prepared_unit import PreparedUnit
 
 __all__ = ["add_again", "are_alike", "check_holds", "check_tracked", "look_at_first_update", "not_the_modules", "when_it_grows"]
 
 _REMEDY = "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then"
 
 
-def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
+def check_holds(unit: PreparedUnit, optimizer: Any) -> None:
     """An AutoUnit's optimizer, as `configure_optimizers_and_lr_scheduler` gave it or as it was assigned.
 
     Raises:
@@ -66,9 +66,7 @@ def check_holds(unit: AutoPredictUnit[Any], optimizer: Any) -> None:
         raise OptimizerError(f"{problem} {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters().")
 
 
-def look_at_first_update(
-    unit: AutoPredictUnit[Any], optimizer: torch.optim.Optimizer, *, together: bool
-) -> RemovableHandle | None:
+def look_at_first_update(unit: PreparedUnit, optimizer: torch.optim.Optimizer, *, together: bool) -> RemovableHandle | None:
     """Refuse an optimizer that meets no gradient, or in part none: it holds the parameters of a copy. Once; collective if
     `together`. Remove the hook once that update is done."""
     if overrides().observes:
@@ -93,7 +91,7 @@ def look_at_first_update(
     return optimizer.register_step_pre_hook(look)
 
 
-def _copies(unit: AutoPredictUnit[Any], optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def _copies(unit: PreparedUnit, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """What the optimizer holds and nothing of the unit has, if parameters of these shapes are left out of the module's."""
     held, mine = parameters_of(optimizer), list(unit.prepared.module.parameters())
     ids, reached = {id(p) for p in held}, {id(p) for p in _within(vars(unit).values())} | {id(p) for p in mine}
@@ -103,7 +101,7 @@ def _copies(unit: AutoPredictUnit[Any], optimizer: torch.optim.Optimizer) -> lis
     return strangers if are_like else []
 
 
-def not_the_modules(unit: AutoPredictUnit[Any], optimizer: Any) -> list[nn.Parameter]:
+def not_the_modules(unit: PreparedUnit, optimizer: Any) -> list[nn.Parameter]:
     """What the optimizer trains besides the module, and besides other modules of the unit that are parallel themselves."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []

@@ -25,7 +25,7 @@ from echelon.data.loader import Loader
 from echelon.data.order import FORMULA
 from echelon.data.replayed import Replayed
 from echelon.data.stream import StreamLoader
-from echelon.loop.auto.auto import AutoUnit
+from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.checkpointing import forgotten
 from echelon.loop.unit import LRScheduler, Unit
 from echelon.parallel.layouts import in_words, resolve
@@ -82,7 +82,7 @@ def _mesh(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> dict[str, i
 
 
 def _layout(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:
-    given = unit.auto_options.layout if isinstance(unit, AutoUnit) else None
+    given = unit.auto_options.layout if isinstance(unit, OptimizedUnit) else None
     if isinstance(imposed := overrides().layout, str) and given is not None:  # by --layout
         given = imposed
     if given is not None:

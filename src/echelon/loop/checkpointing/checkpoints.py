@@ -19,7 +19,7 @@ from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.checkpointing.timetable import Timetable
 from echelon.loop.records.monitored import mode_of
-from echelon.loop.unit import TrainUnit
+from echelon.loop.unit import TrainedUnit
 
 __all__ = ["Checkpoints", "saver_of", "take_up"]
 
@@ -143,7 +143,7 @@ def take_up(checkpoints: Any, saver: DistributedCheckpointSaver, unit: Any, load
 
     A unit that has goes on from where it stands; the saver refuses a folder that is ahead of it.
     """
-    if overrides().observes or not isinstance(unit, TrainUnit) or unit.train_progress.num_steps_completed:
+    if overrides().observes or not isinstance(unit, TrainedUnit) or unit.train_progress.num_steps_completed:
         return False
     options = checkpoints.restore_options if isinstance(checkpoints, Checkpoints) else None
     folder = str(saver.dirpath)

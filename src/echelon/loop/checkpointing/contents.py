@@ -24,7 +24,7 @@ from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.records import monitored as numbers
 from echelon.loop.records.metrics import share_of
 from echelon.loop.records.monitored import Unknown
-from echelon.loop.unit import TrainUnit
+from echelon.loop.unit import TrainedUnit
 from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 def take(
     state: State,
-    unit: TrainUnit[Any],
+    unit: TrainedUnit,
     planned: Planned,
     best: BestCheckpointConfig | None,
     frozen: Frozen | None = None,
@@ -96,7 +96,7 @@ def take(
     return taken, facts
 
 
-def prepare(unit: TrainUnit[Any], planned: Planned, frozen: Frozen | None, buffers: Buffers) -> None:
+def prepare(unit: TrainedUnit, planned: Planned, frozen: Frozen | None, buffers: Buffers) -> None:
     """Once in a run: begin to make the page-locked memory for copies of the state, as large as it is now. Collective.
 
     In other memory nothing is gained that would be worth having it twice before the first save.
@@ -135,12 +135,12 @@ def _warn_if_inexact(state: State, loader: Any, position: Any) -> None:
             logger.warning("saved in the middle of an epoch, but %s", why)
 
 
-def is_unevaluated(state: State, unit: TrainUnit[Any]) -> bool:
+def is_unevaluated(state: State, unit: TrainedUnit) -> bool:
     """Whether an evaluation of these weights is due and not finished."""
     return state.eval_state is not None and unit.train_progress.evaluation_due
 
 
-def monitored(name: str, state: State, unit: TrainUnit[Any]) -> dict[str, float]:
+def monitored(name: str, state: State, unit: TrainedUnit) -> dict[str, float]:
     """The monitored number of these weights; without it, if there is none or it is not finite. Collective."""
     if is_unevaluated(state, unit):
         logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.lease import Lease
@@ -14,7 +14,7 @@ from echelon.checkpoint.policy import Keep
 from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
 from echelon.contracts.between_attempts import begins_anew, note_begun
 from echelon.contracts.overrides import overrides
-from echelon.loop.unit import TrainUnit
+from echelon.loop.unit import TrainedUnit
 from echelon.world import agree
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class RunFolder:
         self.held = False
         self._lease.release()
 
-    def take_over(self, unit: TrainUnit[Any], state: State) -> list[Location]:
+    def take_over(self, unit: TrainedUnit, state: State) -> list[Location]:
         """As `take`, at the beginning of a run: set aside what must not be there. Collective, once in a run.
 
         A run that is complete and saved has nothing to write: the folder may be read-only then.
@@ -130,7 +130,7 @@ class RunFolder:
             commit.on_rank0(partial(commit.set_aside, path, "replaced"))
         self._counted = set()
 
-    def _now(self, unit: TrainUnit[Any]) -> int:
+    def _now(self, unit: TrainedUnit) -> int:
         """Where a unit stands, counted as `_found` counts."""
         return unit.train_progress.num_updates_completed
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from echelon.checkpoint.renamed import Naming, moved
 from echelon.loop.checkpointing.options import RestoreOptions
-from echelon.loop.unit import TrainUnit, Unit
+from echelon.loop.unit import TrainedUnit, Unit
 
 __all__ = ["forgotten", "kinds", "naming"]
 
@@ -31,7 +31,7 @@ def forgotten(
     # Each rank has its share of a metric elsewhere; what else is not there any more has other names now.
     kind_of = {name: kind for name, kind in kind_of.items() if name in names or kind == "metrics"}
     kind_of.pop("train_dataloader", None)
-    trains = isinstance(unit, TrainUnit) and not options.takes_weights_only
+    trains = isinstance(unit, TrainedUnit) and not options.takes_weights_only
     wanted = {"modules": options.restore_modules, "misc_statefuls": not options.takes_weights_only, "progress": False}
     wanted |= {"optimizers": options.restore_optimizers and trains, "lr_schedulers": options.restore_lr_schedulers and trains}
     wanted |= {"metrics": options.restore_metrics and trains}

@@ -31,7 +31,7 @@ from echelon.loop.checkpointing import changes, forgotten, unfrozen
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.trained import without_frozen
 from echelon.loop.records.metrics import load_share
-from echelon.loop.unit import TrainUnit, Unit
+from echelon.loop.unit import TrainedUnit, Unit
 from echelon.loop.validate import accumulation_of
 from echelon.parallel.meta.materialize import check_kept
 from echelon.parallel.names import plain_name
@@ -145,7 +145,7 @@ def _restore(
         logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used
     if meant & {name for kind in restored for name in config.get(kind, {})}:
         chosen = {name: value for name, value in chosen.items() if name not in meant}
-    if isinstance(unit, TrainUnit) and options.restore_optimizers and options.restore_train_progress:
+    if isinstance(unit, TrainedUnit) and options.restore_optimizers and options.restore_train_progress:
         unfrozen.train_as_saved(manifest.get("trained"), unit, path, options.rename, rolls_back=rolls_back)
     # Of all first: an optimizer's names are those of its modules, restored or not.
     states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
@@ -155,7 +155,7 @@ def _restore(
         states["train_dataloader"] = _IfSaved(
             loader, meant, lambda: store.read_rank(path, manifest), in_epoch=bool(config.get("position"))
         )
-    elif config.get("position") and isinstance(unit, TrainUnit) and options.restore_train_progress and agree.is_rank0():
+    elif config.get("position") and isinstance(unit, TrainedUnit) and options.restore_train_progress and agree.is_rank0():
         logger.warning(
             "%s holds where a %s stood in the middle of an epoch; give it, too: train_dataloader=. Training on without reads the "
             "epoch's first batches again.",
@@ -239,7 +239,7 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
             _take_reference(path, own["reference"], unit)
         for name, prepared in unit.prepared_modules().items():
             prepared.extras.load_state_dict({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
-    elif isinstance(unit, TrainUnit):
+    elif isinstance(unit, TrainedUnit):
         unit.resumes_with = None  # of another checkpoint
         rng.renew(unit.train_progress.num_updates_completed)
         if metrics and unit.tracked_metrics():

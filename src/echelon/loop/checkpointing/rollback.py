@@ -19,7 +19,7 @@ from echelon.data.loader import Loader
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.options import RestoreOptions
-from echelon.loop.unit import TrainUnit
+from echelon.loop.unit import TrainedUnit
 from echelon.world import agree
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class RollBack(Callback):
         self._losses: deque[tuple[int, float]] = deque(maxlen=history)
         self._limit, self._limit_is_good_for = math.inf, 0
 
-    def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_start(self, state: State, unit: TrainedUnit) -> None:
         if self.watch is None and not hasattr(unit, "latest_update"):
             raise CheckpointOptionError(
                 f"RollBack must be told what to watch, since {type(unit).__name__} is not an AutoUnit: watch=lambda state, "
@@ -92,7 +92,7 @@ class RollBack(Callback):
         if not any(commit.step_of(path) <= step for path in commit.candidates(self.saver.dirpath)):
             self.saver.save(state, unit)
 
-    def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_step_end(self, state: State, unit: TrainedUnit) -> None:
         if not unit.at_boundary:
             return
         update = unit.train_progress.num_updates_completed
@@ -126,7 +126,7 @@ class RollBack(Callback):
                 return f"the loss is {loss:.6g}, above {self._limit:.6g}"
         return None
 
-    def _go_back(self, state: State, unit: TrainUnit[Any], problem: str | None) -> None:
+    def _go_back(self, state: State, unit: TrainedUnit, problem: str | None) -> None:
         progress = unit.train_progress
         now = progress.num_updates_completed
         first = now - 1  # the update that has just ended; one that was left out gives no loss
@@ -165,7 +165,7 @@ class RollBack(Callback):
             )
 
 
-def _samples(state: State, unit: TrainUnit[Any]) -> list[int]:
+def _samples(state: State, unit: TrainedUnit) -> list[int]:
     """The samples of the update that ended now; at most so many as a person reads."""
     assert state.train_state is not None
     loader = state.train_state.dataloader

@@ -26,7 +26,7 @@ from echelon.loop.checkpointing.options import OLDER, RestoreOptions, SaveOption
 from echelon.loop.checkpointing.timetable import Timetable
 from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.records import monitored
-from echelon.loop.unit import TrainUnit, Unit
+from echelon.loop.unit import TrainedUnit, Unit
 from echelon.loop.validate import accumulation_of, refuse_steps
 from echelon.world import agree
 from echelon.world.clock import in_checkpoint
@@ -109,7 +109,7 @@ class DistributedCheckpointSaver(Callback):
 
     # --- when
 
-    def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_start(self, state: State, unit: TrainedUnit) -> None:
         if self._in_steps and state.train_state is not None:
             refuse_steps("DistributedCheckpointSaver", self._in_steps, OLDER, accumulation_of(unit, state.train_state.dataloader))
         counted = self.folder.take_over(unit, state)
@@ -122,7 +122,7 @@ class DistributedCheckpointSaver(Callback):
             prepared.extras.keep()
         self.folder.count_anew(counted, self._looked_at, lambda: self.save(state, unit))
 
-    def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_step_end(self, state: State, unit: TrainedUnit) -> None:
         every, updates, before = self.every.updates, _step(unit), self._looked_at
         self._looked_at = updates
         if self._background.busy:
@@ -136,7 +136,7 @@ class DistributedCheckpointSaver(Callback):
         elif self.async_checkpoint and unit.at_boundary:
             contents.prepare(unit, self._planned, self._frozen, self._buffers)
 
-    def on_train_epoch_end(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_epoch_end(self, state: State, unit: TrainedUnit) -> None:
         every = self.every.epochs
         is_due = every is not None and unit.train_progress.num_epochs_completed % every == 0
         if self._due or (is_due and (self.timetable is None or self.timetable.affords_one())):
@@ -144,11 +144,11 @@ class DistributedCheckpointSaver(Callback):
 
     def on_eval_step_end(self, state: State, unit: Any) -> None:
         every = self.every.eval_steps
-        if every is not None and isinstance(unit, TrainUnit) and unit.eval_progress.num_steps_completed % every == 0:  # type: ignore[attr-defined]
+        if every is not None and isinstance(unit, TrainedUnit) and unit.eval_progress.num_steps_completed % every == 0:  # type: ignore[attr-defined]
             self._due = True
 
     def on_eval_end(self, state: State, unit: Any) -> None:
-        if not isinstance(unit, TrainUnit) or state.train_state is None:
+        if not isinstance(unit, TrainedUnit) or state.train_state is None:
             return
         if self.insists and self.best is not None and not contents.is_unevaluated(state, unit):
             self.check_best(state, unit)
@@ -157,7 +157,7 @@ class DistributedCheckpointSaver(Callback):
         if self._due and unit.at_boundary:  # else at the next step that ends a window
             self._save(state, unit)
 
-    def on_train_end(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_end(self, state: State, unit: TrainedUnit) -> None:
         try:
             self._look_after(state, wait=True)
             self.save(state, unit)
@@ -185,7 +185,7 @@ class DistributedCheckpointSaver(Callback):
                 path, value = best
                 state.event("best_checkpoint", path=str(path), name=self.best.monitored_metric, value=value)
 
-    def check_best(self, state: State, unit: TrainUnit[Any]) -> None:
+    def check_best(self, state: State, unit: TrainedUnit) -> None:
         """
         Raises:
             UsageError: on all ranks: there is no number of that name.
@@ -210,7 +210,7 @@ class DistributedCheckpointSaver(Callback):
         """Save at the end of the step under way, or of its epoch. On all ranks."""
         self._due = True
 
-    def note_evaluated(self, state: State, unit: TrainUnit[Any], step: int) -> None:
+    def note_evaluated(self, state: State, unit: TrainedUnit, step: int) -> None:
         """What was saved at this step has been evaluated since, outside of a run. Collective."""
         if not commit.is_saved(self.dirpath, step):
             return
@@ -226,7 +226,7 @@ class DistributedCheckpointSaver(Callback):
         self.folder.release()
 
     @in_checkpoint()
-    def _save(self, state: State, unit: TrainUnit[Any]) -> None:
+    def _save(self, state: State, unit: TrainedUnit) -> None:
         """Save in the middle of training; if the storage fails, training continues without."""
         self._due = self.best is not None and not state.should_stop and contents.is_unevaluated(state, unit)
         if self._due:
@@ -245,7 +245,7 @@ class DistributedCheckpointSaver(Callback):
             self._failed(state, self._place(unit)[0], str(error), error)
 
     @in_checkpoint()
-    def save(self, state: State, unit: TrainUnit[Any]) -> Location | None:
+    def save(self, state: State, unit: TrainedUnit) -> Location | None:
         """Save now and wait for it; None if this step is saved already. Collective.
 
         Raises:
@@ -284,14 +284,14 @@ class DistributedCheckpointSaver(Callback):
         self._saved(state, step, name, seconds)
         return path
 
-    def _place(self, unit: TrainUnit[Any]) -> tuple[int, str]:  # the step, and the name of its folder
+    def _place(self, unit: TrainedUnit) -> tuple[int, str]:  # the step, and the name of its folder
         return (step := _step(unit)), manifest.named(step)
 
-    def _take(self, state: State, unit: TrainUnit[Any]) -> tuple[Snapshot, dict[str, Any]]:
+    def _take(self, state: State, unit: TrainedUnit) -> tuple[Snapshot, dict[str, Any]]:
         taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
         return taken, {**facts, "keep": self.folder.keep.count}
 
-    def _note_metrics(self, state: State, unit: TrainUnit[Any], step: int) -> None:
+    def _note_metrics(self, state: State, unit: TrainedUnit, step: int) -> None:
         """A step was saved as a signal came, and its evaluation was made by the run that resumed: now the number is known."""
         if self.best is None or contents.is_unevaluated(state, unit):
             return
@@ -308,7 +308,7 @@ class DistributedCheckpointSaver(Callback):
 
         commit.on_rank0(note, self.dirpath)
 
-    def _start(self, state: State, unit: TrainUnit[Any]) -> None:
+    def _start(self, state: State, unit: TrainedUnit) -> None:
         """The part of an asynchronous save for which the loop stops."""
         began, (step, name) = time.perf_counter(), self._place(unit)
         staged = commit.stage(self.dirpath, step, name)
@@ -434,10 +434,10 @@ class DistributedCheckpointSaver(Callback):
         return restoring.restore_first(folder, ordered, unit, train_dataloader, options, fall_back)
 
 
-def _ends_epoch(state: State, unit: TrainUnit[Any]) -> bool:
+def _ends_epoch(state: State, unit: TrainedUnit) -> bool:
     """Whether the epoch ends with this step: saved after its end, any loader continues with the next one."""
     return state.train_state is not None and state.train_state.ends_epoch(unit.train_progress)
 
 
-def _step(unit: TrainUnit[Any]) -> int:
+def _step(unit: TrainedUnit) -> int:
     return unit.train_progress.num_updates_completed

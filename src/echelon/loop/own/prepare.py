@@ -8,8 +8,8 @@
                 optimizer.step()
                 optimizer.zero_grad()
 
-An AutoUnit (`loop/own/unit.py`) is behind it, so that gradients are weighed, runs saved and resumed, and stops agreed on as in
-`train`; and what the loop's own code does in between, it does.
+Behind it is a unit (`loop/own/unit.py`) with an AutoUnit's Update, so that gradients are weighed, runs saved and resumed, and
+stops agreed on as in `train`; and what the loop's own code does in between, it does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from echelon.common.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.torch_loader import is_distributed
-from echelon.loop.auto.unit_options import UnitOptions
+from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_up
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
@@ -100,15 +100,15 @@ def prepare(
     device = device or init_from_env()
     greet()
     loader, steps = training_loader(parts.loader, accumulate)
-    unit = _unit(
-        parts,
+    options = AutoOptions(
         layout=layout,
         precision=precision,
         accumulate=steps,
         compile=compile,
         recompute=recompute,
-        options=UnitOptions(device=device),
+        device=device,
     )
+    unit = _unit(parts, options)
     evaluation = {id(each): EvaluationBatches(each, unit) for each in parts.evaluation}
     batches = _joined(parts, unit, loader, list(callbacks), checkpoints)
     made = {id(parts.loader): batches, **dict(zip(map(id, parts.models), _as_made(parts, unit), strict=True)), **evaluation}
@@ -116,7 +116,7 @@ def prepare(
     return returned[0] if len(returned) == 1 else returned
 
 
-def _unit(parts: _Parts, **options: Any) -> LoopUnit:
+def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
     """The model made parallel, with the optimizer over the parameters that it has then."""
     module = parts.models[0] if len(parts.models) == 1 else nn.ModuleList(parts.models)
     names = {p: name for name, p in module.named_parameters()}
@@ -134,14 +134,14 @@ def _unit(parts: _Parts, **options: Any) -> LoopUnit:
             )
         begin_training(model)
     several = len(parts.models) > 1 or len(parts.optimizers) > 1
-    unit = LoopUnit(module, parts.optimizers, several=several, **options)
+    unit = LoopUnit(module, parts.optimizers, options, several=several)
     for optimizer, _ in parts.optimizers:
         refit(unit.prepared, optimizer, names)
     if several:
         unit.configure()
     for i, each in enumerate(parts.copies):
         for of_model in shapes:
-            divide_alike(each, unit, of_model, options["layout"])
+            divide_alike(each, unit, of_model, options.layout)
         setattr(unit, f"copy_{i}", each.to(unit.device))
     for i, each in enumerate(parts.stateful):
         setattr(unit, f"stateful_{i}", each)

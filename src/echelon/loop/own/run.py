@@ -15,7 +15,7 @@ from echelon.loop.own.unit import LoopUnit
 from echelon.loop.records.logged import Logged
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.steps import Steps
-from echelon.loop.validate import has_hook
+from echelon.loop.validate import check_loader, has_hook
 
 __all__ = ["OwnRun"]
 
@@ -50,6 +50,10 @@ class OwnRun(Run):
         except BaseException as error:
             self.failed(error)
             raise
+
+    def _check(self, state: State, unit: Any, phases: list[str]) -> None:
+        assert state.train_state is not None
+        check_loader(state.train_state.dataloader, "prepare")  # the loop takes the steps
 
     def batches(self, *, closes: bool) -> Iterator[Any]:
         """Of one epoch, or of what is left of it. May be closed in the middle; `settle` sees to that later, on all ranks.

@@ -1,4 +1,4 @@
-"""The unit behind a loop of one's own: an AutoUnit whose loss, backward pass and update are called for from outside."""
+"""The unit behind a loop of one's own, which calls for loss, backward pass and update from outside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from echelon.common.errors import OwnLoopError
-from echelon.loop.auto.auto import AutoUnit
+from echelon.loop.auto.optimized_unit import OptimizedUnit
+from echelon.loop.auto.unit_options import AutoOptions
+from echelon.loop.progress import Progress
 from echelon.loop.state import State
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.state.partition import parameters_of
@@ -40,13 +42,13 @@ class Plain:
     weight: Any = None  # what the loop says that the batch counts
 
 
-class LoopUnit(AutoUnit[Any]):
+class LoopUnit(OptimizedUnit):
     """Model, optimizer and schedule of a loop of one's own, with the state that is saved.
 
     Args:
         made: optimizers with their schedulers. Before the run begins they are given the parameters that the module has then.
+        options: as AutoUnit has them.
         several: there are several optimizers, or networks.
-        options: of AutoUnit.
     Attributes:
         update: the way from a batch to the optimizer's step, which the loop's windows go.
         configured: the optimizers and the schedulers that the loop has.
@@ -63,12 +65,15 @@ class LoopUnit(AutoUnit[Any]):
         self,
         module: nn.Module,
         made: Sequence[tuple[torch.optim.Optimizer, Any]],
+        options: AutoOptions,
         *,
         several: bool = False,
-        **options: Any,
     ) -> None:
         self.has_several = several  # before the module is made parallel
-        super().__init__(module=module, **options)
+        super().__init__()
+        for phase in ("eval", "predict", "test"):  # names of an AutoUnit's state: either goes on from the other's checkpoints
+            setattr(self, f"{phase}_progress", Progress())
+        self.build_from(module, options)
         if self.prepared.trains == "scheduled":
             raise OwnLoopError(
                 "the layout must compute micro-batches one by one in a loop of your own, got one that takes the micro-batches "
@@ -93,24 +98,11 @@ class LoopUnit(AutoUnit[Any]):
     def agrees_to_stop(self) -> bool:
         return self._update.joined
 
-    @property
-    def steps_by_itself(self) -> bool:
-        return False
-
-    def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
-        raise OwnLoopError("the loss is computed in your own loop. `train` and `fit` need an AutoUnit with compute_loss.")
-
-    def train_step(self, state: State, data: Any) -> Any:
-        raise OwnLoopError("steps are taken in your own loop. `train` and `fit` need a unit.")
-
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         return self.configured[0]
 
     def configure_optimizers_and_lr_schedulers(self, module: nn.Module) -> dict[str, tuple[torch.optim.Optimizer, Any]]:
         return {str(i): each for i, each in enumerate(self.configured)}
-
-    def step_lr_scheduler(self) -> None:
-        """The loop does."""
 
     def samples_evaluated(self) -> float | torch.Tensor:
         """What the batch weighs that the loop evaluates."""
