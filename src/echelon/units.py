@@ -3,7 +3,7 @@
 from echelon.loop.auto.auto import TrainStepResults
 from echelon.loop.auto.averaged import AveragedWeights, SWALRParams, SWAParams
 from echelon.loop.auto.predicting import AutoPredictUnit
-from echelon.loop.own.window import OwnWindow
+from echelon.loop.own.batch_window import OwnWindow
 from echelon.loop.progress import Progress
 from echelon.loop.run import test
 from echelon.loop.state import ActivePhase, EntryPoint, PhaseState

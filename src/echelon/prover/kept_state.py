@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from echelon.loop.own.unit import LoopUnit
+from echelon.loop.own.loop_unit import LoopUnit
 from echelon.prover.micro import digest
 from echelon.prover.objects import Objects, is_state, own_frames, set_by
 

@@ -11,7 +11,7 @@ import torch
 
 from echelon.common.errors import ProveError
 from echelon.loop.auto.several import Turn
-from echelon.loop.own.unit import LoopUnit, Plain
+from echelon.loop.own.loop_unit import LoopUnit, Plain
 from echelon.prover.gradients import GradientWatch
 from echelon.prover.kept_state import agreeing
 from echelon.prover.micro import Micro, NotJoinable, joined

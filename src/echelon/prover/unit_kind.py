@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from echelon.loop.auto.auto import AutoUnit
-from echelon.loop.own.unit import LoopUnit
+from echelon.loop.own.loop_unit import LoopUnit
 
 __all__ = ["UnitKind"]
 

@@ -116,14 +116,14 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         return True
 
     @abstractmethod
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         """The optimizer over the parameters of `module`, which has its final form, and a scheduler or None.
 
         Called once, when it is first needed, after your class's whole constructor. Adam and AdamW are fused on a GPU by default.
         """
 
     def configure_optimizers_and_lr_schedulers(
-        self, module: nn.Module
+        self, module: torch.nn.Module
     ) -> Mapping[str, torch.optim.Optimizer | tuple[torch.optim.Optimizer, Any]]:
         """The optimizers by name, each over parameters of its own, or pairs of one and its scheduler or None.
 

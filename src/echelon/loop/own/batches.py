@@ -15,7 +15,7 @@ from echelon.data.base import BaseLoader, Combined, loaders_of
 from echelon.data.parts import Padding
 from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.own.kept import kept_for
-from echelon.loop.own.unit import LoopUnit
+from echelon.loop.own.loop_unit import LoopUnit
 from echelon.parallel.layouts import resolve
 from echelon.parallel.names import class_name
 from echelon.world.device import copy_data_to_device

@@ -11,10 +11,10 @@ from echelon.world import agree
 if TYPE_CHECKING:
     from echelon.loop.own.session import Session
 
-__all__ = ["OwnEvaluation"]
+__all__ = ["LoopEvaluation"]
 
 
-class OwnEvaluation:
+class LoopEvaluation:
     """What `evaluating` gives.
 
     Attributes:

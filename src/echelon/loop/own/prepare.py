@@ -8,8 +8,8 @@
                 optimizer.step()
                 optimizer.zero_grad()
 
-Behind it is a unit (`loop/own/unit.py`) with an AutoUnit's Update, so that gradients are weighed, runs saved and resumed, and
-stops agreed on as in `train`; and what the loop's own code does in between, it does.
+Behind it is a unit (`loop/own/loop_unit.py`) with an AutoUnit's Update, so that gradients are weighed, runs saved and resumed,
+and stops agreed on as in `train`; and what the loop's own code does in between, it does.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_up
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import begin_training, in_mode
+from echelon.loop.own.batch_window import OwnWindow
 from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, check_shares, refuse_prepared, training_loader
-from echelon.loop.own.evaluation import OwnEvaluation
+from echelon.loop.own.evaluation import LoopEvaluation
+from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.own.refit import check_optimizer, divide_alike, refit
 from echelon.loop.own.session import Session
-from echelon.loop.own.unit import LoopUnit
-from echelon.loop.own.window import OwnWindow
 from echelon.loop.unit import LRScheduler
 from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.float8 import Float8
@@ -213,7 +213,7 @@ def window(prepared: Any, *others: Any, weight: float | torch.Tensor | None = No
 
 
 @contextlib.contextmanager
-def evaluating(prepared: Any) -> Iterator[OwnEvaluation]:
+def evaluating(prepared: Any) -> Iterator[LoopEvaluation]:
     """Evaluation in a loop of one's own: eval mode, no gradients, `prepare`'s precision. Every rank enters it.
 
         with echelon.evaluating(model) as evaluation:
@@ -224,7 +224,7 @@ def evaluating(prepared: Any) -> Iterator[OwnEvaluation]:
     With `Checkpoints(folder, best="accuracy")` what was evaluated so is saved, and the best stays.
     """
     session = Session.of(prepared, "echelon.evaluating(...)")
-    unit, evaluation = session.unit, OwnEvaluation(session)
+    unit, evaluation = session.unit, LoopEvaluation(session)
     unit.prepared.before_evaluation()
     with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast():
         try:

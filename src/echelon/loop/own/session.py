@@ -20,10 +20,10 @@ from echelon.loop.auto.several import Turn
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import LoopModes
+from echelon.loop.own.batch_window import OwnWindow
 from echelon.loop.own.kept import keep, kept_for
-from echelon.loop.own.run import OwnRun
-from echelon.loop.own.unit import LoopUnit
-from echelon.loop.own.window import OwnWindow
+from echelon.loop.own.loop_run import LoopRun
+from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.records.logged import Logged
 from echelon.loop.reporting.observer import observed
 from echelon.loop.reporting.reporting import Reporting
@@ -53,7 +53,7 @@ class Session:
     ) -> None:
         self.unit, self.loader, self.callbacks = unit, loader, list(callbacks)
         self.saver, self.logged = saver, Logged()
-        self.run: OwnRun | None = None
+        self.run: LoopRun | None = None
         self.batch: Any = None
         self.window: OwnWindow | None = None
         self._in_batch = self._in_epochs = self._stopped = self._is_observed = False
@@ -118,12 +118,12 @@ class Session:
             )
         self.saver.ask()
 
-    def ready(self) -> OwnRun:
+    def ready(self) -> LoopRun:
         """The run, begun if it is not yet. Collective."""
         if self.run is None:
             if not self._is_observed:  # once, though a loop that counts its epochs itself has a run for each
                 self._is_observed, self.callbacks = True, observed(self.unit, self.loader, self.callbacks) or []
-            self.run = OwnRun(self.unit, self.loader, self.callbacks, self._epochs, self.logged)
+            self.run = LoopRun(self.unit, self.loader, self.callbacks, self._epochs, self.logged)
             self.take_over()  # a layout that divides the optimizer has put a `zero_grad` of its own in its place
         return self.run
 
@@ -205,7 +205,7 @@ class Session:
             run.failed(error)
             raise
 
-    def _trained(self, run: OwnRun) -> None:
+    def _trained(self, run: LoopRun) -> None:
         if not run.only_looks:
             self._modes.trained()
 
@@ -238,7 +238,7 @@ class Session:
             self.run = None
             run.finish()
 
-    def _forgets(self, run: OwnRun) -> bool:
+    def _forgets(self, run: LoopRun) -> bool:
         """Whether an iteration was none, since the loop only looked at its data. Nothing collective."""
         if not run.has_only_looked:
             return False

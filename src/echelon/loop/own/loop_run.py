@@ -11,18 +11,18 @@ from typing import Any
 from echelon.contracts.stopping import REQUEUE
 from echelon.loop.callback import Callback
 from echelon.loop.engine import Run
-from echelon.loop.own.unit import LoopUnit
+from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.records.logged import Logged
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.steps import Steps
 from echelon.loop.validate import check_loader, has_hook
 
-__all__ = ["OwnRun"]
+__all__ = ["LoopRun"]
 
 logger = logging.getLogger(__name__)
 
 
-class OwnRun(Run):
+class LoopRun(Run):
     """From the first batch to `finish`. Collective, but for `batches` between two steps.
 
     Attributes:

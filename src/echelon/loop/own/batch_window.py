@@ -11,7 +11,7 @@ import torch
 from echelon.common.errors import LossError, OwnLoopError
 from echelon.common.numbers import number
 from echelon.loop.loss import problem_with, summable
-from echelon.loop.own.unit import LoopUnit
+from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.state import State
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
