@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset, SubsetRandomSampler, TensorDataset
 
 import echelon as ech
 from echelon.checkpoint import manifest
@@ -507,6 +507,18 @@ def test_a_sampler_of_a_subset_is_refused_with_the_subset(ranks: Ranks) -> None:
     loader = DataLoader(DATA, 4, sampler=SubsetRandomSampler([0, 1, 2, 3]))
     with refused(LoaderError):
         ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="none")
+
+
+class _Batches(list[list[int]]):
+    """As of a sampler that puts samples of one length together."""
+
+
+def test_batches_of_ones_own_are_refused_with_what_gives_the_same() -> None:
+    model, batches = net(), _Batches([[5, 1, 7, 3], [0, 2, 4, 6]])
+    with refused(LoaderError):
+        ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, batch_sampler=batches))
+    same = ech.Loader(Subset(DATA, [i for batch in batches for i in batch]), 4, shuffle=False)
+    assert all(torch.equal(x, DATA[batch][0]) for (x, _), batch in zip(same, batches, strict=True))
 
 
 def _epochs_in(folder: Path, epochs: int, checkpoints: Any = None) -> list[str]:

@@ -402,6 +402,65 @@ def test_what_hooks_do_around_steps_is_done_in_the_reference_too(tmp_path: Path,
     assert row.is_equal == (who != "by rank"), show.details(row)
 
 
+LANES = """
+loader = ech.Loader(Rows(), 16, shuffle=False)
+def main():
+    net = model()
+    net, optimizer, batches = ech.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader, layout="ddp")
+    kept = None
+    for x, y in batches:
+        with ech.window(net) as window:
+            if sys.argv[1] == "chains":
+                kept = torch.zeros(0, *y.shape[1:]) if kept is None else kept
+                last = kept[-12:].mean() if len(kept) else 0.0
+                out = net(x)
+                kept = torch.cat([kept, y])
+            else:
+                if x[0, 0] > 0:
+                    kept = None
+                out, last = net(x), 0.0 if kept is None else kept
+                kept = out.detach()
+            window.backward(nn.functional.mse_loss(out - last, y))
+            optimizer.step()
+            optimizer.zero_grad()
+main()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["chains", "lanes"])
+def test_what_a_variable_of_the_loop_does_is_no_hook_and_no_noise(tmp_path: Path, what: str) -> None:
+    """A pass is another when it is tried again, as the variable is; and one may be set under a condition alone."""
+    target = replace(_script(tmp_path, LANES), args=(what,))
+    (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 4, False).results
+    assert row.verdict == "DIFFERS" and [name for name, _ in row.causes] == ["the forward pass keeps state"], show.details(row)
+    assert "the loop's kept" in row.causes[0][1], row.causes
+
+
+SHARES = """
+def padded(rows):
+    width = 1 + max(int(abs(row[0][0]) * 10) for row in rows)
+    return torch.stack([row[0] for row in rows]).repeat(1, 1 + width % 3), torch.stack([row[1] for row in rows])
+class Means(Auto):
+    def compute_loss(self, state, data):
+        out = self.module(data[0].unflatten(1, (-1, SIZE)).mean(1))
+        return nn.functional.mse_loss(out, data[1]), out.detach()
+SIZE, rows = Rows()[0][0].numel(), Rows()
+if sys.argv[1] == "again":
+    rows = torch.utils.data.Subset(rows, range(ech.rank(), len(rows), ech.world_size()))
+ech.train(Means(module=model(), layout="ddp"), ech.Loader(rows, 16, collate_fn=padded), max_epochs=1)
+"""
+
+
+@pytest.mark.parametrize("shares", ["once", "again"])
+def test_data_that_a_script_divides_before_its_loader_does_are_named(tmp_path: Path, shares: str) -> None:
+    """Of padded batches no samples are compared: half of the rows was left out, and the row agreed."""
+    target = replace(_script(tmp_path, SHARES), args=(shares,))
+    (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 2, False).results
+    named = [(name, "has 48 samples, and 96 in one process" in seen) for name, seen in row.causes]
+    assert named == ([("samples that depend on the rank", True)] if shares == "again" else []), show.details(row)
+
+
 MOVES = """
 class Bank(Auto):
     calls = 0

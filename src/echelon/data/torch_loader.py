@@ -38,6 +38,11 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         own = loader.dataset if sampler is None else loader.batch_sampler if loader.batch_size is None else sampler
         what = "batch_size=None" if own is None else type(own).__name__
         first = "Give it Subset(dataset, indices), of torch.utils.data, and shuffle=True. Or use" if _chooses(sampler) else "Use"
+        if loader.batch_size is None and own is not None and sampler is not None:
+            first = (
+                "Of batches that are equally large, echelon.Loader(Subset(dataset, [i for batch in batches for i in batch]), "
+                "global_batch, shuffle=False) gives the ranks their shares. Or use"
+            )
         raise LoaderError(
             f"a DataLoader with {what} {why}. {first} echelon.Loader (echelon.data.Weighted gives its samples weights), for "
             "iterable datasets echelon.StreamLoader, or a DistributedSampler of your own."

@@ -78,9 +78,10 @@ def refuse_in_bootstrap(what: str) -> None:
         UsageError: this is such a rank, importing.
     """
     if in_bootstrap():
+        script = getattr(sys.modules.get("__mp_main__"), "__file__", None) or "the script that started it"
         raise LaunchError(
-            f'{what} was called while a rank imports this script. Put the call under `if __name__ == "__main__":`, '
-            "which is false in a rank."
+            f"{what} was called while a rank imports {script}. There, put what is called under "
+            '`if __name__ == "__main__":`, which is false in a rank.'
         )
 
 

@@ -158,7 +158,7 @@ def _check_tail(stage: Stage, loader: Loader) -> None:
 
 def warn_of_same_samples(loader: Any, unit: Unit) -> None:
     """Where ranks train one model on other data, as far as a look at the dataset tells. Collective."""
-    told = agree.kinds(_seen(loader))
+    told = agree.kinds(seen_of(loader))
     if isinstance(loader, Loader):
         if len(told) > 1 and None not in told and agree.is_rank0():
             logger.warning(
@@ -182,7 +182,7 @@ def warn_of_same_samples(loader: Any, unit: Unit) -> None:
         )
 
 
-def _seen(loader: Any) -> list[int] | None:
+def seen_of(loader: Any) -> list[int] | None:
     """[length, checksum of a sample] of a dataset that torch reads to its end; None if nothing is known."""
     if isinstance(loader, Loader):
         return _part(loader.dataset) if loader.options.dp is None else None

@@ -34,6 +34,7 @@ __all__ = [
     "of_state",
     "of_step",
     "of_underflow",
+    "of_variables",
     "state_apart",
     "state_moves",
 ]
@@ -86,10 +87,13 @@ CAUSES = {
     "a wrong scale": "all gradients are a constant times what they should be",
     "different initial parameters": "the model is not built from the same seed, or is changed before it is made parallel",
     "a loss that depends on the rank": (
-        "the same samples have another loss on another rank, or with another number of ranks: draw noise with the batch, in "
-        "collate_fn, where the loop draws it for itself"
+        "the same samples have another loss on another rank, or with another number of ranks: what the loss reads must be alike "
+        "on all; draw noise with the batch, in collate_fn, where the loop draws it for itself"
     ),
-    "the forward pass keeps state": "what a step leaves for the next is a rank's own: reduce it, or its gradient, over the ranks",
+    "the forward pass keeps state": (
+        "what a pass changes must be the same on all ranks, and change once an update: reduce what it is made of, or its "
+        "gradient, over the ranks"
+    ),
     "an operation over the whole batch": "the loss of a batch is not the mean of the losses of its parts",
 }
 
@@ -261,7 +265,8 @@ def state_moves(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]
         name = next((name for name, paths in state.items() if moved.intersection(paths)), None)
         if name is not None:
             seen = f"{name} moves with every micro-batch, not with every update, and the loss or its gradient depends on it"
-            return _KEEPS, seen
+            how = "change it as an update ends, in on_train_step_end if self.has_updated, in a loop if window.is_last"
+            return _KEEPS, f"{seen}: {how}"
     return None
 
 
@@ -377,21 +382,25 @@ def of_split(has_better_weights: bool, error: float, batch_norms: list[str]) -> 
     if has_better_weights:
         return (
             "loss weighted per rank",
-            f"{seen}; other weights give its gradient (an AutoUnit's: its weight; a loop's: window's weight=)",
+            f"{seen}; other weights give its gradient (an AutoUnit's or Trainer's: its weight; a loop's: window's weight=)",
         )
     return "an operation over the whole batch", f"{seen}, whatever these weigh"
 
 
 def from_mistakes(
-    first: Difference, mine: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], record: Mapping[str, Any]
+    first: Difference,
+    mine: Mapping[str, Any],
+    right: Mapping[str, Any],
+    mistakes: Mapping[str, Any],
+    records: list[dict[str, Any]],
 ) -> Cause | None:
     """Which way of putting the ranks' shares together gives this row's gradients instead of the right ones.
 
     Args:
         mine, right: `loss` and `gradients` of the row and of the reference at the update that first differs.
         mistakes: the same by way, as the reference computed it.
-        record: a rank's, with the names of the model's batch-norm modules, and whether passes speak to other ranks.
     """
+    record = records[0]
     batch_norms = record["batch_norms"]
     gap = _distance(mine["gradients"], right["gradients"])
     loss_gap = abs(mine["loss"] - right["loss"]) if mine["loss"] is not None and right["loss"] is not None else 0.0
@@ -423,7 +432,7 @@ def from_mistakes(
         )
     scale = _wrong_scale(mine, right, gap)
     if not record["communicates"]:
-        return scale or _by_rank(mistakes, batch_norms, first.update)
+        return scale or _by_rank(mistakes, records, first.update)
     # A rank's loss is another with what others send than without; and what a step of one's own sends may be the gradients.
     if first.phase != "gradient" or (scale and record["kind"] is UnitKind.STEP):
         return scale
@@ -431,17 +440,32 @@ def from_mistakes(
     return "collectives without a gradient", seen
 
 
-def _by_rank(mistakes: Mapping[str, Any], batch_norms: list[str], update: int) -> Cause | None:
+def _by_rank(mistakes: Mapping[str, Any], records: list[dict[str, Any]], update: int) -> Cause | None:
     """Micro-batches whose rank had another loss for them than one process has, at the same parameters."""
-    known = [each for each in mistakes["weighted"]["losses"] if each[2] is not None and not batch_norms]
+    known = [each for each in mistakes["weighted"]["losses"] if each[2] is not None and not records[0]["batch_norms"]]
     wrong = [(rank, loss, recorded) for rank, loss, recorded in known if abs(loss - recorded) > 1e-5 * abs(loss)]
     if not wrong:
         return None
     rank, loss, recorded = wrong[0]
     seen = f"rank {rank}: {recorded:.6g}, one process on its samples: {loss:.6g}"
+    variables = sorted(p.removeprefix(VARIABLE) for p in records[0]["updates"][update][0].state if p.startswith(VARIABLE))
+    if update and variables:
+        return (
+            _KEEPS,
+            f"update {update}: {seen}; each process has its own of {VARIABLE}{', '.join(variables)}, from the pass before",
+        )
     if update and len(wrong) == len(known):  # the updates before it left each rank, and one process, something of their own
-        return "the forward pass keeps state", f"update {update}: {seen}; the updates before it were right"
-    return "a loss that depends on the rank", seen
+        return _KEEPS, f"update {update}: {seen}; the updates before it were right"
+    apart = [f"; {name} is not the same on all ranks as training begins" for name in _unlike([r["kept"] for r in records])]
+    return "a loss that depends on the rank", seen + "".join(apart[:1])
+
+
+def of_variables(records: list[dict[str, Any]], update: int) -> Cause | None:
+    """A loop's variables that go from one pass to the next, if there was one before: nobody can set those of one process."""
+    names = sorted(p.removeprefix(VARIABLE) for p in records[0]["updates"][update][0].state if p.startswith(VARIABLE))
+    if not update or not names:
+        return None
+    return _KEEPS, f"update {update}: each process has its own of {VARIABLE}{', '.join(names)}, from the pass before"
 
 
 def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], first: Difference) -> Cause:
@@ -464,7 +488,8 @@ def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], first: Differ
     if abs(sum(best["shares"]) - 1) > 1e-4:
         seen = "weights that give the gradient of the whole batch do not add up to 1, as with a root or a logarithm of a mean"
         return "an operation over the whole batch", seen
-    seen = "other weights of the micro-batches give the right gradient (an AutoUnit's: its weight; a loop's: window's weight=)"
+    of_whom = "an AutoUnit's or Trainer's: its weight; a loop's: window's weight="
+    seen = f"other weights of the micro-batches give the right gradient ({of_whom})"
     return "loss weighted per rank", seen
 
 

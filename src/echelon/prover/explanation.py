@@ -72,7 +72,8 @@ class Explanation:
             found = causes.of_shards(first, *values_of_first(final), owners)
         if not found and first.phase in ("forward", "gradient"):
             tried = self._tried_mistakes(final, first.update)
-            found = causes.from_mistakes(first, *tried, final.ran.records[0]) if tried is not None else None
+            records = final.ran.records
+            found = causes.from_mistakes(first, *tried, records) if tried else causes.of_variables(records, first.update)
         return found or (causes.of_step(first, owners) if not known else None)
 
     def _tried_mistakes(self, final: Judged, k: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None:

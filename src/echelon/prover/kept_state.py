@@ -90,15 +90,28 @@ def of_loop() -> dict[str, Any]:
 @functools.cache
 def _read_first(code: types.CodeType, at: int) -> frozenset[str]:
     """Local names that are read before they are set, from `at` to where the loop around it begins again."""
-    first: dict[str, bool] = {}
-    for each in dis.get_instructions(code):
-        if each.offset > at and each.opname.startswith("JUMP_BACKWARD") and each.argval <= at:
-            break
-        if each.offset > at and each.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST", "STORE_DEREF")):
-            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)  # two at once since Python 3.13
-            for name, how in zip(names, re.findall("LOAD|STORE", each.opname), strict=False):
-                first.setdefault(name, how == "LOAD")
-    return frozenset(name for name, is_read in first.items() if is_read)
+    steps = list(dis.get_instructions(code))
+    places = {each.offset: i for i, each in enumerate(steps)}
+    found, known = set[str](), dict[int, frozenset[str]]()  # by instruction: what is set on every way to it
+    ways = [(next((i for i, each in enumerate(steps) if each.offset > at), len(steps)), frozenset[str]())]
+    while ways:
+        i, names = ways.pop()
+        while i < len(steps) and names & known.get(i, names) != known.get(i):
+            known[i] = names = names & known.get(i, names)
+            each = steps[i]
+            if each.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST", "STORE_DEREF")):
+                given = each.argval if isinstance(each.argval, tuple) else (each.argval,)  # two at once since Python 3.13
+                for name, how in zip(given, re.findall("LOAD|STORE", each.opname), strict=False):
+                    found |= {name} - names if how == "LOAD" else set()
+                    names |= {name} if how == "STORE" else set()
+            if "JUMP" in each.opname or each.opname in ("FOR_ITER", "SEND"):
+                if each.argval <= at:
+                    break  # the loop begins again
+                ways.append((places[each.argval], names))
+            if each.opname.startswith(("JUMP_", "RETURN", "RAISE", "RERAISE")):
+                break
+            i += 1
+    return frozenset(found)
 
 
 def digests_of(state: State) -> dict[str, int]:

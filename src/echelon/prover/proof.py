@@ -49,6 +49,7 @@ class Result:
         message: why it failed, is not possible or not decided; what float32 showed where float64 had to decide.
         notes: what else is to be said about it, such as which samples its ranks saw.
         yours: the script's own layout and accumulation, on any number of ranks.
+        precision: in which it computed. began: it trained before it failed.
     """
 
     label: str
@@ -65,6 +66,8 @@ class Result:
     message: str = ""
     notes: list[str] = field(default_factory=list)
     yours: bool = False
+    precision: str = ""
+    began: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -118,7 +121,7 @@ class Proof:
         """
         rows = self.results
         yours = [r for r in rows if r.yours] or rows
-        if not any(r.is_compared for r in rows):
+        if not any(r.is_compared or r.began for r in rows):
             return NOTHING_COMPARED
         if any(r.is_bad for r in rows):
             return YOURS_DIFFERS if any(r.is_bad for r in yours) else OTHERS_DIFFER

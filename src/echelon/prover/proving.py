@@ -106,7 +106,8 @@ class Proving:
             if result.message.startswith("global_batch") and not row.yours:
                 result.message = f"each batch of the script would be divided: {result.message}"
             if result.verdict == "failed":
-                self._fitting.failed(str(error), row.ranks, began=(here / "initial.pt").exists())
+                result.began = (here / "initial.pt").exists()
+                self._fitting.failed(str(error), row.ranks, began=result.began)
             return result
         try:
             self._compare(row, result, ran)
@@ -189,7 +190,7 @@ class Proving:
     # --- judging
 
     def _compare(self, row: Row, result: Result, ran: Ran) -> None:
-        records = ran.records
+        records, result.precision = ran.records, ran.precision
         self._fitting.name(row, result, ran)
         if not records[0]["updates"]:
             what = (

@@ -243,7 +243,7 @@ def run_split(replay: Replay, how: How) -> dict[str, Any]:
 
 def run_samples(replay: Replay, count: int) -> dict[str, Any]:
     """`seen`: the first so many samples that one process has; none if they are drawn anew whenever they are read, or if the
-    global batch is that of several ranks alone.
+    global batch is that of several ranks alone. `size`: of the data set.
     """
 
     def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
@@ -254,7 +254,8 @@ def run_samples(replay: Replay, count: int) -> dict[str, Any]:
             seen[-1].add(checksums(batch, step.samples), batch)
             if sum(len(each.rows) for each in seen) >= count:
                 break
-        return {"seen": seen, "keeps": kept_by_reading(dataloader)}
+        size = len(dataloader.dataset) if isinstance(dataloader, Loader) else None
+        return {"seen": seen, "keeps": kept_by_reading(dataloader), "size": size}
 
     return replay.instead_of_training(read, replay.dtype)
 

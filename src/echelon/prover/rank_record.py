@@ -52,6 +52,9 @@ class RankRecord:
     resting: list[list[str]] = field(default_factory=list)  # by update: modules in evaluation mode as it begins
     # As `streams`, of reading the first samples: in each process that does.
     reading: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    size: int | None = None  # of the data set that an echelon.Loader divides
+    seen_of_data: list[int] | None = None  # of it, as far as a look tells: its length, and a checksum
+    kept: dict[str, int] = field(default_factory=dict)  # checksums of what the unit keeps as training begins
     plan: Plan | None = None  # which samples the first epoch has for this rank, if the loader tells
     rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
     is_double: bool = False  # the script computes in float64 by itself, which was not asked for

@@ -21,10 +21,12 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from echelon.common.errors import ProveError
+from echelon.data.loader import Loader
 from echelon.loop import unit as units
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.callback import Callback
+from echelon.loop.feeding import seen_of
 from echelon.loop.loss import rows
 from echelon.loop.state import ActivePhase, State, step_under_way
 from echelon.loop.validate import accumulation_of
@@ -144,7 +146,7 @@ class StepRecorder(Callback):
         self._reading = Reading(dataloader, self.folder / f"reading{self.rank}.txt")
         self._kept = KeptState(objects)
         self._kept_last = self._kept.values()
-        self._kept_digests = digests_of(self._kept_last)
+        self._kept_digests = self.record.kept = digests_of(self._kept_last)
 
     def _unlike_others(self, unit: Any, unseeded: set[str]) -> None:
         """Streams that a script does not seed are not alike on its ranks, whatever was drawn from them before."""
@@ -166,6 +168,8 @@ class StepRecorder(Callback):
         record.loader = type(dataloader).__name__
         record.accumulation = accumulation_of(unit, dataloader)
         record.global_batch = getattr(dataloader, "global_batch", None)
+        if isinstance(dataloader, Loader):
+            record.size, record.seen_of_data = len(dataloader.dataset), seen_of(dataloader)
         record.samples_by_rank = _samples_by_rank(dataloader)
         with contextlib.suppress(OSError, TypeError):  # a module without a source, as of an interpreter or a notebook
             record.hashes = any(_SETS.search(inspect.getsource(module)) for module in own_modules(unit))

@@ -34,6 +34,7 @@ class SampleChecks:
         self._on_ranks, self.folder = on_ranks, folder
         self._epochs: list[Epoch | None] = []  # of one process, once it was read
         self._samples_of_one: list[Seen] | None = None
+        self._size: int | None = None  # of its data set
         self._depends_on_hash: bool | None = None
         self._depends_on_seed: str | None = None
         self._keeps: str | None = None  # what reading changes of the data set, if samples depend on it
@@ -54,9 +55,10 @@ class SampleChecks:
             seen = "the first batches or initial parameters are others under another PYTHONHASHSEED, as ranks of other nodes have"
             return [("samples that depend on the rank", seen)]
         others = None
-        if ranks[0]["loader"] == "Loader" and not ranks[0]["left_out"] and joined:
-            updates = of_updates(ranks)
+        if ranks[0]["loader"] == "Loader":
+            updates = of_updates(ranks) if joined and not ranks[0]["left_out"] else []
             others = unlike_one_process(updates, self._of_one_process(replay, sum(len(seen.rows) for seen in updates)))
+            others = self._divided_before(ranks) or others
         elif joined and (epoch := self._epoch(replay)) is not None:
             others = unlike_an_epoch(ranks, epoch)
         if self._keeps is not None:
@@ -69,6 +71,17 @@ class SampleChecks:
         if note is not None:
             result.notes.append(note)
         return []
+
+    def _divided_before(self, ranks: list[dict[str, Any]]) -> str | None:
+        """Whether ranks have data sets of their own, of which a Loader gives each a share."""
+        other = next((r for r in ranks if self._size not in (None, r["size"])), None)
+        looks = [r["seen_of_data"] for r in ranks]
+        found = None
+        if other is not None:
+            found = f"rank {other['rank']}: the data set has {other['size']} samples, and {self._size} in one process"
+        elif None not in looks and any(look != looks[0] for look in looks):
+            found = "ranks have data sets with other samples"
+        return f"{found}; echelon.Loader divides by itself what is the same on all ranks" if found else None
 
     def _by_seed(self, ran: Ran) -> str:
         """What is another on a rank where RNGs that the script does not seed are seeded alike before it trains."""
@@ -124,7 +137,7 @@ class SampleChecks:
             self._samples_of_one = []
             with contextlib.suppress(RankFailedError):
                 found = self._on_ranks.launch(run_samples, 1, replay, count)
-                self._samples_of_one, self._keeps = found["seen"], found["keeps"]
+                self._samples_of_one, self._keeps, self._size = found["seen"], found["keeps"], found["size"]
         return self._samples_of_one
 
 

@@ -147,7 +147,8 @@ def conclusion(proof: Proof) -> str:
     if code == 0:
         alike = "The one row trains" if len(rows) == 1 else f"All {len(rows)} rows train"
         if all(r.is_equal for r in rows):
-            return f"{alike} as one process in plain PyTorch does, to the rounding of {proof.dtype}."
+            narrow = sorted({r.precision for r in rows} - {"", "float32"}) if proof.dtype == "float32" else []
+            return f"{alike} as one process in plain PyTorch does, to the rounding of {' or '.join([proof.dtype, *narrow])}."
     return " ".join(filter(None, (early.strip(), _of_yours(yours), count)))
 
 
