@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import or_
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -179,6 +179,13 @@ class ZeROPrepared(DDPPrepared):
 register(Kind("ddp", lambda module: isinstance(module, DistributedDataParallel), DDPPrepared, inner="module"))
 
 
+# What `DDPStrategy.wrap` sees to itself.
+_NOT_TORCHS = {
+    *("broadcast_buffers", "forward_sync_buffers", "device_ids", "comm_state", "comm_hook"),
+    *("sync_batchnorm", "mixed_precision", "shard_optimizer"),
+}
+
+
 @dataclass(frozen=True, repr=False)
 class DDPStrategy(Strategy):
     """DistributedDataParallel's options, under its names; defaults are torch's, except for `gradient_as_bucket_view`.
@@ -263,24 +270,9 @@ class DDPStrategy(Strategy):
         if self.sync_batchnorm:
             module = sync_batchnorm(module, world.device, self.process_group)
         module = recipe.compile(recipe.checkpoint_activations(module))
-        options = {
-            "output_device": self.output_device,
-            "dim": self.dim,
-            **self._buffers(),
-            "init_sync": self.init_sync,
-            "process_group": self.process_group,
-            "device_mesh": self.device_mesh,
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "bucket_cap_mb_list": list(self.bucket_cap_mb_list) if self.bucket_cap_mb_list is not None else None,
-            "find_unused_parameters": self.find_unused_parameters,
-            "check_reduction": self.check_reduction,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "static_graph": self.static_graph,
-            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
-            "batched_grad_copy": self.batched_grad_copy,
-        }
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_TORCHS}
         devices = [world.device.index] if world.device.type == "cuda" else None
-        wrapped = Reaching(module, devices, **ddp_options(DistributedDataParallel, options))
+        wrapped = Reaching(module, devices, **ddp_options(DistributedDataParallel, options | self._buffers()))
         if self.comm_hook is not None:
             wrapped.register_comm_hook(self.comm_state, self.comm_hook)
         return wrapped
