@@ -92,7 +92,7 @@ PLACES = {
     "check_trained_alike": TOLD,
     "warn_of_same_samples": STEPS,
     # parallel: before training
-    "_Split._compare": "test_ranks_of_the_same_samples_are_told_of_other_rows",
+    "ParallelPrepared._compare": "test_ranks_of_the_same_samples_are_told_of_other_rows",
     "Buffers._agree": FORM,
     "Buffers._send": FORM,
     "ParallelPrepared.optimizer": "test_a_stage_without_anything_for_its_optimizer_is_refused_on_all_ranks",

@@ -17,7 +17,7 @@ from echelon.parallel.gradients import clip
 from echelon.parallel.guards.grad_presence import SameGradients
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline import Pipeline
-from echelon.parallel.prepared import NO_CONTEXT, Batches, Form, PartsCheck, Place
+from echelon.parallel.prepared import NO_CONTEXT, Form, Place
 from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
 from echelon.world import agree
 from echelon.world.mesh import ParallelDims
@@ -28,82 +28,6 @@ B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741
 R = TypeVar("R")
 Made = tuple[torch.Tensor, Any]
-
-
-class _Split(Batches):
-    """Batches of a rank that shares samples with others.
-
-    Args:
-        module: whose parameters' types bound how exactly losses are compared.
-        gathered_in: the type in which they are gathered, where that is another.
-    """
-
-    def __init__(
-        self,
-        dims: ParallelDims,
-        rank: int,
-        context: ContextParallel | None,
-        pipeline: Pipeline | None,
-        module: nn.Module,
-        gathered_in: torch.dtype | None,
-    ) -> None:
-        self._dims, self._rank, self._context, self._pipeline = dims, rank, context, pipeline
-        self._module, self._gathered_in = module, gathered_in
-        self._compared = dims.tp * dims.cp * dims.pp == 1  # what ranks that have the same samples were given
-
-    @property
-    def is_trying(self) -> bool:  # type: ignore[override]
-        return any(each is not None and each.is_trying for each in (self._pipeline, self._context))
-
-    def part_of(self, batch: Any) -> Any:
-        if not self._compared:
-            self._compared = True
-            self._compare(batch)
-        if self._context is None:
-            return batch
-        part = self._context.part_of(batch)
-        self.share = self._context.share
-        return part
-
-    def _compare(self, batch: Any) -> None:
-        """Ranks that differ in tp, cp or pp must have the same samples: of other sizes, gloo would end the process, or stages
-        wait for ever. Collective.
-
-        Raises:
-            RanksDisagreeError: on all ranks.
-        """
-        told = agree.gather([list(t.shape) for t in tensors_of(batch)])
-        for rank, shapes in enumerate(told):
-            first = next(r for r in range(rank + 1) if self._dims.dp_rank(r) == self._dims.dp_rank(rank))
-            if shapes != told[first]:
-                raise RanksDisagreeError(
-                    "ranks that differ in tp, cp or pp alone must be given the same samples, got tensors of "
-                    f"{told[first]} on rank {first} and of {shapes} on rank {rank}. echelon.Loader gives them the same; divide "
-                    "data of your own over the ranks of the other axes alone."
-                )
-
-    @property
-    def check(self) -> PartsCheck | None:  # type: ignore[override]
-        return self if self._context is not None and self._context.doubts_parts else None
-
-    def check_parts(
-        self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
-    ) -> None:
-        assert self._context is not None
-
-        def weight_of(data: Any, share: float | torch.Tensor) -> float:
-            self.share = share
-            return float(weigh(data))
-
-        types = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
-        self._context.check_parts(batch, weight_of, compute, [*types, *(t for t in (dtype, self._gathered_in) if t is not None)])
-
-    def check_loss(self, loss: torch.Tensor) -> None:
-        assert self._context is not None
-        self._context.check_loss(loss)
-
-    def whole_of(self, outputs: Any) -> Any:
-        return outputs if self._context is None else self._context.whole_of(outputs)
 
 
 class ParallelPrepared(FSDPPrepared):
@@ -127,12 +51,16 @@ class ParallelPrepared(FSDPPrepared):
         apart = [] if pipeline is None else [pipeline.group]
         self.place = Place((place["cp"], dims.cp), (place["pp"], dims.pp), apart, draws_apart=dims.cp > 1 or dims.pp > 1)
         self.form = self.form if self._averaged else Form("own")
-        self.batches = _Split(dims, rank, context, pipeline, self.module, self.form.gathered_in)
+        if context is not None:
+            context.gathered_in = self.form.gathered_in
+            self.batches = context
+        if dims.tp * dims.cp * dims.pp > 1:
+            self.batches.look = self._compare
         if pipeline is None:
             if context is not None:
                 context.look_at_outputs(self.module)
             return
-        self.pipeline, self.trains = pipeline, "scheduled"
+        self.pipeline, self.trains, pipeline.batches = pipeline, "scheduled", self.batches
         pipeline.cut.draws.samples = dims.dp_rank(rank) * dims.cp + place["cp"]
         pipeline.shared.bind(self.named_parameters())
         pipeline.shared.equalize()
@@ -159,6 +87,23 @@ class ParallelPrepared(FSDPPrepared):
     def _over_parts(self) -> AbstractContextManager[Any]:
         """Around passes."""
         return NO_CONTEXT if self.context is None else self.context.active()
+
+    def _compare(self, batch: Any) -> None:
+        """Ranks that differ in tp, cp or pp must have the same samples: of other sizes, gloo would end the process, or stages
+        wait for ever. Collective.
+
+        Raises:
+            RanksDisagreeError: on all ranks.
+        """
+        told = agree.gather([list(t.shape) for t in tensors_of(batch)])
+        for rank, shapes in enumerate(told):
+            first = next(r for r in range(rank + 1) if self.dims.dp_rank(r) == self.dims.dp_rank(rank))
+            if shapes != told[first]:
+                raise RanksDisagreeError(
+                    "ranks that differ in tp, cp or pp alone must be given the same samples, got tensors of "
+                    f"{told[first]} on rank {first} and of {shapes} on rank {rank}. echelon.Loader gives them the same; divide "
+                    "data of your own over the ranks of the other axes alone."
+                )
 
     # --- training
 

@@ -95,14 +95,19 @@ class Batches:
         share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
         check: where parts of samples are weighed, what compares them once with the whole; None after that.
         is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
+        look: is called with the first batch.
     """
 
     share: float | torch.Tensor = 1.0
     check: PartsCheck | None = None
     is_trying = False
+    look: Callable[[Any], None] | None = None
 
     def part_of(self, batch: Any) -> Any:
         """This rank's part of a batch whose samples other ranks have, too, such as its part of each sequence."""
+        if self.look is not None:
+            look, self.look = self.look, None
+            look(batch)
         return batch
 
     def whole_of(self, outputs: Any) -> Any:

@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from echelon.parallel.context.probe import probe
 from echelon.parallel.context.sequence_layout import SequenceParts
 from echelon.parallel.guards.messages import SHAPES
 from echelon.parallel.patching import replace
+from echelon.parallel.prepared import Batches, PartsCheck
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.world import agree
 from echelon.world.device import map_tensors
@@ -63,7 +64,7 @@ def check_context(module: nn.Module, recipe: Recipe) -> None:
         )
 
 
-class ContextParallel:
+class ContextParallel(Batches):
     """A module's context parallelism on this rank. Before activation checkpointing, compilation and sharding.
 
     Args:
@@ -74,8 +75,7 @@ class ContextParallel:
         check: compare the first batch's beginning with a pass over whole sequences before training.
     Attributes:
         parts: which part of a sequence this rank has.
-        share: of the latest batch that `part_of` cut: what its part counts of what the whole batch counts, 0 .. 1.
-        doubts_parts: `check_parts` has not been called yet.
+        gathered_in: the type in which parameters are gathered to compute, where that is another than theirs.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class ContextParallel:
         check: bool = True,
     ) -> None:
         self.parts = SequenceParts.over(mesh.get_group())
-        self.share: float | torch.Tensor = 1.0
-        self.doubts_parts = True
+        self.gathered_in: torch.dtype | None = None
+        self._doubts_parts = True
         self._kept: KeptOutputs | None = None
         self._outputs: list[torch.Tensor] = []  # of the latest pass, until the loss was looked at
-        self.is_trying = self._draws_apart = False
+        self._draws_apart = False
         self._module, self._device, self._said = module, device, check_sequence_dim(sequence_dim)
         self._cut, self._unchecked, self._compared = "", check, False
         self._checks = check
@@ -115,7 +115,7 @@ class ContextParallel:
         Raises:
             UsageError: no sequence, one that does not divide, or tensors of which it is not clear whether they have it.
         """
-        batch, dims = self._dims_of(batch)
+        batch, dims = self._dims_of(super().part_of(batch))
         return self._part_of(batch, dims)
 
     def _dims_of(self, batch: Any) -> tuple[Any, dict[str, int]]:
@@ -135,27 +135,28 @@ class ContextParallel:
                 )
         return part
 
+    @property
+    def check(self) -> PartsCheck | None:  # type: ignore[override]
+        return self if self._doubts_parts else None
+
     def check_parts(
-        self,
-        batch: Any,
-        weigh: Callable[[Any, float | torch.Tensor], float],
-        compute: Callable[[Any], Any],
-        dtypes: Sequence[torch.dtype],
+        self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
     ) -> None:
         """Of the first batch: do weights and losses of its parts add up to its own? Collective over all ranks.
 
-        Args:
-            weigh: what data counts, of which so much of the whole batch is counted.
-            compute: the loss.
-            dtypes: in which is computed.
         Raises:
             UsageError: on all ranks: tokens at the ends of parts are left out, each part counts as the whole, or the loss is no
                 mean over tokens.
         """
-        self.doubts_parts = False
+        self._doubts_parts = False
         shifted, dims = self._dims_of(batch)
         part = self._part_of(shifted, dims)
-        self._check_weight(weigh(part, self.share), weigh(batch, 1.0))
+
+        def weight_of(data: Any, share: float | torch.Tensor) -> float:
+            self.share = share
+            return float(weigh(data))
+
+        self._check_weight(weight_of(part, self.share), weight_of(batch, 1.0))
         length = next((t.shape[dims[name]] for name, t in named(shifted) if name in dims), 0)
         if not all(agree.gather(self._checks and length > 0)):
             return
@@ -167,17 +168,19 @@ class ContextParallel:
                 loss = compute(piece)
             if self._kept is not None:
                 self._kept.check()
-            return loss, weigh(piece, 1.0)
+            return loss, weight_of(piece, 1.0)
 
         def of_part(piece: Any) -> tuple[Any, float]:
             part = self._part_of(with_shifted_labels(piece) if self._shifts else piece, dims)
             unchecked = self._unchecked
             try:
                 with self.active():
-                    return compute(part), weigh(part, self.share)
+                    return compute(part), weight_of(part, self.share)
             finally:
                 self._unchecked = unchecked
 
+        types = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
+        dtypes = [*types, *(t for t in (dtype, self.gathered_in) if t is not None)]
         self.is_trying, self._draws_apart = True, torch.is_grad_enabled()
         try:
             check_losses(self.parts, Losses(self._module, of_whole, of_part, dtypes), batch, dims, length)
@@ -191,7 +194,7 @@ class ContextParallel:
             return
 
         def note(module: nn.Module, args: Any, outputs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self.doubts_parts or self.is_trying:
+            if torch.compiler.is_compiling() or not self._doubts_parts or self.is_trying:
                 return None
             if current() is None or not torch.is_grad_enabled():
                 return None
@@ -213,7 +216,7 @@ class ContextParallel:
         Raises:
             UsageError: on all ranks: it is not.
         """
-        self.doubts_parts = False
+        self._doubts_parts = False
         outputs, self._outputs = self._outputs, []
         check_separate(loss, outputs)
 

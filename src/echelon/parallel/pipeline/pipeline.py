@@ -30,6 +30,7 @@ from echelon.parallel.pipeline.trial import compute
 from echelon.parallel.pipeline.values import Form, Leaf, form_of, shape_of_batch
 from echelon.parallel.pipeline.walk import Needs, Walk, Walked
 from echelon.parallel.pipeline.window import Learned, Made, Window
+from echelon.parallel.prepared import Batches
 from echelon.world import agree
 
 __all__ = ["Pipeline"]
@@ -46,7 +47,7 @@ class Pipeline:
     Attributes:
         group: the ranks of the pipeline.
         has_last: whether this rank has the last stage, which computes the losses.
-        is_trying: what is computed now is thrown away.
+        batches: what becomes of those that its ranks are given.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Pipeline:
         # Which parameters are trained, and the flags, as ranks compared them last; and the same of every rank.
         self._compared: tuple[Any, Any] = (None, None)
         self._of_all: tuple[Any, Any] = ((), ())
-        self.is_trying = False
+        self.batches = Batches()  # whose passes are tried now and then
 
     # --- training
 
@@ -164,11 +165,11 @@ class Pipeline:
         """Of a pipeline alone: elsewhere units have messages of their own."""
         if not self._is_alone:
             return None
-        self.is_trying = True
+        self.batches.is_trying = True
         try:
             return self._walk.shapes(act)
         finally:
-            self.is_trying = False
+            self.batches.is_trying = False
 
     def _made_of(self, walked: Walked, shapes: Shapes | None) -> Learned:
         stages, sent = {call: self.cut.stage_of[call.rpartition(":")[0]] for call in walked.forms}, list[list[str]]()
@@ -206,11 +207,11 @@ class Pipeline:
     def _studied(self, structure: Any, act: Callable[[], Any]) -> Walked:
         act = explained(self.module)(act)
         known = None if agree.any_rank(structure not in self._needs) else self._needs[structure]
-        self.is_trying = True
+        self.batches.is_trying = True
         try:
             walked = self._walk.study(act, known)
         finally:
-            self.is_trying = False
+            self.batches.is_trying = False
         self._needs[structure] = walked.needs
         while len(self._needs) > _MOST_KINDS:
             self._needs.popitem(last=False)
