@@ -189,8 +189,7 @@ class Replay:
                 found.update(work(unit, dataloader, callbacks))
                 raise Enough
             if turns is None:
-                unit.turns = turns = Turns(lambda: found.update(work(unit, dataloader, callbacks)))
-                unit.instead = turns.batches
+                unit.reference = turns = Turns(lambda: found.update(work(unit, dataloader, callbacks)))
             return []
 
         precision, compiled = self.row.imposed_precision(wide=dtype is torch.float64), None if self.compiled else False

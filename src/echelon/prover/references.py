@@ -11,10 +11,11 @@ import torch
 
 from echelon.common.errors import ProveError
 from echelon.loop.auto.several import Turn
-from echelon.loop.own.loop_unit import LoopUnit, Plain
+from echelon.loop.own.loop_unit import LoopUnit
 from echelon.prover.gradients import GradientWatch
 from echelon.prover.kept_state import agreeing
 from echelon.prover.micro import Micro, NotJoinable, joined
+from echelon.prover.plain_window import Plain
 from echelon.prover.reference import AutoReference, How, OwnReference, Pass, Reference, Shake, by_index
 from echelon.prover.turns import Turns
 from echelon.prover.unit_kind import UnitKind
@@ -56,7 +57,6 @@ class LoopReference(AutoReference):
         forget_loads(self.unit)
         loss = self.backward_of_all(k)
         self._trains = False
-        assert self.unit.plain is not None
         gradients, self.rates = self.watch.take(), self.watch.rates
         if gradients is None:
             raise ProveError(
@@ -64,14 +64,14 @@ class LoopReference(AutoReference):
             )
         balance(self.unit)
         self.step_done(loss)
-        return {"loss": loss, "norm": self.unit.plain.norm, "gradients": gradients}
+        return {"loss": loss, "norm": self.turns.plain.norm, "gradients": gradients}
 
     def backward(self, passes: Sequence[Pass]) -> float:
         mean, computes = 0.0, self.computes if self.computes.dtype is not None else None
         for i, each in enumerate(passes, 1):
             self.put_back(each)
             is_last, is_first = self._trains and i == len(passes), self._trains and i == 1
-            self.unit.plain = plain = Plain(each.share * self.scale, is_last, is_first, computes, self.scale)
+            self.turns.plain = plain = Plain(each.share * self.scale, is_last, is_first, computes, self.scale)
             batch = self.as_given(each.data)
             self.turns.give(batch)
             for _ in range(_LOOKS):
@@ -199,6 +199,6 @@ def reference_of(unit: Any, records: list[dict[str, Any]], folder: Path, dtype: 
     """The reference for this kind of unit."""
     kind = UnitKind.of(unit)
     if kind.is_loop:
-        return LoopReference(unit.turns, unit, records, folder, dtype, how, shake)
+        return LoopReference(unit.reference, unit, records, folder, dtype, how, shake)
     made = {UnitKind.LOSS: AutoReference, UnitKind.LOSSES: SeveralReference, UnitKind.STEP: OwnReference}[kind]
     return made(unit, records, folder, dtype, how, shake)

@@ -81,7 +81,7 @@ def _pass(reference: AutoReference, data: Any, samples: int, micro: Micro) -> _P
     loss, made = reference.tried(Pass(on_host(data), 1.0, micro.streams, micro.state))
     gradients = {n: g.double() for n, g in made.items()}
     unit: Any = reference.unit
-    weight = unit.plain.weight if UnitKind.of(unit).is_loop else unit.weight(reference.as_given(data))
+    weight = unit.reference.plain.weight if UnitKind.of(unit).is_loop else unit.weight(reference.as_given(data))
     return loss, gradients, float(weight)
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from echelon.prover.plain_window import Plain, PlainWindow
 from echelon.world.device import in_thread
 
 __all__ = ["Enough", "Turns"]
@@ -26,7 +27,11 @@ class Turns:
         work: what calls `give` and `end_epoch`; when it returns, the script ends.
     Attributes:
         given: how many batches the loop got.
+        plain: how the one that it has is trained on.
     """
+
+    window = PlainWindow
+    plain: Plain
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work, self.given = work, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import torch
 
 from echelon.common.errors import LossError, OwnLoopError
 from echelon.common.numbers import number
+from echelon.loop.auto.several import Turn
 from echelon.loop.loss import problem_with, summable
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.state import State
@@ -25,6 +27,7 @@ class _Session(Protocol):
 
     unit: LoopUnit
     batch: Any
+    accumulates: bool
 
     @property
     def state(self) -> State: ...
@@ -67,13 +70,6 @@ class OwnWindow:
         session, unit = self._session, self._session.unit
         session.enter(self)
         self.is_open, self.update, self._state = True, unit.window.updates, session.state
-        if unit.plain is not None:
-            self.is_last = unit.plain.is_last
-            unit.plain.weight = unit.weight(session.batch) if self._weight is None else self._weight
-            if unit.plain.computes is not None:
-                self._contexts = (unit.plain.computes.autocast(unit.device),)
-                self._contexts[0].__enter__()
-            return self
         step = unit.update.begin_step(unit, self._state)
         self.is_last = unit.update.is_last
         weight = 0 if step.is_padding else unit.weight(session.batch) if self._weight is None else self._weight
@@ -104,13 +100,17 @@ class OwnWindow:
                 "the window ended without window.backward(loss). Call it once in each window, in place of loss.backward(); leave "
                 "a batch out by leaving out its window, on all ranks."
             )
+        if error is None and self._session.unit.several is not None:
+            self._end_several()
+
+    def _end_several(self) -> None:
         unit = self._session.unit
-        if error is None and unit.several is not None and unit.plain is None:
-            unit.several.end_micro_batch(replica=unit.prepared.is_replica)
-            if self.is_last:
-                unit.has_updated = True
-                unit.update.finish_several(unit, self._state)
-                self.loss = unit.update.latest[0]
+        assert unit.several is not None
+        unit.several.end_micro_batch(replica=unit.prepared.is_replica)
+        if self.is_last:
+            unit.has_updated = True
+            unit.update.finish_several(unit, self._state)
+            self.loss = unit.update.latest[0]
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool | None = None) -> None:
         """In place of `loss.backward()`: the gradients are weighed and, with the window's last batch, averaged over the ranks.
@@ -132,30 +132,21 @@ class OwnWindow:
         if not usual and (problem := problem_with((loss, None), unit.module)) is not None:
             raise LossError(f"window.backward was given {problem}")
         self.went_back = True
-        if unit.plain is None and (check := unit.prepared.batches.check) is not None:
+        if (check := unit.prepared.batches.check) is not None:
             check.check_loss(loss)
-        if unit.plain is not None:
-            with NO_CONTEXT if unit.plain.computes is None else torch.autocast(unit.device.type, enabled=False):
-                (loss * unit.plain.share).backward(retain_graph=retain_graph)
-            if unit.plain.is_last and unit.plain.scale != 1:
-                for parameter in unit.module.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad /= unit.plain.scale
-            self.loss = unit.plain.loss = loss.detach() + (0 if unit.plain.loss is None else unit.plain.loss)
-        else:
-            assert self._micro_batch is not None
-            with NO_CONTEXT if unit.computes.dtype is None else torch.autocast(unit.device.type, enabled=False):
-                if unit.several is not None:
-                    unit.several.backward(loss, self._micro_batch, retain_graph=retain_graph)
-                else:
-                    unit.update.backward(unit, self._state, loss, self._micro_batch, retain_graph=retain_graph)
-            before = 0.0 if self.trained is None else self.trained[1]
-            self.trained = self._micro_batch.weight, loss.detach() + before
-            self.loss = self.trained[1]
-            if self.is_last and unit.several is None:
-                unit.has_updated = True
-                unit.update.finish(unit, self._state)
-                self.loss = unit.update.loss
+        assert self._micro_batch is not None
+        with NO_CONTEXT if unit.computes.dtype is None else torch.autocast(unit.device.type, enabled=False):
+            if unit.several is not None:
+                unit.several.backward(loss, self._micro_batch, retain_graph=retain_graph)
+            else:
+                unit.update.backward(unit, self._state, loss, self._micro_batch, retain_graph=retain_graph)
+        before = 0.0 if self.trained is None else self.trained[1]
+        self.trained = self._micro_batch.weight, loss.detach() + before
+        self.loss = self.trained[1]
+        if self.is_last and unit.several is None:
+            unit.has_updated = True
+            unit.update.finish(unit, self._state)
+            self.loss = unit.update.loss
         enter(Part.OTHER)
         self._session.went_back()
 
@@ -164,8 +155,7 @@ class OwnWindow:
         logged after it stands with the next update.
         """
         self._check_open("log")
-        if self._session.unit.plain is None:
-            self._state.log(name, value, weight, reduce=reduce)
+        self._state.log(name, value, weight, reduce=reduce)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, of: Any = None) -> torch.Tensor | None:
         """In place of `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: over all ranks, before the step.
@@ -179,14 +169,9 @@ class OwnWindow:
         if not self._has_gradients("clip_grad_norm_"):
             return None
         unit = self._session.unit
-        if unit.several is not None and unit.plain is None:
+        if unit.several is not None:
             return unit.several.clip(unit.several.asked(of), max_norm, norm_type)
-        if unit.plain is not None:
-            held = unit.module.parameters() if unit.several is None else unit.several.asked(of).parameters
-            self._norm = torch.nn.utils.clip_grad_norm_(held, max_norm, norm_type)
-            unit.plain.norm = float(self._norm)
-        else:
-            self._norm = unit.prepared.clip_grad_norm_(max_norm, norm_type)
+        self._norm = unit.prepared.clip_grad_norm_(max_norm, norm_type)
         return self._norm
 
     def clip_grad_value_(self, max_value: float, *, of: Any = None) -> None:
@@ -197,13 +182,24 @@ class OwnWindow:
             return
         if unit.several is None:
             unit.prepared.clip_grad_value_(max_value)
-        elif unit.plain is None:
-            unit.several.clip_value(unit.several.asked(of), max_value)
         else:
-            torch.nn.utils.clip_grad_value_(unit.several.asked(of).parameters, max_value)
+            unit.several.clip_value(unit.several.asked(of), max_value)
 
-    def step(self) -> None:
-        """For the optimizer's `step`, in the window's last batch."""
+    def keep(self, turn: Turn) -> None:
+        """For the `step` of one of several optimizers, before the window's last batch."""
+        assert self._session.unit.several is not None
+        self._session.unit.several.keep(turn)
+
+    def step(self, turn: Turn | None, original: Callable[..., Any]) -> None:
+        """For the optimizer's `step`, in the window's last batch.
+
+        Args:
+            turn: the optimizer's, where there are several, and `original` its own `step`.
+        """
+        if turn is not None:
+            assert self._session.unit.several is not None
+            self._session.unit.several.step(turn, original)
+            return
         if self.stepped:
             raise OwnLoopError("optimizer.step() must be called once in an update, got a second call.")
         self.stepped = True

@@ -35,7 +35,7 @@ class LoopEvaluation:
                 over its batches 1.
         """
         session, unit = self._session, self._session.unit
-        if unit.plain is not None:
+        if unit.reference is not None:
             return
         counts = 1 if unit.evaluated is None else unit.samples_evaluated()
         logged, before = session.logged, session.logged.weight
@@ -53,7 +53,7 @@ class LoopEvaluation:
         """
         session, unit = self._session, self._session.unit
         best = session.best
-        if unit.plain is not None or not (self._logs or best is not None):
+        if unit.reference is not None or not (self._logs or best is not None):
             return
         if unit.has_evaluated:
             session.logged.takes_part("eval")

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from echelon.contracts.stopping import REQUEUE
 from echelon.loop.callback import Callback
@@ -28,8 +28,7 @@ class LoopRun(Run):
     Attributes:
         took_step: the loop has trained on the batch that it has.
         only_looks: the loop has trained on no batch of this iteration over the loader.
-        is_left: the loop has left it in the middle, for now or for good.
-        is_finished, has_failed: `finish` or `failed` was called.
+        ended: how, if it has: the loop has "left" it in the middle, for now or for good; it is "finished", or has "failed".
     """
 
     def __init__(self, unit: LoopUnit, loader: Any, callbacks: Sequence[Callback], epochs: int | None, logged: Logged) -> None:
@@ -37,7 +36,8 @@ class LoopRun(Run):
         state.logged = logged
         super().__init__(state, unit, list(callbacks), ["train"])
         self.stage, self._window = self._stages["train"], unit.window
-        self.took_step = self.only_looks = self.is_left = self.is_finished = self.has_failed = False
+        self.took_step = self.only_looks = False
+        self.ended: Literal["left", "finished", "failed"] | None = None
         self._steps: Steps | None = None  # of an epoch under way, or left by a `break`
         self._is_whole = False  # the loop has had all batches of an epoch that has not been closed
         self._before: dict[str, Any] = {}  # the progress when this iteration began
@@ -138,12 +138,14 @@ class LoopRun(Run):
         self._close_epoch(self.stage)
 
     def finish(self) -> None:
-        """The end of training: the last save.
+        """The end of training, unless it has ended: the last save.
 
         Raises:
             SystemExit: 75, if a signal ended it before its time.
         """
-        self.is_finished = True
+        if self.ended == "finished":
+            return
+        self.ended = "finished"
         leaves = self._end_training(self.stage)
         self._let_go()
         self._close()
@@ -152,9 +154,9 @@ class LoopRun(Run):
 
     def leave(self) -> None:
         """The loop left it, perhaps on this rank alone: nothing collective. Signals and files are let go of."""
-        if self.is_left or self.is_finished or self.has_failed:
+        if self.ended is not None:
             return
-        self.is_left = True
+        self.ended = "left"
         self._let_go()
         for callback in self.callbacks:
             if has_hook(callback, "on_exception"):
@@ -167,7 +169,7 @@ class LoopRun(Run):
 
     def failed(self, error: BaseException) -> None:
         """Tell sinks and callbacks of an error in the loop. Per rank."""
-        self.has_failed = True
+        self.ended = "failed"
         context, self._context = self._context, contextlib.ExitStack()
         atexit.unregister(context.close)
         with contextlib.suppress(BaseException):  # it is on its way already

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,32 +13,9 @@ from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.progress import Progress
 from echelon.loop.state import State
-from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.state.partition import parameters_of
 
-__all__ = ["LoopUnit", "Plain"]
-
-
-@dataclass
-class Plain:
-    """How a micro-batch is trained on in plain PyTorch, with nothing of echelon's: for the reference of `echelon prove`.
-
-    Args:
-        share: of the global batch's mean: the loss is multiplied by it.
-        is_last: the optimizer steps after it.
-        is_first: of its update.
-        computes: in which precision the window computes; None is float32.
-        scale: part of the share, by which the gradients are divided again before the step.
-    """
-
-    share: float
-    is_last: bool
-    is_first: bool
-    computes: Precision | None = None
-    scale: float = 1.0
-    loss: torch.Tensor | None = None
-    norm: float | None = None
-    weight: Any = None  # what the loop says that the batch counts
+__all__ = ["LoopUnit"]
 
 
 class LoopUnit(OptimizedUnit):
@@ -52,8 +28,7 @@ class LoopUnit(OptimizedUnit):
     Attributes:
         update: the way from a batch to the optimizer's step, which the loop's windows go.
         configured: the optimizers and the schedulers that the loop has.
-        plain: set where plain PyTorch computes.
-        instead, turns: gives the batches in place of the loader, and how; for `echelon prove`.
+        reference: of `echelon prove`, where plain PyTorch trains: it gives the batches in place of the loader, and the windows.
         given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
         evaluated, has_evaluated: the batch of an evaluation loader that the loop has, and whether it had one in this evaluation.
         shares_batches: whether the ranks share a batch of the loader that the loop was given.
@@ -81,9 +56,7 @@ class LoopUnit(OptimizedUnit):
             )
         self.update = self._update
         self.configured = list(made)
-        self.plain: Plain | None = None
-        self.instead: Callable[[], Iterator[Any]] | None = None
-        self.turns: Any = None
+        self.reference: Any = None
         self.given: Callable[[Any], Any] | None = None
         self.taken: Callable[[State, Any, float, Any], None] | None = None
         self.shares_batches = True
@@ -93,6 +66,11 @@ class LoopUnit(OptimizedUnit):
     @property
     def divided(self) -> int:
         return super().divided if self.shares_batches else self.window.size
+
+    @property
+    def begins_update(self) -> bool:
+        """Whether the batch that the loop has is the first of an update."""
+        return self.window.count == 0 if self.reference is None else self.reference.plain.is_first
 
     @property
     def agrees_to_stop(self) -> bool:

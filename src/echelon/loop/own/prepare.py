@@ -209,7 +209,7 @@ def window(prepared: Any, *others: Any, weight: float | torch.Tensor | None = No
             "echelon.window(...) must be given what one echelon.prepare(...) returned, got objects of several. Prepare together "
             "what trains in one window: prepare(generator, critic, its_optimizer, ..., loader)."
         )
-    return OwnWindow(session, weight)
+    return OwnWindow(session, weight) if session.unit.reference is None else session.unit.reference.window(session, weight)
 
 
 @contextlib.contextmanager

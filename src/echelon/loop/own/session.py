@@ -44,6 +44,7 @@ class Session:
     Attributes:
         batch: that the loop has; None outside of the loader's iteration.
         window: of this batch, once the loop has opened one.
+        accumulates: gradients of an update are under way, which `zero_grad` leaves alone.
         saver: what saves its runs.
         logged: the numbers of its runs and its evaluations.
     """
@@ -56,14 +57,14 @@ class Session:
         self.run: LoopRun | None = None
         self.batch: Any = None
         self.window: OwnWindow | None = None
-        self._in_batch = self._in_epochs = self._stopped = self._is_observed = False
+        self._in_batch = self._stopped = self._is_observed = False
         self._skipped = self._replays = False  # of the schedule in an epoch that gives no batch
-        self._epochs: int | None = None
+        self._epochs: int | None = None  # at which `epochs` ends; None outside of it
         self._begun = 0  # epochs before those of the present or the next call of `epochs`
-        self._left = self._has_iterated = False  # a call of `epochs` was left; the loader was iterated over in this epoch
+        self._left = False  # a call of `epochs` was left
         self._iterations = 0  # of the loader, by this process
         self._iteration: object = None  # the latest
-        self._applying = self._accumulated = False
+        self._applying = self.accumulates = False
         self._modes = LoopModes(unit.module, unit.prepared.unwrapped)
         self._told_of_change, self._seen_version = False, 0  # of the gradient of
         self._witness: torch.Tensor | None = None  # a parameter with a gradient, in the middle of an update
@@ -140,26 +141,24 @@ class Session:
                 self._tell_complete(number)
             return
         self._epochs = self._begun
-        run = self.ready()
-        self._in_epochs = True
         try:
-            while progress.num_epochs_completed < self._epochs and not run.is_finished:
-                self._iterations, self._has_iterated = progress.num_epochs_completed, False
-                yield self._iterations - begun
+            run = self.ready()
+            while progress.num_epochs_completed < self._epochs and run.ended != "finished":
+                self._iterations = epoch = progress.num_epochs_completed
+                yield epoch - begun
                 self._settle()
-                if not self._has_iterated:
+                if self._iterations == epoch:
                     run.skip_epoch()
-                if run.state.should_stop and not run.is_finished:
+                if run.state.should_stop:
                     run.finish()
-            if not run.is_finished:
-                run.finish()
+            run.finish()
             self.run = None
         except GeneratorExit:
             self._left = True
             run.leave()
             raise
         finally:
-            self._in_epochs, self._epochs = False, None
+            self._epochs = None
 
     def _tell_complete(self, number: int) -> None:
         """The first loop of a run that was restored has nothing left to do."""
@@ -173,13 +172,12 @@ class Session:
         """One iteration over the training loader: an epoch."""
         self._settle(again=True)
         self._iterations += 1
-        self._has_iterated = True
         if self._is_done():
             return
         run, unit = self.ready(), self.unit
         self._iteration = this = object()
         try:
-            for batch in run.batches(closes=not self._in_epochs) if unit.instead is None else unit.instead():
+            for batch in run.batches(closes=not self._in_epochs) if unit.reference is None else unit.reference.batches():
                 yield self._begin_batch(batch if unit.given is None else unit.given(batch))
                 if self._iteration is not this:
                     raise OwnLoopError(
@@ -189,10 +187,9 @@ class Session:
                 self._end_batch()
             self._trained(run)
             self._stopped = run.state.should_stop
-            if not self._in_epochs and unit.instead is None and not self._forgets(run):
+            if not self._in_epochs and unit.reference is None and not self._forgets(run):
                 self.run = None
-                if not run.is_finished:
-                    run.finish()
+                run.finish()
         except GeneratorExit:  # by a `break`; what is collective is left to `_settle`, as one rank alone may do this
             if self._iteration is not this:  # of a loop that another has followed
                 raise
@@ -204,6 +201,10 @@ class Session:
         except BaseException as error:
             run.failed(error)
             raise
+
+    @property
+    def _in_epochs(self) -> bool:
+        return self._epochs is not None
 
     def _trained(self, run: LoopRun) -> None:
         if not run.only_looks:
@@ -220,7 +221,7 @@ class Session:
         run = self.run
         if run is None:
             return
-        if run.has_failed:  # and whoever called the loop goes on all the same
+        if run.ended == "failed":  # and whoever called the loop goes on all the same
             self.run = self.window = None
             self.unit.update.discard(self.unit, run.state)
             return
@@ -228,13 +229,14 @@ class Session:
             self._end_batch()
         if again and self._forgets(run):
             return
-        if again and self._in_epochs and self._has_iterated and self.unit.instead is None:
+        iterated = self._in_epochs and self._iterations > self.unit.train_progress.num_epochs_completed
+        if again and iterated and self.unit.reference is None:
             raise OwnLoopError(
                 "the training loader must be iterated over once in each epoch of echelon.epochs(...), got a second time. Count "
                 "each iteration as an epoch; for other passes over the data give prepare() a second loader."
             )
         run.settle()
-        if run.is_left:
+        if run.ended == "left":
             self.run = None
             run.finish()
 
@@ -243,7 +245,7 @@ class Session:
         if not run.has_only_looked:
             return False
         run.forget()
-        self._iterations, self._has_iterated = self._iterations - 1, False
+        self._iterations -= 1
         if not self._in_epochs:
             run.leave()
             self.run = None
@@ -254,7 +256,7 @@ class Session:
         progress, self._skipped, self._replays = self.unit.train_progress, self._stopped, False
         if self._stopped:
             return True
-        if self.unit.instead is not None or self._in_epochs or self._iterations > progress.num_epochs_completed:
+        if self.unit.reference is not None or self._in_epochs or self._iterations > progress.num_epochs_completed:
             return False
         # The latest was saved before what the loop does behind it, but for one that a `break` ended.
         is_latest = self._iterations == progress.num_epochs_completed and progress.num_steps_completed_in_epoch == 0
@@ -265,8 +267,7 @@ class Session:
 
     def _begin_batch(self, batch: Any) -> Any:
         assert self.run is not None
-        if self.unit.plain is None:
-            batch = self.unit.prepared.batches.part_of(batch)
+        batch = self.unit.prepared.batches.part_of(batch)
         self.batch, self.window, self._in_batch, self.unit.has_updated = batch, None, True, False
         self.run.took_step = False
         return batch
@@ -276,7 +277,7 @@ class Session:
         window, self.window, self._in_batch, batch = self.window, None, False, self.batch
         self.batch = None
         if window is None:
-            self.unit.window.passed_over += self.unit.plain is None
+            self.unit.window.passed_over += 1
             return
         if window.error is not None:
             raise OwnLoopError(
@@ -312,9 +313,9 @@ class Session:
             raise OwnLoopError(
                 "echelon.window(...) must be entered once for each batch, got a second time. Put all of a batch into one."
             )
-        if self.unit.plain is None and self.unit.at_boundary:
-            self._accumulated, self._witness = False, None
-        elif self.unit.several is None and self.unit.plain is None and self._witness is not None and self._witness.grad is None:
+        if self.unit.begins_update:
+            self.accumulates, self._witness = False, None
+        elif self.unit.several is None and self._witness is not None and self._witness.grad is None:
             raise OwnLoopError(
                 "the gradients of an update must be kept until its last batch, but something has dropped them in the middle. "
                 "Clear them by zero_grad() of the optimizer that prepare() returned, which knows when."
@@ -338,7 +339,7 @@ class Session:
         assert self.window is not None
         if self.unit.several is not None:
             return
-        self._accumulated = True
+        self.accumulates = True
         if self.window.is_last:
             self._witness = None
         elif self._witness is None:
@@ -363,33 +364,25 @@ class Session:
                 "optimizer.step() must follow window.backward(loss) in `with echelon.window(model) as window:`, got a call "
                 + ("without a window." if window is None else "in a window without it. loss.backward() would not weigh the loss.")
             )
-        if turn is not None and not window.is_open and self.unit.plain is None:
+        if turn is not None and not window.is_open:
             raise OwnLoopError(
                 f"step() of {turn} must be called inside its window, `with echelon.window(...) as window:`, where there are "
                 "several optimizers, got it behind."
             )
         if not window.is_last:
-            if turn is not None and self.unit.several is not None:
-                turn.put_aside() if self.unit.plain is not None else self.unit.several.keep(turn)
+            if turn is not None:
+                window.keep(turn)
             return None
         self._applying, before = True, enter(Part.OPTIMIZER)
         try:
-            if self.unit.plain is not None:
-                window.stepped = window.updated = True
-                if turn is not None:
-                    turn.take_back()
-                (self.unit.optimizer if turn is None else turn.optimizer).step()  # which prove may have replaced
-            elif turn is not None and self.unit.several is not None:
-                self.unit.several.step(turn, original)
-            else:
-                window.step()
+            window.step(turn, original)
         finally:
-            self._applying = self._accumulated = False
+            self._applying = self.accumulates = False
             enter(before)
         return None
 
     def zero_grad(self, original: Callable[..., Any], *args: Any, **options: Any) -> None:
-        if self._accumulated:
+        if self.accumulates:
             return
         if args or options or getattr(original, "__func__", None) is not torch.optim.Optimizer.zero_grad:
             original(*args, **options)
@@ -413,12 +406,11 @@ class Session:
         """Whether a scheduler's step in a batch is one of its update: with its step or, in scripts that have it the other way
         round, before.
         """
-        plain = self.unit.plain
         if window is None:
-            return self.unit.at_boundary if plain is None else plain.is_first
-        if turn is not None and plain is None:
+            return self.unit.begins_update
+        if turn is not None:
             return window.is_last and (turn.updated or not turn.stepped)
-        trains = window.updated or not (window.stepped or (window.went_back and plain is None and self.unit.window.is_nothing))
+        trains = window.updated or not (window.stepped or (window.went_back and self.unit.window.is_nothing))
         return window.is_last and trains
 
     def take_over(self) -> None:
