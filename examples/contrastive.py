@@ -3,7 +3,7 @@
     echelon run --ranks 2 examples/contrastive.py
     echelon run --ranks 2 examples/contrastive.py --layout fsdp
     python examples/contrastive.py --layout none         one process: the same loss, the same gradient
-    echelon prove --float64 --accumulation 1 examples/contrastive.py --toy
+    echelon prove --float64 --accumulate 1 examples/contrastive.py --toy
 
 A thing is seen in two ways, here through two random maps under noise; the towers learn which two views belong together. Started
 again, the script goes on from its newest checkpoint.

@@ -19,7 +19,14 @@ from torch import nn
 
 import echelon as ech
 from echelon.checkpoint import commit
-from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RanksDisagreeError, UsageError
+from echelon.common.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointOptionError,
+    RanksDisagreeError,
+    UsageError,
+)
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.refusals import refused
@@ -383,7 +390,7 @@ def test_a_frozen_layer_is_saved_and_has_no_optimizer_state(tmp_path: Path) -> N
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
 @pytest.mark.parametrize("name", ["save_every_n_updates", "save_every_n_epochs", "keep_last_n_checkpoints"])
 def test_intervals_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: Any) -> None:
-    with refused(UsageError):
+    with refused(CheckpointOptionError):
         ech.DistributedCheckpointSaver(tmp_path, **{name: value})
 
 
@@ -392,9 +399,9 @@ def test_intervals_that_make_no_sense_are_refused(tmp_path: Path, name: str, val
     [("options", {"restart": True}, "a SaveOptions"), ("best_checkpoint_config", "loss", "a BestCheckpointConfig")],
 )
 def test_a_saver_names_what_it_wants(tmp_path: Path, name: str, value: Any, what: str) -> None:
-    with refused(UsageError):
+    with refused(CheckpointOptionError):
         ech.DistributedCheckpointSaver(tmp_path, **{name: value})
-    with refused(UsageError):
+    with refused(CheckpointOptionError):
         ech.callbacks.SaveOptions(keep_every_n_updates=0)
 
 

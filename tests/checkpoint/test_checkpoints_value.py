@@ -63,7 +63,7 @@ def test_it_is_a_value() -> None:
     assert one == ech.Checkpoints("a", every="10min", best=("reward", "max")) != ech.Checkpoints("a", every="1h")
     with pytest.raises(AttributeError):
         one.keep = 5  # type: ignore[misc]
-    with refused(UsageError, name="checkpoints", got="''"):
+    with refused(CheckpointOptionError, name="checkpoints", got="''"):
         _loop("", 1)
 
 

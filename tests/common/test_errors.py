@@ -71,7 +71,7 @@ def _net() -> nn.Module:
 
 
 RAISED: dict[str, Callable[[], Any]] = {
-    "E-USAGE": lambda: ech.Loader(_data(), 0),
+    "E-USAGE": lambda: ech.seed(-1),
     "E-ENVIRONMENT": lambda: ech.RankInfo.from_env({"RANK": "0"}),
     "E-LAYOUT": lambda: Unit(module=_net(), layout="fdsp"),
     "E-PRECISION": lambda: Unit(module=_net(), precision="bf8"),
@@ -113,4 +113,4 @@ def test_an_uncaught_error_names_its_page(tmp_path: Path, forked_programs: None,
     (tmp_path / "t.py").write_text("import echelon as ech\nech.Loader([1, 2], 0)\n")
     command = [sys.executable, *(["-m", "echelon", "run", "--ranks", "1"] if launched else []), "t.py"]
     done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=90)
-    assert done.returncode == 1 and done.stderr.count("`echelon explain E-USAGE`") == 1, done.stderr
+    assert done.returncode == 1 and done.stderr.count("`echelon explain E-LOADER`") == 1, done.stderr

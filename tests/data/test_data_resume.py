@@ -30,7 +30,7 @@ def test_a_table_says_what_changed_and_what_is_harmless() -> None:
         ["samples", "40", "41"],
         ["seed", "1", "2"],
         ["global_batch", "8", "4"],
-        ["accumulation", "2", "1"],
+        ["accumulate", "2", "1"],
         ["tail", "drop", "keep"],
     ]
     assert [row[3].startswith("harmless") for row in rows] == [False, False, False, True, True]

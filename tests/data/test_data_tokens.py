@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echelon as ech
-from echelon.common.errors import DataError, DatasetError, UsageError
+from echelon.common.errors import DataError, DatasetError
 from echelon.data.packed import IGNORED
 from tests.kit.refusals import refused
 
@@ -243,9 +243,9 @@ def test_a_writer_follows_no_link(tmp_path: Path) -> None:
 
 
 def test_rows_without_tokens_are_refused() -> None:
-    with refused(UsageError, name="documents", got="0"):
+    with refused(DatasetError, name="documents", got="0"):
         ech.Packed([[], []], 8)
-    with refused(UsageError, name="length", got="0"):
+    with refused(DatasetError, name="length", got="0"):
         ech.Packed(DOCUMENTS, 0)
     with pytest.raises(IndexError, match="row 3 is out of range for 3 rows"):
         ech.Packed(DOCUMENTS, 6)[3]

@@ -90,6 +90,7 @@ def test_an_error_names_sample_epoch_and_rank_and_keeps_its_traceback(kind: type
         list(_loader(kind(13, _wrong), workers))
     text = str(caught.value)
     assert text.startswith("sample 13 (epoch 3, data rank 1) could not be read: ValueError: the picture is torn")
+    assert caught.value.fields == ({"sample": 13, "worker": 1} if workers else {"sample": 13})
     if workers:
         assert "In worker 1 (pid " in text and "in _wrong" in text
     else:

@@ -142,9 +142,9 @@ def test_a_global_batch_that_ranks_cannot_divide_names_those_that_can() -> None:
     with pytest.raises(UsageError) as error:
         len(loader.dp)
     text = str(error.value)
-    assert "global_batch 12 cannot be divided by 4 ranks x accumulation 2 = 8" in text
-    assert "Numbers of ranks that can, with accumulation 2: 1, 2, 3, 6." in text
-    assert "With 4 ranks accumulation 1 or 3 can." in text
+    assert "global_batch 12 cannot be divided by 4 ranks x accumulate=2, which is 8" in text
+    assert "Numbers of ranks that can, with accumulate=2: 1, 2, 3, 6." in text
+    assert "With 4 ranks accumulate=1 or 3 can." in text
     assert "8 or 16" in text
 
 
@@ -238,7 +238,7 @@ def test_arguments_of_torchs_loader_are_answered_with_ours() -> None:
 
 def test_a_global_batch_may_be_a_whole_float() -> None:
     assert [len(each) for each in ech.Loader(range(8), 8 / 2)] == [4, 4]  # type: ignore[arg-type]
-    with refused(UsageError):
+    with refused(LoaderError):
         ech.Loader(range(8), 2.5)  # type: ignore[arg-type]
 
 

@@ -97,9 +97,9 @@ def test_fsdp_learns_the_same(echelon_command: Command) -> None:
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in NOT_PROVED])
 def test_echelon_prove_agrees(echelon_command: Command, name: str) -> None:
     """Not with accumulation: batch norm and a contrastive loss are over the batch that is computed at once."""
-    options = ("--float64", "--layouts", "ddp,fsdp", "--accumulation", "1")
+    options = ("--float64", "--layouts", "ddp,fsdp", "--accumulate", "1")
     if name == "nodes.py":
-        options = ("--layouts", "pp=2,tp=2", "--accumulation", "4")
+        options = ("--layouts", "pp=2,tp=2", "--accumulate", "4")
     common = ("--ranks", "2", "--updates", "2", "--json")
     done = echelon_command("prove", *options, *common, str(EXAMPLES / name), "--toy", timeout_s=300.0)
     rows = json.loads(done.stdout)["rows"]

@@ -351,7 +351,7 @@ def test_the_older_fsdp_is_refused_with_the_remedy(ranks: Ranks) -> None:
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
-    with refused(UsageError):
+    with refused(LoopError):
         ech.units.SWAParams(**{"warmup_steps_or_epochs": 0, "step_or_epoch_update_freq": 1, **options})
 
 

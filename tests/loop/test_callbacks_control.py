@@ -494,7 +494,7 @@ def test_early_stopping_says_what_is_better_or_asks() -> None:
     assert EarlyStopping("val_accuracy").checker.mode == "max" and EarlyStopping("eval_loss").checker.mode == "min"
     with refused(CallbackError):
         EarlyStopping("quality")
-    with refused(UsageError, name="early_stop_checker"):
+    with refused(CallbackError, name="early_stop_checker"):
         EarlyStopping("quality", EarlyStopChecker("min", 1), patience=2)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.common.errors import UsageError
+from echelon.common.errors import CallbackError, UsageError
 from echelon.compat.torchtnt.framework.callbacks import (
     EmptyCudaCache,
     EnableTensorFloat32,
@@ -168,5 +168,5 @@ def test_compile_workers_end_at_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("kind", [GarbageCollector, EmptyCudaCache, TorchCompile])
 def test_an_interval_of_no_steps_is_refused(kind: Any) -> None:
-    with refused(UsageError):
+    with refused(CallbackError):
         kind(0)

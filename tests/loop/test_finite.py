@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.common.errors import NonFiniteError, UsageError
+from echelon.common.errors import LoopError, NonFiniteError
 from echelon.loop.auto import finite
 from echelon.loop.auto.finite import FiniteWatch
 from tests.conftest import Ranks
@@ -88,7 +88,7 @@ def test_who_catches_it_and_mends_the_weights_may_go_on() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "10"])
 def test_a_number_of_losses_that_makes_no_sense_is_refused(value: Any) -> None:
-    with refused(UsageError):
+    with refused(LoopError):
         Regression(stop_after_nonfinite_losses=value)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.common.errors import UsageError
+from echelon.common.errors import CommandError
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import endpoint
 from echelon.observe.endpoint import Server, text_of
@@ -133,14 +133,14 @@ def answers(served: tuple[str, int]) -> bool:
 
 @pytest.mark.parametrize(("port", "bind"), [(70_000, "127.0.0.1"), (0, "example")])
 def test_an_address_that_cannot_be_listened_at_is_refused(port: int, bind: str) -> None:
-    with refused(UsageError):
+    with refused(CommandError):
         endpoint.listen(port, bind)
 
 
 def test_a_port_that_is_taken_is_said() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        refused(UsageError),
+        refused(CommandError),
     ):
         endpoint.listen(taken.getsockname()[1])
 

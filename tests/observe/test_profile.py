@@ -17,7 +17,7 @@ import torch
 
 import echelon as ech
 from echelon.cli import traces
-from echelon.common.errors import UsageError
+from echelon.common.errors import CommandError, LauncherEnvironmentError
 from echelon.contracts.profile import MEMORY_VARIABLE, VARIABLE, Profile
 from echelon.contracts.run_dir import RUN_DIR_VARIABLE, RunDir
 from echelon.world import memory_history
@@ -66,7 +66,7 @@ def test_what_a_profile_names(text: str, wanted: Profile) -> None:
     ],
 )
 def test_nonsense_is_refused(text: str) -> None:
-    with refused(UsageError):
+    with refused(CommandError):
         Profile.parse(text)
 
 
@@ -75,7 +75,7 @@ def test_a_rank_that_there_is_not_is_refused_before_anything_starts() -> None:
         return traces.in_env(argparse.Namespace(profile=profile, memory_snapshot=True), 2)
 
     assert asked("steps=2") == {VARIABLE: "steps=2:2,ranks=0", MEMORY_VARIABLE: "1"}
-    with refused(UsageError):
+    with refused(CommandError):
         asked("steps=2,ranks=0+2")
 
 
@@ -209,5 +209,5 @@ def test_torch_still_keeps_a_history_of_its_memory() -> None:
 
 def test_a_bad_value_of_the_environment_is_blamed_on_its_variable() -> None:
     for text in ("x", "steps=0:1", "steps=1:9999"):
-        with refused(UsageError):
+        with refused(LauncherEnvironmentError):
             Profile.from_env({"ECHELON_PROFILE": text})

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import UsageError
+from echelon.common.errors import LayoutError
 from echelon.parallel.fsdp import embedding_and_head as edges
 from echelon.parallel.fsdp.embedding_and_head import edges_of
 from echelon.parallel.parallelize import prepare_module
@@ -169,9 +169,9 @@ def _alone(head: str, window: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:
-    with refused(UsageError):
+    with refused(LayoutError):
         ech.FSDPStrategy(forward_prefetch="no")  # type: ignore[arg-type]
-    with refused(UsageError):
+    with refused(LayoutError):
         ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", backward_prefetch=0)
 
 

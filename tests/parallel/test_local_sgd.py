@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import CheckpointCorruptError, UsageError
+from echelon.common.errors import CheckpointCorruptError, LayoutError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net
 from tests.kit.refusals import refused
@@ -402,9 +402,9 @@ def test_what_makes_no_sense_is_refused(ranks: Ranks, what: str, said: str) -> N
 
 
 def test_options_are_checked() -> None:
-    with refused(UsageError):
+    with refused(LayoutError):
         ech.layouts.LocalSGDStrategy(every=0)
-    with refused(UsageError, name="outer_optimizer", got="'SGD'"):
+    with refused(LayoutError, name="outer_optimizer", got="'SGD'"):
         ech.layouts.DiLoCoStrategy(outer_optimizer="SGD")  # type: ignore[arg-type]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from echelon.common.errors import RanksDisagreeError, UsageError
+from echelon.checkpoint import commit, store
+from echelon.common.errors import CheckpointCorruptError, EchelonError, RanksDisagreeError, UsageError
 from echelon.world import agree, first, rng
 from tests.conftest import Ranks
 from tests.kit.refusals import refused
@@ -172,6 +174,30 @@ def test_rank_0s_error_reaches_all_instead_of_leaving_them_waiting(ranks: Ranks)
     first, second = ranks(2, _read, True)
     assert first == ("FileNotFoundError", "the folder is gone")
     assert second == ("EchelonError", "rank 0 failed: FileNotFoundError: the folder is gone")
+
+
+def _told_by_one(way: str) -> Any:
+    wrong = CheckpointCorruptError("a file is cut off", path="step-2/a", sizes=(1, 2))
+
+    def act() -> None:
+        raise wrong
+
+    try:
+        if way == "rank 0":
+            agree.from_rank0(act)
+        elif way == "commit":
+            commit.on_rank0(act)
+        elif way == "each":
+            store.on_each(Path("step-2"), act if dist.get_rank() == 0 else lambda: None)
+        else:
+            agree.fail_together(wrong if dist.get_rank() == 0 else None, way)
+    except EchelonError as error:
+        return type(error).__name__, str(error), error.fields["path"]
+
+
+@pytest.mark.parametrize("way", ["rank 0", "commit", "each", "a stage"])
+def test_an_error_of_one_rank_has_its_class_and_its_fields_on_all(ranks: Ranks, way: str) -> None:
+    assert ranks(2, _told_by_one, way) == [("CheckpointCorruptError", "a file is cut off", "step-2/a")] * 2
 
 
 def test_a_world_of_one_agrees_with_itself_without_a_group() -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.common.errors import EchelonError, RanksDisagreeError, UsageError
+from echelon.common.errors import EchelonError, LauncherEnvironmentError, RanksDisagreeError
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo, said_by
 from echelon.launcher.functions.run import launch
 from echelon.launcher.local.nodes import free_port
@@ -107,7 +107,7 @@ def test_another_gpu_is_told_and_not_refused(caplog: pytest.LogCaptureFixture) -
 
 def test_a_mode_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_HANDSHAKE", "some")
-    with refused(UsageError, name="ECHELON_HANDSHAKE", got="'some'"):
+    with refused(LauncherEnvironmentError, name="ECHELON_HANDSHAKE", got="'some'"):
         Said.here(RankInfo(rank=0, world_size=1), torch.device("cpu"))
 
 

@@ -145,4 +145,4 @@ def _done(path: Location) -> dict[str, Any]:
     try:
         return manifests.check_files(strict.loads(read_file(path, strict.JSON_BYTES)))
     except Wrong as error:
-        raise CheckpointCorruptError(f"{path} is not what echelon writes: {error}.") from None
+        raise CheckpointCorruptError(f"{path} is not what echelon writes: {error}.", path=str(path)) from None

@@ -77,14 +77,14 @@ def on_rank0(act: Callable[[], T], folder: Location | None = None, group: dist.P
         try:
             return {"value": act()}
         except CheckpointError as error:
-            return {"error": [type(error).__name__, str(error)]}
+            return {"error": agree.in_json(error)}
         except OSError as error:
-            return {"error": ["CheckpointWriteError", f"rank 0: {explain(error, folder) if folder is not None else error}"]}
+            return {"error": ["CheckpointWriteError", f"rank 0: {explain(error, folder) if folder is not None else error}", {}]}
 
     answer = agree.from_rank0(guarded, group)
     if "error" in answer:
-        kind, text = answer["error"]
-        raise getattr(errors, kind)(text)
+        kind, text, fields = answer["error"]
+        raise getattr(errors, kind)(text, **fields)
     value: T = answer["value"]
     return value
 
@@ -263,7 +263,9 @@ def verify(folder: Location) -> dict[str, Any]:
     lines = list(dict.fromkeys(line for _, each in told for line in each))
     if lines:
         _refuse_other_storage(folder, manifest)
-        raise CheckpointCorruptError(f"{'; '.join(lines[:_MOST_SHOWN])}{'; ...' if len(lines) > _MOST_SHOWN else ''}.")
+        raise CheckpointCorruptError(
+            f"{'; '.join(lines[:_MOST_SHOWN])}{'; ...' if len(lines) > _MOST_SHOWN else ''}.", path=str(folder)
+        )
     return manifest
 
 
@@ -280,7 +282,8 @@ def _refuse_other_storage(folder: Location, manifest: dict[str, Any]) -> None:
     lost = {r: sorted(set(each) - nowhere) for r, each in enumerate(missing) if set(each) - nowhere}
     raise CheckpointCorruptError(
         f"{folder} must be the same folder for all ranks, and is another one for {rank_ranges(lost)}, without files that others "
-        f"see: {', '.join(next(iter(lost.values())))}. Put it on storage that all machines share, or copy it to each."
+        f"see: {', '.join(next(iter(lost.values())))}. Put it on storage that all machines share, or copy it to each.",
+        path=str(folder),
     )
 
 

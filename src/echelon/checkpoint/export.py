@@ -130,7 +130,7 @@ def _checked(path: Location, saved: Tensors, names: Iterable[str]) -> Iterator[N
         wrong = pool.submit(manifests.problems, path, manifest, only=only)
         yield
         if wrong.result():
-            raise CheckpointCorruptError(f"{'; '.join(wrong.result())}. Nothing was exported.")
+            raise CheckpointCorruptError(f"{'; '.join(wrong.result())}. Nothing was exported.", path=str(path))
 
 
 def _in_shards(path: Location, saved: Tensors, chosen: dict[str, str], to: Path, shard_bytes: int) -> list[Path]:

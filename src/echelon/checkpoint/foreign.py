@@ -54,7 +54,9 @@ class _Foreign(Tensors):
                 listed = strict.mapping(index.get("weight_map"), "weight_map")
                 parts = sorted({_plain_name(name) for name in listed.values()})
             except Wrong as error:
-                raise CheckpointCorruptError(f"{path / INDEX} is not a safetensors index: {error}.") from None
+                raise CheckpointCorruptError(
+                    f"{path / INDEX} is not a safetensors index: {error}.", path=str(path / INDEX)
+                ) from None
             self._map([path / name for name in parts], listed)
         elif path.is_dir():
             self._map([path / ONE])
@@ -118,7 +120,7 @@ class _Foreign(Tensors):
         """
         for path in paths:
             if not path.exists():
-                raise CheckpointNotFoundError(f"{path} is missing.")
+                raise CheckpointNotFoundError(f"{path} is missing.", path=str(path))
             file = TensorFile(path)
             for name in file.header.entries:
                 if name not in self._source or (listed or {}).get(name) == path.name:

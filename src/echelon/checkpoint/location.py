@@ -83,7 +83,7 @@ class Remote:
         """
         known = self._fs.info(self._path)
         if known.get("type", "file") != "file" or not isinstance(known.get("size"), int):
-            raise CheckpointCorruptError(f"{self} is a {known.get('type')}, not a file.")
+            raise CheckpointCorruptError(f"{self} is a {known.get('type')}, not a file.", path=str(self))
         return int(known["size"])
 
     def exists(self) -> bool:
@@ -130,7 +130,7 @@ def location(where: str | os.PathLike[str] | Remote, name: str = "dirpath") -> L
     """
     if isinstance(where, (Path, Remote)):
         return where
-    require(is_path(where), name, "a folder's path, or a URL such as 's3://bucket/run'", where)
+    require(is_path(where), name, "a folder's path, or a URL such as 's3://bucket/run'", where, kind=CheckpointOptionError)
     where = os.fspath(where)
     if "://" not in where:
         return Path(where)
@@ -168,7 +168,7 @@ def _no_file_is_corrupt(where: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _NO_FILE:
-            raise CheckpointCorruptError(f"{where} is not a file: {error.strerror}.") from None
+            raise CheckpointCorruptError(f"{where} is not a file: {error.strerror}.", path=str(where)) from None
         raise
 
 
@@ -190,7 +190,7 @@ def open_file(where: Location) -> Iterator[tuple[IO[bytes], int]]:
     with open(opened, "rb") as file:
         found = os.fstat(opened)
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointCorruptError(f"{where} is not a file.")
+            raise CheckpointCorruptError(f"{where} is not a file.", path=str(where))
         yield file, found.st_size
 
 
@@ -203,7 +203,7 @@ def read_file(where: Location, limit: int) -> bytes:
     with open_file(where) as (file, size):
         data = file.read(limit + 1) if size <= limit else b""
     if size > limit or len(data) > limit:
-        raise CheckpointCorruptError(f"{where} is larger than the {limit} bytes that it may have.")
+        raise CheckpointCorruptError(f"{where} is larger than the {limit} bytes that it may have.", path=str(where))
     return data
 
 

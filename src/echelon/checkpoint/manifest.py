@@ -115,16 +115,16 @@ def read(folder: Location) -> dict[str, Any]:
         text = read_file(path, _MANIFEST_BYTES).decode()
     except (FileNotFoundError, NotADirectoryError):
         if not is_there(folder):
-            raise CheckpointNotFoundError(f"{folder} holds no checkpoint: there is no such folder.") from None
-        raise CheckpointNotFoundError(f"{folder} holds no checkpoint: it has no {MANIFEST}.") from None
+            raise CheckpointNotFoundError(f"{folder} holds no checkpoint: there is no such folder.", path=str(folder)) from None
+        raise CheckpointNotFoundError(f"{folder} holds no checkpoint: it has no {MANIFEST}.", path=str(folder)) from None
     except OSError as error:
         raise CheckpointUnreadableError(f"{path} is there but cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError:
-        raise CheckpointCorruptError(f"{path} is not what was written: it is not text.") from None
+        raise CheckpointCorruptError(f"{path} is not what was written: it is not text.", path=str(path)) from None
     head, _, tail = text.rpartition(_SEAL)
     body = head + "\n}"
     if tail != f'{zlib.crc32(body.encode()):08x}"\n}}\n':
-        raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.")
+        raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.", path=str(path))
     # Sealed in the same way in every format: else a flipped bit of the number would pass for a newer echelon's.
     version = _format_of(text)
     if version is not None and version > FORMAT:
@@ -132,7 +132,9 @@ def read(folder: Location) -> dict[str, Any]:
     try:
         return _checked(strict.loads(body), _step_in(folder.name))
     except Wrong as error:  # only somebody who means harm writes one
-        raise CheckpointCorruptError(f"{path} is not what echelon writes: {error}. Do not use this checkpoint.") from None
+        raise CheckpointCorruptError(
+            f"{path} is not what echelon writes: {error}. Do not use this checkpoint.", path=str(path)
+        ) from None
 
 
 def _format_of(text: str) -> int | None:

@@ -29,7 +29,7 @@ class Every:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None:
-                n = whole(f"save_every_n_{name}", value, at_least=1, or_none="for never")
+                n = whole(f"save_every_n_{name}", value, at_least=1, or_none="for never", kind=CheckpointOptionError)
                 object.__setattr__(self, name, n)
 
 
@@ -47,7 +47,9 @@ class BestCheckpointConfig:
 
     def __post_init__(self) -> None:
         is_name = isinstance(self.monitored_metric, str) and self.monitored_metric != ""
-        require(is_name, "monitored_metric", "the name of an attribute of the unit", self.monitored_metric)
+        require(
+            is_name, "monitored_metric", "the name of an attribute of the unit", self.monitored_metric, kind=CheckpointOptionError
+        )
         require(self.mode in ("min", "max"), "mode", "'min' or 'max'", self.mode, kind=CheckpointOptionError)
 
     def best_first(self, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
@@ -82,13 +84,13 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.count is not None:
-            count = whole("keep_last_n_checkpoints", self.count, at_least=1, or_none="for all")
+            count = whole("keep_last_n_checkpoints", self.count, at_least=1, or_none="for all", kind=CheckpointOptionError)
             object.__setattr__(self, "count", count)
         if self.every_updates is not None:
-            every = whole("keep_every_n_updates", self.every_updates, at_least=1, or_none="for none")
+            every = whole("keep_every_n_updates", self.every_updates, at_least=1, or_none="for none", kind=CheckpointOptionError)
             object.__setattr__(self, "every_updates", every)
         is_known = self.best is None or isinstance(self.best, BestCheckpointConfig)
-        require(is_known, "best_checkpoint_config", "a BestCheckpointConfig", self.best)
+        require(is_known, "best_checkpoint_config", "a BestCheckpointConfig", self.best, kind=CheckpointOptionError)
 
     def doomed(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """Of the whole checkpoints' steps, those that go, oldest first."""

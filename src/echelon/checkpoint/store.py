@@ -135,7 +135,9 @@ def _targets(
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """By state what is to be filled, and what of it the checkpoint does not know. An optimizer's depend on what was saved."""
     if odd := [name for name in named if not isinstance(rest[name], dict)]:
-        raise CheckpointCorruptError(f"{folder / STATE} is not what echelon writes: {odd[0]!r} is not a dict.")
+        raise CheckpointCorruptError(
+            f"{folder / STATE} is not what echelon writes: {odd[0]!r} is not a dict.", path=str(folder / STATE)
+        )
     kinds = {name: (plain.dtype_of(entry["dtype"]), entry["shape"]) for name, entry in saved.index.items()}
     values: dict[str, dict[str, Any]] = {}
     lacking: list[str] = []
@@ -160,19 +162,19 @@ def _untrained(stateful: Any, values: Any) -> list[str]:
 
 def on_each(folder: Location, act: Callable[[], T]) -> T:
     """What every rank does by itself; if one fails, all do, with the first one's error. Collective."""
-    problem: list[str] | None = None
+    problem: list[Any] | None = None
     value, own = None, None
     try:
         value = act()
     except (CheckpointError, errors.UsageError) as error:
-        problem, own = [type(error).__name__, str(error)], error
+        problem, own = agree.in_json(error), error
     except Exception as error:  # perhaps of a user's load_state_dict: the other ranks must not wait for this one
         own = error  # type: ignore[assignment]
         known = isinstance(error, (OSError, RuntimeError, ValueError, KeyError, TypeError))
-        problem = ["CheckpointError", f"{folder} could not be read: {str(error) if known else repr(error)}"]
+        problem = ["CheckpointError", f"{folder} could not be read: {str(error) if known else repr(error)}", {}]
     if (first := agree.first_told(problem)) is not None:
         kind: type[errors.EchelonError] = getattr(errors, first[0])
-        raise kind(first[1]) from own
+        raise kind(first[1], **first[2]) from own
     return value  # type: ignore[return-value]
 
 

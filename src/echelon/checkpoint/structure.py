@@ -90,7 +90,7 @@ def read_index(folder: Location, manifest: Mapping[str, Any]) -> Index:
     with open_file(folder / INDEX) as (file, _):
         data = file.read(entry["size"] + 1)
     if len(data) != entry["size"] or checksums(data) != entry["crc32"]:
-        raise CheckpointCorruptError(f"{folder / INDEX} is not what was written: its checksum differs.")
+        raise CheckpointCorruptError(f"{folder / INDEX} is not what was written: its checksum differs.", path=str(folder / INDEX))
     index = strict.mapping(strict.loads(data), INDEX)
     for name, tensor in index.items():
         _check_tensor(name, tensor, manifest["files"])

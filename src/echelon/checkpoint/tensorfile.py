@@ -117,7 +117,7 @@ def _send(file: Any, span: Span) -> None:
         while done < span.size:
             sent = os.sendfile(file.fileno(), source.fileno(), span.offset + done, min(span.size - done, 1 << 30))
             if sent == 0:
-                raise CheckpointCorruptError(f"{span.path} is cut off.")
+                raise CheckpointCorruptError(f"{span.path} is cut off.", path=str(span.path))
             done += sent
 
 
@@ -164,17 +164,19 @@ class TensorFile:
         self.path = path
         with open_file(path) as (file, size):
             if entry is not None and size != entry["size"]:
-                raise CheckpointCorruptError(f"{path} must have {entry['size']} bytes, got {size}: it was cut off, or grew.")
+                raise CheckpointCorruptError(
+                    f"{path} must have {entry['size']} bytes, got {size}: it was cut off, or grew.", path=str(path)
+                )
             try:
                 self.header = headers.read(file, size, headers.FOREIGN_BYTES if entry is None else strict.JSON_BYTES)
             except Wrong as error:
-                raise CheckpointCorruptError(f"{path} is not a tensor file: {error}.") from None
+                raise CheckpointCorruptError(f"{path} is not a tensor file: {error}.", path=str(path)) from None
             # Copy on write: torch takes no read-only memory.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._file)
         if verify and entry is not None and checksums(self._map) != entry["crc32"]:
-            raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.")
+            raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.", path=str(path))
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, shape: list[int] | None = None) -> torch.Tensor:
         """A tensor by name. Give type and shape for what may have been written as bytes.
@@ -214,7 +216,9 @@ class TensorFile:
         try:
             Stored(self._file, self.header.start + entry.begin, kind, dims).read_part(begins, lengths, into)
         except Wrong as error:
-            raise CheckpointCorruptError(f"{self.path} was cut off while {name!r} was read: {error}.") from None
+            raise CheckpointCorruptError(
+                f"{self.path} was cut off while {name!r} was read: {error}.", path=str(self.path)
+            ) from None
 
     def span(self, name: str, dtype: torch.dtype | None = None, shape: list[int] | None = None) -> Span:
         """Where a tensor lies in the file; as `tensor`."""
@@ -224,7 +228,7 @@ class TensorFile:
     def _entry(self, name: str, dtype: torch.dtype | None, shape: list[int] | None) -> Entry:
         entry = self.header.entries.get(name)
         if entry is None or (dtype is not None and shape is not None and not entry.holds(str(dtype), shape)):
-            raise CheckpointCorruptError(f"{self.path} does not hold {name!r} as it was written.")
+            raise CheckpointCorruptError(f"{self.path} does not hold {name!r} as it was written.", path=str(self.path))
         return entry
 
     def forget(self) -> None:

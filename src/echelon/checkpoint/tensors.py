@@ -53,7 +53,7 @@ class Files:
 
     def _path(self, name: str) -> Path:
         if name not in self.manifest["files"]:
-            raise CheckpointCorruptError(f"{self.folder} has no {name!r}: its manifest does not list it.")
+            raise CheckpointCorruptError(f"{self.folder} has no {name!r}: its manifest does not list it.", path=str(self.folder))
         here, source = self._here / name, self.folder / name
         if isinstance(source, Remote) and not here.exists():
             _fetch(source, self.manifest["files"][name], here)
@@ -71,7 +71,7 @@ class Files:
         try:
             value: dict[str, Any] = plain.decode(structure.state_of(file.header), file.tensor)
         except (Wrong, TypeError, ValueError, KeyError) as error:
-            raise CheckpointCorruptError(f"{file.path} is not what echelon writes: {error}.") from None
+            raise CheckpointCorruptError(f"{file.path} is not what echelon writes: {error}.", path=str(file.path)) from None
         return value
 
 
@@ -84,7 +84,7 @@ def _fetch(source: Remote, entry: dict[str, Any], to: Path) -> None:
             sums.add(memoryview(piece))
     if sums.entry() != entry:
         to.unlink()
-        raise CheckpointCorruptError(f"{source} is not what was written: its size or checksum differs.")
+        raise CheckpointCorruptError(f"{source} is not what was written: its size or checksum differs.", path=str(source))
 
 
 class Tensors:
@@ -95,7 +95,9 @@ class Tensors:
         try:
             self.index: dict[str, Any] = structure.read_index(files.folder, files.manifest)
         except Wrong as error:
-            raise CheckpointCorruptError(f"{files.folder / INDEX} is not what echelon writes: {error}.") from None
+            raise CheckpointCorruptError(
+                f"{files.folder / INDEX} is not what echelon writes: {error}.", path=str(files.folder / INDEX)
+            ) from None
         self._written_as: dict[str, str] = {}
         # Of the tensor that was read last: its pieces by where they begin.
         self._begins: tuple[str, dict[tuple[int, ...], list[Any]]] = ("", {})

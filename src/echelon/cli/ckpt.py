@@ -62,7 +62,7 @@ def _found(where: str) -> list[Any]:
             path = find_run(where)
         except UsageError:
             raise CheckpointNotFoundError(
-                f"{where} does not exist; give a checkpoint, a folder of checkpoints, or a run's name or folder."
+                f"{where} does not exist; give a checkpoint, a folder of checkpoints, or a run's name or folder.", path=str(where)
             ) from None
     inside = (path, path / "checkpoints")
     return next((found for each in inside if (found := manifest.named_folders(each) or _of_other_names(each))), [])
@@ -94,7 +94,7 @@ def _newest(where: str) -> Any:
 
     found = _found(where)
     if not found:
-        raise CheckpointNotFoundError(f"{where} holds no checkpoint.")
+        raise CheckpointNotFoundError(f"{where} holds no checkpoint.", path=str(where))
     if not manifest.is_whole(found[-1]):
         earlier = next((path for path in reversed(found[:-1]) if manifest.is_whole(path)), None)
         raise CheckpointCorruptError(
@@ -133,7 +133,8 @@ def _chosen(where: str, *, best: bool, state: str | None) -> tuple[Any, str | No
     if path is None:
         raise CheckpointNotFoundError(
             f"{where} holds no checkpoint that is known as the best. Checkpoints(..., best=NAME) says by which number; without "
-            "--best the newest is taken."
+            "--best the newest is taken.",
+            path=str(where),
         )
     if evaluated is not None and state is None:
         print(f"{path}  {one_line(evaluated)}, which was evaluated", file=sys.stderr)
@@ -187,7 +188,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     found = _found(arguments.path)
     if not found:
-        raise CheckpointNotFoundError(f"{arguments.path} holds no checkpoint.")
+        raise CheckpointNotFoundError(f"{arguments.path} holds no checkpoint.", path=str(arguments.path))
     bad = 0
     for path in found:
         try:
@@ -236,7 +237,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
     source = Path(arguments.path)
     if not source.exists():
-        raise CheckpointNotFoundError(f"{source} does not exist.")
+        raise CheckpointNotFoundError(f"{source} does not exist.", path=str(source))
     out, size = Path(arguments.out), _bytes(arguments.shard_size)
     written = export.convert(source, out, shard_bytes=size, trust_pickle=arguments.trust_pickle)
     print(*written, sep="\n")

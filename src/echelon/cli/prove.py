@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for older in ("--strategies", "--strategy"):
         parser.add_argument(older, dest="layouts", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", default="1,2,4", metavar="N,N", help="numbers of processes (default: 1,2,4)")
-    parser.add_argument("--accumulation", default="1,2", metavar="N,N", help="micro-batches per update on a rank (default: 1,2)")
+    parser.add_argument(
+        "--accumulate", "--accumulation", default="1,2", metavar="N,N", help="micro-batches per update on a rank (default: 1,2)"
+    )
     parser.add_argument("--updates", type=int, default=5, metavar="N", help="optimizer updates that are compared (default: 5)")
     parser.add_argument(
         "--device",
@@ -63,7 +65,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if not isinstance(error.__cause__, SyntaxError):
             raise
         return _not_python(arguments, str(error))
-    ranks, accumulation = _numbers("--ranks", arguments.ranks), _numbers("--accumulation", arguments.accumulation)
+    ranks, accumulation = _numbers("--ranks", arguments.ranks), _numbers("--accumulate", arguments.accumulate)
 
     from echelon.launcher.functions.run import preload
 

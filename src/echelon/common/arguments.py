@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from echelon.common.errors import require
+from echelon.common.errors import UsageError, require
 from echelon.common.numbers import plain
 
 __all__ = ["flags", "flags_of", "is_list", "is_path", "mapping", "options_of", "several"]
@@ -15,7 +15,7 @@ __all__ = ["flags", "flags_of", "is_list", "is_path", "mapping", "options_of", "
 T = TypeVar("T")
 
 
-def flags(**given: Any) -> None:
+def flags(*, kind: type[UsageError] = UsageError, **given: Any) -> None:
     """Refuse what Python would only take for true or false, by name.
 
     Raises:
@@ -23,37 +23,44 @@ def flags(**given: Any) -> None:
     """
     for name, value in given.items():
         found = plain(value)
-        require(isinstance(found, int) and found in (0, 1), name, "True or False", value)
+        require(isinstance(found, int) and found in (0, 1), name, "True or False", value, kind=kind)
 
 
-def flags_of(options: Any) -> None:
+def flags_of(options: Any, *, kind: type[UsageError] = UsageError) -> None:
     """`flags` of the fields of a dataclass that are declared as `bool`, and of those as `bool | None` that are not None."""
     for field in fields(options):
         value = getattr(options, field.name)
         if field.type in (bool, "bool") or (field.type == "bool | None" and value is not None):
-            flags(**{field.name: value})
+            flags(kind=kind, **{field.name: value})
 
 
-def options_of(kind: type[T], name: str, given: T | None) -> T:
+def options_of(options: type[T], name: str, given: T | None, *, kind: type[UsageError] = UsageError) -> T:
     """The options that were given, or those by default for None.
 
     Raises:
         UsageError: something else.
     """
-    require(given is None or isinstance(given, kind), name, f"{kind.__name__}(...) or None", given)
-    return given if given is not None else kind()
+    require(given is None or isinstance(given, options), name, f"{options.__name__}(...) or None", given, kind=kind)
+    return given if given is not None else options()
 
 
-def several(name: str, given: Any, what: str, holds: Callable[[Any], bool] = lambda each: True) -> tuple[Any, ...]:
+def several(
+    name: str,
+    given: Any,
+    what: str,
+    holds: Callable[[Any], bool] = lambda each: True,
+    *,
+    kind: type[UsageError] = UsageError,
+) -> tuple[Any, ...]:
     """As a tuple, so that an iterator can be read more than once.
 
     Raises:
         UsageError: a text, a mapping or nothing to iterate over; or some of them are not as they must be, and are shown.
     """
-    require(is_list(given), name, what, given)
+    require(is_list(given), name, what, given, kind=kind)
     found = tuple(given)
     wrong = [each for each in found if not holds(each)]
-    require(not wrong, name, what, wrong)
+    require(not wrong, name, what, wrong, kind=kind)
     return found
 
 
@@ -63,14 +70,14 @@ def is_list(value: Any) -> bool:
     return iterates and not isinstance(value, (str, bytes, Mapping, type)) and getattr(value, "ndim", 1) != 0  # no scalar tensor
 
 
-def mapping(name: str, given: Any) -> dict[str, Any]:
+def mapping(name: str, given: Any, *, kind: type[UsageError] = UsageError) -> dict[str, Any]:
     """A dict by names; empty for None.
 
     Raises:
         UsageError: something else.
     """
     is_dict = isinstance(given, Mapping) and all(isinstance(key, str) for key in given)
-    require(given is None or is_dict, name, "a dict by names, or None", given)
+    require(given is None or is_dict, name, "a dict by names, or None", given, kind=kind)
     return dict(given or {})
 
 

@@ -32,8 +32,9 @@ PAGES = {
         "Look at the rank that is named: its log has the whole traceback.",
     ),
     "E-USAGE": Page(
-        "An argument has a value that cannot work. The message names the argument, what it must be, and what it got.",
-        "global_batch must be a whole number of at least 1, got 0.",
+        "An argument has a value that cannot work, and belongs to no subject that has a code of its own. "
+        "The message names the argument, what it must be, and what it got.",
+        "seed must be between 0 and 4294967295, numpy's range, got -1.",
         "Change the value. Nothing was started or written before the check.",
     ),
     "E-ENVIRONMENT": Page(
@@ -73,7 +74,7 @@ PAGES = {
     ),
     "E-LOADER": Page(
         "A loader cannot give all ranks the batches that the global batch asks for: its size, sampler, workers or dataset.",
-        "global_batch must be a multiple of accumulation x ranks, 8, got 12.",
+        "global_batch must be a multiple of accumulate x ranks, 8, got 12.",
         "Give `echelon.Loader` the global batch and let it divide it; give samplers' weights by `echelon.data.Weighted`.",
     ),
     "E-DATASET": Page(
@@ -258,6 +259,9 @@ _FIELDS: dict[type[EchelonError], str] = {
     errors.UsageError: "of an argument `name`, `expected` and `got`, which are texts",
     errors.RankFailedError: "`rank` and `exit_code` of the rank that failed first",
     errors.RanksDisagreeError: "of a value that was compared `name`, and `values` by rank",
+    errors.DataError: "`sample` and `worker` where they are known, their numbers; of a file of data `path`",
+    errors.CheckpointNotFoundError: "`path`, the folder or file",
+    errors.CheckpointCorruptError: "`path`, the file or the checkpoint, where one is named",
     errors.CheckpointMismatchError: "`changed`, the names of what is not as it was saved",
 }
 

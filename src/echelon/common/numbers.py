@@ -34,7 +34,14 @@ def whole(name: str, value: Any, *, at_least: int | None = None, or_none: str = 
     return int(found)
 
 
-def number(name: str, value: Any, what: str, holds: Callable[[Any], bool] = lambda found: not math.isnan(found)) -> None:
+def number(
+    name: str,
+    value: Any,
+    what: str,
+    holds: Callable[[Any], bool] = lambda found: not math.isnan(found),
+    *,
+    kind: type[UsageError] = UsageError,
+) -> None:
     """Refuse what is no number, or not such a one.
 
     Args:
@@ -43,7 +50,7 @@ def number(name: str, value: Any, what: str, holds: Callable[[Any], bool] = lamb
         UsageError: no number, or not such a one. True is refused.
     """
     found = plain(value)
-    require(isinstance(found, Real) and not isinstance(found, bool) and holds(found), name, what, value)
+    require(isinstance(found, Real) and not isinstance(found, bool) and holds(found), name, what, value, kind=kind)
 
 
 def digits(text: str) -> int | None:

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
-from echelon.common.errors import UsageError
+from echelon.common.errors import LauncherEnvironmentError
 from echelon.common.files import parse_object
 from echelon.common.terminal import shortly
 
@@ -64,7 +64,7 @@ class Overrides:
             return cls()
         said = parse_object(text)
         if said is None or any(type(value) not in _TYPES.get(name, ()) for name, value in said.items()):
-            raise UsageError(f"{VARIABLE}={shortly(text)} is not what echelon's launcher writes there. Unset it.")
+            raise LauncherEnvironmentError(f"{VARIABLE}={shortly(text)} is not what echelon's launcher writes there. Unset it.")
         return cls(**said)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from echelon.common.errors import UsageError, require
+from echelon.common.errors import CommandError, LauncherEnvironmentError, require
 
 __all__ = ["MEMORY_VARIABLE", "VARIABLE", "Profile", "wants_memory_snapshot"]
 
@@ -49,13 +49,14 @@ class Profile:
         ranks = said.get("ranks", "0")
         known = len(said) == len(pairs) and set(said) <= {"steps", "ranks"}
         are_ranks = ranks == "all" or _RANKS.fullmatch(ranks) is not None
-        require(known and steps is not None and are_ranks, what, _FORM, text)
+        kind = LauncherEnvironmentError if what == VARIABLE else CommandError
+        require(known and steps is not None and are_ranks, what, _FORM, text, kind=kind)
         assert steps is not None
         first, last = int(steps[1]), int(steps[2] or steps[1])
         if not 1 <= first <= last:
-            raise UsageError(f"{what} must name steps from 1 on, the first one first, got {text}. Write steps=10:12.")
+            raise kind(f"{what} must name steps from 1 on, the first one first, got {text}. Write steps=10:12.")
         if last - first >= _MOST_STEPS:
-            raise UsageError(f"{what} must name at most {_MOST_STEPS} steps, got {last - first + 1}. Three tell as much.")
+            raise kind(f"{what} must name at most {_MOST_STEPS} steps, got {last - first + 1}. Three tell as much.")
         return cls(first, last, None if ranks == "all" else tuple(sorted({int(rank) for rank in ranks.split("+")})))
 
     def check_ranks(self, ranks: int) -> None:
@@ -64,7 +65,7 @@ class Profile:
             UsageError: a rank that a run of so many does not have.
         """
         if self.ranks is not None and self.ranks[-1] >= ranks:
-            raise UsageError(f"--profile must name ranks from 0 to {ranks - 1}, got {self.ranks[-1]}.")
+            raise CommandError(f"--profile must name ranks from 0 to {ranks - 1}, got {self.ranks[-1]}.")
 
     def __str__(self) -> str:
         ranks = "all" if self.ranks is None else "+".join(map(str, self.ranks))

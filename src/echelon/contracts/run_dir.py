@@ -72,7 +72,7 @@ class RunDir:
     """
 
     def __init__(self, path: str | os.PathLike[str], attempt: int = 0) -> None:
-        require(is_path(path), "path", "a run's folder", path)
+        require(is_path(path), "path", "a run's folder", path, kind=RunFolderError)
         self.path = Path(path)
         self.attempt = attempt
 

@@ -66,16 +66,22 @@ class BaseLoader(ABC):
         options: AnyLoaderOptions | None,
     ) -> None:
         is_one = options is None or isinstance(options, AnyLoaderOptions)
-        require(is_one, "options", f"{self._options.__name__}(...) or None", options)
+        require(is_one, "options", f"{self._options.__name__}(...) or None", options, kind=LoaderError)
         self.options = options = self._options() if options is None else options
-        require(tail in ("keep", "drop"), "tail", "'keep' or 'drop'", tail)
+        require(tail in ("keep", "drop"), "tail", "'keep' or 'drop'", tail, kind=LoaderError)
         if accumulate is not None:
-            accumulate = whole("accumulate", accumulate, at_least=1)
-        global_batch = whole("global_batch", global_batch, at_least=1)
+            accumulate = whole("accumulate", accumulate, at_least=1, kind=LoaderError)
+        global_batch = whole("global_batch", global_batch, at_least=1, kind=LoaderError)
         if pin_memory is not None:
-            flags(pin_memory=pin_memory)
-        require(collate_fn is None or callable(collate_fn), "collate_fn", "a function of a list of samples, or None", collate_fn)
-        num_workers = whole("num_workers", num_workers, at_least=0)
+            flags(pin_memory=pin_memory, kind=LoaderError)
+        require(
+            collate_fn is None or callable(collate_fn),
+            "collate_fn",
+            "a function of a list of samples, or None",
+            collate_fn,
+            kind=LoaderError,
+        )
+        num_workers = whole("num_workers", num_workers, at_least=0, kind=LoaderError)
         self.global_batch, self.tail = global_batch, tail
         self.samples_of_a_rank: int | None = None  # of an update, where the script said so and not the global batch
         self._accumulate = overrides().accumulation or accumulate  # what it was told; None leaves it to the unit or prepare

@@ -10,15 +10,15 @@ replaced by a `Padding`, which is computed, so that every rank takes part in eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from echelon.common.arguments import flags
-from echelon.common.errors import DataError, LoaderError, require
+from echelon.common.errors import LoaderError, require
 from echelon.common.numbers import whole
 from echelon.common.older_words import renames
 from echelon.data import resume
@@ -33,6 +33,14 @@ from echelon.data.views import Ordered
 from echelon.data.workers import Board, base_generator, named, start_method
 
 __all__ = ["Loader", "Padding", "share"]
+
+
+class MapStyle(Protocol):
+    """Samples by number: a list, a tensor, a class of one's own. (torch's Dataset does not promise a length.)"""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Loader(BaseLoader):
@@ -61,7 +69,7 @@ class Loader(BaseLoader):
     @renames(accumulation="accumulate")
     def __init__(
         self,
-        dataset: Dataset[Any] | Sequence[Any],
+        dataset: Dataset[Any] | MapStyle,
         global_batch: int,
         *,
         seed: int = 0,
@@ -82,11 +90,11 @@ class Loader(BaseLoader):
             keys = f" of {', '.join(map(repr, list(dataset)[:5]))}. Choose one of them" if isinstance(dataset, Mapping) else ""
             raise LoaderError(f"dataset must be map-style, with samples 0, 1, 2, ..., got {type(dataset).__name__}{keys}.")
         super().__init__(global_batch, accumulate, tail, num_workers, collate_fn, pin_memory, options)
-        flags(shuffle=shuffle)
-        seed = whole("seed", seed)
+        flags(shuffle=shuffle, kind=LoaderError)
+        seed = whole("seed", seed, kind=LoaderError)
         self.dataset = dataset
         options = options or LoaderOptions()
-        require(isinstance(options, LoaderOptions), "options", "LoaderOptions(...) or None", options)
+        require(isinstance(options, LoaderOptions), "options", "LoaderOptions(...) or None", options, kind=LoaderError)
         self.accept_changes = frozenset(options.accept_changes)
         self._fingerprint: Any = options.fingerprint
         self.order: SampleOrder
@@ -189,7 +197,7 @@ class Loader(BaseLoader):
                 if locking:
                     batch = batch.data
                 if type(batch) is ReadFailure:
-                    raise DataError(batch.text)
+                    raise batch.error()
                 self._position = micro + 1
                 yield batch if micro < shares.first_padding else Padding(batch)
         except RuntimeError as error:

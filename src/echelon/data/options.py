@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from echelon.common.errors import require
+from echelon.common.errors import LoaderError, require
 from echelon.common.numbers import number, whole
 from echelon.data.resume import check_accepted
 
@@ -22,11 +22,14 @@ class AnyLoaderOptions:
     def __post_init__(self) -> None:
         if self.dp is not None:
             is_pair = isinstance(self.dp, (tuple, list)) and len(self.dp) == 2
-            require(is_pair, "dp", "a pair (dp_rank, dp_size), or None", self.dp)
-            rank, size = whole("dp_rank", self.dp[0], at_least=0), whole("dp_size", self.dp[1], at_least=1)
-            require(rank < size, "dp", "a pair (dp_rank, dp_size), the first below the second", self.dp)
+            require(is_pair, "dp", "a pair (dp_rank, dp_size), or None", self.dp, kind=LoaderError)
+            rank, size = (
+                whole("dp_rank", self.dp[0], at_least=0, kind=LoaderError),
+                whole("dp_size", self.dp[1], at_least=1, kind=LoaderError),
+            )
+            require(rank < size, "dp", "a pair (dp_rank, dp_size), the first below the second", self.dp, kind=LoaderError)
             object.__setattr__(self, "dp", (rank, size))
-        number("timeout_s", self.timeout_s, "above 0 seconds", lambda seconds: seconds > 0)
+        number("timeout_s", self.timeout_s, "above 0 seconds", lambda seconds: seconds > 0, kind=LoaderError)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from echelon.common.arguments import flags
-from echelon.common.errors import require
+from echelon.common.errors import DatasetError, require
 from echelon.common.numbers import number, whole
 from echelon.data.tokens import Tokens
 
@@ -67,11 +67,15 @@ class Packed(Dataset[Row]):
         across: bool = False,
         pad: int = 0,
     ) -> None:
-        number("length", length, "at least 1 token", lambda found: found >= 1)
-        self.length, self.across, self.pad = whole("length", length), across, whole("pad", pad)
-        flags(cut=cut, across=across)
+        number("length", length, "at least 1 token", lambda found: found >= 1, kind=DatasetError)
+        self.length, self.across, self.pad = (
+            whole("length", length, kind=DatasetError),
+            across,
+            whole("pad", pad, kind=DatasetError),
+        )
+        flags(cut=cut, across=across, kind=DatasetError)
         self.tokens = documents if isinstance(documents, Tokens) else Tokens.of(documents)
-        require(len(self.tokens) > 0, "documents", "at least 1 token in all", len(self.tokens))
+        require(len(self.tokens) > 0, "documents", "at least 1 token in all", len(self.tokens), kind=DatasetError)
         # Where rows begin, if not at every `length` tokens.
         if not _rise(self.tokens.offsets):
             raise self.tokens.changed()

@@ -24,12 +24,18 @@ class ReadFailure:
     """Stands for a batch that could not be read."""
 
     text: str
+    fields: dict[str, Any]
 
     @classmethod
     def of(cls, error: DataError, board: Board) -> ReadFailure:
         """An error in a worker, with the traceback of its cause."""
         cause = "".join(traceback.format_exception(error.__cause__))
-        return cls(f"{error} In worker {board.worker} (pid {os.getpid()}):\n\n{cause}")
+        text = f"{error} In worker {board.worker} (pid {os.getpid()}):\n\n{cause}"
+        return cls(text, {**error.fields, "worker": board.worker})
+
+    def error(self) -> DataError:
+        """On the rank."""
+        return DataError(self.text, **self.fields)
 
 
 class Reader:
@@ -122,7 +128,7 @@ class Reader:
 
     def _named(self, at: int, error: Exception, samples: list[int] | None = None) -> DataError:
         which = f"sample {at}" if at >= 0 else f"one of the samples {samples}"
-        return DataError(f"{which}{self._where} could not be read: {said(error)}")
+        return DataError(f"{which}{self._where} could not be read: {said(error)}", **({"sample": at} if at >= 0 else {}))
 
     def _culprit(self, samples: list[int]) -> int:
         """Which sample fails alone, of those that failed together; -1 if none does."""

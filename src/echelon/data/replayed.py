@@ -125,7 +125,7 @@ class Replayed:
         now = self._drawn()
         try:
             self._put_back(begun := dict(state_dict["begun"]))
-            self._given = self._skips = whole("given", state_dict["given"], at_least=0)
+            self._given = self._skips = whole("given", state_dict["given"], at_least=0, kind=LoaderError)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:  # and a UsageError
             raise CheckpointCorruptError(f"the checkpoint's state of the DataLoader is not valid: {error!r}.") from None
         finally:

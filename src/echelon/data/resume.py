@@ -30,6 +30,11 @@ _HARMLESS = {
 }
 
 
+def called(name: str) -> str:
+    """What a state has under this name, as the argument is called."""
+    return "accumulate" if name == "accumulation" else name
+
+
 def check_accepted(names: Collection[str]) -> None:
     """
     Raises:
@@ -77,7 +82,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
             if difference is None:
                 continue
             was, is_ = difference
-        found.append(Change(name, str(was), str(is_), meaning, name in _MATTERS))
+        found.append(Change(called(name), str(was), str(is_), meaning, name in _MATTERS))
     return found
 
 
@@ -121,13 +126,13 @@ def cannot_divide(global_batch: int, ranks: int, accumulation: int) -> str:
     """The text for a global batch that does not divide: which numbers of ranks could, and which global batches."""
     parts = ranks * accumulation
     near = sorted({max(parts, global_batch // parts * parts), (global_batch // parts + 1) * parts})
-    text = f"global_batch {global_batch} cannot be divided by {ranks} ranks x accumulation {accumulation} = {parts}. "
+    text = f"global_batch {global_batch} cannot be divided by {ranks} ranks x accumulate={accumulation}, which is {parts}. "
     fitting = [n for n in range(1, global_batch + 1) if global_batch % (n * accumulation) == 0]
     if fitting:
         low = [n for n in fitting if n < ranks][-4:]
         shown = [*low, *[n for n in fitting if n > ranks][:4]]
-        text += f"Numbers of ranks that can, with accumulation {accumulation}: {', '.join(map(str, shown))}. "
+        text += f"Numbers of ranks that can, with accumulate={accumulation}: {', '.join(map(str, shown))}. "
     others = [a for a in range(1, min(global_batch, 1024) + 1) if global_batch % (a * ranks) == 0][:4]
     if others:
-        text += f"With {ranks} ranks accumulation {' or '.join(map(str, others))} can. "
+        text += f"With {ranks} ranks accumulate={' or '.join(map(str, others))} can. "
     return text + f"Nearest global_batch that can: {' or '.join(map(str, near))}."

@@ -19,13 +19,14 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from echelon.common.errors import DataError, LoaderError
+from echelon.common.errors import LoaderError
 from echelon.common.older_words import renames
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.options import StreamOptions
 from echelon.data.page_locked import Lockable, locked, locks
 from echelon.data.reader import ReadFailure
+from echelon.data.resume import called
 from echelon.data.streaming import Share, Stand, Streams
 from echelon.data.workers import Board, base_generator, named, start_method
 from echelon.world import agree
@@ -154,7 +155,7 @@ class StreamLoader(BaseLoader):
                 if locking:
                     item = item.data if board is not None else locked(item)
                 if isinstance(item, ReadFailure):
-                    raise DataError(item.text)
+                    raise item.error()
                 given, batch, states[turn % streams] = item
                 turn += 1
                 if not given:
@@ -258,7 +259,7 @@ class StreamLoader(BaseLoader):
         if self._loaded is None:
             return
         state, (dp_rank, _), now = self._loaded, self.dp, self._division()
-        changed = [f"{name} was {state[name]}, is {value}" for name, value in now.items() if state[name] != value]
+        changed = [f"{called(name)} was {state[name]}, is {value}" for name, value in now.items() if state[name] != value]
         mine = state["ranks"].get(str(dp_rank))
         if changed or mine is None:
             raise LoaderError(

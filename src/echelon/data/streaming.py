@@ -111,7 +111,8 @@ class Streams(IterableDataset[Any]):
                     break
         except Exception as error:
             raise DataError(
-                f"sample {read + len(batch)} of stream {index}{self._share.where} could not be read: {said(error)}"
+                f"sample {read + len(batch)} of stream {index}{self._share.where} could not be read: {said(error)}",
+                sample=read + len(batch),
             ) from error
         return batch
 

@@ -30,9 +30,12 @@ class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """
 
     def __init__(self, files: Iterable[Path], context: int, *, stride: int | None = None) -> None:
-        context = whole("context", context, at_least=1)
-        self.context, self.stride = context, whole("stride", stride, at_least=1) if stride is not None else context
-        paths = several("files", files, "a list of paths", is_path)
+        context = whole("context", context, at_least=1, kind=DatasetError)
+        self.context, self.stride = (
+            context,
+            whole("stride", stride, at_least=1, kind=DatasetError) if stride is not None else context,
+        )
+        paths = several("files", files, "a list of paths", is_path, kind=DatasetError)
         parts = [np.frombuffer(Path(path).read_bytes() + b"\0", dtype=np.uint8) for path in paths]
         self.bytes = np.concatenate(parts) if parts else np.empty(0, np.uint8)
         if len(self.bytes) < context + 1:

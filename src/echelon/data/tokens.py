@@ -54,7 +54,7 @@ class Tokens:
     offsets: npt.NDArray[np.int64]
 
     def __init__(self, path: str | Path, dtype: npt.DTypeLike | None = None, *, documents: npt.ArrayLike | None = None) -> None:
-        require(is_path(path), "path", "a file", path)
+        require(is_path(path), "path", "a file", path, kind=DatasetError)
         self.path = Path(path)
         require(self.path.is_file(), "path", "a file", str(self.path), kind=DatasetError)
         self._reopen = (Tokens, (self.path, dtype), {"documents": documents})
@@ -77,9 +77,9 @@ class Tokens:
     def of(cls, documents: Iterable[npt.ArrayLike]) -> Tokens:
         """Tokens in memory, from the documents' own."""
         what = "Tokens, or a list of documents, each a flat list of whole numbers"
-        parts = [np.asarray(document) for document in several("documents", documents, what)]
+        parts = [np.asarray(document) for document in several("documents", documents, what, kind=DatasetError)]
         for part in parts:
-            require(part.ndim == 1 and (part.dtype.kind in "ui" or not part.size), "documents", what, part)
+            require(part.ndim == 1 and (part.dtype.kind in "ui" or not part.size), "documents", what, part, kind=DatasetError)
         made = cls.__new__(cls)
         made.path = Path("(memory)")
         made.data = np.concatenate(parts) if parts else np.empty(0, np.uint16)
@@ -109,7 +109,8 @@ class Tokens:
     def changed(self) -> DataError:
         """The error of a file whose documents do not follow one upon the other."""
         return DataError(
-            f"{self.path} has documents that do not begin one after the other, from 0 to {len(self)}: it was changed."
+            f"{self.path} has documents that do not begin one after the other, from 0 to {len(self)}: it was changed.",
+            path=str(self.path),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,15 +125,20 @@ class Tokens:
 
     def _open(self, header: bytes) -> None:
         if len(header) < _HEADER.size:
-            raise DataError(f"{self.path} has {len(header)} bytes, less than its header: it was cut short.")
+            raise DataError(f"{self.path} has {len(header)} bytes, less than its header: it was cut short.", path=str(self.path))
         _, name, tokens, documents = _HEADER.unpack(header)
         dtype = _TYPES.get(name)
         if dtype is None:  # never asked of numpy, which would take bytes of a file for addresses of objects
-            raise DataError(f"the dtype in the header of {self.path} must be uint16 or uint32, got {name!r}.")
+            raise DataError(
+                f"the dtype in the header of {self.path} must be uint16 or uint32, got {name!r}.", path=str(self.path)
+            )
         begin = _offsets_at(tokens, dtype)
         expected, size = begin + 8 * (documents + 1), self.path.stat().st_size
         if size != expected:
-            raise DataError(f"{self.path} must have {expected} bytes by its header, got {size}: it was cut short or changed.")
+            raise DataError(
+                f"{self.path} must have {expected} bytes by its header, got {size}: it was cut short or changed.",
+                path=str(self.path),
+            )
         self.data = _mapped(self.path, dtype, _HEADER.size, tokens)
         self.offsets = _mapped(self.path, np.dtype("<i8"), begin, documents + 1)
         if self.offsets[0] != 0 or self.offsets[-1] != tokens:  # those between are read, and looked at, when they are used
@@ -141,7 +147,7 @@ class Tokens:
     def _open_raw(self, dtype: np.dtype[Any], documents: npt.ArrayLike | None) -> None:
         size = self.path.stat().st_size
         if dtype.kind not in "ui" or size % dtype.itemsize:
-            raise DataError(f"{self.path} must hold a whole number of {dtype} tokens, got {size} bytes.")
+            raise DataError(f"{self.path} must hold a whole number of {dtype} tokens, got {size} bytes.", path=str(self.path))
         self.data = _mapped(self.path, dtype, 0, size // dtype.itemsize)
         offsets = np.asarray([0, len(self.data)] if documents is None else documents, dtype=np.int64)
         if offsets.ndim != 1 or len(offsets) < 1 or offsets[0] or offsets[-1] != len(self.data) or (np.diff(offsets) < 0).any():
@@ -160,15 +166,17 @@ class Tokens:
             bounds = np.frombuffer(raw, "<i8", ends, begin + 12 * sequences)
             dtype = np.dtype(_MEGATRON_TYPES[code])
         except (struct.error, ValueError, KeyError, OverflowError) as error:
-            raise DataError(f"{index} is not an index of Megatron-LM's: {error!r}.") from error
+            raise DataError(f"{index} is not an index of Megatron-LM's: {error!r}.", path=str(index)) from error
         if raw[: len(_MEGATRON)] != _MEGATRON or version != 1:
-            raise DataError(f"{index} is not an index of Megatron-LM's, version 1.")
+            raise DataError(f"{index} is not an index of Megatron-LM's, version 1.", path=str(index))
         if (lengths < 0).any() or (bounds < 0).any() or (bounds > sequences).any():
-            raise DataError(f"{index} has documents of negative length, or beyond its {sequences} sequences.")
+            raise DataError(f"{index} has documents of negative length, or beyond its {sequences} sequences.", path=str(index))
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         size = self.path.stat().st_size
         if offsets[-1] * dtype.itemsize != size:
-            raise DataError(f"{self.path} must have {offsets[-1] * dtype.itemsize} bytes by {index.name}, got {size}.")
+            raise DataError(
+                f"{self.path} must have {offsets[-1] * dtype.itemsize} bytes by {index.name}, got {size}.", path=str(self.path)
+            )
         self.data = _mapped(self.path, dtype, 0, int(offsets[-1]))
         self.offsets = offsets[np.unique([0, *bounds.tolist(), sequences])]
 
@@ -184,7 +192,7 @@ class TokenWriter:
     """
 
     def __init__(self, path: str | Path, dtype: npt.DTypeLike = "uint16") -> None:
-        require(is_path(path), "path", "a file", path)
+        require(is_path(path), "path", "a file", path, kind=DatasetError)
         try:
             self.path, self.dtype = Path(path), np.dtype(dtype).newbyteorder("<")
         except TypeError:
@@ -239,7 +247,9 @@ class TokenWriter:
 
 def write_tokens(path: str | Path, documents: Iterable[npt.ArrayLike], dtype: npt.DTypeLike = "uint16") -> Tokens:
     """Write documents to a file and open it."""
-    require(is_list(documents), "documents", "a list of documents, each a flat list of whole numbers", documents)
+    require(
+        is_list(documents), "documents", "a list of documents, each a flat list of whole numbers", documents, kind=DatasetError
+    )
     with TokenWriter(path, dtype) as writer:
         for document in documents:
             writer.add(document)

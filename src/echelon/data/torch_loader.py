@@ -56,8 +56,8 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     if (size := len(loader.dataset)) < global_batch and (loader.drop_last or not isinstance(sampler, SequentialSampler)):  # type: ignore[arg-type]
         raise LoaderError(
             f"the DataLoader's batch_size of {loader.batch_size} makes global batches of {global_batch} samples, over ranks and "
-            f"accumulation, and its dataset holds {size}. Set batch_size to {loader.batch_size * size // global_batch} or less, "
-            "or use fewer ranks."
+            f"accumulate={accumulation}, and its dataset holds {size}. Set batch_size to "
+            f"{loader.batch_size * size // global_batch} or less, or use fewer ranks."
         )
     made = Loader(
         loader.dataset,

@@ -52,7 +52,7 @@ class Weighted(Ordered):
     """
 
     def __init__(self, dataset: Any, weights: npt.ArrayLike, *, samples_per_epoch: int | None = None) -> None:
-        require(isinstance(dataset, Sized), "dataset", "map-style, with __len__ and __getitem__", dataset)
+        require(isinstance(dataset, Sized), "dataset", "map-style, with __len__ and __getitem__", dataset, kind=DatasetError)
         try:
             given = np.asarray(weights, dtype=np.float64)
         except (TypeError, ValueError) as error:
@@ -85,7 +85,7 @@ class Weighted(Ordered):
 
 
 def _per_epoch(given: int | None, samples: int) -> int:
-    return whole("samples_per_epoch", given, at_least=1) if given is not None else samples
+    return whole("samples_per_epoch", given, at_least=1, kind=DatasetError) if given is not None else samples
 
 
 class _Draws:
@@ -131,10 +131,16 @@ class Mixture(Ordered):
         named: bool = False,
     ) -> None:
         for name, given in (("datasets", datasets), ("ratios", ratios)):
-            require(isinstance(given, Mapping), name, "a dict by the datasets' names", given)
-        flags(named=named)
+            require(isinstance(given, Mapping), name, "a dict by the datasets' names", given, kind=DatasetError)
+        flags(named=named, kind=DatasetError)
         for name, dataset in datasets.items():
-            require(isinstance(dataset, Sized), f"datasets[{name!r}]", "map-style, with __len__ and __getitem__", dataset)
+            require(
+                isinstance(dataset, Sized),
+                f"datasets[{name!r}]",
+                "map-style, with __len__ and __getitem__",
+                dataset,
+                kind=DatasetError,
+            )
         if not datasets or set(datasets) != set(ratios):
             raise DatasetError(
                 f"ratios must have the names of the datasets, {sorted(datasets)}, at least one, got {sorted(ratios)}."

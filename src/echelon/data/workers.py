@@ -163,7 +163,8 @@ class Board:
         self.kill()
         return DataError(
             f"{text}, gave no batch for {timeout_s:g} s; its process was {state}. "
-            "If samples may take so long, raise LoaderOptions(timeout_s=...)."
+            "If samples may take so long, raise LoaderOptions(timeout_s=...).",
+            worker=worker,
         )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
-from echelon.common.errors import require
+from echelon.common.errors import LoopError, require
 from echelon.common.older_words import translated
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_up
@@ -105,7 +105,9 @@ def train(
         "train", older, _TRAIN, limits, others=["max_epochs", "eval", "eval_every", "checkpoints", "callbacks", "timer"]
     )
     by_epochs = eval_every in (None, "epoch")
-    require(by_epochs or not isinstance(eval_every, str), "eval_every", "a number of updates, or 'epoch'", eval_every)
+    require(
+        by_epochs or not isinstance(eval_every, str), "eval_every", "a number of updates, or 'epoch'", eval_every, kind=LoopError
+    )
     train_state = PhaseState(
         dataloader=loader,
         max_epochs=max_epochs,

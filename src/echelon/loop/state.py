@@ -300,7 +300,7 @@ class State:
         test_state: PhaseState | None = None,
     ) -> None:
         can_time = not isinstance(timer, type) and callable(getattr(timer, "time", None))
-        require(timer is None or can_time, "timer", "an object whose time(name) gives a context, or None", timer)
+        require(timer is None or can_time, "timer", "an object whose time(name) gives a context, or None", timer, kind=LoopError)
         self.entry_point, self.timer = entry_point, timer
         self.train_state, self.eval_state = train_state, eval_state
         self.predict_state, self.test_state = predict_state, test_state

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Any
 
-from echelon.common.errors import UsageError
+from echelon.common.errors import CommandError
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.times import PARTS
 from echelon.contracts.version import __version__
@@ -137,7 +137,7 @@ def listen(port: int, bind: str = "127.0.0.1") -> socket.socket:
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(bind).version == 6 else socket.AF_INET
     except ValueError:
-        raise UsageError(f"--metrics-bind must be an address, such as 127.0.0.1 or 0.0.0.0, got {bind!r}.") from None
+        raise CommandError(f"--metrics-bind must be an address, such as 127.0.0.1 or 0.0.0.0, got {bind!r}.") from None
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -145,7 +145,7 @@ def listen(port: int, bind: str = "127.0.0.1") -> socket.socket:
         made.listen(64)
     except (OSError, OverflowError) as error:
         made.close()
-        raise UsageError(
+        raise CommandError(
             f"--metrics-port {port} cannot be listened at on {bind}: {str(error).rstrip('.')}. "
             "Give another port, or 0 for a free one."
         ) from error

@@ -91,8 +91,8 @@ def data_axes(module: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         UsageError: this rank is not in the mesh.
     """
-    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module)
-    require(hasattr(mesh, "get_coordinate"), "mesh", "a DeviceMesh", mesh)
+    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module, kind=LayoutError)
+    require(hasattr(mesh, "get_coordinate"), "mesh", "a DeviceMesh", mesh, kind=LayoutError)
     if mesh.get_coordinate() is None:
         raise LayoutError(f"data_axes: mesh must contain every rank, got {mesh} without rank {dist.get_rank()}.")
     _declared[module] = mesh

@@ -104,12 +104,14 @@ class Layout(Strategy):
         super().__post_init__()
         for name in (*AXES, "ep"):
             if (size := getattr(self, name)) is not None:
-                object.__setattr__(self, name, whole(name, size, at_least=1 if name == "ep" else -1))
+                object.__setattr__(self, name, whole(name, size, at_least=1 if name == "ep" else -1, kind=LayoutError))
         object.__setattr__(self, "sequence_dim", check_sequence_dim(self.sequence_dim))
-        flags(check_context=self.check_context, sequence_parallel=self.sequence_parallel)
-        require(isinstance(self.fsdp, FSDPStrategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp)
+        flags(check_context=self.check_context, sequence_parallel=self.sequence_parallel, kind=LayoutError)
+        require(isinstance(self.fsdp, FSDPStrategy | None), "fsdp", "FSDPStrategy(...) or None", self.fsdp, kind=LayoutError)
         is_plan = isinstance(self.plan, Mapping) and all(isinstance(name, str) for name in self.plan)
-        require(self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan)
+        require(
+            self.plan is None or is_plan, "plan", "a dict from names of layers to styles, or None", self.plan, kind=LayoutError
+        )
         object.__setattr__(self, "stages", check_splits(self.stages))
         kind_named(self.schedule)
 

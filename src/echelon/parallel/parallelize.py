@@ -55,7 +55,7 @@ def check_module(module: Any) -> None:
     """
     kind = module.__name__ if isinstance(module, type) else ""
     remedy = f"Write {kind}(...)." if kind else ""
-    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module, remedy)
+    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module, remedy, kind=LayoutError)
 
 
 def parallelize(
@@ -77,7 +77,14 @@ def parallelize(
         UsageError: an unknown layout; a layout for a module that is wrapped already.
     """
     check_module(module)
-    require(isinstance(device, torch.device), "device", "a torch.device", device, "init_from_env() gives this rank's.")
+    require(
+        isinstance(device, torch.device),
+        "device",
+        "a torch.device",
+        device,
+        "init_from_env() gives this rank's.",
+        kind=LayoutError,
+    )
     chosen, world, recipe = resolve(layout), World.current(device), recipe or Recipe()
     recipe.check(device)
     float8 = recipe.precision.float8 if recipe.precision is not None else None

@@ -10,6 +10,7 @@ from typing import Any, Self
 from torch import nn
 
 from echelon.common.arguments import flags_of
+from echelon.common.errors import LayoutError
 from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.recipe import Recipe
@@ -29,7 +30,7 @@ class Strategy(ABC):
     def __post_init__(self) -> None:
         """Of a dataclass: refuse what makes no sense, before any rank waits for another. Overrides call this one."""
         if is_dataclass(self):
-            flags_of(self)
+            flags_of(self, kind=LayoutError)
 
     def __repr__(self) -> str:
         """Of a dataclass: the options that are not the default's."""

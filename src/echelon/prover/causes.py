@@ -419,7 +419,7 @@ def from_mistakes(
     if explains("over ranks"):
         what = f"{batch_norms[0]} normalises" if batch_norms else "the loss is that of"
         name = "batch norm over the local batch" if batch_norms else "an operation over the whole batch"
-        return name, f"{what} each micro-batch of all ranks by itself: with --accumulation 1 it is whole"
+        return name, f"{what} each micro-batch of all ranks by itself: with --accumulate 1 it is whole"
     if explains("unweighted"):
         return "loss weighted per rank", "micro-batches of other sizes count the same"
     alone = next((way for way in mistakes if way.startswith("rank ") and explains(way)), None)

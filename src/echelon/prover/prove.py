@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from echelon.common.arguments import flags
-from echelon.common.errors import require
+from echelon.common.errors import ProveError, require
 from echelon.common.machine import DEVICE_VARIABLE, visible_devices
 from echelon.common.numbers import number, whole
 from echelon.loop.target import Target
@@ -66,10 +66,24 @@ def prove(
     Raises:
         UsageError: there is nothing to compare, or the reference cannot be computed.
     """
-    require(callable(make_unit), "make_unit", "a function that builds the unit", make_unit, "Write make_unit=lambda: ...")
-    require(callable(make_data), "make_data", "a function that builds the loader", make_data, "Write make_data=lambda: ...")
-    require(device in (None, "cpu", "cuda"), "device", "'cpu', 'cuda' or None", device)
-    flags(float64=float64, sgd=sgd, bf16=bf16, eager=eager)
+    require(
+        callable(make_unit),
+        "make_unit",
+        "a function that builds the unit",
+        make_unit,
+        "Write make_unit=lambda: ...",
+        kind=ProveError,
+    )
+    require(
+        callable(make_data),
+        "make_data",
+        "a function that builds the loader",
+        make_data,
+        "Write make_data=lambda: ...",
+        kind=ProveError,
+    )
+    require(device in (None, "cpu", "cuda"), "device", "'cpu', 'cuda' or None", device, kind=ProveError)
+    flags(float64=float64, sgd=sgd, bf16=bf16, eager=eager, kind=ProveError)
     rows = matrix(layouts, ranks, accumulation, sgd=sgd, parts=parts, bf16=bf16, yours=layouts is None, eager=eager)
     target = Target(make_unit=make_unit, make_data=make_data, device=device)
     proof = prove_target(target, rows, updates, float64, seed, on_result, timeout_s)
@@ -95,9 +109,9 @@ def prove_target(
     Returns:
         What was compared, also where it was interrupted.
     """
-    updates = whole("updates", updates, at_least=1)
+    updates = whole("updates", updates, at_least=1, kind=ProveError)
     if timeout_s is not None:
-        number("timeout_s", timeout_s, "above 0 seconds", lambda seconds: seconds > 0)
+        number("timeout_s", timeout_s, "above 0 seconds", lambda seconds: seconds > 0, kind=ProveError)
     with tempfile.TemporaryDirectory(prefix="echelon-prove-", ignore_cleanup_errors=True) as folder:
         most, gpus = max((row.ranks for row in rows), default=1), len(visible_devices())
         lacks = target.device is None and DEVICE_VARIABLE not in os.environ and 0 < gpus < most

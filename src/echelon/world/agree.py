@@ -36,9 +36,11 @@ __all__ = [
     "from_one",
     "from_rank0",
     "gather",
+    "in_json",
     "is_rank0",
     "is_same",
     "kinds",
+    "made_of",
     "raise_on_all",
     "rank",
     "same_on_all",
@@ -227,20 +229,27 @@ def fail_together(error: Exception | None, where: str, group: dist.ProcessGroup 
     Raises:
         Exception: where something went wrong, that; on the other ranks `told_error` of the first of these.
     """
-    told = first_told(None if error is None else [rank(), type(error).__name__, str(error)], group)
+    told = first_told(None if error is None else [rank(), *in_json(error)], group)
     if error is not None:
         raise error
     if told is not None:
         raise told_error(where, *told)
 
 
-def told_error(where: str, of_rank: int, kind: str, text: str) -> EchelonError:
-    """Another rank's error, of which this one knows the class's name and the words."""
+def in_json(error: Exception) -> list[Any]:
+    """An error as other ranks are told of it: its class's name, its words, and its fields."""
+    return [type(error).__name__, str(error), json.loads(json.dumps(getattr(error, "fields", {}), default=str))]
+
+
+def made_of(kind: str, text: str, fields: dict[str, Any]) -> EchelonError | None:
+    """The error that `in_json` told of; None if its class is none of ours."""
     known = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, EchelonError):
-        made = known(text)
-    else:
-        made = EchelonError(f"{where} failed: {kind}: {text}")
+    return known(text, **fields) if isinstance(known, type) and issubclass(known, EchelonError) else None
+
+
+def told_error(where: str, of_rank: int, kind: str, text: str, fields: dict[str, Any]) -> EchelonError:
+    """Another rank's error, as `in_json` has it."""
+    made = made_of(kind, text, fields) or EchelonError(f"{where} failed: {kind}: {text}")
     made.add_note(f"{TOLD_BY} {of_rank}.")
     return made
 
@@ -340,11 +349,11 @@ def from_rank0(read: Callable[[], T], group: dist.ProcessGroup | None = None) ->
         try:
             answer = {"value": read()}
         except Exception as error:  # it must reach the other ranks, whatever it is
-            failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
+            failure, answer = error, {"error": in_json(error)}
     first = _from(0, answer, group)
     if failure is not None:
         raise failure
     if "error" in first:
-        raise EchelonError(f"rank 0 failed: {first['error']}")
+        raise told_error("rank 0", 0, *first["error"])
     value: T = first["value"]
     return value

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from echelon.common.errors import RanksDisagreeError, UsageError, require
+from echelon.common.errors import LauncherEnvironmentError, RanksDisagreeError, UsageError, require
 from echelon.common.files import parse_object
 from echelon.common.terminal import one_line, rank_ranges
 from echelon.contracts.rank import RankInfo
@@ -65,7 +65,7 @@ class Said:
             UsageError: the variable says something else than one of `MODES`.
         """
         mode = os.environ.get(VARIABLE) or "all"
-        require(mode in MODES, VARIABLE, "'all', 'versions' or 'none'", mode)
+        require(mode in MODES, VARIABLE, "'all', 'versions' or 'none'", mode, kind=LauncherEnvironmentError)
         values = program(info, nccl="nccl" in backend) if mode != "none" else {}
         if mode == "versions":
             values = {name: value for name, value in values.items() if not name.startswith(SETTINGS)}

@@ -87,14 +87,14 @@ class SlurmConfig:
 
     def __post_init__(self) -> None:
         require(self.mode in _MODES, "mode", f"one of {', '.join(_MODES)}", self.mode, kind=ClusterError)
-        flags_of(self)
+        flags_of(self, kind=ClusterError)
         for name in ("partition", "node_list", "node_list_exclude", "mem", "distributed_launch_command"):
-            require(isinstance(getattr(self, name), str), name, "a string", getattr(self, name))
+            require(isinstance(getattr(self, name), str), name, "a string", getattr(self, name), kind=ClusterError)
         for name in ("output_parent_path", "output_folder", "code_root"):
             path = getattr(self, name)
             is_folder = isinstance(path, str | os.PathLike) or (path is None and name == "code_root")
-            require(is_folder, name, "the path of a folder", path)
-        mapping("extra_params_kwargs", self.extra_params_kwargs)
+            require(is_folder, name, "the path of a folder", path, kind=ClusterError)
+        mapping("extra_params_kwargs", self.extra_params_kwargs, kind=ClusterError)
         for name in ("num_of_node", "tasks_per_node", "processes_per_task", "cpus_per_task"):
             _check_count(name, getattr(self, name), 1)
         _check_count("gpus_per_task", self.gpus_per_task, 0)

@@ -60,20 +60,30 @@ class CollectiveGroup:
     ) -> None:
         check_function("training_fn", training_fn)
         if port is not None:
-            number("port", port, "between 1 and 65535, or None for a free one", lambda n: n == int(n) and 0 < n < 65536)
-        flags(hide_stderr=hide_stderr)
+            number(
+                "port",
+                port,
+                "between 1 and 65535, or None for a free one",
+                lambda n: n == int(n) and 0 < n < 65536,
+                kind=ClusterError,
+            )
+        flags(hide_stderr=hide_stderr, kind=ClusterError)
         if policies is not None:
-            policies = several("policies", policies, "a list of Policy(...)", lambda each: hasattr(each, "cpu_affinity"))
+            policies = several(
+                "policies", policies, "a list of Policy(...)", lambda each: hasattr(each, "cpu_affinity"), kind=ClusterError
+            )
         if nprocs is not None:
-            nprocs = whole("nprocs", nprocs, at_least=1)
+            nprocs = whole("nprocs", nprocs, at_least=1, kind=ClusterError)
         if nprocs is not None and policies and nprocs != len(policies):
             raise ClusterError(f"nprocs must be the number of policies, {len(policies)}, got {nprocs}. Leave nprocs out.")
         if policies is not None and not policies:
             logger.warning("policies is empty, as gpu_policies() is without a GPU; starting one rank per core")
         self.policies = list(policies or _by_default(nprocs))
         self._placed = BaseLoader(training_fn, self.policies, hide_stderr)
-        arguments = several("training_args", training_args if training_args is not None else (), "a list or tuple of arguments")
-        self._call = (arguments, mapping("training_kwargs", training_kwargs))
+        arguments = several(
+            "training_args", training_args if training_args is not None else (), "a list or tuple of arguments", kind=ClusterError
+        )
+        self._call = (arguments, mapping("training_kwargs", training_kwargs, kind=ClusterError))
         self._port = port
         self._backend: _Backend | None = None
         self._state = "new"

@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any
 
 from echelon.common.arguments import several
-from echelon.common.errors import require
+from echelon.common.errors import ClusterError, require
 from echelon.common.machine import usable_cores, visible_devices
 from echelon.common.numbers import whole
 
@@ -57,10 +57,12 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("host_name", "gpu_env_str"):
-            require(isinstance(getattr(self, name), str), name, "a string", getattr(self, name))
+            require(isinstance(getattr(self, name), str), name, "a string", getattr(self, name), kind=ClusterError)
         for name in ("cpu_affinity", "gpu_affinity"):
             is_number = lambda each: isinstance(each, Integral) and int(each) >= 0  # noqa: E731
-            object.__setattr__(self, name, several(name, getattr(self, name), "a list of numbers of at least 0", is_number))
+            object.__setattr__(
+                self, name, several(name, getattr(self, name), "a list of numbers of at least 0", is_number, kind=ClusterError)
+            )
 
 
 class System:
@@ -100,7 +102,7 @@ class System:
         Raises:
             UsageError: n is less than 1.
         """
-        count = sum(len(cores) for _, cores, _ in self._nodes) if n is None else whole("n", n, at_least=1)
+        count = sum(len(cores) for _, cores, _ in self._nodes) if n is None else whole("n", n, at_least=1, kind=ClusterError)
         policies = []
         for index, (host, cores, _) in enumerate(self._nodes):
             here = count // self.nnodes + (index < count % self.nnodes)

@@ -180,12 +180,12 @@ def call(
     """`launch`, which another thread may cancel."""
     count = parse_ranks(ranks)
     check_function("fn", fn)
-    given = (several("args", args, "a list or tuple of arguments"), mapping("kwargs", kwargs))
-    max_restarts = whole("max_restarts", max_restarts, at_least=0)
+    given = (several("args", args, "a list or tuple of arguments", kind=LaunchError), mapping("kwargs", kwargs, kind=LaunchError))
+    max_restarts = whole("max_restarts", max_restarts, at_least=0, kind=LaunchError)
     if timeout_s is not None:
-        number("timeout_s", timeout_s, "above 0 seconds, or None for no limit", lambda seconds: seconds > 0)
-    require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir)
-    flags(quiet=quiet)
+        number("timeout_s", timeout_s, "above 0 seconds, or None for no limit", lambda seconds: seconds > 0, kind=LaunchError)
+    require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir, kind=LaunchError)
+    flags(quiet=quiet, kind=LaunchError)
     refuse_in_bootstrap("launch()")
     check_environment(env or {}, "env")
     working_folder()
@@ -266,11 +266,11 @@ def call_fields(sha256: str, key: str, task: int = 0) -> dict[str, Any]:
 
 
 def check_function(name: str, fn: Any) -> None:
-    require(callable(fn), name, "a function", fn)
+    require(callable(fn), name, "a function", fn, kind=LaunchError)
 
 
 def check_environment(env: Mapping[str, str], what: str) -> None:
-    require(isinstance(env, Mapping), what, "a dict from names of variables to strings", env)
+    require(isinstance(env, Mapping), what, "a dict from names of variables to strings", env, kind=LaunchError)
     for name, value in env.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             kind = type(value).__name__  # not the value, which may be a secret

@@ -47,7 +47,7 @@ def next_ranks(ranks: int, least: int, failures: Sequence[Failure], loaders: Col
     refusing = [loader for loader in loaders if not _fits(left, loader)]
     if not refusing:
         return Plan(left, who)
-    which = f"global_batch {refusing[0]['global_batch']} with accumulation {refusing[0]['accumulation']}"
+    which = f"global_batch {refusing[0]['global_batch']} with accumulate={refusing[0]['accumulation']}"
     fitting = next((n for n in range(left, least - 1, -1) if all(_fits(n, loader) for loader in loaders)), 0)
     if fitting:
         return Plan(fitting, f"{who}, and {left} ranks cannot divide {which}")

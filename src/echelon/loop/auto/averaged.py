@@ -45,10 +45,18 @@ class SWALRParams:
 
     def __post_init__(self) -> None:
         _whole(self, "anneal_steps_or_epochs", at_least=0)
-        require(self.anneal_strategy in ("linear", "cos"), "anneal_strategy", "'linear' or 'cos'", self.anneal_strategy)
+        require(
+            self.anneal_strategy in ("linear", "cos"),
+            "anneal_strategy",
+            "'linear' or 'cos'",
+            self.anneal_strategy,
+            kind=LoopError,
+        )
         rates = self.swa_lrs if isinstance(self.swa_lrs, (list, tuple)) else [self.swa_lrs]
         for rate in rates:
-            number("swa_lrs", rate, "a rate of at least 0, or a list of these", lambda found: 0 <= found < math.inf)
+            number(
+                "swa_lrs", rate, "a rate of at least 0, or a list of these", lambda found: 0 <= found < math.inf, kind=LoopError
+            )
 
 
 @dataclass(frozen=True)
@@ -79,18 +87,26 @@ class SWAParams:
     use_in_evaluation: bool = False
 
     def __post_init__(self) -> None:
-        flags_of(self)
+        flags_of(self, kind=LoopError)
         _whole(self, "warmup_steps_or_epochs", at_least=0)
         _whole(self, "step_or_epoch_update_freq", at_least=1)
-        require(self.averaging_method in ("ema", "swa"), "averaging_method", "'ema' or 'swa'", self.averaging_method)
-        number("ema_decay", self.ema_decay, "between 0 and 1", lambda decay: 0 <= decay <= 1)
-        require(isinstance(self.swalr_params, SWALRParams | None), "swalr_params", "SWALRParams(...) or None", self.swalr_params)
+        require(
+            self.averaging_method in ("ema", "swa"), "averaging_method", "'ema' or 'swa'", self.averaging_method, kind=LoopError
+        )
+        number("ema_decay", self.ema_decay, "between 0 and 1", lambda decay: 0 <= decay <= 1, kind=LoopError)
+        require(
+            isinstance(self.swalr_params, SWALRParams | None),
+            "swalr_params",
+            "SWALRParams(...) or None",
+            self.swalr_params,
+            kind=LoopError,
+        )
         grows = self.use_lit and self.averaging_method != "ema"
-        require(not grows, "averaging_method", "'ema' if use_lit is set", self.averaging_method)
+        require(not grows, "averaging_method", "'ema' if use_lit is set", self.averaging_method, kind=LoopError)
 
 
 def _whole(params: SWAParams | SWALRParams, name: str, *, at_least: int) -> None:
-    object.__setattr__(params, name, whole(name, getattr(params, name), at_least=at_least))
+    object.__setattr__(params, name, whole(name, getattr(params, name), at_least=at_least, kind=LoopError))
 
 
 class AveragedWeights:
@@ -104,8 +120,8 @@ class AveragedWeights:
     keyed_by_name = True
 
     def __init__(self, prepared: Prepared[Any], params: SWAParams) -> None:
-        require(isinstance(prepared, Prepared), "prepared", "what a layout made of a module", prepared)
-        require(isinstance(params, SWAParams), "params", "SWAParams(...)", params)
+        require(isinstance(prepared, Prepared), "prepared", "what a layout made of a module", prepared, kind=LoopError)
+        require(isinstance(params, SWAParams), "params", "SWAParams(...)", params, kind=LoopError)
         self._prepared, self.params = prepared, params
         self.n_averaged = self.passed = 0
         self.applied_now = False

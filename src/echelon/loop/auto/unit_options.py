@@ -64,17 +64,29 @@ class UnitOptions:
     training: bool = True
 
     def __post_init__(self) -> None:
-        flags_of(self)
+        flags_of(self, kind=LoopError)
         is_device = isinstance(self.device, torch.device | None)
-        require(is_device, "device", "a torch.device or None", self.device, "By default init_from_env() picks it.")
-        require(self.lr_interval in ("update", "epoch"), "lr_interval", "'update' or 'epoch'", self.lr_interval)
+        require(
+            is_device, "device", "a torch.device or None", self.device, "By default init_from_env() picks it.", kind=LoopError
+        )
+        require(self.lr_interval in ("update", "epoch"), "lr_interval", "'update' or 'epoch'", self.lr_interval, kind=LoopError)
         is_name = self.lr_monitor is None or (isinstance(self.lr_monitor, str) and self.lr_monitor != "")
-        require(is_name, "lr_monitor", "the name of a number, or None for the loss of evaluations", self.lr_monitor)
+        require(
+            is_name, "lr_monitor", "the name of a number, or None for the loss of evaluations", self.lr_monitor, kind=LoopError
+        )
         _limit("clip_grad_value", self.clip_grad_value)
-        require(isinstance(self.averaging, SWAParams | None), "averaging", "SWAParams(...) or None", self.averaging)
-        require(self.deterministic in (None, "bitwise"), "deterministic", "'bitwise' or None", self.deterministic)
+        require(
+            isinstance(self.averaging, SWAParams | None), "averaging", "SWAParams(...) or None", self.averaging, kind=LoopError
+        )
+        require(self.deterministic in (None, "bitwise"), "deterministic", "'bitwise' or None", self.deterministic, kind=LoopError)
         if self.stop_after_nonfinite_losses is not None:
-            whole("stop_after_nonfinite_losses", self.stop_after_nonfinite_losses, at_least=1, or_none="to go on regardless")
+            whole(
+                "stop_after_nonfinite_losses",
+                self.stop_after_nonfinite_losses,
+                at_least=1,
+                or_none="to go on regardless",
+                kind=LoopError,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +103,7 @@ class AutoOptions(UnitOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.accumulate is not None:
-            whole("accumulate", self.accumulate, at_least=1, or_none="for the loader's")
+            whole("accumulate", self.accumulate, at_least=1, or_none="for the loader's", kind=LoopError)
         _limit("clip_grad_norm", self.clip_grad_norm)
         object.__setattr__(self, "compile", TorchCompileParams.of(self.compile, "compile"))
         object.__setattr__(self, "recompute", ActivationCheckpointParams.of(self.recompute, "recompute"))
@@ -101,7 +113,7 @@ class AutoOptions(UnitOptions):
 
 def _limit(name: str, value: Any) -> None:
     if value is not None:
-        number(name, value, "above 0, or None for no clipping", lambda most: most > 0)
+        number(name, value, "above 0, or None for no clipping", lambda most: most > 0, kind=LoopError)
 
 
 _NESTED = tuple(field.name for field in fields(UnitOptions))
@@ -131,7 +143,7 @@ def options_from(function: str, options: UnitOptions | None, older: Mapping[str,
     Raises:
         UsageError: a name that it does not know; two values for one thing.
     """
-    require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options)
+    require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options, kind=LoopError)
     for name in older:
         if name in _NESTED and name not in _MOVED:
             raise unknown(function, name, (), f"Write options=UnitOptions({name}=...).")
@@ -146,7 +158,7 @@ def changes_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """`Trainer(unit_options=...)` by the names of AutoOptions: arguments of AutoUnit and of UnitOptions, and older ones."""
     found = {name: value for name, value in given.items() if name in (*_OWN, *_NESTED, "ema")}
     options, older = given.get("options"), {name: value for name, value in given.items() if name not in (*found, "options")}
-    require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options)
+    require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options, kind=LoopError)
     if options is not None:
         found = {**{field.name: getattr(options, field.name) for field in fields(options)}, **found}
     known = (*_OWN, "ema", "options", *_NESTED)
@@ -171,7 +183,13 @@ def _with_averages(words: dict[str, Any]) -> dict[str, Any]:
     if words.get("averaging") is not None:
         raise LoopError("ema and averaging both say which averages of the weights to keep. Give one of them.")
     if not isinstance(ema, SWAParams):
-        number("ema", ema, "a decay from 0 to below 1, such as 0.999, or SWAParams(...)", lambda decay: 0 <= decay < 1)
+        number(
+            "ema",
+            ema,
+            "a decay from 0 to below 1, such as 0.999, or SWAParams(...)",
+            lambda decay: 0 <= decay < 1,
+            kind=LoopError,
+        )
         # From the first update on, with a smaller decay at first: an average of few is not to remember the beginning.
         ema = SWAParams(0, 1, averaging_method="ema", ema_decay=float(plain(ema)), use_lit=True, use_in_evaluation=True)
     return {**words, "averaging": ema}

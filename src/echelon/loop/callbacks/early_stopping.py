@@ -52,10 +52,16 @@ class EarlyStopping(Callback):
         patience: int | None = None,
         min_delta: float | None = None,
     ) -> None:
-        require(interval in ("step", "epoch"), "interval", "'step' or 'epoch'", interval)
-        require(phase in ("train", "eval", None), "phase", "'train' or 'eval'", phase)
+        require(interval in ("step", "epoch"), "interval", "'step' or 'epoch'", interval, kind=CallbackError)
+        require(phase in ("train", "eval", None), "phase", "'train' or 'eval'", phase, kind=CallbackError)
         is_name = isinstance(monitored_attr, str) and monitored_attr != ""
-        require(is_name, "monitored_attr", "the name of a number that is logged, or of an attribute", monitored_attr)
+        require(
+            is_name,
+            "monitored_attr",
+            "the name of a number that is logged, or of an attribute",
+            monitored_attr,
+            kind=CallbackError,
+        )
         self.remembers = early_stop_checker is None
         if early_stop_checker is None:
             mode = mode_of(monitored_attr, mode)
@@ -68,13 +74,23 @@ class EarlyStopping(Callback):
         else:
             decides = callable(getattr(early_stop_checker, "check", None))
             require(
-                decides, "early_stop_checker", "an EarlyStopChecker, or none with mode=... and patience=...", early_stop_checker
+                decides,
+                "early_stop_checker",
+                "an EarlyStopChecker, or none with mode=... and patience=...",
+                early_stop_checker,
+                kind=CallbackError,
             )
             given = {"mode": mode, "patience": patience, "min_delta": min_delta}
             twice = [name for name, value in given.items() if value is not None]
-            require(not twice, "early_stop_checker", f"left out with {', '.join(twice)}, which it has itself", early_stop_checker)
+            require(
+                not twice,
+                "early_stop_checker",
+                f"left out with {', '.join(twice)}, which it has itself",
+                early_stop_checker,
+                kind=CallbackError,
+            )
             phase = phase or "train"
-        interval_freq = whole("interval_freq", interval_freq, at_least=1)
+        interval_freq = whole("interval_freq", interval_freq, at_least=1, kind=CallbackError)
         self.monitored_attr, self.checker = monitored_attr, early_stop_checker
         self.interval, self.phase, self.interval_freq = interval, phase, interval_freq
         self.may_stop = interval == "step" and phase == "train"
@@ -167,14 +183,14 @@ class EarlyStopChecker:
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
     ) -> None:
-        require(mode in ("min", "max"), "mode", "'min' or 'max'", mode)
-        require(threshold_mode in ("abs", "rel"), "threshold_mode", "'abs' or 'rel'", threshold_mode)
-        patience = whole("patience", patience, at_least=0)
-        number("min_delta", min_delta, "a number of at least 0", lambda delta: delta >= 0)
-        flags(check_finite=check_finite)
+        require(mode in ("min", "max"), "mode", "'min' or 'max'", mode, kind=CallbackError)
+        require(threshold_mode in ("abs", "rel"), "threshold_mode", "'abs' or 'rel'", threshold_mode, kind=CallbackError)
+        patience = whole("patience", patience, at_least=0, kind=CallbackError)
+        number("min_delta", min_delta, "a number of at least 0", lambda delta: delta >= 0, kind=CallbackError)
+        flags(check_finite=check_finite, kind=CallbackError)
         for name, threshold in (("stopping_threshold", stopping_threshold), ("divergence_threshold", divergence_threshold)):
             if threshold is not None:
-                number(name, threshold, "a number or None")
+                number(name, threshold, "a number or None", kind=CallbackError)
         self.mode, self.patience, self.min_delta, self.check_finite = mode, patience, min_delta, check_finite
         self.threshold_mode = threshold_mode
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold

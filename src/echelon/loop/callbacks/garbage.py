@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+from echelon.common.errors import CallbackError
 from echelon.common.numbers import whole
 from echelon.loop.callbacks.intervals import steps_so_far
 from echelon.loop.callbacks.whole_run import WholeRun
@@ -27,7 +28,7 @@ class GarbageCollector(WholeRun):
     may_stop = False
 
     def __init__(self, step_interval: int) -> None:
-        self._interval = whole("step_interval", step_interval, at_least=1)
+        self._interval = whole("step_interval", step_interval, at_least=1, kind=CallbackError)
         self._was_on = True
 
     def begin(self, state: State, unit: Unit) -> None:

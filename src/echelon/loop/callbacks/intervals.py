@@ -43,7 +43,7 @@ def at_least(least: int, **values: int | None) -> None:
     """
     for name, value in values.items():
         if value is not None:
-            whole(name, value, at_least=least)
+            whole(name, value, at_least=least, kind=CallbackError)
 
 
 def _can_log(logger: Any) -> bool:
@@ -68,5 +68,5 @@ class LogsAtInterval(Callback):
                 f"Invalid value '{logging_interval}' for argument logging_interval. Accepted values are ('epoch', 'step')."
             )
         given = [loggers] if _can_log(loggers) else loggers
-        self._loggers = several("loggers", given, "a logger or a list of loggers", _can_log)
+        self._loggers = several("loggers", given, "a logger or a list of loggers", _can_log, kind=CallbackError)
         self.logging_interval = logging_interval

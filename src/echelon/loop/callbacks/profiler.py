@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from echelon.common.errors import require
+from echelon.common.errors import CallbackError, require
 from echelon.loop.callbacks.whole_run import WholeRun
 from echelon.loop.state import State
 from echelon.loop.unit import Unit
@@ -23,7 +23,7 @@ class PyTorchProfiler(WholeRun):
 
     def __init__(self, profiler: Any) -> None:
         can_step = callable(getattr(profiler, "step", None)) and not isinstance(profiler, type)
-        require(can_step, "profiler", "a torch.profiler.profile(...)", profiler)
+        require(can_step, "profiler", "a torch.profiler.profile(...)", profiler, kind=CallbackError)
         self.profiler = profiler
 
     def begin(self, state: State, unit: Unit) -> None:

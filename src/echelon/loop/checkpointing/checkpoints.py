@@ -60,15 +60,19 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         location(self.folder, "folder")
-        flags_of(self)
-        options_of(SaveOptions, "save_options", self.save_options)
-        options_of(RestoreOptions, "restore_options", self.restore_options)
+        flags_of(self, kind=CheckpointOptionError)
+        options_of(SaveOptions, "save_options", self.save_options, kind=CheckpointOptionError)
+        options_of(RestoreOptions, "restore_options", self.restore_options, kind=CheckpointOptionError)
         if self.keep is not None:
-            object.__setattr__(self, "keep", whole("keep", self.keep, at_least=1, or_none="for all"))
+            object.__setattr__(self, "keep", whole("keep", self.keep, at_least=1, or_none="for all", kind=CheckpointOptionError))
         if isinstance(self.every, str):
             self._seconds()
         elif self.every is not None:
-            object.__setattr__(self, "every", whole("every", self.every, at_least=1, or_none="for about every ten minutes"))
+            object.__setattr__(
+                self,
+                "every",
+                whole("every", self.every, at_least=1, or_none="for about every ten minutes", kind=CheckpointOptionError),
+            )
         self._best()
 
     def _seconds(self) -> float | None:
@@ -87,8 +91,8 @@ class Checkpoints:
             return None
         name, mode = (self.best, None) if isinstance(self.best, str) else tuple(self.best) if _is_pair(self.best) else ("", None)
         wanted = "the name of a number, or a pair of it and 'min' or 'max'"
-        require(isinstance(name, str) and name != "", "best", wanted, self.best)
-        if (found := mode_of(name, mode)) is None:
+        require(isinstance(name, str) and name != "", "best", wanted, self.best, kind=CheckpointOptionError)
+        if (found := mode_of(name, mode, kind=CheckpointOptionError)) is None:
             raise CheckpointOptionError(
                 f"best must be a pair such as ({name!r}, 'max'), got {self.best!r}, which does not say what is better."
             )
@@ -134,7 +138,13 @@ def saver_of(checkpoints: Any, *, own_loop: bool = False) -> DistributedCheckpoi
     if isinstance(checkpoints, Checkpoints):
         return checkpoints.saver(own_loop=own_loop)
     is_folder = isinstance(checkpoints, (str, os.PathLike)) and str(checkpoints) != ""
-    require(is_folder, "checkpoints", "a folder, a Checkpoints(folder, ...) or a DistributedCheckpointSaver", checkpoints)
+    require(
+        is_folder,
+        "checkpoints",
+        "a folder, a Checkpoints(folder, ...) or a DistributedCheckpointSaver",
+        checkpoints,
+        kind=CheckpointOptionError,
+    )
     return Checkpoints(checkpoints).saver(own_loop=own_loop)
 
 

@@ -73,7 +73,7 @@ def restore_first(
             _restore(path, manifest, unit, loader, options, rolls_back=rolls_back)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             if not fall_back:
-                raise CheckpointCorruptError(f"{path} is the newest and corrupt: {error}") from error
+                raise CheckpointCorruptError(f"{path} is the newest and corrupt: {error}", path=str(path)) from error
             wrong.append(str(error))
             logger.warning("%s is corrupt and passed over: %s", path, printable(str(error)))
             continue
@@ -94,7 +94,7 @@ def check_unit(unit: Any) -> None:
         UsageError: nothing that has a state to restore.
     """
     has_state = callable(getattr(unit, "app_state", None)) and not isinstance(unit, type)
-    require(has_state, "unit", "a unit such as an AutoUnit", unit)
+    require(has_state, "unit", "a unit such as an AutoUnit", unit, kind=CheckpointOptionError)
 
 
 def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: RestoreOptions) -> Report:
@@ -122,7 +122,8 @@ def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: R
         if inside := commit.candidates(path) or commit.candidates(path / "checkpoints"):
             raise CheckpointNotFoundError(
                 f"{path} is a folder of checkpoints, not a checkpoint. The newest in it is {inside[0]}; restore_from_latest "
-                "takes it."
+                "takes it.",
+                path=str(path),
             ) from error
         raise
     return _restore(path, manifest, unit, loader, options)
@@ -191,10 +192,12 @@ def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
         return None
     extras = {key: value for key, value in own.items() if key not in _OWN}
     if not all(isinstance(each, dict) for each in (own.get("streams"), own.get("metrics"), *extras.values())):
-        raise CheckpointCorruptError(f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.")
+        raise CheckpointCorruptError(
+            f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.", path=str(path)
+        )
     for key, by_module in extras.items():
         if not all(_is_extra(key, value) for value in by_module.values()):
-            raise CheckpointCorruptError(f"{path} holds a {printable(key)} that is not valid.")
+            raise CheckpointCorruptError(f"{path} holds a {printable(key)} that is not valid.", path=str(path))
     return own
 
 
@@ -211,7 +214,9 @@ def own_reference(unit: Unit) -> float | None:
 def _take_reference(path: Location, saved: Any, unit: Unit) -> None:
     value = saved.get("window") if isinstance(saved, dict) else None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise CheckpointCorruptError(f"{path} holds a weight of a worker's latest update that is no number above 0.")
+        raise CheckpointCorruptError(
+            f"{path} holds a weight of a worker's latest update that is no number above 0.", path=str(path)
+        )
     if _trains_alone(unit):
         unit.window.reference = float(value)  # type: ignore[attr-defined]
 
@@ -252,7 +257,7 @@ def _load_streams(path: Location, saved: dict[str, Any]) -> None:
     try:
         rng.load_states(saved)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-        raise CheckpointCorruptError(f"{path} holds RNG states that are not valid: {error!r}.") from None
+        raise CheckpointCorruptError(f"{path} holds RNG states that are not valid: {error!r}.", path=str(path)) from None
 
 
 def chosen_of(unit: Unit, options: RestoreOptions) -> dict[str, Any]:

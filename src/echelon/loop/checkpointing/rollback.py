@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echelon.checkpoint import commit
-from echelon.common.errors import CheckpointOptionError, DivergedError, require
+from echelon.common.errors import CallbackError, CheckpointOptionError, DivergedError, require
 from echelon.common.numbers import number, whole
 from echelon.data.loader import Loader
 from echelon.loop.callback import Callback
@@ -68,12 +68,21 @@ class RollBack(Callback):
         at_most: int = 3,
         watch: Callable[[State, Any], float] | None = None,
     ) -> None:
-        require(hasattr(saver, "settle") and not isinstance(saver, type), "saver", "a DistributedCheckpointSaver", saver)
-        history, skip = whole("history", history, at_least=_ENOUGH), whole("skip", skip, at_least=1)
-        at_most = whole("at_most", at_most, at_least=1)
+        require(
+            hasattr(saver, "settle") and not isinstance(saver, type),
+            "saver",
+            "a DistributedCheckpointSaver",
+            saver,
+            kind=CallbackError,
+        )
+        history, skip = (
+            whole("history", history, at_least=_ENOUGH, kind=CallbackError),
+            whole("skip", skip, at_least=1, kind=CallbackError),
+        )
+        at_most = whole("at_most", at_most, at_least=1, kind=CallbackError)
         if deviations is not None:
-            number("deviations", deviations, "above 0, or None", lambda found: found > 0)
-        require(watch is None or callable(watch), "watch", "a function of (state, unit), or None", watch)
+            number("deviations", deviations, "above 0, or None", lambda found: found > 0, kind=CallbackError)
+        require(watch is None or callable(watch), "watch", "a function of (state, unit), or None", watch, kind=CallbackError)
         self.saver, self.deviations, self.skip, self.at_most, self.watch = saver, deviations, skip, at_most, watch
         self._losses: deque[tuple[int, float]] = deque(maxlen=history)
         self._limit, self._limit_is_good_for = math.inf, 0

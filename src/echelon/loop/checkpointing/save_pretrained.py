@@ -105,7 +105,7 @@ def _check(module: nn.Module, merged: bool, options: Mapping[str, Any]) -> Any:
         )
     if "state_dict" in options:
         raise CheckpointOptionError("save_pretrained gathers the state_dict itself. Leave it out.")
-    flags(merged=merged)
+    flags(merged=merged, kind=CheckpointOptionError)
     if merged and not callable(getattr(module, "merge_and_unload", None)):
         raise CheckpointOptionError(f"merged must be False for a {type(module).__name__}: PEFT put no adapters around it.")
     return own
@@ -114,7 +114,7 @@ def _check(module: nn.Module, merged: bool, options: Mapping[str, Any]) -> Any:
 def _module(model: Unit | nn.Module) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
-    require(isinstance(model, Unit), "model", "a unit or a torch.nn.Module", model)
+    require(isinstance(model, Unit), "model", "a unit or a torch.nn.Module", model, kind=CheckpointOptionError)
     modules = model.tracked_modules()
     if len(modules) != 1:
         raise CheckpointOptionError(f"the unit has {len(modules)} modules: {', '.join(modules)}. Pass the one to be written.")

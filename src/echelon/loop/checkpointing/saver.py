@@ -85,9 +85,9 @@ class DistributedCheckpointSaver(Callback):
         own = {"save_every_n_updates": save_every_n_updates}
         save_every_n_updates = translated("DistributedCheckpointSaver", older, OLDER, own)["save_every_n_updates"]
         check_group(process_group)
-        flags(async_checkpoint=async_checkpoint)
+        flags(async_checkpoint=async_checkpoint, kind=CheckpointOptionError)
         self.options = options = options if options is not None else SaveOptions()
-        require(isinstance(options, SaveOptions), "options", "a SaveOptions", options)
+        require(isinstance(options, SaveOptions), "options", "a SaveOptions", options, kind=CheckpointOptionError)
         self._in_steps = {**older, **options.in_steps}
         self.every = Every(save_every_n_updates, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
         self.best, self.async_checkpoint = best_checkpoint_config, async_checkpoint
@@ -386,7 +386,7 @@ class DistributedCheckpointSaver(Callback):
             CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: three different answers.
             CheckpointMismatchError: it does not fit the unit, or another run was saved; with a table.
         """
-        options = options_of(RestoreOptions, "restore_options", restore_options)
+        options = options_of(RestoreOptions, "restore_options", restore_options, kind=CheckpointOptionError)
         return restoring.restore(location(path, "path"), unit, train_dataloader, options)
 
     @staticmethod
@@ -404,7 +404,10 @@ class DistributedCheckpointSaver(Callback):
             fall_back: when the newest is corrupt, say what is wrong with it and take the newest older one that is not; False
                 makes it an error. If all are corrupt it is an error in any case: a run with progress never starts over by itself.
         """
-        folder, options = location(dirpath), options_of(RestoreOptions, "restore_options", restore_options)
+        folder, options = (
+            location(dirpath),
+            options_of(RestoreOptions, "restore_options", restore_options, kind=CheckpointOptionError),
+        )
         if left_alone(folder):
             return False
         return restoring.restore_first(folder, commit.candidates(folder), unit, train_dataloader, options, fall_back)
@@ -421,7 +424,10 @@ class DistributedCheckpointSaver(Callback):
         fall_back: bool = True,
     ) -> bool:
         """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
-        folder, options = location(dirpath), options_of(RestoreOptions, "restore_options", restore_options)
+        folder, options = (
+            location(dirpath),
+            options_of(RestoreOptions, "restore_options", restore_options, kind=CheckpointOptionError),
+        )
         best = BestCheckpointConfig(metric_name, mode)
 
         def names() -> list[str]:

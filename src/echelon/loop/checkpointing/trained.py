@@ -131,7 +131,7 @@ def _parsed(saved: Any, path: Location) -> dict[str, dict[str, Facts]]:
     if not isinstance(saved, dict) or not all(
         isinstance(were, dict) and all(is_facts(facts) for facts in were.values()) for were in saved.values()
     ):
-        raise CheckpointCorruptError(f"{path}: what its manifest says of frozen parameters cannot be read.")
+        raise CheckpointCorruptError(f"{path}: what its manifest says of frozen parameters cannot be read.", path=str(path))
     return saved
 
 

@@ -157,7 +157,7 @@ def _check(saved: Any, path: Location) -> None:
         found = saved.get(key) if isinstance(saved, dict) else None
         if not isinstance(found, dict):
             raise CheckpointCorruptError(
-                f"{path}: what its manifest says of trained parameters cannot be read: {printable(key)}."
+                f"{path}: what its manifest says of trained parameters cannot be read: {printable(key)}.", path=str(path)
             )
         return list(found.values())
 
@@ -167,4 +167,4 @@ def _check(saved: Any, path: Location) -> None:
         and all(isinstance(groups, list) and all(map(are_names, groups)) for groups in by_name("added"))
     )
     if not fits:
-        raise CheckpointCorruptError(f"{path}: what its manifest says of trained parameters cannot be read.")
+        raise CheckpointCorruptError(f"{path}: what its manifest says of trained parameters cannot be read.", path=str(path))

@@ -165,7 +165,7 @@ class OwnWindow:
         Returns:
             the norm before clipping; None before the window's last batch, where nothing is clipped.
         """
-        number("max_norm", max_norm, "above 0; inf only measures", lambda most: most > 0)
+        number("max_norm", max_norm, "above 0; inf only measures", lambda most: most > 0, kind=OwnLoopError)
         if not self._has_gradients("clip_grad_norm_"):
             return None
         unit = self._session.unit
@@ -176,7 +176,7 @@ class OwnWindow:
 
     def clip_grad_value_(self, max_value: float, *, of: Any = None) -> None:
         """In place of `torch.nn.utils.clip_grad_value_(model.parameters(), max_value)`; nothing before the last batch."""
-        number("max_value", max_value, "above 0", lambda most: most > 0)
+        number("max_value", max_value, "above 0", lambda most: most > 0, kind=OwnLoopError)
         unit = self._session.unit
         if not self._has_gradients("clip_grad_value_"):
             return

@@ -153,7 +153,7 @@ def check_shares(loader: DataLoader[Any], unit: LoopUnit) -> None:
 def training_loader(loader: Any, accumulation: int | None) -> tuple[Any, int]:
     """What is iterated over, and the micro-batches of an update."""
     if accumulation is not None:
-        accumulation = whole("accumulate", accumulation, at_least=1)
+        accumulation = whole("accumulate", accumulation, at_least=1, kind=OwnLoopError)
     if isinstance(loader, DataLoader):
         steps, per_rank = accumulation or 1, loader.batch_size or 1
         ranks = loader.sampler.num_replicas if is_distributed(loader) else 1  # type: ignore[attr-defined]

@@ -131,7 +131,7 @@ class Session:
     def epochs(self, number: int) -> Iterator[int]:
         """See `prepare.epochs`."""
         progress, self._stopped = self.unit.train_progress, False
-        number = whole("the number of epochs", number, at_least=0)
+        number = whole("the number of epochs", number, at_least=0, kind=OwnLoopError)
         self._settle()
         if self._left:
             self._begun, self._left = progress.num_epochs_completed, False

@@ -167,7 +167,7 @@ class Logged:
             UsageError: a name that a record has already, several numbers at once, or another reduction than before.
         """
         _check_name(name, may_be)
-        require(reduce in REDUCTIONS, "reduce", "'mean', 'sum', 'min' or 'max'", reduce)
+        require(reduce in REDUCTIONS, "reduce", "'mean', 'sum', 'min' or 'max'", reduce, kind=LoggerError)
         if not isinstance(value, torch.Tensor) and callable(getattr(value, "compute", None)):
             self._metrics.setdefault(phase, {})[name] = value
             return
@@ -261,7 +261,7 @@ class Logged:
 
 def _check_name(name: str, may_be: str | None) -> None:
     is_right = isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable()
-    require(is_right, "name", f"1 to {_LONGEST} characters that can be printed, on one line", name)
+    require(is_right, "name", f"1 to {_LONGEST} characters that can be printed, on one line", name, kind=LoggerError)
     if name != may_be and (name in _TAKEN or name.endswith(_TAKEN_ENDS)):
         raise LoggerError(f"state.log: the records of a run have a number {name!r} of their own. Choose another name.")
 

@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any, Literal
 
-from echelon.common.errors import require
+from echelon.common.errors import CallbackError, UsageError, require
 from echelon.loop.records.logged import Logged
 from echelon.world import agree
 
@@ -29,14 +29,14 @@ class Unknown(Exception):
     """There is no such number, or none that can be read; the same on all ranks."""
 
 
-def mode_of(name: str, mode: str | None = None) -> Literal["min", "max"] | None:
+def mode_of(name: str, mode: str | None = None, *, kind: type[UsageError] = CallbackError) -> Literal["min", "max"] | None:
     """Whether less or more of the number is better: as it is said, else by the name's last word, if that tells.
 
     Raises:
         UsageError: a mode that is neither.
     """
     if mode is not None:
-        require(mode in ("min", "max"), "mode", "'min' or 'max'", mode)
+        require(mode in ("min", "max"), "mode", "'min' or 'max'", mode, kind=kind)
         return mode  # type: ignore[return-value]
     last = re.split(r"[^a-z0-9]+", name.lower())[-1]
     return "min" if last in _LESS else "max" if last in _MORE else None

@@ -41,9 +41,9 @@ class FileLogger(ABC):
     """
 
     def __init__(self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False) -> None:
-        require(is_path(path), "path", "a file", path)
-        steps_before_flushing = whole("steps_before_flushing", steps_before_flushing, at_least=1)
-        flags(log_all_ranks=log_all_ranks)
+        require(is_path(path), "path", "a file", path, kind=LoggerError)
+        steps_before_flushing = whole("steps_before_flushing", steps_before_flushing, at_least=1, kind=LoggerError)
+        flags(log_all_ranks=log_all_ranks, kind=LoggerError)
         self.log_all_ranks = log_all_ranks
         self._given, self._steps_before_flushing = Path(path), steps_before_flushing
         self._begin()

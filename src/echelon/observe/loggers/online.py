@@ -58,10 +58,10 @@ class OnlineLogger(ABC):
         config: Mapping[str, Any] | None = None,
         id: str | None = None,
     ) -> None:
-        require(isinstance(project, str) and bool(project), "project", "a name", project)
-        require(is_path(folder), "folder", "a folder", folder)
+        require(isinstance(project, str) and bool(project), "project", "a name", project, kind=LoggerError)
+        require(is_path(folder), "folder", "a folder", folder, kind=LoggerError)
         is_id = id is None or (isinstance(id, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,100}", id) is not None)
-        require(is_id, "id", "at most 100 letters, digits, - and _", id)
+        require(is_id, "id", "at most 100 letters, digits, - and _", id, kind=LoggerError)
         self.project, self.name, self.folder, self.config, self.id = project, name, Path(folder), dict(config or {}), id
         self._rows: dict[int, dict[str, Scalar]] = {}
         self._flushed_at, self._begun = time.monotonic(), False

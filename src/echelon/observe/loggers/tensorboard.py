@@ -35,7 +35,7 @@ class TensorBoardLogger:
     """
 
     def __init__(self, path: str | Path, *args: Any, **kwargs: Any) -> None:
-        require(is_path(path), "path", "a folder", path)
+        require(is_path(path), "path", "a folder", path, kind=LoggerError)
         self._path = str(path)
         self.writer: SummaryWriter | None = None
         self._on_gpu: list[tuple[str, Scalar, int, float]] = []

@@ -41,8 +41,11 @@ def check_sequence_dim(value: Any) -> SequenceDim:
     if value is None:
         return None
     if isinstance(value, Mapping):
-        return {str(name): None if dim is None else whole(f"sequence_dim[{name!r}]", dim) for name, dim in value.items()}
-    return whole("sequence_dim", value)
+        return {
+            str(name): None if dim is None else whole(f"sequence_dim[{name!r}]", dim, kind=ContextParallelError)
+            for name, dim in value.items()
+        }
+    return whole("sequence_dim", value, kind=ContextParallelError)
 
 
 def sequence_dims(batch: Any, said: SequenceDim = None) -> dict[str, int]:

@@ -231,15 +231,21 @@ class DDPStrategy(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         group, mesh, hook = self.process_group, self.device_mesh, self.comm_hook
-        require(isinstance(group, dist.ProcessGroup | None), "process_group", "a ProcessGroup or None", group)
-        require(mesh is None or hasattr(mesh, "mesh_dim_names"), "device_mesh", "a DeviceMesh or None", mesh)
-        require(hook is None or callable(hook), "comm_hook", "a function or None", hook)
-        whole("dim", self.dim)
+        require(isinstance(group, dist.ProcessGroup | None), "process_group", "a ProcessGroup or None", group, kind=LayoutError)
+        require(mesh is None or hasattr(mesh, "mesh_dim_names"), "device_mesh", "a DeviceMesh or None", mesh, kind=LayoutError)
+        require(hook is None or callable(hook), "comm_hook", "a function or None", hook, kind=LayoutError)
+        whole("dim", self.dim, kind=LayoutError)
         if self.bucket_cap_mb is not None:
-            number("bucket_cap_mb", self.bucket_cap_mb, "a number of MiB, or None for torch's 25", lambda size: size >= 0)
+            number(
+                "bucket_cap_mb",
+                self.bucket_cap_mb,
+                "a number of MiB, or None for torch's 25",
+                lambda size: size >= 0,
+                kind=LayoutError,
+            )
         for name in ("device_ids", "bucket_cap_mb_list"):
             if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, several(name, given, "a list or None"))
+                object.__setattr__(self, name, several(name, given, "a list or None", kind=LayoutError))
 
     @property
     def name(self) -> str:  # type: ignore[override]

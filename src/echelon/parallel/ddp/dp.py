@@ -49,8 +49,10 @@ class DPStrategy(Strategy):
         super().__post_init__()
         if self.device_ids is not None:
             is_device = lambda each: isinstance(each, int | torch.device)  # noqa: E731
-            object.__setattr__(self, "device_ids", several("device_ids", self.device_ids, "a list of CUDA devices", is_device))
-        whole("dim", self.dim)
+            object.__setattr__(
+                self, "device_ids", several("device_ids", self.device_ids, "a list of CUDA devices", is_device, kind=LayoutError)
+            )
+        whole("dim", self.dim, kind=LayoutError)
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         if world.size > 1:

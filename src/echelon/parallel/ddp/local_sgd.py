@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.common.errors import OptimizerError, require
+from echelon.common.errors import LayoutError, OptimizerError, require
 from echelon.common.numbers import whole
 from echelon.parallel.axes import Share
 from echelon.parallel.ddp.worker import OuterOptimizer, Worker, WorkerOptimizerState, WorkerState
@@ -169,7 +169,7 @@ class LocalSGDStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "every", whole("every", self.every, at_least=1))
+        object.__setattr__(self, "every", whole("every", self.every, at_least=1, kind=LayoutError))
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         return _prepare(module, world, recipe, self.name, self.every, None)
@@ -198,9 +198,15 @@ class DiLoCoStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "every", whole("every", self.every, at_least=1))
+        object.__setattr__(self, "every", whole("every", self.every, at_least=1, kind=LayoutError))
         made = self.outer_optimizer
-        require(made is None or callable(made), "outer_optimizer", "a function of a list of parameters, or None", made)
+        require(
+            made is None or callable(made),
+            "outer_optimizer",
+            "a function of a list of parameters, or None",
+            made,
+            kind=LayoutError,
+        )
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         return _prepare(module, world, recipe, self.name, self.every, self.outer_optimizer or _nesterov)

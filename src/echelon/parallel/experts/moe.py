@@ -161,14 +161,18 @@ class MoE(nn.Module):
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        require(balance in ("loss_free", "auxiliary", None), "balance", "'loss_free', 'auxiliary' or None", balance)
-        require(score in ("softmax", "sigmoid"), "score", "'softmax' or 'sigmoid'", score)
-        require(isinstance(shared, nn.Module | None), "shared", "a torch.nn.Module or None", shared)
-        number("bias_update_rate", bias_update_rate, "a number of at least 0", lambda rate: rate >= 0)
-        number("auxiliary_coefficient", auxiliary_coefficient, "a number of at least 0", lambda size: size >= 0)
+        require(
+            balance in ("loss_free", "auxiliary", None), "balance", "'loss_free', 'auxiliary' or None", balance, kind=ExpertsError
+        )
+        require(score in ("softmax", "sigmoid"), "score", "'softmax' or 'sigmoid'", score, kind=ExpertsError)
+        require(isinstance(shared, nn.Module | None), "shared", "a torch.nn.Module or None", shared, kind=ExpertsError)
+        number("bias_update_rate", bias_update_rate, "a number of at least 0", lambda rate: rate >= 0, kind=ExpertsError)
+        number(
+            "auxiliary_coefficient", auxiliary_coefficient, "a number of at least 0", lambda size: size >= 0, kind=ExpertsError
+        )
         if normalize is not None:
-            flags(normalize=normalize)
-        dim, top_k = whole("dim", dim, at_least=1), whole("top_k", top_k, at_least=1)
+            flags(normalize=normalize, kind=ExpertsError)
+        dim, top_k = whole("dim", dim, at_least=1, kind=ExpertsError), whole("top_k", top_k, at_least=1, kind=ExpertsError)
         made = experts_of(experts, num_experts)
         if top_k > made.num_experts:
             raise ExpertsError(f"top_k must be at most the number of experts, {made.num_experts}, got {top_k}.")

@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
-        self.num_experts = whole("num_experts", num_experts, at_least=1)
+        self.num_experts = whole("num_experts", num_experts, at_least=1, kind=ExpertsError)
         self.dispatch: Dispatch | None = None
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,10 @@ class GroupedExperts(Experts):
 
     def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
         super().__init__(num_experts)
-        self.dim, self.hidden = whole("dim", dim, at_least=1), whole("hidden", hidden, at_least=1)
+        self.dim, self.hidden = (
+            whole("dim", dim, at_least=1, kind=ExpertsError),
+            whole("hidden", hidden, at_least=1, kind=ExpertsError),
+        )
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim))
@@ -229,11 +232,13 @@ def experts_of(experts: Any, num_experts: int | None) -> Experts:
         if num_experts is None:
             raise ExpertsError("num_experts must be given with a function that makes an expert, got None.")
         make: Callable[[], nn.Module] = experts
-        made = StackedExperts([make() for _ in range(whole("num_experts", num_experts, at_least=1))])
+        made = StackedExperts([make() for _ in range(whole("num_experts", num_experts, at_least=1, kind=ExpertsError))])
     else:
         is_list = isinstance(experts, Sequence | nn.ModuleList) and len(experts) > 0
         is_list = is_list and all(isinstance(each, nn.Module) for each in experts)
-        require(is_list, "experts", "a list of modules, a function that makes one, or GroupedExperts(...)", experts)
+        require(
+            is_list, "experts", "a list of modules, a function that makes one, or GroupedExperts(...)", experts, kind=ExpertsError
+        )
         made = StackedExperts(list(experts))
     if num_experts is not None and num_experts != made.num_experts:
         raise ExpertsError(f"num_experts must be the number of experts, {made.num_experts}, got {num_experts}. Leave it out.")

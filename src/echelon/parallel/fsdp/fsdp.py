@@ -90,18 +90,18 @@ class FSDPStrategy(Strategy):
         group, mesh = self.process_group, self.device_mesh
         groups = group if isinstance(group, tuple) else (group,)
         are_groups = group is None or all(isinstance(each, dist.ProcessGroup) for each in groups)
-        require(are_groups, "process_group", "a ProcessGroup, a pair of them, or None", group)
-        require(mesh is None or hasattr(mesh, "mesh_dim_names"), "device_mesh", "a DeviceMesh or None", mesh)
+        require(are_groups, "process_group", "a ProcessGroup, a pair of them, or None", group, kind=LayoutError)
+        require(mesh is None or hasattr(mesh, "mesh_dim_names"), "device_mesh", "a DeviceMesh or None", mesh, kind=LayoutError)
         for name in ("param_init_fn", "shard_placement_fn"):
             function = getattr(self, name)
-            require(function is None or callable(function), name, "a function or None", function)
+            require(function is None or callable(function), name, "a function or None", function, kind=LayoutError)
         check_reshard(self.reshard_after_forward)
         for name, what, kind in (
             ("ignored_modules", "a list of modules", nn.Module),
             ("ignored_states", "a list of modules or parameters", (nn.Module, torch.Tensor)),
         ):
             if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, several(name, given, what, partial(_is_a, kind)))
+                object.__setattr__(self, name, several(name, given, what, partial(_is_a, kind), kind=LayoutError))
 
     @property
     def name(self) -> str:  # type: ignore[override]

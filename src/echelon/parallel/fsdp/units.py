@@ -174,9 +174,9 @@ def check_prefetch(forward: Any, backward: Any) -> None:
         UsageError: forward_prefetch or backward_prefetch is no number of blocks.
     """
     if not isinstance(forward, bool):
-        whole("forward_prefetch", forward, at_least=0)
+        whole("forward_prefetch", forward, at_least=0, kind=LayoutError)
     if backward is not None:
-        whole("backward_prefetch", backward, at_least=1, or_none="for what fully_shard does")
+        whole("backward_prefetch", backward, at_least=1, or_none="for what fully_shard does", kind=LayoutError)
 
 
 def check_reshard(value: Any) -> None:
@@ -184,10 +184,10 @@ def check_reshard(value: Any) -> None:
     Raises:
         UsageError: reshard_after_forward is nothing that `fully_shard` takes, nor that by names.
     """
-    each = mapping("reshard_after_forward", value).values() if isinstance(value, Mapping) else (value,)
+    each = mapping("reshard_after_forward", value, kind=LayoutError).values() if isinstance(value, Mapping) else (value,)
     allowed = int if isinstance(value, Mapping) else int | None
     what = "True, False, a number of ranks, a dict of these by names, or None"
-    require(all(isinstance(one, allowed) for one in each), "reshard_after_forward", what, value)
+    require(all(isinstance(one, allowed) for one in each), "reshard_after_forward", what, value, kind=LayoutError)
 
 
 def _report(blocks: Blocks, shared: list[str], around: list[str], *, is_chosen: bool) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from echelon.common.arguments import flags
+from echelon.common.errors import LayoutError
 from echelon.parallel.meta.calls import (
     DEFAULT,
     HERE,
@@ -60,7 +61,7 @@ def on_meta(*, on_device: bool = False, restores: bool = False) -> Iterator[None
     Raises:
         UsageError: inside, a `from_pretrained` that builds on the meta device by itself; it loads the whole model.
     """
-    flags(on_device=on_device, restores=restores)
+    flags(on_device=on_device, restores=restores, kind=LayoutError)
     with recording(on_device=on_device):
         yield
 

@@ -291,7 +291,7 @@ class Walk:
             try:
                 told = act()
             except Exception as error:  # of the user's code: the other ranks must not wait for this one
-                own, told = error, {"error": [agree.rank(), type(error).__name__, str(error)]}
+                own, told = error, {"error": [agree.rank(), *agree.in_json(error)]}
         every = agree.gather(told, None if everywhere else self.group)
         if own is not None:
             raise own

@@ -60,16 +60,16 @@ class ActivationCheckpointParams:
     memory_budget: float | None = None
 
     def __post_init__(self) -> None:
-        flags_of(self)
+        flags_of(self, kind=RecomputeError)
         if self.memory_budget is not None:
-            number("memory_budget", self.memory_budget, "from 0 to 1", lambda part: 0 <= part <= 1)
+            number("memory_budget", self.memory_budget, "from 0 to 1", lambda part: 0 <= part <= 1, kind=RecomputeError)
             if replace(self, memory_budget=None) != ActivationCheckpointParams():
                 raise RecomputeError("memory_budget leaves torch.compile to choose what is kept. Give it alone.")
-        object.__setattr__(self, "every", whole("every", self.every, at_least=1))
+        object.__setattr__(self, "every", whole("every", self.every, at_least=1, kind=RecomputeError))
         for name, function in (("check_fn", self.check_fn), ("context_fn", self.context_fn)):
-            require(function is None or callable(function), name, "a function or None", function)
+            require(function is None or callable(function), name, "a function or None", function, kind=RecomputeError)
         operators = "operators such as torch.ops.aten.mm.default"
-        object.__setattr__(self, "save_ops", several("save_ops", self.save_ops, f"a list of {operators}"))
+        object.__setattr__(self, "save_ops", several("save_ops", self.save_ops, f"a list of {operators}", kind=RecomputeError))
         if self.check_fn is not None and self.auto_wrap_policy is not None:
             raise RecomputeError("check_fn and auto_wrap_policy both choose the submodules to checkpoint. Give one of them.")
         if self.context_fn is not None and self.save_ops:
@@ -90,7 +90,7 @@ class ActivationCheckpointParams:
         if isinstance(value, cls) or value is None or value == "none":
             return None if isinstance(value, str) else value
         presets = "'none', 'blocks', 'selective' or ActivationCheckpointParams(...), such as (memory_budget=0.6)"
-        require(value in ("blocks", "selective"), option, presets, value)
+        require(value in ("blocks", "selective"), option, presets, value, kind=RecomputeError)
         return cls(save_ops=_dear()) if value == "selective" else cls()
 
     def chosen(self, module: nn.Module) -> list[nn.Module]:
@@ -156,8 +156,8 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False, *, conte
         offload_to_cpu: keep the module's inputs in host memory meanwhile.
         context_fn: as in `torch.utils.checkpoint.checkpoint`.
     """
-    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module)
-    flags(offload_to_cpu=offload_to_cpu)
+    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module, kind=RecomputeError)
+    flags(offload_to_cpu=offload_to_cpu, kind=RecomputeError)
     if not isinstance(module.forward, Recompute):
         patching.replace(module, "forward", "recompute", Recompute(module, offload_to_cpu, context_fn))
     return module

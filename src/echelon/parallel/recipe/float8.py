@@ -49,9 +49,11 @@ class Float8:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        flags_of(self)
-        require(self.recipe in _NEEDED, "recipe", "'rowwise' or 'tensorwise'", self.recipe)
-        names = several("filter_fqns", self.filter_fqns, "a list of parts of names", lambda name: isinstance(name, str))
+        flags_of(self, kind=PrecisionError)
+        require(self.recipe in _NEEDED, "recipe", "'rowwise' or 'tensorwise'", self.recipe, kind=PrecisionError)
+        names = several(
+            "filter_fqns", self.filter_fqns, "a list of parts of names", lambda name: isinstance(name, str), kind=PrecisionError
+        )
         object.__setattr__(self, "filter_fqns", names)
         if self.enable_fsdp_float8_all_gather and self.recipe != "tensorwise":
             raise PrecisionError("enable_fsdp_float8_all_gather needs one scale for each tensor: recipe='tensorwise'.")

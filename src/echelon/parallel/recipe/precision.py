@@ -57,13 +57,15 @@ class Precision:
     def __post_init__(self) -> None:
         if self.dtype not in (None, torch.float16, torch.bfloat16):
             raise PrecisionError(f"dtype must be torch.float16, torch.bfloat16, or None for float32, got {self.dtype}.")
-        require(isinstance(self.float8, Float8 | None), "float8", "Float8(...) or None", self.float8)
+        require(isinstance(self.float8, Float8 | None), "float8", "Float8(...) or None", self.float8, kind=PrecisionError)
         if self.float8 is not None and self.dtype is not torch.bfloat16:
             raise PrecisionError(f"float8 must go with dtype=torch.bfloat16, in which the rest computes, got {self.dtype}.")
-        number("init_scale", self.init_scale, "above 0", lambda scale: 0 < scale < math.inf)
-        number("growth_factor", self.growth_factor, "above 1", lambda factor: 1 < factor < math.inf)
-        number("backoff_factor", self.backoff_factor, "between 0 and 1", lambda factor: 0 < factor < 1)
-        object.__setattr__(self, "growth_interval", whole("growth_interval", self.growth_interval, at_least=1))
+        number("init_scale", self.init_scale, "above 0", lambda scale: 0 < scale < math.inf, kind=PrecisionError)
+        number("growth_factor", self.growth_factor, "above 1", lambda factor: 1 < factor < math.inf, kind=PrecisionError)
+        number("backoff_factor", self.backoff_factor, "between 0 and 1", lambda factor: 0 < factor < 1, kind=PrecisionError)
+        object.__setattr__(
+            self, "growth_interval", whole("growth_interval", self.growth_interval, at_least=1, kind=PrecisionError)
+        )
 
     @classmethod
     def of(cls, value: str | torch.dtype | Precision | Float8 | None) -> Precision:

@@ -44,12 +44,18 @@ class TorchCompileParams:
     blocks: bool = False
 
     def __post_init__(self) -> None:
-        flags_of(self)
-        require(isinstance(self.backend, str) or callable(self.backend), "backend", "a name or a function", self.backend)
-        require(isinstance(self.mode, str | None), "mode", "a name or None", self.mode)
-        require(isinstance(self.options, dict | None), "options", "a dict or None", self.options)
+        flags_of(self, kind=CompileError)
+        require(
+            isinstance(self.backend, str) or callable(self.backend),
+            "backend",
+            "a name or a function",
+            self.backend,
+            kind=CompileError,
+        )
+        require(isinstance(self.mode, str | None), "mode", "a name or None", self.mode, kind=CompileError)
+        require(isinstance(self.options, dict | None), "options", "a dict or None", self.options, kind=CompileError)
         kinds, what = self.recursive_module_types, "a list of classes or their names"
-        kinds = several("recursive_module_types", kinds, what, lambda kind: isinstance(kind, str | type))
+        kinds = several("recursive_module_types", kinds, what, lambda one: isinstance(one, str | type), kind=CompileError)
         object.__setattr__(self, "recursive_module_types", kinds)
         if self.blocks and kinds:
             raise CompileError("blocks and recursive_module_types both choose what is compiled. Give one of them.")
@@ -63,7 +69,13 @@ class TorchCompileParams:
         """
         if isinstance(value, cls) or value is None or value is False:
             return value or None
-        require(value is True or value == "blocks", option, "'blocks', True, False or TorchCompileParams(...)", value)
+        require(
+            value is True or value == "blocks",
+            option,
+            "'blocks', True, False or TorchCompileParams(...)",
+            value,
+            kind=CompileError,
+        )
         return cls(blocks=value == "blocks")
 
 

@@ -108,7 +108,7 @@ def tp_plan(module: nn.Module, size: int = 1) -> dict[str, Any]:
     Raises:
         UsageError: there is none, and nothing can be inferred.
     """
-    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module)
+    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module, kind=TensorParallelError)
     return dict(plan_of(module, None, size).styles)
 
 

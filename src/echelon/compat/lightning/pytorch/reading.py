@@ -44,7 +44,7 @@ def weights_of(path: Path, map_location: Any = None) -> dict[str, torch.Tensor]:
 
 def _file(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     if not path.exists():
-        raise CheckpointNotFoundError(f"there is no checkpoint {path}.")
+        raise CheckpointNotFoundError(f"there is no checkpoint {path}.", path=str(path))
     try:
         found = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # whatever unpickling may raise
@@ -60,7 +60,7 @@ def _file(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 def build(cls: Any, path: Path, map_location: Any, strict: bool | None, given: dict[str, Any]) -> Any:
     """An object of a LightningModule's or LightningDataModule's class."""
     if not path.exists():
-        raise CheckpointNotFoundError(f"there is no checkpoint {path}.")
+        raise CheckpointNotFoundError(f"there is no checkpoint {path}.", path=str(path))
     facts = facts_of(path)
     arguments = arguments_for(cls, facts.get("hyper_parameters") or {}, given)
     try:

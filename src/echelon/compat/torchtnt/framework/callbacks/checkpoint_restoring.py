@@ -112,7 +112,7 @@ def _restore_loaders(path: Location, loaders: Loaders) -> None:
         elif agree.any_rank(saved is None):
             logger.warning("dataloader (%s) was passed to `restore` but no dataloader exists in checkpoint metadata.", phase)
         elif not isinstance(saved, dict):
-            raise CheckpointCorruptError(f"{path} should hold the state of a loader, and does not.")
+            raise CheckpointCorruptError(f"{path} should hold the state of a loader, and does not.", path=str(path))
         else:
             loader.load_state_dict(saved)
 

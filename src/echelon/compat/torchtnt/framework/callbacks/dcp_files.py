@@ -94,7 +94,7 @@ class Saved(Tensors):
         try:
             data = read_file(folder / METADATA, _MOST_BYTES)
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointNotFoundError(f"{folder} holds no checkpoint: it has no {METADATA}.") from None
+            raise CheckpointNotFoundError(f"{folder} holds no checkpoint: it has no {METADATA}.", path=str(folder)) from None
         try:
             check(data)
             metadata = _Unpickler(data).load()
@@ -115,7 +115,9 @@ class Saved(Tensors):
             IndexError,
             OverflowError,
         ) as error:
-            raise CheckpointCorruptError(f"{folder / METADATA} is not what torch writes: {printable(str(error))}.") from None
+            raise CheckpointCorruptError(
+                f"{folder / METADATA} is not what torch writes: {printable(str(error))}.", path=str(folder / METADATA)
+            ) from None
 
     def values(self) -> dict[str, Any]:
         """What is no tensor, by key."""
@@ -128,7 +130,9 @@ class Saved(Tensors):
         wanted = dtype_of(self.index[name]["dtype"])
         fits = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not fits or tensor.dtype != wanted or list(tensor.shape) != sizes or tensor.nbytes > length:
-            raise CheckpointCorruptError(f"{self._folder / file} does not hold {printable(written_as)} as {METADATA} says.")
+            raise CheckpointCorruptError(
+                f"{self._folder / file} does not hold {printable(written_as)} as {METADATA} says.", path=str(self._folder / file)
+            )
         found: torch.Tensor = tensor.detach()
         return found
 
@@ -145,7 +149,9 @@ class Saved(Tensors):
     def _place_of(self, key: str, offsets: tuple[int, ...]) -> tuple[str, int, int]:
         place = self._places.get((key, offsets))
         if place is None:
-            raise CheckpointCorruptError(f"{self._folder / METADATA} does not say where {printable(key)} lies.")
+            raise CheckpointCorruptError(
+                f"{self._folder / METADATA} does not say where {printable(key)} lies.", path=str(self._folder / METADATA)
+            )
         return place
 
     def _read(self, file: str, offset: int, length: int) -> Any:
@@ -153,11 +159,11 @@ class Saved(Tensors):
         try:
             with open_file(path) as (stream, size):
                 if offset + length > size:
-                    raise CheckpointCorruptError(f"{path} is cut off: {size} bytes instead of {offset + length}.")
+                    raise CheckpointCorruptError(f"{path} is cut off: {size} bytes instead of {offset + length}.", path=str(path))
                 stream.seek(offset)
                 return _load(stream.read(length))
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointCorruptError(f"{path} is missing.") from None
+            raise CheckpointCorruptError(f"{path} is missing.", path=str(path)) from None
         except (
             *(pickle.UnpicklingError, EOFError, ValueError, RuntimeError, AttributeError, KeyError, TypeError, IndexError),
             *(zipfile.BadZipFile, zlib.error, NotImplementedError),
@@ -165,7 +171,9 @@ class Saved(Tensors):
             if isinstance(error, CheckpointCorruptError):
                 raise
             why = printable(str(error).splitlines()[0] if str(error) else repr(error))
-            raise CheckpointCorruptError(f"{path} holds more than tensors and plain values, or is damaged: {why}") from None
+            raise CheckpointCorruptError(
+                f"{path} holds more than tensors and plain values, or is damaged: {why}", path=str(path)
+            ) from None
 
 
 def _load(data: bytes) -> Any:

@@ -85,7 +85,7 @@ def _rest(path: Location, saved: Saved, states: Mapping[str, Any]) -> dict[str, 
     wanted = {n: set(s.state_dict()) for n, s in states.items() if isinstance(s, NamedState) and n not in optimizers}
     for key, whole in saved.paths.items():
         if len(whole) < 2 or whole[0] != "app_state":
-            raise CheckpointCorruptError(f"{path} was not written by TorchTNT: it holds {printable(key)}.")
+            raise CheckpointCorruptError(f"{path} was not written by TorchTNT: it holds {printable(key)}.", path=str(path))
         state, inner = str(whole[1]), whole[2:]
         if state in optimizers:
             optimizers[state].add(key, inner, values)
