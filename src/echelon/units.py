@@ -2,7 +2,7 @@
 
 from echelon.loop.auto.auto import TrainStepResults
 from echelon.loop.auto.averaged import AveragedWeights, SWALRParams, SWAParams
-from echelon.loop.auto.predicting import AutoPredictUnit
+from echelon.loop.auto.prepared_unit import AutoPredictUnit
 from echelon.loop.own.batch_window import OwnWindow
 from echelon.loop.progress import Progress
 from echelon.loop.run import test

@@ -28,7 +28,7 @@ from echelon.loop.auto.option_checks import (
     tell_of_interval,
 )
 from echelon.loop.auto.parts_check import check_parts
-from echelon.loop.auto.predicting import AutoPredictUnit
+from echelon.loop.auto.prepared_unit import AutoPredictUnit
 from echelon.loop.auto.several import of_one, sum_of_losses
 from echelon.loop.auto.standing_in import standing_in, uncounted
 from echelon.loop.auto.sub_batches import in_order, of_all, together

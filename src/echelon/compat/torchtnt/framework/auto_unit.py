@@ -30,7 +30,7 @@ from echelon.compat.torchtnt.utils.prepare_module import (
     convert_str_to_strategy,
     on_mesh,
 )
-from echelon.loop.auto import auto, predicting
+from echelon.loop.auto import auto, prepared_unit
 from echelon.loop.auto.auto import TrainStepResults
 from echelon.loop.auto.averaged import SWALRParams, SWAParams
 from echelon.loop.auto.unit_options import OLDER_WORDS, AutoOptions
@@ -289,7 +289,7 @@ def _in_loss_parallel(step: Callable[[Any, Any], Any]) -> Any:
     return wrapped
 
 
-class AutoPredictUnit(PredictStages, predicting.AutoPredictUnit[T], unit.PredictUnit[T]):
+class AutoPredictUnit(PredictStages, prepared_unit.AutoPredictUnit[T], unit.PredictUnit[T]):
     """As `echelon.units.AutoPredictUnit`.
 
     Args:
