@@ -461,6 +461,45 @@ def test_data_that_a_script_divides_before_its_loader_does_are_named(tmp_path: P
     assert named == ([("samples that depend on the rank", True)] if shares == "again" else []), show.details(row)
 
 
+LOOSE = """
+class Actor(ech.TrainUnit):
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+        if torch.distributed.is_initialized():
+            self.net = nn.parallel.DistributedDataParallel(self.net)
+        self.heat = torch.zeros((), requires_grad=True)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.of_heat = torch.optim.Adam([self.heat], lr=0.1)
+    def train_step(self, state, data):
+        loss = nn.functional.mse_loss(self.net(data[0]), data[1])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.of_heat.zero_grad()
+        (self.heat.exp() * loss.detach()).backward()
+        if sys.argv[1] == "averaged":
+            self.heat.grad.copy_(ech.all_mean(self.heat.grad))
+        self.of_heat.step()
+        return loss.detach()
+ech.init_from_env()
+rows = Rows()
+sampler = torch.utils.data.DistributedSampler(rows, ech.world_size(), ech.rank())
+ech.train(Actor(), torch.utils.data.DataLoader(rows, 8, sampler=sampler), max_epochs=1)
+"""
+
+
+@pytest.mark.parametrize("how", ["averaged", "alone"])
+def test_a_parameter_in_no_module_is_compared_too(tmp_path: Path, how: str) -> None:
+    """Its gradient, which no wrapper reduces, was not looked at: the row agreed."""
+    target = replace(_script(tmp_path, LOOSE), args=(how,))
+    (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 2, False).results
+    assert [seen for _, seen in row.causes] == (
+        ["update 0: the gradient heat is not the same on all ranks"] if how == "alone" else []
+    ), show.details(row)
+    assert row.is_equal == (how == "averaged"), show.details(row)
+
+
 MOVES = """
 class Bank(Auto):
     calls = 0

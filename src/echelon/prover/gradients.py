@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from echelon.parallel.shards import local
 from echelon.parallel.state.partition import Partition
+from echelon.prover.micro import digest
 from echelon.prover.values import prepared_of, wholes
 
 __all__ = ["GradientWatch", "rates_of"]
@@ -28,6 +30,8 @@ class GradientWatch:
         self.owners: dict[str, int] = {}  # the rank that steps for a parameter, where ranks divide them
         self.strangers = 0  # parameters in an optimizer that belong to no module of the unit
         self.rates: list[list[float]] = []  # by update: of the groups of the optimizer that stepped first
+        self.loose: dict[str, torch.Tensor] = {}  # with gradients, in an optimizer and in no module: what stepped last
+        self.loose_digests: dict[str, int] = {}  # of their gradients
         self._values: dict[str, torch.Tensor] = {}
         self._stepped = False
 
@@ -40,6 +44,15 @@ class GradientWatch:
     def remove(self) -> None:
         self._handle.remove()
 
+    def _note_loose(self, optimizer: torch.optim.Optimizer, named: set[int]) -> None:
+        every = enumerate(p for group in optimizer.param_groups for p in group["params"])
+        for number, parameter in every:
+            gradient = parameter.grad
+            if id(parameter) not in named and gradient is not None:
+                name = _name(self._unit, optimizer, parameter, number)
+                self.loose[name] = parameter
+                self.loose_digests[name] = digest(local(gradient.to_dense() if gradient.is_sparse else gradient))
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         tracked = self._unit.tracked_optimizers().values()
         if any(Partition.behind(each) is optimizer is not each for each in tracked):
@@ -49,6 +62,7 @@ class GradientWatch:
         named = [(prefix + n, p, each) for prefix, each in prepared_of(self._unit) for n, p in each.named_parameters()]
         self.strangers = max(self.strangers, len(mine - {id(p) for _, p, _ in named}))
         self.held |= {name for name, p, _ in named if id(p) in mine}
+        self._note_loose(optimizer, {id(p) for _, p, _ in named})
         for each in tracked:
             owners = {} if (divided := Partition.of(each)) is None else divided.owners
             self.owners.update({name: owners[p] for name, p, _ in named if p in owners})
@@ -63,6 +77,11 @@ class GradientWatch:
         if not self._stepped:
             self.rates.append(rates_of(optimizer))
         self._stepped = True
+
+
+def _name(unit: Any, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, number: int) -> str:
+    held = next((n for n, each in getattr(unit, "__dict__", {}).items() if each is parameter), None)
+    return held or f"{number} of {type(optimizer).__name__}"
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -421,8 +421,9 @@ class StepRecorder(Callback):
             return
         if self._looks or record.flattened:
             parameters = whole_parameters(unit)
-            record.gradient_digests.append({n: digest(g) for n, g in gradients.items()})
-            record.parameter_digests.append({n: digest(p) for n, p in parameters.items()})
+            loose = {} if record.flattened else {n: digest(local(p)) for n, p in watch.loose.items()}
+            record.gradient_digests.append({n: digest(g) for n, g in gradients.items()} | (watch.loose_digests if loose else {}))
+            record.parameter_digests.append({n: digest(p) for n, p in parameters.items()} | loose)
             name = f"update-{len(record.updates):03d}"
             self._write(name, gradients=gradients, parameters=parameters, buffers=self._buffers())
         norm, limit = self._clipped or (None, None)
