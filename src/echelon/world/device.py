@@ -23,6 +23,7 @@ __all__ = [
     "device_of",
     "from_host",
     "in_thread",
+    "map_named",
     "map_tensors",
     "record_stream",
     "same_kernels",
@@ -163,10 +164,16 @@ def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None
 
 def map_tensors(data: Any, fn: Any) -> Any:
     """The same structure with `fn(value)` for each tensor, and for each other object that has a method `to`."""
+    return map_named(data, lambda _, value: fn(value))
+
+
+def map_named(data: Any, fn: Any, name: str = "") -> Any:
+    """As `map_tensors`, with `fn(name, value)`: the keys, fields and numbers on the way there, with dots between them."""
+    below = f"{name}." if name else ""
     if isinstance(data, torch.Tensor):
-        return fn(data)
+        return fn(name, data)
     if isinstance(data, Mapping):
-        items = {k: map_tensors(v, fn) for k, v in data.items()}
+        items = {k: map_named(v, fn, f"{below}{k}") for k, v in data.items()}
         if type(data) is dict:
             return items
         if dataclasses.is_dataclass(data):  # as the outputs of transformers, which let nobody call their `update`
@@ -178,19 +185,20 @@ def map_tensors(data: Any, fn: Any) -> Any:
         copied.update(items)
         return copied
     if isinstance(data, PackedSequence):  # a tuple, whose lengths torch wants in host memory
-        return type(data)(fn(data.data), data.batch_sizes, *(map_tensors(v, fn) for v in data[2:]))
+        rest = (map_named(v, fn, name) for v in data[2:])
+        return type(data)(fn(f"{below}data", data.data), data.batch_sizes, *rest)
     if isinstance(data, deque):
-        return deque((map_tensors(v, fn) for v in data), data.maxlen)
+        return deque((map_named(v, fn, f"{below}{i}") for i, v in enumerate(data)), data.maxlen)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(v, fn) for v in data))
+        return type(data)(*(map_named(v, fn, f"{below}{k}") for k, v in zip(data._fields, data, strict=True)))
     if isinstance(data, (list, tuple)):
-        return type(data)(map_tensors(v, fn) for v in data)
+        return type(data)(map_named(v, fn, f"{below}{i}") for i, v in enumerate(data))
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         # Fields are set on a copy: a constructor may do more than store what it is given.
         twin: Any = copy.copy(data)
         for field in dataclasses.fields(data):
-            object.__setattr__(twin, field.name, map_tensors(getattr(data, field.name), fn))
+            object.__setattr__(twin, field.name, map_named(getattr(data, field.name), fn, f"{below}{field.name}"))
         return twin
     if hasattr(data, "to") and callable(data.to):
-        return fn(data)
+        return fn(name, data)
     return data

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ import torch
 from echelon.common.errors import ContextParallelError
 from echelon.common.numbers import whole
 from echelon.parallel.context.sequence_layout import SequenceParts
+from echelon.world.device import map_named
 
 __all__ = [
     "IGNORED",
@@ -104,7 +103,7 @@ def _guessed(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def cut_batch(batch: Any, dims: Mapping[str, int], parts: SequenceParts) -> Any:
     """The batch with this rank's part of each tensor in `dims`."""
-    return mapped(batch, lambda name, t: parts.cut(t, dims[name], _named_length(name, t, dims)) if name in dims else t, "")
+    return map_named(batch, lambda name, t: parts.cut(t, dims[name], _named_length(name, t, dims)) if name in dims else t)
 
 
 def size_of(batch: Any, dims: Mapping[str, int]) -> tuple[int, int]:
@@ -128,7 +127,7 @@ def beginning_at(batch: Any, dims: Mapping[str, int], start: int, length: int, f
             t = t.narrow(-1, start, length)
         return t.masked_fill(fill[name].to(t.device), IGNORED) if name in fill else t
 
-    return mapped(batch, take, "")
+    return map_named(batch, take)
 
 
 def labels_of(batch: Any, dims: Mapping[str, int]) -> tuple[str, torch.Tensor] | None:
@@ -174,38 +173,10 @@ def named(data: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors by name, in their order."""
     found: list[tuple[str, torch.Tensor]] = []
 
-    def take(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        found.append((name, tensor))
-        return tensor
+    def take(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            found.append((name, value))
+        return value
 
-    mapped(data, take, "")
+    map_named(data, take)
     yield from found
-
-
-def mapped(data: Any, fn: Callable[[str, torch.Tensor], torch.Tensor], name: str) -> Any:
-    """The same structure with `fn(name, tensor)` for each tensor."""
-    below = f"{name}." if name else ""
-    if isinstance(data, torch.Tensor):
-        return fn(name, data)
-    if isinstance(data, Mapping):
-        items = {k: mapped(v, fn, f"{below}{k}") for k, v in data.items()}
-        if type(data) is dict:
-            return items
-        if dataclasses.is_dataclass(data):  # outputs of transformers
-            made: Any = copy.copy(data)
-            for key, value in items.items():
-                made[key] = value
-            return made
-        copied: Any = getattr(data, "copy", dict)()
-        copied.update(items)
-        return copied
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(mapped(v, fn, f"{below}{k}") for k, v in zip(data._fields, data, strict=True)))
-    if isinstance(data, (list, tuple)):
-        return type(data)(mapped(v, fn, f"{below}{i}") for i, v in enumerate(data))
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        twin: Any = copy.copy(data)
-        for field in dataclasses.fields(data):
-            object.__setattr__(twin, field.name, mapped(getattr(data, field.name), fn, f"{below}{field.name}"))
-        return twin
-    return data

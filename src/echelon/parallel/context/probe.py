@@ -20,6 +20,7 @@ from torch import nn
 
 from echelon.common.errors import ContextParallelError, UsageError
 from echelon.parallel.context.active import over
+from echelon.parallel.context.batch import named
 from echelon.parallel.context.noise import AS_IS, LEVELS, perturbed
 from echelon.parallel.context.sequence_layout import SequenceParts
 from echelon.parallel.experts.moe import MoE
@@ -173,15 +174,7 @@ def _differs(module: nn.Module, root: str, name: str, side: str, difference: flo
 
 def tensors_of(data: Any) -> list[torch.Tensor]:
     """All plain ones in it."""
-    found: list[torch.Tensor] = []
-
-    def take(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and not hasattr(value, "to_local"):
-            found.append(value)
-        return value
-
-    map_tensors(data, take)
-    return found
+    return [value for _, value in named(data) if not hasattr(value, "to_local")]
 
 
 def _dim_of(value: Any, length: int) -> int | None:

@@ -7,12 +7,14 @@ the loss take, and what somebody asks for a number: `if`, `item()`, an index, a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from echelon.parallel.meta.calls import mapped, tensors_in
 
 __all__ = ["Absent", "Needed", "Sources", "absent_in", "in_place_of_absent"]
 
@@ -86,7 +88,7 @@ class Absent(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        absent = list(_tensors((args, kwargs), Absent))
+        absent = [each for each in tensors_in((args, kwargs)) if isinstance(each, Absent)]
         place, sources = absent[0].place, [each.sources for each in absent]
         name = func._schema.name.removeprefix("aten::")
         if name in _MADE_ALIKE:
@@ -151,17 +153,6 @@ def _made(shape: _Shape, device: torch.device, sources: Sources, place: Any) -> 
     return made
 
 
-def _tensors(value: Any, kind: type) -> Iterator[Any]:
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each, kind)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each, kind)
-
-
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     if not func._schema.is_mutable:
         return []
@@ -169,7 +160,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
-            found += _tensors(value, torch.Tensor)
+            found += tensors_in(value)
     return found
 
 
@@ -191,7 +182,7 @@ def _results(func: Any, args: Any, kwargs: Any) -> Any:
     except TypeError:  # an argument that cannot be a key
         key = None
     try:
-        made = func(*_on_meta(args), **_on_meta(kwargs))
+        made = func(*mapped(_on_meta, args), **mapped(_on_meta, kwargs))
         results = pytree.tree_map_only(torch.Tensor, lambda t: _Shape(tuple(t.shape), t.stride(), t.dtype), made)
     except Exception:
         results = None
@@ -212,16 +203,10 @@ def _key(value: Any) -> Any:
     return type(value), value  # 1 is not 1.0, nor True
 
 
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    if isinstance(value, (list, tuple)):
-        return type(value)([_on_meta(each) for each in value])
-    if isinstance(value, dict):
-        return {name: _on_meta(each) for name, each in value.items()}
-    return value
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
 def _as_absent(func: Any, results: Any, args: Any, kwargs: Any, absent: list[Absent]) -> Any:
