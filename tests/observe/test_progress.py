@@ -14,7 +14,8 @@ import torch
 
 import echelon as ech
 from echelon.contracts.events import LineReader, encode, read_lines
-from echelon.observe.sinks.model import ProgressModel, _count, duration
+from echelon.observe.amounts import clock
+from echelon.observe.sinks.model import ProgressModel, _count
 from echelon.observe.sinks.progress import ProgressSink, RunScreen
 from tests.conftest import clean_environment
 from tests.kit.models import batch
@@ -125,7 +126,7 @@ def test_numbers_that_are_none_or_not_finite_do_not_stop_it() -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599.7, "1:00:00"), (7384, "2:03:04")])
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert clock(seconds) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(3.14, "3.1"), (999, "999"), (9999, "9999"), (12_345, "12.3k"), (4.2e6, "4.2M")])

@@ -25,7 +25,7 @@ from echelon.contracts.events import read_lines
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.observe.loggers import MLflowLogger, TrackioLogger, WandbLogger
 from echelon.observe.sinks import trackers
-from echelon.observe.sinks.apart import Apart
+from echelon.observe.sinks.background import BackgroundCalls
 from echelon.observe.sinks.folder import FolderSink, default_sinks
 from tests.conftest import clean_environment
 from tests.kit.models import batch
@@ -337,7 +337,7 @@ def test_what_a_tracker_has_not_taken_at_the_end_is_said_to_be_cut_off(
 
 
 def test_a_tracker_that_is_far_behind_says_so_and_leaves_out_the_oldest(caplog: pytest.LogCaptureFixture) -> None:
-    slow, behind = Slow(), Apart("wandb", most=3)
+    slow, behind = Slow(), BackgroundCalls("wandb", most=3)
     sink = trackers.TrackerSink("wandb", slow, behind)
     sink.records([{"step": 0, "loss": 1.0}])
     while not slow.threads:
@@ -355,7 +355,7 @@ def test_a_tracker_that_is_far_behind_says_so_and_leaves_out_the_oldest(caplog: 
 
 OWN_END = """
 import atexit, sys
-from echelon.observe.sinks.apart import Apart
+from echelon.observe.sinks.background import BackgroundCalls
 from echelon.observe.sinks.trackers import TrackerSink
 
 class Late:
@@ -366,7 +366,7 @@ class Late:
     def flush(self): pass
     def close(self): print("closed", flush=True)
 
-sink = TrackerSink("late", Late(), Apart("late"))
+sink = TrackerSink("late", Late(), BackgroundCalls("late"))
 sink.records([{"step": n, "loss": 1.0} for n in range(3)])
 sink.close()
 sink.records([{"step": n, "loss": 1.0} for n in range(3, 300)])

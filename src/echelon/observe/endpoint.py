@@ -22,7 +22,7 @@ from echelon.common.errors import CommandError
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.times import PARTS
 from echelon.contracts.version import __version__
-from echelon.observe.top import Now, Watch
+from echelon.observe.top import Snapshot, Watch
 
 __all__ = ["PATIENCE_S", "Endpoint", "Server", "listen", "text_of"]
 
@@ -44,9 +44,9 @@ _LATEST = {
 }
 
 
-def text_of(now: Now) -> str:
+def text_of(snapshot: Snapshot) -> str:
     """The exposition: each series with its help and type. Names and labels are ours, but for the run's name."""
-    run = f'run="{_label(now.name)}"'
+    run = f'run="{_label(snapshot.name)}"'
     parts: list[str] = []
 
     def series(name: str, kind: str, told: str, values: list[tuple[str, float]]) -> None:
@@ -54,9 +54,9 @@ def text_of(now: Now) -> str:
             parts.append(f"# HELP echelon_{name} {told}\n# TYPE echelon_{name} {kind}")
             parts.extend(f"echelon_{name}{{{labels}}} {_number(value)}" for labels, value in values)
 
-    attempt = now.attempt
+    attempt = snapshot.attempt
     running = attempt is not None and attempt.exit is None
-    series("info", "gauge", "Always 1.", [(f'{run},version="{__version__}",ranks="{_label(now.ranks)}"', 1.0)])
+    series("info", "gauge", "Always 1.", [(f'{run},version="{__version__}",ranks="{_label(snapshot.ranks)}"', 1.0)])
     series("running", "gauge", "1 while an attempt has not ended.", [(run, float(running))])
     if attempt is not None:
         series("attempt", "gauge", "The number of the latest attempt, from 0.", [(run, float(attempt.number))])
@@ -64,16 +64,16 @@ def text_of(now: Now) -> str:
         series(
             "exit_code", "gauge", "Of the latest attempt.", [(run, float(code))] if type(code) is int and abs(code) < 1e6 else []
         )
-        failed = sum(each.status().kind == "failed" for each in [*now.ended, attempt])
+        failed = sum(each.status().kind == "failed" for each in [*snapshot.ended, attempt])
         series("failed_attempts", "gauge", "Attempts that have failed.", [(run, float(failed))])
-    if now.since_s is not None:
-        series("silent_seconds", "gauge", "Since the run has written anything.", [(run, now.since_s)])
-    series("step", "gauge", "Training steps completed.", [(run, float(now.step))])
-    if now.total_steps is not None:
-        series("steps", "gauge", "Training steps of the whole run.", [(run, float(now.total_steps))])
+    if snapshot.since_s is not None:
+        series("silent_seconds", "gauge", "Since the run has written anything.", [(run, snapshot.since_s)])
+    series("step", "gauge", "Training steps completed.", [(run, float(snapshot.step))])
+    if snapshot.total_steps is not None:
+        series("steps", "gauge", "Training steps of the whole run.", [(run, float(snapshot.total_steps))])
     for key, (name, told) in _LATEST.items():
-        series(name, "gauge", told, [(run, now.latest[key])] if key in now.latest else [])
-    ranks = list(now.times.items())[:_MOST_RANKS]
+        series(name, "gauge", told, [(run, snapshot.latest[key])] if key in snapshot.latest else [])
+    ranks = list(snapshot.times.items())[:_MOST_RANKS]
     owns = [(f'{run},rank="{rank}"', times.own_s) for rank, times in ranks if times.own_s]
     series("rank_own_step_seconds", "gauge", "A usual step of a rank, without waiting for others.", owns)
     series("rank_step", "gauge", "Steps that a rank has completed.", [(f'{run},rank="{r}"', float(t.steps[1])) for r, t in ranks])

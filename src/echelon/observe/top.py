@@ -1,4 +1,4 @@
-"""A run as it is now, from its folder alone: where each rank is, who is slow, what was said last. For `echelon top`.
+"""A run as it is now, from its folder alone: where each rank is, who is slow, what happened last. For `echelon top`.
 
 `Watch` reads what came since it last looked; `lines` makes text of it. Nothing asks the ranks, so watching costs them nothing.
 A run on a cluster is watched from wherever its folder is seen.
@@ -17,13 +17,14 @@ from echelon.common.terminal import columns, one_line
 from echelon.contracts.events import LineReader
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.times import PARTS, TimeRecord
+from echelon.observe.amounts import clock, milliseconds
 from echelon.observe.columns import finite, moment, number
 from echelon.observe.facts import Attempt, get, word
 from echelon.observe.recent import Recent
-from echelon.observe.sinks.model import ProgressModel, duration
+from echelon.observe.sinks.model import ProgressModel, in_order
 from echelon.observe.stragglers import stragglers
 
-__all__ = ["Now", "Watch", "lines"]
+__all__ = ["Snapshot", "Watch", "lines"]
 
 _TAIL_BYTES = 1 << 16
 _MOST_EVENTS = 10_000  # at one look; a run of years has fewer
@@ -45,7 +46,7 @@ _NOTED = {"train_start", "checkpoint_saved", "checkpoint_failed", "eval_end", "e
 
 
 @dataclass(frozen=True)
-class Now:
+class Snapshot:
     """What is known of a run at one moment.
 
     Args:
@@ -58,7 +59,7 @@ class Now:
         latest: numbers of the latest records of metrics.jsonl, by name.
         times: the latest record of each rank.
         slow: a sentence on each rank that holds up the others.
-        said: the latest events, a line each.
+        events: the latest, a line each.
         output: the last lines of a rank's output, and whose they are.
     """
 
@@ -75,7 +76,7 @@ class Now:
     latest: Mapping[str, float]
     times: Mapping[int, TimeRecord]
     slow: Sequence[str]
-    said: Sequence[str]
+    events: Sequence[str]
     output: tuple[int, Sequence[str]]
 
 
@@ -96,7 +97,7 @@ class Watch:
         self._times: Recent | None = None
         self._ended: dict[int, Attempt] = {}
 
-    def look(self) -> Now:
+    def look(self) -> Snapshot:
         """What there is now. Never an error: what cannot be read is not shown."""
         numbers = [int(path.name) for path in self._run.attempts()]
         if numbers and numbers[-1] != self._attempt:
@@ -105,18 +106,18 @@ class Watch:
         fresh = self._events.read() if self._events is not None else []
         fresh = [each for each in fresh[:-_MOST_EVENTS] if each.get("event") == "train_start"][-1:] + fresh[-_MOST_EVENTS:]
         self._seen = [*self._seen, *fresh][-_MOST_EVENTS:]
-        for said in sorted([*self._metrics.read(), *fresh], key=lambda each: number(each.get("time")) or 0.0):
-            if "event" in said:
-                self._model.event(said)
-                if said["event"] == "train_start":
+        for record in in_order(self._metrics.read(), fresh):
+            if "event" in record:
+                self._model.event(record)
+                if record["event"] == "train_start":
                     self._numbers.clear()
             else:
-                self._model.record(said)
-                self._numbers |= {name: value for name in _SHOWN if (value := number(said.get(name))) is not None}
+                self._model.record(record)
+                self._numbers |= {name: value for name in _SHOWN if (value := number(record.get(name))) is not None}
         times = self._times.look() if self._times is not None else {}
         about = read_json(self._run.run_json)
         attempt = Attempt(self._attempt, read_json(there.exit_json), self._seen) if self._attempt >= 0 else None
-        return Now(
+        return Snapshot(
             name=word(get(about, "name")) or self._run.name,
             ranks=word(get(about, "ranks")) or "?",
             attempt=attempt,
@@ -130,7 +131,7 @@ class Watch:
             latest=dict(self._numbers),
             times={rank: records[-1] for rank, records in times.items()},
             slow=[str(each) for each in stragglers(times)[:3]],
-            said=[line for event in self._seen if (line := _event_line(event))][-_EVENTS:],
+            events=[line for event in self._seen if (line := _event_line(event))][-_EVENTS:],
             output=self._output(there, attempt),
         )
 
@@ -146,8 +147,8 @@ class Watch:
 
     def _output(self, there: RunDir, attempt: Attempt | None) -> tuple[int, Sequence[str]]:
         failure = attempt.failure() if attempt is not None else None
-        said = (failure.rank if failure is not None else None) or "0"
-        failed = int(said) if said.isdecimal() and len(said) < 8 else 0
+        first = (failure.rank if failure is not None else None) or "0"
+        failed = int(first) if first.isdecimal() and len(first) < 8 else 0
         rank = failed if self._rank is None else self._rank
         try:
             text = read_end(there.log(rank), 8192).decode("utf-8", "replace")
@@ -188,7 +189,7 @@ def _event_line(event: Mapping[str, Any]) -> str:
     name, at = event.get("event"), moment(event.get("time"))
     if not isinstance(name, str) or name not in _NOTED:
         return ""
-    clock = time.strftime("%H:%M:%S", time.localtime(at)) if at is not None else "--:--:--"
+    when = time.strftime("%H:%M:%S", time.localtime(at)) if at is not None else "--:--:--"
     step, loss = finite(event.get("step")), number(event.get("eval_loss"))
     words = {
         "train_start": "training begins",
@@ -199,31 +200,31 @@ def _event_line(event: Mapping[str, Any]) -> str:
         "stopped": f"stopped by {event.get('signal')}",
         "train_end": "training ends",
     }[name]
-    return f"{clock}  {words}{f' at update {step:.0f}' if step is not None else ''}"
+    return f"{when}  {words}{f' at update {step:.0f}' if step is not None else ''}"
 
 
 # --- as text
 
 
-def lines(now: Now, *, width: int = 100, height: int = 40, job: str = "", gone: bool = False) -> list[str]:
+def lines(snapshot: Snapshot, *, width: int = 100, height: int = 40, job: str = "", gone: bool = False) -> list[str]:
     """A screen of text: at most `height` lines of at most `width` characters, safe for a terminal.
 
     Args:
         job: what the scheduler says of the job.
         gone: the launcher of an attempt that has no end does not run any more.
     """
-    head = [_state(now, job, gone=gone)]
-    if now.progress:
-        head.append(_bar(now.fraction) + now.progress)
-    head += [f"attempt {each.number}: {_ended(each)}" for each in now.ended[-3:]]
-    if now.attempt is not None and (explained := now.attempt.explained()):
+    head = [_state(snapshot, job, gone=gone)]
+    if snapshot.progress:
+        head.append(_bar(snapshot.fraction) + snapshot.progress)
+    head += [f"attempt {each.number}: {_ended(each)}" for each in snapshot.ended[-3:]]
+    if snapshot.attempt is not None and (explained := snapshot.attempt.explained()):
         head += ["", *_wrapped(explained, width)]
-    head += [f"slow: {each}" for each in now.slow]
-    foot = ["", *now.said] if now.said else []
-    rank, output = now.output
+    head += [f"slow: {each}" for each in snapshot.slow]
+    foot = ["", *snapshot.events] if snapshot.events else []
+    rank, output = snapshot.output
     if output:
         foot += ["", f"rank {rank}:", *(f"  {line}" for line in output)]
-    table = _table(now.times, room=max(4, height - len(head) - len(foot) - 1))
+    table = _table(snapshot.times, room=max(4, height - len(head) - len(foot) - 1))
     made = [*head, *(["", *table] if table else []), *foot]
     return [_cut(one_line(line), width) for line in made[:height]]
 
@@ -238,22 +239,22 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(one_line(text), max(20, width))[:6]
 
 
-def _state(now: Now, job: str, *, gone: bool) -> str:
-    attempt = now.attempt
+def _state(snapshot: Snapshot, job: str, *, gone: bool) -> str:
+    attempt = snapshot.attempt
     if attempt is None:
-        said = job or "has not begun"
+        state = job or "has not begun"
     elif attempt.exit is not None:
-        said = _ended(attempt)
+        state = _ended(attempt)
     else:
-        silent = now.since_s is not None and now.since_s > _SILENT_S
-        said = f"has written nothing for {duration(now.since_s or 0.0)}" if silent else "running"
-        said = "its launcher has gone: `echelon explain` says more" if gone else said
-        said += f" ({job})" if job else ""
-    parts = [now.name, said, f"{now.ranks} ranks"]
+        silent = snapshot.since_s is not None and snapshot.since_s > _SILENT_S
+        state = f"has written nothing for {clock(snapshot.since_s or 0.0)}" if silent else "running"
+        state = "its launcher has gone: `echelon explain` says more" if gone else state
+        state += f" ({job})" if job else ""
+    parts = [snapshot.name, state, f"{snapshot.ranks} ranks"]
     if attempt is not None and attempt.number:
         parts.append(f"attempt {attempt.number}")
-    if now.running_s is not None:
-        parts.append(duration(now.running_s))
+    if snapshot.running_s is not None:
+        parts.append(clock(snapshot.running_s))
     return "  ".join(parts)
 
 
@@ -281,8 +282,8 @@ def _table(times: Mapping[int, TimeRecord], room: int) -> list[str]:
         wall = record.wall_s or 1.0
         part = max(PARTS, key=lambda name: getattr(record, name))
         mostly = f"{_PARTS[part]} {getattr(record, part) / wall:.0%}"
-        step = _ms(record.wall_s / record.count) if record.count else "-"
-        own = _ms(record.own_s) if record.own_s else "-"
+        step = milliseconds(record.wall_s / record.count) if record.count else "-"
+        own = milliseconds(record.own_s) if record.own_s else "-"
         cells = [str(rank), record.host, str(record.steps[1]), step, own, mostly, f"{record.wait_s / wall:.0%}", record.line]
         rows.append([_cut(one_line(cell), 60) for cell in cells])
     made = columns(rows)
@@ -290,7 +291,3 @@ def _table(times: Mapping[int, TimeRecord], room: int) -> list[str]:
 
 
 _PARTS = {name: name.removesuffix("_s") for name in PARTS} | {"wait_s": "waiting", "eval_s": "evaluation"}
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

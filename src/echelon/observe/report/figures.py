@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from itertools import takewhile
 from statistics import median
 
+from echelon.observe.amounts import BINARY, duration, quantity
 from echelon.observe.columns import Line
 from echelon.observe.facts import Facts, word
 from echelon.observe.report.runs import RunOnPage
-from echelon.observe.report.text import BINARY, NONE, duration, quantity, safe
+from echelon.observe.report.text import NONE, safe
 
 __all__ = ["compared", "figures", "unit"]
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from echelon.common.redact import redacted
 from echelon.contracts.run_dir import RunDir
+from echelon.observe.amounts import BINARY, duration, quantity
 from echelon.observe.facts import Attempt, Facts, children, size_bytes
 from echelon.observe.goodput import LOST, Goodput
-from echelon.observe.report.text import BINARY, NONE, duration, quantity, safe, stacked_bar, table, when
+from echelon.observe.report.text import NONE, safe, stacked_bar, table, when
 
 __all__ = ["attempts", "checkpoints", "failure", "goodput_section", "timeline"]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from echelon.contracts.times import PARTS, TimeRecord
+from echelon.observe.amounts import milliseconds
 from echelon.observe.attempt_times import AttemptTimes
 from echelon.observe.recent import KEPT
 from echelon.observe.report.text import safe, script_json, stacked_bar
@@ -137,21 +138,18 @@ def _bars(spent: Sequence[Spent]) -> str:
     for each in shown:
         steps = each.steps or float("inf")
         a_step = [
-            (f"p{n}", each.parts[n] / steps, f"{_NAMES[part]} {_ms(each.parts[n] / steps)}") for n, part in enumerate(PARTS)
+            (f"p{n}", each.parts[n] / steps, f"{_NAMES[part]} {milliseconds(each.parts[n] / steps)}")
+            for n, part in enumerate(PARTS)
         ]
         bar = stacked_bar(
             ((kind, 100 * s / whole, told) for kind, s, told in a_step), ", ".join(told for _, s, told in a_step if s > 0)
         )
-        cells = f"<td>{_ms(sum(each.parts) / steps)}</td><td>{_ms(each.own_s())}</td>"
+        cells = f"<td>{milliseconds(sum(each.parts) / steps)}</td><td>{milliseconds(each.own_s())}</td>"
         rows.append(f'<tr><th scope="row">{each.rank}</th>{cells}<td>{bar}</td><td>{safe(each.line or "", 120)}</td></tr>')
     head = "".join(f"<th>{name}</th>" for name in ("rank", "a step", "its own", "", "its slowest line"))
     more = f'<p class="none">The {_BARS} slowest of {len(spent)} ranks.</p>' if len(spent) > _BARS else ""
     made = f'<table class="rows bars"><thead><tr>{head}</tr></thead>{"".join(rows)}</table>'
     return f'<div class="scroll" tabindex="0">{made}</div>{more}'
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _map(spent: Sequence[Spent], low: int, high: int) -> str:

@@ -1,18 +1,16 @@
-"""Texts and numbers as the page shows them, and its tables."""
+"""Texts as the page shows them, its tables and bars."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-__all__ = ["BINARY", "NONE", "clean", "duration", "quantity", "safe", "script_json", "stacked_bar", "table", "when"]
+__all__ = ["NONE", "clean", "safe", "script_json", "stacked_bar", "table", "when"]
 
 NONE = "\N{EN DASH}"
-BINARY = (" B", " KiB", " MiB", " GiB", " TiB")
 _ROWS = 50  # rows of a table, at most
 
 # Also what would turn the direction of the text around it.
@@ -58,25 +56,6 @@ def when(seconds: float | None) -> str:
         return "unknown" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (ValueError, OverflowError, OSError):  # not a time that any clock has shown
         return "unknown"
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None or not math.isfinite(seconds):
-        return "unknown"
-    if seconds < 59.95:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-
-
-def quantity(value: float, base: int = 1000, units: Sequence[str] = ("", "k", "M", "G", "T")) -> str:
-    """Four digits and a unit: 12.35k."""
-    power = 0
-    while abs(value) >= base and power < len(units) - 1:
-        value, power = value / base, power + 1
-    return f"{value:.4g}{units[power]}"
 
 
 def table(

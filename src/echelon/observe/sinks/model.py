@@ -9,9 +9,10 @@ import time
 from typing import Any
 
 from echelon.common.terminal import printable
+from echelon.observe.amounts import clock
+from echelon.observe.columns import finite, moment, number
 
-__all__ = ["ProgressModel", "plain_number", "short_path"]
-
+__all__ = ["ProgressModel", "in_order", "short_path"]
 
 _EVALUATED = 8  # numbers of an evaluation in its line
 
@@ -41,31 +42,31 @@ class ProgressModel:
     def record(self, record: dict[str, Any]) -> None:
         """Take in one line of metrics.jsonl."""
         if "eval_loss" in record:
-            self.eval_loss = plain_number(record["eval_loss"])
+            self.eval_loss = number(record["eval_loss"])
             return
         if "loss" not in record:  # numbers of an epoch or an evaluation, by themselves
             return
-        step, now = _step(record, self.step), plain_number(record.get("time"))
-        now = now if now is not None and abs(now) < 1e12 else time.time()
+        step, now = _step(record, self.step), moment(record.get("time"))
+        now = time.time() if now is None else now
         if self._origin is not None and step > self._origin[1]:
             # The mean since the phase began: compile and warm-up steps fade, a short stall does not swing the estimate.
             self._seconds_per_step = (now - self._origin[0]) / (step - self._origin[1])
         elif self._origin is None:
             self._origin = (now, step)
         self.step = step
-        loss = plain_number(record.get("loss"))
+        loss = number(record.get("loss"))
         if loss is not None:
             self.loss = _smooth(self.loss, loss)
-        self.lr = plain_number(record.get("lr"))
+        self.lr = number(record.get("lr"))
         if self._rate_key not in record:
             self._rate_key = next((k for k in record if k.endswith("_per_s")), "")
             self.rate_unit = printable(self._rate_key.removesuffix("_per_s")[:40])
-        mfu = plain_number(record.get("mfu"))
+        mfu = number(record.get("mfu"))
         if mfu is not None:
             self.mfu = _smooth(self.mfu, mfu)
-        memory = plain_number(record.get("memory_peak_bytes"))
+        memory = finite(record.get("memory_peak_bytes"))
         self.memory = self.memory if memory is None else memory
-        rate = plain_number(record.get(self._rate_key))
+        rate = number(record.get(self._rate_key))
         if rate is not None:
             self.rate = _smooth(self.rate, rate)
 
@@ -91,7 +92,7 @@ class ProgressModel:
         elif name == "checkpoint_saved":
             return printable(f"checkpoint {short_path(str(event.get('path', '')))}")
         elif name == "best_checkpoint":
-            value = plain_number(event.get("value"))
+            value = number(event.get("value"))
             return printable(f"best       {short_path(str(event.get('path', '')))}  {event.get('name')} {_shown(value)}")
         elif name == "early_stop":
             at = f" at update {event['step']}" if event.get("step") is not None else ""
@@ -102,7 +103,7 @@ class ProgressModel:
         """The numbers by the names by which they can be monitored."""
         logged = event.get("logged")
         found = {"loss": event.get("eval_loss"), **(logged if isinstance(logged, dict) else {})}
-        numbers = [(name, value) for name, each in found.items() if (value := plain_number(each)) is not None]
+        numbers = [(name, value) for name, each in found.items() if (value := number(each)) is not None]
         shown = [f"eval_{name} {_shown(value)}" for name, value in numbers[:_EVALUATED]]
         shown += [f"and {len(numbers) - _EVALUATED} more"] if len(numbers) > _EVALUATED else []
         return printable("  ".join([f"update {_step(event, self.step)}", *shown])) if shown else None
@@ -129,7 +130,7 @@ class ProgressModel:
         if self.slowest:
             parts.append(self.slowest)
         if self.left_s is not None:
-            parts.append(f"{duration(self.left_s)} left")
+            parts.append(f"{clock(self.left_s)} left")
         if self.phase == "evaluate":
             parts.append("evaluating")
         return "  ".join(parts)
@@ -151,13 +152,6 @@ def _smooth(before: float | None, now: float) -> float:
     return now if before is None or not math.isfinite(before) or not math.isfinite(now) else 0.9 * before + 0.1 * now
 
 
-def plain_number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
 def _step(record: dict[str, Any], otherwise: int, name: str = "step") -> int:
     """A number of steps, of files that may hold anything."""
     value = record.get(name)
@@ -171,16 +165,14 @@ def _count(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
-    return f"{whole // 60}:{whole % 60:02d}"
-
-
 def short_path(path: str) -> str:
     """As a person in this folder would write it, if that is shorter."""
     with contextlib.suppress(ValueError, OSError):  # no path, or the folder that this runs in has gone
         relative = os.path.relpath(path)
         return relative if len(relative) < len(path) else path
     return path
+
+
+def in_order(*files: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records and events as they came about: a short run is read whole at once, its beginning after its records."""
+    return sorted((record for records in files for record in records), key=lambda record: moment(record.get("time")) or 0.0)

@@ -16,7 +16,7 @@ from echelon.common.terminal import Forgiving, is_terminal, printable, put_bytes
 from echelon.contracts.events import LineReader
 from echelon.contracts.run_dir import RunDir
 from echelon.observe.recent import Recent
-from echelon.observe.sinks.model import ProgressModel, plain_number
+from echelon.observe.sinks.model import ProgressModel, in_order
 from echelon.observe.stragglers import stragglers
 
 if TYPE_CHECKING:
@@ -32,11 +32,6 @@ _STRAGGLERS = 8  # named of an attempt, at most
 _SMOOTHED = 50
 # A line that is longer passes as it comes, and the live one waits for its end: else each piece of it would cost all before it.
 _LONG_LINE = 65536
-
-
-def _time_of(said: dict[str, Any]) -> float:
-    time_s = plain_number(said.get("time"))
-    return time_s if time_s is not None and time_s == time_s else 0.0  # nan has no place in an order
 
 
 class _Painter:
@@ -58,6 +53,14 @@ class _Painter:
             self._live.console.print(Text.from_ansi(text), soft_wrap=True)
         else:
             self.stream.write(text + "\n")
+
+    def event(self, model: ProgressModel, event: dict[str, Any]) -> None:
+        """Have the model take it in, and say what it says of it."""
+        if event.get("event") == "train_end":
+            self.progress(model, final=True)
+        line = model.event(event)
+        if line:
+            self.line(line)
 
     def progress(self, model: ProgressModel, *, final: bool = False) -> None:
         """Redraw if it is time; `final` shows the last state even if it is not."""
@@ -124,11 +127,7 @@ class ProgressSink:
         self._painter.progress(self._model)
 
     def event(self, event: dict[str, Any]) -> None:
-        if event.get("event") == "train_end":
-            self._painter.progress(self._model, final=True)
-        line = self._model.event(event)
-        if line:
-            self._painter.line(line)
+        self._painter.event(self._model, event)
 
     def close(self) -> None:
         self._painter.close()
@@ -175,7 +174,7 @@ class RunScreen:
         self._partial_since = 0.0
         self._long = ""  # the stream whose line is too long to wait for its end
         self._times: Recent | None = None
-        self._ranks_next, self._told = 0.0, set[int]()
+        self._ranks_next, self._named = 0.0, set[int]()
 
     def write(self, stream: str, data: bytes) -> None:
         """A live line may only be interrupted by whole lines; without one, bytes pass through untouched."""
@@ -218,26 +217,21 @@ class RunScreen:
         found = stragglers(self._times.look()) if self._times is not None else []
         self._model.slowest = f"rank {found[0].rank} {found[0].factor:.1f}x slow" if found else ""
         for each in found[:_STRAGGLERS]:
-            if each.rank not in self._told and len(self._told) < _STRAGGLERS:
-                self._told.add(each.rank)
+            if each.rank not in self._named and len(self._named) < _STRAGGLERS:
+                self._named.add(each.rank)
                 self._painter.line(printable(f"echelon: {each}"))
 
     def _read(self) -> None:
         if self._attempt != self._run.attempt:
             self._attempt = self._run.attempt
             self._events, self._times = LineReader(self._run.events(0)), Recent(self._run)
-            self._told.clear()
+            self._named.clear()
         events = self._events.read() if self._events else []
-        # In the order in which they came about: a short run is read whole at once, its beginning after its records.
-        for said in sorted([*self._metrics.read(), *events], key=_time_of):
-            if "event" not in said:
-                self._model.record(said)
-                continue
-            if said["event"] == "train_end":
-                self._painter.progress(self._model, final=True)
-            line = self._model.event(said)
-            if line:
-                self._painter.line(line)
+        for record in in_order(self._metrics.read(), events):
+            if "event" in record:
+                self._painter.event(self._model, record)
+            else:
+                self._model.record(record)
 
     def _flush_partial(self) -> None:
         for parts in self._partial.values():

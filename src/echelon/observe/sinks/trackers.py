@@ -2,7 +2,7 @@
 
 `echelon run --track wandb,csv` names them for every script; it reaches the ranks by `ECHELON_TRACK`. A tracker that fails, as
 when its server is away, is said once and left out: the run goes on, and metrics.jsonl has its numbers. One whose server or disk
-is slow holds nobody: it is called in a thread of its own (`apart`). A CSV file is written at once.
+is slow holds nobody: it is called in a thread of its own (`background`). A CSV file is written at once.
 
 A run folder is one run of a tracker, however many trainings, processes and attempts it has: a tracker is begun once in a
 process and ends with it, and the next process goes on with the same run there.
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from echelon.common.errors import EchelonError, LoggerError, require
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, read_json
 from echelon.observe.loggers import CSVLogger, MetricLogger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
-from echelon.observe.sinks.apart import Apart
+from echelon.observe.sinks.background import BackgroundCalls
 
 __all__ = ["TRACKERS", "TrackerSink", "names_of", "trackers"]
 
@@ -84,13 +84,13 @@ class TrackerSink:
     """Gives a tracker the numbers of records.
 
     Args:
-        apart: where the tracker is called; None calls it at once, in the thread that has the records.
+        background: where the tracker is called; None calls it at once, in the thread that has the records.
     """
 
-    def __init__(self, name: str, made: Tracker, apart: Apart | None = None) -> None:
-        self._name, self._logger, self._apart = name, made, apart
+    def __init__(self, name: str, made: Tracker, background: BackgroundCalls | None = None) -> None:
+        self._name, self._logger, self._background = name, made, background
         self._failed = self._begun = self._ends = self._was_late = self._hurries = False
-        if apart is not None:
+        if background is not None:
             self._end_last()
 
     def records(self, records: list[dict[str, Any]]) -> None:
@@ -107,26 +107,26 @@ class TrackerSink:
     def close(self) -> None:
         """A training is over, perhaps not the last of this process: the tracker ends with that, or by `end`."""
         self._do(partial(self._try, self._logger.flush))
-        if self._apart is not None and not self._was_late and not self._hurries:  # a failure is first to be recorded
-            self._was_late = not self._apart.settle(_FLUSH_S)
+        if self._background is not None and not self._was_late and not self._hurries:  # a failure is first to be recorded
+            self._was_late = not self._background.settle(_FLUSH_S)
 
     def end(self) -> None:
         """The process ends, or the tracker's run: waits for what it has not been told, and says what it will never be."""
-        if self._apart is None:
+        if self._background is None:
             self._try(self._logger.close)
             return
-        if not self._apart.is_here:  # a process that was forked has it, and not its thread
+        if not self._background.is_here:  # a process that was forked has it, and not its thread
             return
         self._ends = True
         atexit.unregister(self.end)
-        self._apart.give(partial(self._try, self._logger.close))
+        self._background.give(partial(self._try, self._logger.close))
         most_s = _HURRIED_S if self._hurries else _END_S
-        done = self._apart.settle(min(_QUIET_S, most_s))
+        done = self._background.settle(min(_QUIET_S, most_s))
         if not done and most_s > _QUIET_S:
             logger.warning("waiting for %s to take the last numbers, for %.0f s at most", self._name, most_s)
-            done = self._apart.settle(most_s - _QUIET_S)
-        self._apart.finish()
-        left_out, waiting = self._apart.left_out, max(0, self._apart.waiting - 1)
+            done = self._background.settle(most_s - _QUIET_S)
+        self._background.finish()
+        left_out, waiting = self._background.left_out, max(0, self._background.waiting - 1)
         if not done:
             logger.warning(
                 "%s had not ended after %.0f s: what it was given last is cut off%s. metrics.jsonl has all numbers.",
@@ -138,14 +138,14 @@ class TrackerSink:
             logger.warning("%s was too slow: %d records were left out there. metrics.jsonl has them.", self._name, left_out)
 
     def _do(self, call: Callable[[], None]) -> None:
-        if self._apart is None:
+        if self._background is None:
             call()
         else:
-            self._apart.give(call)
+            self._background.give(call)
 
     def _log(self, numbers: Mapping[str, float], step: int) -> None:
         self._try(partial(self._logger.log_dict, numbers, step))
-        if self._apart is not None and not self._begun and not self._ends:
+        if self._background is not None and not self._begun and not self._ends:
             self._begun = True
             self._end_last()
 
@@ -184,8 +184,8 @@ def trackers(run: RunDir) -> list[TrackerSink]:
             other.end()
     for name, key in keys.items():
         if key not in _made:
-            apart = None if name in _AT_ONCE else Apart(name)
-            _made[key] = TrackerSink(name, TRACKERS[name](run, _config(run)), apart)
+            background = None if name in _AT_ONCE else BackgroundCalls(name)
+            _made[key] = TrackerSink(name, TRACKERS[name](run, _config(run)), background)
     return [_made[key] for key in keys.values()]
 
 

@@ -1,4 +1,4 @@
-"""A thread of its own for a tracker: where its server or disk stands still, no rank waits for it."""
+"""Calls a tracker in a thread of its own: where its server or disk stands still, no rank waits for it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Apart"]
+__all__ = ["BackgroundCalls"]
 
 logger = logging.getLogger(__name__)
 
 _MOST = 50_000  # records: some tens of MB, and hours of updates
 
 
-class Apart:
-    """Does what it is given, in order, in a daemon thread. Only `settle` waits for it, and no longer than it is told.
+class BackgroundCalls:
+    """Makes calls in order, in a daemon thread. Only `settle` waits for them, and no longer than it is given.
 
     Of more than `most` calls that wait the oldest are left out, since training goes on, and metrics.jsonl has their numbers. That
     is said when it begins, and `settle` knows how many. What is called here must be made here, or not mind the thread.
 
     Args:
-        name: as which the tracker is spoken of.
+        name: of the tracker, for messages.
     Attributes:
         left_out: calls that were never made.
     """
