@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ from echelon.common.errors import RankFailedError
 from echelon.prover import causes
 from echelon.prover.causes import Cause
 from echelon.prover.judge import mean_loss
+from echelon.prover.mistakes import mistakes_of
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import Result
 from echelon.prover.ran import Judged, values_of_first
-from echelon.prover.rank import run_mistakes
+from echelon.prover.rank import run_reference
 from echelon.prover.reference import micros_in_order
 from echelon.prover.reference_store import ReferenceStore
 from echelon.prover.values import load_values
@@ -80,7 +82,7 @@ class Explanation:
         """The row's and the right values of update k, and what likely mistakes would give."""
         ran = final.ran
         try:
-            mistakes = self._on_ranks.launch(run_mistakes, 1, self._on_ranks.replay(ran, self.folder), k)
+            mistakes = self._on_ranks.launch(run_reference, 1, self._on_ranks.replay(ran, self.folder), partial(mistakes_of, k=k))
         except RankFailedError:  # the row differs whether or not it can be said why
             return None
         folders = ran.folder, final.reference.folder

@@ -26,7 +26,8 @@ class _Part:
 
 
 def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
-    """`loss` and `gradients` of update k by the way they were put together; the reference has done all updates before it."""
+    """`loss` and `gradients` of update k by the way they were put together, after all updates before it."""
+    reference.run_until(k)
     if isinstance(reference, AutoReference):
         parts, right = _of_auto(reference, k)
     else:

@@ -19,6 +19,7 @@ import torch
 from echelon.common.errors import RankFailedError
 from echelon.loop.target import Target
 from echelon.prover import causes
+from echelon.prover.backward import backward_draws
 from echelon.prover.explanation import Explanation
 from echelon.prover.fitting import Fitting
 from echelon.prover.judge import compare
@@ -38,9 +39,10 @@ from echelon.prover.ran import (
     of_same_samples,
     with_constant_draws,
 )
-from echelon.prover.rank import run_backward, run_reference, run_split
+from echelon.prover.rank import run_reference
 from echelon.prover.reference_store import SHAKES, ReferenceStore, are_alike, data_of
 from echelon.prover.sample_checks import SampleChecks
+from echelon.prover.splits import split
 from echelon.prover.unit_kind import UnitKind
 from echelon.prover.values import load_values
 from echelon.prover.verdict import SMALL_SHARE, Verdict
@@ -268,7 +270,7 @@ class Proving:
             return []
         replay = replace(self._on_ranks.replay(ran, self.folder), compiled=ran.row.is_compiled)
         with contextlib.suppress(RankFailedError):
-            depends = self._on_ranks.launch(run_backward, 1, replay)["depends"]
+            depends = self._on_ranks.launch(run_reference, 1, replay, backward_draws)["depends"]
             if depends is not None:
                 seen = f"the gradient of {depends[0]} changes by {depends[1]:.1e} with the RNG state between the two passes"
                 return [("other random numbers in the backward pass", seen)]
@@ -395,7 +397,7 @@ class Proving:
         replay = self._on_ranks.replay(replace(seen.ran, row=row), self.folder)
         for how in ("wide", "right"):
             with contextlib.suppress(RankFailedError):
-                return self._on_ranks.launch(run_split, 1, replay, how)
+                return self._on_ranks.launch(run_reference, 1, replay, split, how)
         return {"why_not": "one process cannot train on a part of a batch"}
 
     def _decide(self, result: Result, seen: Judged) -> None:

@@ -22,21 +22,17 @@ from echelon.loop.reporting.observer import observing
 from echelon.loop.target import Target
 from echelon.parallel import over_ranks
 from echelon.parallel.recipe.memory_budget import keeping_random
-from echelon.prover.backward import backward_draws
 from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import GLOBAL, Sources, drawn_between
 from echelon.prover.matrix import Row
 from echelon.prover.micro import checksums, digest, on_host, widened
-from echelon.prover.mistakes import mistakes_of
 from echelon.prover.objects import is_library
 from echelon.prover.parts import load_records
-from echelon.prover.probe import probe
 from echelon.prover.record import StepRecorder
 from echelon.prover.reference import How, Reference, Shake
 from echelon.prover.references import reference_of
 from echelon.prover.row_layout import RowLayout
 from echelon.prover.samples import Epoch, Seen, drawn_by_reading, kept_by_reading, reads_alike
-from echelon.prover.splits import split
 from echelon.prover.turns import Enough, Turns
 from echelon.prover.unit_kind import UnitKind
 from echelon.prover.values import parameters_of, prepared_of
@@ -56,14 +52,10 @@ from echelon.world.init import rank_info
 __all__ = [
     "Replay",
     "print_begin",
-    "run_backward",
     "run_epoch",
-    "run_mistakes",
-    "run_probe",
     "run_reference",
     "run_row",
     "run_samples",
-    "run_split",
 ]
 
 _FIRST_BATCHES = 4
@@ -151,9 +143,7 @@ class Replay:
     compiled: bool = False
     rescaled: float = 1.0
 
-    def with_reference(
-        self, work: Callable[[Reference], dict[str, Any]], how: How = "right", shake: Shake | None = None
-    ) -> dict[str, Any]:
+    def with_reference(self, work: Callable[[Reference], dict[str, Any]], how: How, shake: Shake | None) -> dict[str, Any]:
         """What `work` makes of a reference of the target's unit."""
 
         draws = ConstantDraws()
@@ -210,34 +200,14 @@ class Replay:
         raise ProveError(f"{what} never called echelon's train, fit or prepare, so there is nothing to compare.")
 
 
-def run_reference(replay: Replay, how: How = "right", shake: Shake | None = None) -> dict[str, Any]:
-    """Train the target's unit. `how` and `shake`: see `prover/reference.py`."""
-    return replay.with_reference(lambda reference: reference.run(), how, shake)
-
-
-def run_mistakes(replay: Replay, k: int) -> dict[str, Any]:
-    """What likely mistakes would give at update k."""
-
-    def work(reference: Reference) -> dict[str, Any]:
-        reference.run_until(k)
-        return mistakes_of(reference, k)
-
-    return replay.with_reference(work)
-
-
-def run_probe(replay: Replay) -> dict[str, Any]:
-    """See `prover/probe.py`."""
-    return replay.with_reference(probe)
-
-
-def run_backward(replay: Replay) -> dict[str, Any]:
-    """See `prover/backward.py`."""
-    return replay.with_reference(backward_draws)
-
-
-def run_split(replay: Replay, how: How) -> dict[str, Any]:
-    """See `prover/splits.py`."""
-    return replay.with_reference(split, how)
+def run_reference(
+    replay: Replay,
+    work: Callable[[Reference], dict[str, Any]] = Reference.run,
+    how: How = "right",
+    shake: Shake | None = None,
+) -> dict[str, Any]:
+    """Train the target's unit, or do other work with its reference. `how` and `shake`: see `prover/reference.py`."""
+    return replay.with_reference(work, how, shake)
 
 
 def run_samples(replay: Replay, count: int) -> dict[str, Any]:

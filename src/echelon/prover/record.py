@@ -193,6 +193,10 @@ class StepRecorder(Callback):
                     record.communicates |= isinstance(inner, (nn.SyncBatchNorm, HostSyncBatchNorm))
 
     def _watch_auto(self, unit: AutoUnit[Any]) -> None:
+        def weight_of(state: State, data: Any) -> float:
+            silent = record_is_replica or (state.train_state is not None and state.train_state.step.is_padding)
+            return 0.0 if silent else float(unit.weight(data))
+
         compute_loss = unit.compute_loss
 
         def watched_loss(state: State, data: Any) -> tuple[torch.Tensor, Any]:
@@ -202,9 +206,7 @@ class StepRecorder(Callback):
             whole = wholes[id(given)][1] if id(given) in wholes else data
             before = self._begin_pass(whole)
             made = compute_loss(state, data)
-            silent = record_is_replica or (state.train_state is not None and state.train_state.step.is_padding)
-            weight = 0.0 if silent else float(unit.weight(data))
-            self._take(state, whole, weight, made[0], before)
+            self._take(state, whole, weight_of(state, data), made[0], before)
             return made
 
         compute_losses = unit.compute_losses
@@ -223,8 +225,7 @@ class StepRecorder(Callback):
                     break
                 total = loss.detach() + total
                 yield names, loss
-            silent = record_is_replica or (state.train_state is not None and state.train_state.step.is_padding)
-            self._take(state, data, 0.0 if silent else float(unit.weight(data)), total, before)
+            self._take(state, data, weight_of(state, data), total, before)
             return outputs
 
         wholes = self._watch_parts(unit)

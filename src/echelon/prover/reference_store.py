@@ -13,10 +13,10 @@ import torch
 from echelon.common.errors import RankFailedError
 from echelon.prover.micro import Micro, NotJoinable, digest, join
 from echelon.prover.on_ranks import OnRanks
-from echelon.prover.probe import UNKNOWN
+from echelon.prover.probe import UNKNOWN, probe
 from echelon.prover.ran import Computed, Ran
-from echelon.prover.rank import run_probe, run_reference
-from echelon.prover.reference import Shake, by_index, micros_in_order
+from echelon.prover.rank import run_reference
+from echelon.prover.reference import Reference, Shake, by_index, micros_in_order
 from echelon.prover.unit_kind import UnitKind
 
 __all__ = ["SHAKES", "ReferenceStore", "are_alike", "data_of"]
@@ -57,7 +57,7 @@ class ReferenceStore:
             self.shake(ran, reference, SHAKES - 1, half)
         if ran.is_auto:  # a unit with a step of its own may have wrapped its module in something with float32 built in
             with contextlib.suppress(RankFailedError):  # so may a forward pass
-                if self._on_ranks.launch(run_reference, 1, replay, "wide")["draws"] == reference.facts["draws"]:
+                if self._on_ranks.launch(run_reference, 1, replay, Reference.run, "wide")["draws"] == reference.facts["draws"]:
                     return reference
             for other in folder.glob("again-wide-*"):
                 shutil.rmtree(other)
@@ -74,14 +74,14 @@ class ReferenceStore:
         updates = len(ran.records[0]["updates"])
         known, length = reference.shaken if updates <= reference.shaken[1] else (0, updates)
         for sample in range(0 if narrowest is not None else known, samples):
-            self._on_ranks.launch(run_reference, 1, replay, "shaken", Shake(sample, rounding))
+            self._on_ranks.launch(run_reference, 1, replay, Reference.run, "shaken", Shake(sample, rounding))
         reference.shaken = max(samples, known), length
 
     def probed(self, ran: Ran, reference: Computed) -> dict[str, Any]:
         if reference.probed is None:
             reference.probed = dict(UNKNOWN)
             with contextlib.suppress(RankFailedError):
-                reference.probed = self._on_ranks.launch(run_probe, 1, self._on_ranks.replay(ran, self.folder))
+                reference.probed = self._on_ranks.launch(run_reference, 1, self._on_ranks.replay(ran, self.folder), probe)
         return reference.probed
 
     def state(self, ran: Ran, reference: Computed) -> dict[str, list[str]]:

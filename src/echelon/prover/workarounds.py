@@ -47,13 +47,10 @@ def noting_seeds(seeded: set[str]) -> Iterator[None]:
 
         return seed
 
-    for stream, place in places.items():
-        setattr(*place, noting(stream))
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as replaced:
         for stream, place in places.items():
-            setattr(*place, originals[stream])
+            replaced.enter_context(_replaced(*place, noting(stream)))
+        yield
 
 
 @contextlib.contextmanager
@@ -90,7 +87,6 @@ def noting_collectives(note: Callable[[], None]) -> Iterator[None]:
 
     places = [(sys.modules[module], name) for module, names in _COLLECTIVES.items() for name in names]
     places += [(torch.distributed.nn, name) for _, name in places if hasattr(torch.distributed.nn, name)]
-    originals = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -102,13 +98,11 @@ def noting_collectives(note: Callable[[], None]) -> Iterator[None]:
 
         return collective
 
-    for module, name, original in originals:
-        setattr(module, name, noting(original))
-    try:
+    with contextlib.ExitStack() as replaced:
+        for module, name in places:
+            if hasattr(module, name):
+                replaced.enter_context(_replaced(module, name, noting(getattr(module, name))))
         yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
 
 
 @contextlib.contextmanager
