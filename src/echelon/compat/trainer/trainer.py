@@ -102,11 +102,11 @@ class Trainer:
     ) -> None:
         _check_names(older)
         accelerator, layout, devices = _without_old_words(accelerator, layout, devices, older.get("gpus"))
-        require(accelerator in ACCELERATORS, "accelerator", "'auto', 'cpu' or 'gpu'", accelerator)
+        require(accelerator in ACCELERATORS, "accelerator", "'auto', 'cpu' or 'gpu'", accelerator, kind=TrainerError)
         self.accelerator = accelerator
         self.layout = layout if layout == "auto" else resolve(layout)
         self.ranks, self.device_numbers = _devices_of(devices, accelerator)
-        self.num_nodes = whole("num_nodes", num_nodes, at_least=1)
+        self.num_nodes = whole("num_nodes", num_nodes, at_least=1, kind=TrainerError)
         self.limits = _named("max_steps_per_epoch", max_steps_per_epoch, PHASES)
         limits = {"max_updates": max_updates, "evaluate_every_n_updates": evaluate_every_n_updates}
         now = translated("Trainer", {name: value for name, value in older.items() if name != "gpus"}, OLDER, limits)
@@ -114,12 +114,18 @@ class Trainer:
         self.max_epochs, self.max_updates = max_epochs, now["max_updates"]
         self.evaluate_every_n_epochs = evaluate_every_n_epochs
         self.evaluate_every_n_updates = now["evaluate_every_n_updates"]
-        require(isinstance(unit_options, Mapping | None), "unit_options", "a dict of AutoUnit's arguments", unit_options)
+        require(
+            isinstance(unit_options, Mapping | None),
+            "unit_options",
+            "a dict of AutoUnit's arguments",
+            unit_options,
+            kind=TrainerError,
+        )
         self.unit_options = changes_of(unit_options or {})
         self._check_limits()
         AutoOptions(**self.unit_options)
         self.callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks_of(callbacks)
-        require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir)
+        require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir, kind=TrainerError)
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
         self.has_saver = any(getattr(c, "saves", False) is True for c in self.callbacks)
         self.checkpoints = self._checkpoints(checkpoints)
@@ -130,7 +136,13 @@ class Trainer:
         """By a path that is the same for ranks that are started elsewhere."""
         if given is None:
             return Checkpoints(self.run_dir / "checkpoints") if self.run_dir is not None else None
-        require(isinstance(given, Checkpoints) or is_path(given), "checkpoints", "a folder or a Checkpoints(folder, ...)", given)
+        require(
+            isinstance(given, Checkpoints) or is_path(given),
+            "checkpoints",
+            "a folder or a Checkpoints(folder, ...)",
+            given,
+            kind=TrainerError,
+        )
         made = given if isinstance(given, Checkpoints) else Checkpoints(given)
         return replace(made, folder=str(absolute(location(made.folder))))
 
@@ -215,7 +227,9 @@ class Trainer:
             check_loader(loader, phase)
         if phase == "fit" and self.max_epochs is None and self.max_updates is None:
             raise no_end("fit")
-        require(ckpt_path is None or is_path(ckpt_path), "ckpt_path", "a checkpoint, 'last' or None", ckpt_path)
+        require(
+            ckpt_path is None or is_path(ckpt_path), "ckpt_path", "a checkpoint, 'last' or None", ckpt_path, kind=TrainerError
+        )
         if ckpt_path == "last" and self.checkpoints is None:
             raise TrainerError('ckpt_path="last" means the newest below run_dir or in checkpoints, which are not given.')
         work = Work(phase, unit, loaders, str(ckpt_path) if ckpt_path is not None else None)
@@ -327,9 +341,9 @@ def _without_old_words(accelerator: str, layout: Any, devices: Any, gpus: Any) -
 def _named(parameter: str, given: Mapping[str, Any] | None, names: Sequence[str]) -> dict[str, Any]:
     """As a dict, with these names only."""
     what = f"a dict by {', '.join(map(repr, names))}"
-    require(given is None or isinstance(given, Mapping), parameter, what, given)
+    require(given is None or isinstance(given, Mapping), parameter, what, given, kind=TrainerError)
     found = dict(given or {})
-    require(set(found) <= set(names), parameter, what, given)
+    require(set(found) <= set(names), parameter, what, given, kind=TrainerError)
     return found
 
 
