@@ -236,6 +236,19 @@ def test_arguments_of_torchs_loader_are_answered_with_ours() -> None:
         ech.Loader(range(8), 4, drop_last=True)  # type: ignore[call-arg, arg-type]
 
 
+class _Squares:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+def test_whatever_has_samples_by_number_is_a_dataset_for_a_type_checker_too() -> None:
+    loaders = [ech.Loader(torch.arange(8), 4), ech.Loader([*range(8)], 4), ech.Loader(range(8), 4), ech.Loader(_Squares(), 4)]
+    assert [sum(len(each) for each in loader) for loader in loaders] == [8] * 4
+
+
 def test_a_global_batch_may_be_a_whole_float() -> None:
     assert [len(each) for each in ech.Loader(range(8), 8 / 2)] == [4, 4]  # type: ignore[arg-type]
     with refused(LoaderError):
