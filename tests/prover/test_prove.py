@@ -402,6 +402,34 @@ def test_what_hooks_do_around_steps_is_done_in_the_reference_too(tmp_path: Path,
     assert row.is_equal == (who != "by rank"), show.details(row)
 
 
+SAVING = """
+import echelon.compat.lightning as L
+from echelon.compat.lightning.pytorch.callbacks import ModelCheckpoint
+class Saving(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.trainer.save_checkpoint(sys.argv[1] + "/mine.ckpt")
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+saver = ModelCheckpoint(dirpath=sys.argv[1], every_n_train_steps=1, save_last=True)
+trainer = L.Trainer(devices=2, accelerator="cpu", strategy="ddp", max_epochs=1, logger=False, callbacks=[saver])
+trainer.fit(Saving(), torch.utils.data.DataLoader(Rows(), 8))
+"""
+
+
+def test_a_proof_leaves_the_checkpoints_of_a_lightning_run_alone(tmp_path: Path) -> None:
+    """It saved beside them, and put its own in place of the last."""
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    target = replace(_script(tmp_path, SAVING), args=(str(folder),))
+    (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 2, False).results
+    assert row.is_equal and not list(folder.iterdir()), (show.details(row), list(folder.iterdir()))
+
+
 LANES = """
 loader = ech.Loader(Rows(), 16, shuffle=False)
 def main():

@@ -152,7 +152,7 @@ class Replay:
             records = load_records(self.data)
             reference = reference_of(unit, records, Path(self.folder), self.dtype, how, shake or Shake())
             reference.loader = dataloader
-            reference.callbacks = [c for c in callbacks if getattr(c, "is_of_unit", False) or not is_library(type(c).__module__)]
+            reference.callbacks = [c for c in callbacks if getattr(c, "saves", False) is not True and _is_own(c)]
             reference.constant_draws, reference.restores = self.row.constant_draws, self.row.restores
             draws.by_sample, draws.alike, reference.by_sample = records[0]["by_sample"], self.row.drawn_alike, draws
             return work(reference)
@@ -198,6 +198,10 @@ class Replay:
                 "ranks recorded. A loop that counts its batches by itself must count updates."
             )
         raise ProveError(f"{what} never called echelon's train, fit or prepare, so there is nothing to compare.")
+
+
+def _is_own(callback: Callback) -> bool:
+    return getattr(callback, "is_of_unit", False) or not is_library(type(callback).__module__)
 
 
 def run_reference(

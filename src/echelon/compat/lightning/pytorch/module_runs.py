@@ -27,6 +27,7 @@ from echelon.compat.lightning.pytorch.session import PHASES, Session, Work
 from echelon.compat.trainer.rank import Done, in_order
 from echelon.compat.trainer.rebuild import recall, remembered
 from echelon.compat.trainer.trainer import is_launched, visible
+from echelon.contracts.overrides import overrides
 from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.run import launch
 from echelon.loop.state import EntryPoint, State
@@ -318,7 +319,9 @@ class ModuleRuns(Running):
                 logger.save()
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
-        """Save now, as a folder of that name. Collective."""
+        """Save now, as a folder of that name; nothing where `echelon prove` or `plan` looks on. Collective."""
+        if overrides().observes:
+            return
         if self.lightning_module is None:
             raise UsageError("trainer.save_checkpoint: there is no module yet. Call fit first.")
         unit = self.unit

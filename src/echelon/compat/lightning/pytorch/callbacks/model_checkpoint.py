@@ -19,6 +19,7 @@ from echelon.checkpoint.policy import Keep
 from echelon.common.errors import UsageError, require
 from echelon.common.numbers import whole
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
+from echelon.contracts.overrides import overrides
 from echelon.loop.checkpointing.folder import RunFolder
 from echelon.world import agree
 
@@ -180,7 +181,7 @@ class ModelCheckpoint(Checkpoint):
     # --- what
 
     def _save(self, trainer: Any) -> None:
-        if trainer.fast_dev_run or trainer.sanity_checking or self._saved_at == trainer.trained:
+        if trainer.fast_dev_run or trainer.sanity_checking or self._saved_at == trainer.trained or overrides().observes:
             return
         values: dict[str, Any] = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
         self._waits = not trainer.at_boundary or (self.monitor is not None and agree.any_rank(self.monitor not in values))
