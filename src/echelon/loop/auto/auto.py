@@ -1,7 +1,7 @@
 """AutoUnit: the user writes the loss and the optimizer; precision, accumulation, clipping and parallelism are values.
 
-How a unit is built, what its user writes, its training step, its evaluation, and what it does as phases begin and end.
-`loop/auto/update.py` has the way from a loss to the optimizer's step.
+What its user writes, its training step, its evaluation, and what it does as phases begin and end. `loop/auto/optimized_unit.py`
+has how it is built, which a loop of one's own shares, `loop/auto/update.py` the way from a loss to the optimizer's step.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
     def step_lr_interval(self, interval: str) -> None:
         self.lr_interval = "epoch" if interval == "epoch" else "update"
 
-    # --- what the user writes
+    # --- what the user writes, beside the optimizers and `weight`, which are OptimizedUnit's
 
     @abstractmethod
     def compute_loss(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
