@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 
@@ -16,32 +17,75 @@ __all__ = ["add_arguments", "execute"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", "--ranks", dest="ranks", type=int, metavar="N", help="on how many devices, a rank on each")
+    parser.add_argument("--nodes", type=int, metavar="N", help="on how many machines these are (default: 8 devices on each)")
+    parser.add_argument("--device", metavar="NAME", help="a device whose memory is known: a100-80, h100-sxm, h200, ...")
+    parser.add_argument("--cluster", metavar="NODESxDEVICESxNAME", help="all three in a word: 16x8xH100")
+    parser.add_argument("--budget", metavar="SIZE", help="memory of a device, such as 80GiB; goes before --device")
     parser.add_argument(
-        "--layers", action="store_true", required=True, help="show what the layout does with each layer of the script's module"
+        "--layout",
+        metavar="LAYOUT",
+        action="append",
+        help="to be tried beside the script's own, a word such as fsdp, or axes such as dp_shard=2,tp=4; may be given "
+        "again (default: those that these devices allow)",
     )
+    parser.add_argument("--strategy", dest="layout", action="append", help=argparse.SUPPRESS)  # the older word
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--layers", action="store_true", help="what the layout does with each layer, in place of memory")
     parser.add_argument(
-        "--layout", metavar="LAYOUT", help="in place of the script's own: a word such as fsdp, or axes such as dp_shard=2,tp=4"
+        "script", help="a script that gives echelon a module to train; two updates of it are traced, without memory"
     )
-    parser.add_argument("--strategy", dest="layout", help=argparse.SUPPRESS)  # the older word
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="on how many ranks (default: as many as the layout's sizes say, else 2)"
-    )
-    parser.add_argument("script", help="a script that gives echelon a module to train; it is run up to there, in this process")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     check_script(arguments.script)
-    require(arguments.ranks is None or arguments.ranks >= 1, "--ranks", "at least 1", arguments.ranks, kind=PlanError)
+    for name in ("ranks", "nodes"):
+        given = getattr(arguments, name)
+        require(given is None or given >= 1, f"--{name}", "at least 1", given, kind=PlanError)
+    return _layers(arguments) if arguments.layers else _memory(arguments)
 
+
+def _memory(arguments: argparse.Namespace) -> int:
+    from echelon.plan.devices import Cluster, bytes_of, device_named
+
+    cluster = Cluster.of(arguments.cluster) if arguments.cluster else None
+    device = cluster.device if cluster else device_named(arguments.device) if arguments.device else None
+    budget = bytes_of(arguments.budget, "--budget") if arguments.budget else device.memory if device else None
+    if cluster:
+        ranks, per_node = cluster.nodes * cluster.per_node, cluster.per_node
+    elif arguments.ranks:
+        nodes = arguments.nodes or -(-arguments.ranks // 8)
+        require(
+            arguments.ranks % nodes == 0, "--gpus", f"the same number on each of {nodes} nodes", arguments.ranks, kind=PlanError
+        )
+        ranks, per_node = arguments.ranks, arguments.ranks // nodes
+    else:
+        raise PlanError("plan must know the devices, got none. Give --gpus 8, or --cluster 16x8xH100; or --layers.")
+
+    from echelon.loop.target import Target
+    from echelon.plan.memory import lines, plan_memory
+
+    target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
+    found = plan_memory(target, ranks, layouts=arguments.layout or (), per_node=per_node, budget=budget)
+    if arguments.json:
+        print(json.dumps({"ranks": ranks, "per_node": per_node, "budget": budget, "layouts": [each.to_json() for each in found]}))
+    else:
+        print(printable("\n".join(lines(found, ranks, device.name if device else "", budget))))
+    return 0 if any(each.peak and each.verdict != "does not fit" for each in found) else 1
+
+
+def _layers(arguments: argparse.Namespace) -> int:
     from echelon.launcher.local.nodes import free_port
     from echelon.loop.target import Target
     from echelon.plan.layers import lines, plan_layers
 
+    layouts = arguments.layout or [None]
+    require(len(layouts) == 1, "--layout", "given once with --layers", layouts, kind=PlanError)
     # As a rank of a launcher: a script that would start ranks itself where there are none goes on in this process.
     os.environ.update({**RankInfo(rank=0, world_size=1, run_id="plan").to_env(), "MASTER_PORT": str(free_port())})
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
     with contextlib.redirect_stdout(sys.stderr):  # what the script prints is not the plan
-        found = plan_layers(target, arguments.layout, arguments.ranks)
+        found = plan_layers(target, layouts[0], arguments.ranks)
     print(printable("\n\n".join("\n".join(lines(each)) for each in found)))
     return 0

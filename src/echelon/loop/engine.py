@@ -35,6 +35,7 @@ from echelon.parallel.guards.trained_params import check_trained_alike, watch_tr
 from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
 from echelon.world.handshake import greet
+from echelon.world.init import World
 
 __all__ = ["Run"]
 
@@ -59,7 +60,7 @@ class Run:
         }
         self._reporting = Reporting(state, unit, self.callbacks, getattr(self._inner, "weight_unit", "samples"))
         state.alone = not agree.is_joined()
-        if state.alone and (launched := RankInfo().world_size) > 1:
+        if state.alone and (launched := RankInfo().world_size) > World.current(torch.device("cpu")).size:
             logger.warning(
                 "%s ranks were launched, but this process has not joined them and runs alone: call echelon.init_from_env()",
                 launched,

@@ -11,10 +11,11 @@ words. What only rank 0 must know goes by `first`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from echelon.world.timeout import timeout_of_default_group
 
 __all__ = [
     "AnyRanksLater",
+    "alone",
     "any_rank",
     "any_ranks",
     "any_ranks_and_number",
@@ -37,6 +39,7 @@ __all__ = [
     "from_rank0",
     "gather",
     "in_json",
+    "is_alone",
     "is_rank0",
     "is_same",
     "kinds",
@@ -53,8 +56,28 @@ T = TypeVar("T")
 _side_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
+_is_alone = False
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Within it nobody is asked: what this rank says is taken for what all say. For a world whose other ranks do not exist."""
+    global _is_alone
+    before, _is_alone = _is_alone, True
+    try:
+        yield
+    finally:
+        _is_alone = before
+
+
+def is_alone() -> bool:
+    """Whether `alone` holds."""
+    return _is_alone
+
+
 def is_joined() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    """Whether there are other ranks to ask."""
+    return not _is_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:
@@ -73,8 +96,8 @@ def control_group() -> dist.ProcessGroup | None:
     Collective at its first call for a default group without a CPU backend, as when a user starts plain "nccl".
     """
     default = dist.group.WORLD
-    if default is None:
-        return None
+    if default is None or _is_alone:
+        return default
     if "gloo" in str(dist.get_backend_config()):
         return default
     if default not in _side_groups:

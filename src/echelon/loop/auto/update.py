@@ -98,7 +98,8 @@ class Update:
         self.joined = agree.is_joined() and (prepared.averaged_over > 1 or prepared.forward_is_collective)
         window.group = agree.control_group() if self.joined else None
         window.may_be_empty = prepared.trains == "alone"
-        window.guards = () if unit.has_several else prepared.guards  # those of several steps have other passes
+        # Those of several steps have other passes.
+        window.guards = prepared.guards if self.joined and not unit.has_several else ()
 
     def begin(self, unit: Any) -> None:
         """With the optimizer that there is by now. Collective."""

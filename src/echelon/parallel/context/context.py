@@ -89,13 +89,13 @@ class ContextParallel(Batches):
     ) -> None:
         self.parts = SequenceParts.over(mesh.get_group())
         self.gathered_in: torch.dtype | None = None
-        self._doubts_parts = True
+        self._doubts_parts = agree.is_joined()
         self._kept: KeptOutputs | None = None
         self._outputs: list[torch.Tensor] = []  # of the latest pass, until the loss was looked at
         self._draws_apart = False
         self._module, self._device, self._said = module, device, check_sequence_dim(sequence_dim)
-        self._cut, self._unchecked, self._compared = "", check, False
-        self._checks = check
+        self._checks = check and agree.is_joined()
+        self._cut, self._unchecked, self._compared = "", self._checks, False
         self._rows = self._length = 0  # of the latest part
         self._here = threading.local()
         self._learns = False

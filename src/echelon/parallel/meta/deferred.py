@@ -41,6 +41,7 @@ from echelon.parallel.meta.calls import (
     written_to,
 )
 from echelon.parallel.meta.tape import Call, Tape, Value, origins
+from echelon.world import agree
 
 __all__ = ["Recording", "on_meta", "recording"]
 
@@ -258,6 +259,8 @@ class Recording(TorchFunctionMode):
 
         It is kept for the next: memory that is freed and asked for again leaves holes in the heap.
         """
+        if agree.is_alone():  # nobody will have the values
+            return
         targets = {id(t) for t in written}
 
         def stand_in(leaf: Any) -> Any:

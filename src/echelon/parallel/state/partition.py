@@ -288,7 +288,7 @@ def _flatten(parameters: list[nn.Parameter]) -> torch.Tensor:
     """Move parameters of one type and device into one buffer, of which they become views."""
     step = max(1, _ALIGNMENT_BYTES // parameters[0].element_size())
     room = [(p.numel() + step - 1) // step * step for p in parameters]
-    flat = torch.zeros(sum(room), dtype=parameters[0].dtype, device=parameters[0].device)
+    flat = parameters[0].new_zeros(sum(room))
     start = 0
     for parameter, size in zip(parameters, room, strict=True):
         # As it lies in memory: channels-last weights keep their strides, which gradient buckets rely on.

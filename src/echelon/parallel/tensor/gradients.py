@@ -15,6 +15,7 @@ from echelon.parallel.axes import Axis, axes_of
 from echelon.parallel.names import class_name, plain_names
 from echelon.parallel.shards import is_split, local
 from echelon.parallel.tensor.layers import shared_axis, split_outputs
+from echelon.world import agree
 
 __all__ = ["check_same_loss", "check_whole_layers"]
 
@@ -31,7 +32,7 @@ def check_same_loss(module: nn.Module, loss: torch.Tensor) -> None:
         UsageError: they differ; on all of these ranks.
     """
     axis, parts = shared_axis(module), split_outputs(module)
-    if axis is None or not parts:
+    if axis is None or not parts or not agree.is_joined():
         return
     value = loss.detach().double()
     bounds = torch.stack([value, -value])

@@ -1,0 +1,212 @@
+"""What each layout would hold on a rank: every one traced in a process of its own, and whether it fits."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.common.errors import EchelonError, PlanError
+from echelon.common.terminal import columns
+from echelon.common.traces import in_library
+from echelon.loop.target import Target
+from echelon.plan.trace import KINDS
+from echelon.plan.update import trace_update
+
+__all__ = ["Answer", "layouts_for", "lines", "plan_memory"]
+
+# What a trace does not see. The caching allocator cannot use all that it reserves: a tenth is taken for that. CUDA's context, the
+# buffers of NCCL and the workspaces of cuBLAS lie beside it: a GiB is taken. Both are rules of thumb, and no measurements.
+_UNUSABLE, _BESIDE = 0.10, 2**30
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a layout.
+
+    Args:
+        layout: as it is written for `layout=`.
+        is_own: it is the script's own.
+        model, parameters: the module's class, and how many the whole of it has.
+        peak: bytes at the fullest moment of an update; 0 if it could not be traced.
+        by_kind: these, by what they are for.
+        largest: modules whose activations are the most at that moment, with bytes.
+        moment: when it is: forward, backward or optimizer; and in which module.
+        flops: of matrix products and attention, of an update on a rank.
+        sent: bytes that a rank sends in an update.
+        read: how many values of tensors the script read; they were made up.
+        verdict: fits, at risk, does not fit; "" without a budget.
+        why: it could not be traced.
+    """
+
+    layout: str
+    is_own: bool
+    model: str = ""
+    parameters: int = 0
+    peak: int = 0
+    by_kind: dict[str, int] | None = None
+    largest: list[tuple[str, int]] | None = None
+    moment: str = ""
+    flops: int = 0
+    sent: int = 0
+    read: int = 0
+    verdict: str = ""
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def layouts_for(ranks: int, per_node: int) -> list[str]:
+    """Those that are tried beside a script's own, from the simplest on."""
+    if ranks == 1:
+        return []
+    found = ["ddp", "zero1", "zero2", "fsdp"]
+    if ranks > per_node and ranks % per_node == 0:
+        found.append("hsdp")
+    found += [f"dp_shard={ranks // tp},tp={tp}" for tp in (2, 4, 8) if tp <= per_node and ranks % tp == 0 and ranks > tp]
+    return found
+
+
+def plan_memory(
+    target: Target, ranks: int, *, layouts: Sequence[str] = (), per_node: int = 8, budget: int | None = None
+) -> list[Answer]:
+    """Two updates of the script under each layout, traced as rank 0 of so many, and the script's own layout first.
+
+    Args:
+        layouts: those to try beside; by default `layouts_for`.
+        budget: bytes of a device.
+    """
+    made = [_traced(target, None, ranks, per_node, budget)]
+    for layout in layouts or layouts_for(ranks, per_node):
+        if layout != made[0].layout:
+            made.append(_traced(target, layout, ranks, per_node, budget))
+    return made
+
+
+def _traced(target: Target, layout: str | None, ranks: int, per_node: int, budget: int | None) -> Answer:
+    """In a process of its own, since what a script began stays begun."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_trace, args=(there, target, layout, ranks, per_node), daemon=True)
+    with warnings.catch_warnings(action="ignore"):  # threads of torch's, which the child does not use
+        child.start()
+    there.close()
+    try:
+        told = here.recv()
+    except EOFError:
+        child.join()
+        told = {"why": f"its process ended with exit code {child.exitcode}, as the kernel's OOM killer ends one with -9"}
+    child.join()
+    found = Answer(layout=told.pop("layout", layout or ""), is_own=layout is None, **told)
+    return Answer(**{**asdict(found), "verdict": _verdict(found.peak, budget)}) if budget and found.peak else found
+
+
+def _trace(there: Connection, target: Target, layout: str | None, ranks: int, per_node: int) -> None:
+    told: dict[str, Any]
+    os.dup2(2, 1)  # what the script prints is not the plan
+    warnings.simplefilter("ignore")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            planned = trace_update(target, layout, ranks, per_node=per_node)
+        traced = planned.traced
+        told = {
+            "layout": planned.layout,
+            "model": planned.model,
+            "parameters": planned.parameters,
+            "peak": traced.peak,
+            "by_kind": traced.by_kind,
+            "largest": list(traced.by_module.items())[:3],
+            "moment": f"{traced.moment} pass" + (f" of {traced.module}" if traced.module else ""),
+            "flops": traced.flops,
+            "sent": int(traced.sent()),
+            "read": planned.read,
+        }
+    except EchelonError as error:
+        told = {"why": str(error)}
+    except BaseException as error:  # the script's own
+        told = {"why": _said(error)}
+    there.send(told)
+    there.close()
+    os._exit(0)  # no exit function of a script's runs with tensors that have no memory
+
+
+def _said(error: BaseException) -> str:
+    """Of an error within the script, or of what cannot be done without values."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    torchs = str(Path(torch.__file__).parent)
+    files = [(file, line) for file, line in frames if not (in_library(file) or file.startswith(torchs))]
+    where = " at {}:{}".format(*files[-1]) if files else ""
+    kind = type(error)
+    if kind.__module__.startswith("torch._subclasses"):
+        return f"{error}{where} needs the values of a tensor, and a plan has shapes alone"
+    return f"{kind.__name__}: {error}{where}"
+
+
+def _verdict(peak: int, budget: int) -> str:
+    if peak * (1 + _UNUSABLE) + _BESIDE <= budget:
+        return "fits"
+    return "at risk" if peak <= budget else "does not fit"
+
+
+def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None) -> list[str]:
+    """For people: a table, where the most is, and what was left out.
+
+    Raises:
+        PlanError: nothing could be traced.
+    """
+    known = [each for each in answers if each.peak]
+    if not known:
+        raise PlanError(f"nothing could be traced: {answers[0].why}")
+    kinds = [kind for kind in KINDS if any((each.by_kind or {}).get(kind) for each in known)]
+    table = [["layout", "peak", *kinds, "sent", *(["verdict"] if budget else [])]]
+    for each in known:
+        sizes = [(each.by_kind or {}).get(kind, 0) for kind in kinds]
+        name = f"{each.layout} (yours)" if each.is_own else each.layout
+        table.append([name, size(each.peak), *map(size, sizes), size(each.sent), *([each.verdict] if budget else [])])
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    table = [[row[0], *(cell.rjust(widths[number + 1]) for number, cell in enumerate(row[1:-1])), row[-1]] for row in table]
+    of = f" of {size(budget)}" if budget else ""
+    first = known[0]
+    on = f"{device or 'a device'}{of}"
+    made = [f"{first.model}, {first.parameters:,} parameters, on {ranks} ranks: memory of rank 0 in an update, on {on}"]
+    made += ["", *columns(table), ""]
+    most = ", ".join(f"{name or 'outside of modules'} {size(much)}" for name, much in first.largest or [])
+    made.append(f"{first.layout} is fullest in the {first.moment}; most activations then: {most or 'none'}.")
+    made += [f"Not traced: {each.layout or 'yours'}. {each.why}" for each in answers if not each.peak]
+    if first.read:
+        made.append(f"The script read {first.read} values of tensors, which a plan does not have: they were taken to be 1.")
+    made.append(
+        "Traced: two updates of the script, eager, with the kernels of CPUs. Beside it lie CUDA's context and the workspaces "
+        "of NCCL and cuBLAS; a peak within a tenth and a GiB of the budget is at risk."
+    )
+    if not any(each.verdict == "fits" for each in known) and budget:
+        least = min(known, key=lambda each: each.peak)
+        made.append(f"None is sure to fit. {least.layout} needs least: {_remedy(least)}")
+    return made
+
+
+def _remedy(answer: Answer) -> str:
+    kinds = answer.by_kind or {}
+    most = max(kinds, key=lambda kind: kinds[kind])
+    if most in ("activations", "temporary"):
+        return "most of it are activations. Use smaller micro-batches (accumulate=), or recompute=True."
+    return f"most of it are {most}. Use more ranks."
+
+
+def size(number: int) -> str:
+    """Bytes for people."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number / 2**10:.1f} KiB" if number else "0"

@@ -1,0 +1,207 @@
+"""This process as one rank among ranks that do not exist, with tensors that have a shape and no memory.
+
+torch's "fake" process group answers every collective at once, and FakeTensorMode runs operators on shapes alone. So the code
+that trains can be run as a rank of any world, for any size of model. torch 2.13 has no public way to either, nor to what
+`fully_shard` and DistributedDataParallel do in memory that does not exist; what is private is here. Tested with torch 2.13;
+tests/plan/test_pretended.py fails where a version has something else in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# The meta kernels of collectives, which fake tensors need, come with this module.
+from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon.world import agree
+
+__all__ = [
+    "Chunks",
+    "CollectiveOp",
+    "NoMemory",
+    "TorchDispatchMode",
+    "collective_ops",
+    "is_backward",
+    "is_plain",
+    "pretended_world",
+    "sync_ops",
+    "without_values",
+]
+
+aten = torch.ops.aten
+
+_NOTHING = "_echelon_is_nothing"  # an attribute of tensors whose value is 0
+
+
+@contextlib.contextmanager
+def pretended_world(size: int, rank: int = 0) -> Iterator[NoMemory]:
+    """This process is `rank` of `size`; every other one is taken to say what this one says. Gives the mode of its tensors."""
+    mode = NoMemory()
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        with (
+            agree.alone(),
+            mock.patch.object(dist, "Reducer", lambda *args: _Reducer(mode, *args)),
+            mock.patch.object(dist, "Logger", mock.MagicMock()),
+            mock.patch.object(nn.Module, "to", _to),
+            mock.patch.object(FakeTensor, "data", property(torch.Tensor.detach, _set_data), create=True),
+            mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", Chunks),
+        ):
+            yield mode
+    finally:
+        dist.destroy_process_group()
+
+
+def without_values(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Its parameters and buffers, also those on the meta device, have shapes and no memory from here on. In place."""
+    made: dict[int, torch.Tensor] = {}
+
+    def of(tensor: torch.Tensor) -> Any:
+        if id(tensor) not in made:
+            with mode:
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                vars(empty).update(vars(tensor))
+            made[id(tensor)] = empty
+        return made[id(tensor)]
+
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and not isinstance(tensor, FakeTensor):
+                    tensors[name] = of(tensor)
+
+
+_real_to = nn.Module.to
+
+
+def _to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Tensors without memory are where they should be; torch would swap each for itself, and cannot."""
+    if any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
+        return module
+    return _real_to(module, *args, **kwargs)
+
+
+def _set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """`tensor.data = other`, which would make a plain meta tensor of it."""
+    with torch.no_grad():
+        tensor.set_(other.detach())  # type: ignore[call-overload]
+
+
+def is_plain(kind: type) -> bool:
+    """Of a tensor's class: it has a storage of its own, and no other tensors within."""
+    return kind in (torch.Tensor, nn.Parameter) or issubclass(kind, FakeTensor)
+
+
+def is_backward() -> bool:
+    """Whether autograd is at work in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class NoMemory(FakeTensorMode):
+    """Tensors with a shape and no memory. Who reads a value gets 1, as of a loss, a count or `all()`; of `any()`, and
+    of a count of infs, 0.
+
+    Attributes:
+        read: how many values were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.read = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            self.read += 1
+            kind = args[0].dtype
+            value = 0 if hasattr(args[0], _NOTHING) else 1
+            return bool(value) if kind is torch.bool else float(value) if kind.is_floating_point else value
+        if op in (aten.allclose.default, aten.equal.default):
+            self.read += 1
+            return True
+        made = super().__torch_dispatch__(op, types, args, kwargs)
+        if op.overloadpacket is aten.any:
+            setattr(made, _NOTHING, True)
+        elif op is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            setattr(args[1], _NOTHING, True)
+        return made
+
+
+class Chunks:
+    """What torch's `_chunk_with_empty` gives, made when it is asked for: `fully_shard` makes the parts of all ranks and takes
+    one, which with fake tensors is nearly all of the time.
+    """
+
+    def __init__(self, tensor: torch.Tensor, number: int, dim: int) -> None:
+        self._tensor, self._dim, self._each = tensor, dim, math.ceil(tensor.shape[dim] / number)
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        begin = at * self._each
+        if begin >= self._tensor.shape[self._dim]:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, begin, min(self._each, self._tensor.shape[self._dim] - begin))
+
+
+class _Reducer:
+    """What DistributedDataParallel's reducer, which is C++ and needs memory, holds and sends: gradients become views of buckets,
+    or are copied into them, and a bucket that is full is sent. In a pass that is not to be reduced gradients lie beside them.
+    """
+
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        parameters: Sequence[nn.Parameter],
+        buckets: Sequence[Sequence[int]],
+        limits: Any,
+        group: dist.ProcessGroup,
+        sparse: Any,
+        cap: Any,
+        find_unused: Any,
+        as_view: bool,
+        *_: Any,
+    ) -> None:
+        self._group, self._as_view, self._reduces = group, as_view, False
+        self._places: dict[nn.Parameter, tuple[int, int]] = {}
+        self._buckets, self._sizes, self._waits = [], [len(bucket) for bucket in buckets], [0] * len(buckets)
+        for number, bucket in enumerate(buckets):
+            at = 0
+            for parameter in (parameters[index] for index in bucket):
+                self._places[parameter] = number, at
+                at += parameter.numel()
+                parameter.register_post_accumulate_grad_hook(self._is_ready)
+            with mode:
+                self._buckets.append(torch.zeros(at, dtype=parameters[bucket[0]].dtype))
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        self._reduces, self._waits = True, list(self._sizes)
+
+    def _is_ready(self, parameter: torch.Tensor) -> None:
+        if not self._reduces or parameter.grad is None:
+            return
+        number, at = self._places[parameter]  # type: ignore[index]
+        bucket = self._buckets[number]
+        view = bucket[at : at + parameter.numel()].view_as(parameter)
+        if parameter.grad.untyped_storage() is not bucket.untyped_storage():
+            view.copy_(parameter.grad)
+            if self._as_view:
+                parameter.grad = view
+        self._waits[number] -= 1
+        if self._waits[number] == 0:
+            dist.all_reduce(bucket, group=self._group)
+        if not any(self._waits):
+            self._reduces = False
+
+    def __getattr__(self, name: str) -> Any:  # what the wrapper tells its reducer beside
+        return lambda *args, **options: False

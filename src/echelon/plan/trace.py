@@ -1,0 +1,296 @@
+"""What an update holds, sends and computes on this rank: every storage from its first operator to its end, by kind and module."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from echelon.parallel.shards import local
+from echelon.plan.pretended import CollectiveOp, TorchDispatchMode, collective_ops, is_backward, is_plain, sync_ops
+
+__all__ = ["KINDS", "Trace", "Traced"]
+
+aten = torch.ops.aten
+
+# What memory is for, in the order in which it is shown.
+KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "gathered", "communication", "temporary")
+
+
+@dataclass
+class Traced:
+    """What happened on a rank in an update.
+
+    Attributes:
+        peak: the most bytes of tensors at a time.
+        by_kind: these, by what they are for (`KINDS`).
+        by_module: activations among these, by the module in whose forward pass they were made.
+        moment: when that was: forward, backward or optimizer.
+        module: in whose pass.
+        resident: bytes that are there between updates.
+        calls, message: collectives and their bytes, by (kind, ranks that take part): of the whole tensor, which all-gathers make,
+            reduce-scatters take and all-reduces sum up; of what a rank gives away by all-to-all or to a neighbour.
+        flops: of matrix products and attention, also of those that are computed again.
+    """
+
+    peak: int = 0
+    by_kind: dict[str, int] = field(default_factory=dict)
+    by_module: dict[str, int] = field(default_factory=dict)
+    moment: str = ""
+    module: str = ""
+    resident: int = 0
+    calls: Counter[tuple[str, int]] = field(default_factory=Counter)
+    message: Counter[tuple[str, int]] = field(default_factory=Counter)
+    flops: int = 0
+
+    def sent(self) -> float:
+        """Bytes that this rank sends if each collective sends as little as can be: in a ring, or to each its part."""
+        return sum(size * _RING.get(kind, _all_of_it)(ranks) for (kind, ranks), size in self.message.items())
+
+
+def _all_of_it(ranks: int) -> float:
+    return 1.0
+
+
+def _others_parts(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _twice(ranks: int) -> float:
+    return 2 * _others_parts(ranks)
+
+
+_RING = {"all-gather": _others_parts, "reduce-scatter": _others_parts, "all-reduce": _twice, "all-to-all": _others_parts}
+_COLLECTIVES = {
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
+
+
+@dataclass
+class _Storage:
+    kind: str
+    module: str
+    size: int = 0
+
+
+class Trace(TorchDispatchMode):
+    """Traces what happens within its context.
+
+    Args:
+        rounding: bytes of which every allocation is a multiple: CUDA's allocator has 512, a CPU's about 64.
+    """
+
+    def __init__(self, rounding: int = 512) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rounding = rounding
+        self._storages: weakref.WeakKeyDictionary[torch.UntypedStorage, _Storage] = weakref.WeakKeyDictionary()
+        self._changes: list[tuple[_Storage, int, str, str]] = []  # what has how many bytes more, at which moment, in which module
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._inside: list[str] = []
+        self._steps = False
+        self._is_over = False
+        self._counts = Traced()
+        self._undo: list[Any] = []
+
+    # --- who is who
+
+    def watch(self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """What is there already: parameters, buffers."""
+        self._names.update((part, name) for name, part in module.named_modules())
+        for parameter in module.parameters():
+            self._label(parameter, "parameters")
+        for buffer in module.buffers():
+            self._label(buffer, "buffers")
+        for optimizer in optimizers:
+            self._undo.append(optimizer.register_step_pre_hook(self._step_begins))
+            self._undo.append(optimizer.register_step_post_hook(self._step_ends))
+
+    def _label(self, tensor: Any, kind: str) -> None:
+        if isinstance(tensor, torch.Tensor):
+            mine = local(tensor)
+            self._see(mine, kind)
+            self._storages[mine.untyped_storage()].kind = kind
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps = True
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._label(parameter.grad, "gradients")
+
+    def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps = False
+        for state in optimizer.state.values():
+            for value in state.values():
+                self._label(value, "optimizer")
+
+    # --- when
+
+    def next_update(self) -> None:
+        """One is over, and the next begins."""
+        self._counts = Traced()
+
+    @property
+    def _moment(self) -> str:
+        return "optimizer" if self._steps else "backward" if is_backward() else "forward"
+
+    def __enter__(self) -> Trace:
+        self._undo.append(register_module_forward_pre_hook(self._enter_module))
+        self._undo.append(register_module_forward_hook(self._leave_module, always_call=True))
+        # `fully_shard` frees and takes memory so, without an operator.
+        self._resize = mock.patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
+        self._resize.start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._resize.stop()
+
+    def close(self) -> None:
+        self._is_over = True
+        for each in self._undo:
+            each.remove()
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._inside.append(self._names.get(module, self._inside[-1] if self._inside else ""))
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inside:
+            self._inside.pop()
+
+    # --- what
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(map(is_plain, types)):
+            return NotImplemented  # what a wrapper does with its own parts comes by again
+        made = op(*args, **(kwargs or {}))
+        kind = None
+        if op in collective_ops:
+            kind = self._communicates(op, made, args, kwargs) if op not in sync_ops else "communication"
+        elif (count := _FLOPS.get(op.overloadpacket)) is not None:
+            self._counts.flops += count(*args, **(kwargs or {}), out_val=made)
+        for tensor in _tensors(made):
+            self._see(tensor, kind)
+        return made
+
+    def _communicates(self, op: Any, made: Any, args: Any, kwargs: Any) -> str:
+        name = op._schema.name
+        kind = next(kind for word, kind in _COLLECTIVES.items() if word in name)
+        whole = CollectiveOp.get_comm_tensor_size(op, made, args, kwargs)
+        if "gather_into_tensor" in name and "out" not in name:
+            whole = sum(t.nbytes for t in _tensors(made))
+        elif kind == "reduce-scatter" and "c10d_functional" in name:
+            whole = sum(t.nbytes for t in _tensors(args))
+        elif kind in ("all-reduce", "all-to-all", "send", "receive"):
+            whole = sum(t.nbytes for t in _tensors(args[1] if "alltoall_base" in name else args[0]))
+        ranks = CollectiveOp.get_process_group(op, args).size()
+        self._counts.calls[kind, ranks] += 1
+        self._counts.message[kind, ranks] += whole
+        label = "gathered" if kind == "all-gather" else "communication"
+        if kind in ("all-gather", "reduce-scatter"):
+            for tensor in _tensors(args):
+                if (known := self._storages.get(tensor.untyped_storage())) is not None and known.kind in (
+                    "temporary",
+                    "activations",
+                ):
+                    known.kind = label
+        return label
+
+    def _see(self, tensor: torch.Tensor, kind: str | None = None) -> None:
+        storage = tensor.untyped_storage()
+        if storage not in self._storages:
+            made_in = "activations" if self._moment == "forward" else "temporary"
+            known = self._storages[storage] = _Storage(kind or made_in, self._inside[-1] if self._inside else "")
+            weakref.finalize(storage, self._count, known, 0).atexit = False
+            self._count(known, storage.nbytes())
+
+    def _count(self, known: _Storage, size: int) -> None:
+        """A storage has so many bytes now; 0 if it is gone."""
+        now = -(-size // self._rounding) * self._rounding
+        if now != known.size and not self._is_over:
+            self._changes.append((known, now - known.size, self._moment, self._inside[-1] if self._inside else ""))
+            known.size = now
+
+    def _resizing(self, real: Any) -> Any:
+        @functools.wraps(real)
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            answer = real(storage, size)
+            if (known := self._storages.get(storage)) is not None:
+                known.kind = "gathered"
+                self._count(known, size)
+            return answer
+
+        return resize_
+
+    # --- and so
+
+    def result(self) -> Traced:
+        """Of the latest update; the peak is that of all, since the first may hold more than others."""
+        held, peak, at = 0, 0, 0
+        for number, (_, more, _, _) in enumerate(self._changes):
+            held += more
+            if held > peak:
+                peak, at = held, number
+        by_kind: Counter[str] = Counter()
+        by_module: Counter[str] = Counter()
+        for known, more, _, _ in self._changes[: at + 1]:
+            by_kind[known.kind] += more
+            if known.kind == "activations":
+                by_module[known.module] += more
+        made = self._counts
+        made.peak, made.resident = peak, held
+        made.by_kind = {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}
+        made.by_module = {name: size for name, size in by_module.most_common() if size > 0}
+        if self._changes:
+            _, _, made.moment, made.module = self._changes[at]
+        return made
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if is_plain(type(value)):
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+def _grouped(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Rows by the matrices of their groups; or, of a weight's gradient, both sides by rows."""
+    return int(2 * rows.shape[0] * rows.shape[1] * other.shape[-1])
+
+
+# torch's formulas do not know grouped products, nor the CPU's kernel of attention. As theirs do, these count the whole square of
+# a causal mask.
+_FLOPS: dict[Any, Any] = {
+    **flop_registry,
+    aten._grouped_mm: _grouped,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

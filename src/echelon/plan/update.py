@@ -1,0 +1,163 @@
+"""Two updates of a script as it stands, traced as one rank of a world that need not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from echelon.common.errors import PlanError
+from echelon.contracts.overrides import Overrides, impose
+from echelon.contracts.rank import RankInfo
+from echelon.loop.auto.optimized_unit import OptimizedUnit
+from echelon.loop.callback import Callback
+from echelon.loop.reporting.observer import observing
+from echelon.loop.state import State
+from echelon.loop.target import Target
+from echelon.parallel.layouts import resolve, with_options_of
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.recipe.recipe import Recipe
+from echelon.parallel.strategy import NOOPStrategy, Strategy
+from echelon.plan.pretended import NoMemory, pretended_world, without_values
+from echelon.plan.trace import Trace, Traced
+from echelon.world.init import World
+
+__all__ = ["Planned", "trace_update"]
+
+
+class _Enough(BaseException):
+    """The script has made the updates that were wanted."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An update of a script under a layout, on one rank.
+
+    Args:
+        layout: as it is written for `layout=`.
+        ranks: in the world.
+        model: the module's class.
+        parameters: of the whole model.
+        traced: what the rank holds, sends and computes.
+        read: values of tensors that the script read in the updates, which were made up.
+    """
+
+    layout: str
+    ranks: int
+    model: str
+    parameters: int
+    traced: Traced
+    read: int
+
+
+@dataclass
+class _WithoutValues(Strategy):
+    """A layout, for a module whose tensors lose their memory before it comes to them."""
+
+    real: Strategy
+    mode: NoMemory
+
+    def __post_init__(self) -> None:
+        self.model, self.parameters = "", 0
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.real.name
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        self.model, self.parameters = type(module).__name__, sum(p.numel() for p in module.parameters())
+        without_values(module, self.mode)
+        return self.real.prepare(module, world, recipe)
+
+
+def trace_update(target: Target, layout: str | None, ranks: int, *, per_node: int = 8, rounding: int = 512) -> Planned:
+    """Run the script up to its second update, as rank 0 of so many, with a model that has no memory.
+
+    Compilation is left out. Only for a process of its own, which ends afterwards: what the script began stays begun.
+
+    Args:
+        layout: in place of the script's own.
+        per_node: ranks of a node.
+        rounding: see `Trace`.
+    Raises:
+        PlanError: the script gives echelon no module to train, or trains for no two updates.
+        UsageError: what training would be refused for.
+    """
+    here = min(per_node, ranks)
+    info = RankInfo(rank=0, local_rank=0, world_size=ranks, local_world_size=here, run_id="plan")
+    os.environ.update({**info.to_env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    with pretended_world(ranks) as mode:
+        chosen: list[_WithoutValues] = []
+
+        def choose(own: Strategy | None) -> Strategy:
+            given = resolve(layout)
+            real = with_options_of(own, given) if given is not None else own or NOOPStrategy()
+            chosen.append(_WithoutValues(real, mode))
+            return chosen[-1]
+
+        watcher = _Watcher(mode, rounding)
+        impose(Overrides(choose, compile=False, observes=True))
+        try:
+            with observing(watcher.look_at):
+                target.run()
+        except _Enough:
+            pass
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+        finally:
+            impose(None)
+            watcher.close()
+        if not chosen:
+            raise PlanError(
+                f"{target.script} gave echelon no module that is not parallel already, so there is nothing to plan. It must "
+                "reach echelon's train, fit or prepare."
+            )
+        if watcher.updates < 2:
+            raise PlanError(
+                f"{target.script} must train for 2 updates or more to be planned, got {watcher.updates}: the first one makes the "
+                "optimizer's state. Give it more updates or a smaller global batch."
+            )
+        last = chosen[-1]
+        return Planned(last.real.name, ranks, last.model, last.parameters, watcher.trace.result(), mode.read)
+
+
+class _Watcher(Callback):
+    """Traces what lies between the beginning of a step and its end; the loader's work lies between steps, with real tensors."""
+
+    def __init__(self, mode: NoMemory, rounding: int) -> None:
+        self.trace, self.updates = Trace(rounding), 0
+        self._modes = (mode, self.trace)
+        self._step = contextlib.ExitStack()
+
+    def look_at(self, unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
+        if not isinstance(unit, OptimizedUnit):
+            raise PlanError(
+                f"{type(unit).__name__} must be an AutoUnit, or the loop one of echelon.prepare: a train_step by hand is not "
+                "traced."
+            )
+        return [self]
+
+    def on_train_start(self, state: State, unit: Any) -> None:
+        self._before = unit.train_progress.num_updates_completed
+        self.trace.watch(unit.prepared.unwrapped, unit.optimizers)
+
+    def on_train_step_start(self, state: State, unit: Any) -> None:
+        for mode in self._modes:
+            self._step.enter_context(mode)
+
+    def on_train_step_end(self, state: State, unit: Any) -> None:
+        self._step.close()
+        if (done := unit.train_progress.num_updates_completed - self._before) > self.updates:
+            self.updates = done
+            if done >= 2:
+                raise _Enough
+            self.trace.next_update()
+
+    def close(self) -> None:
+        self._step.close()
+        self.trace.close()

@@ -1,0 +1,156 @@
+"""`echelon plan`: what each layout holds, traced through the code that trains, without the memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.common.errors import PlanError
+from echelon.plan.devices import DEVICES, Cluster, bytes_of, device_named
+from tests.kit.refusals import refused
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+WIDTH, DEPTH = 96, 4
+PARAMETERS = DEPTH * (WIDTH * WIDTH + WIDTH)
+
+UNIT = f"""
+import sys
+import torch
+import echelon as ech
+
+class Fit(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        return torch.nn.functional.mse_loss(self.module(data[0]), data[1]), None
+
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.AdamW(module.parameters()), None
+
+ech.init_from_env()
+print("what a script prints is not the plan")
+layers = [torch.nn.Linear({WIDTH}, {WIDTH}) for _ in range({DEPTH})]
+data = torch.utils.data.TensorDataset(torch.randn(64, {WIDTH}), torch.randn(64, {WIDTH}))
+loader = ech.Loader(data, global_batch=8)
+"""
+TRAINS = "ech.train(Fit(module=torch.nn.Sequential(*layers), layout='ddp'), loader, max_updates=8, checkpoints=sys.argv[1:])\n"
+
+LOOP = """
+import torch
+import echelon as ech
+
+ech.init_from_env()
+with ech.on_meta():
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH), torch.randn(64, WIDTH))
+model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(data, global_batch=8), layout="fsdp")
+for epoch in ech.epochs(loader, 2):
+    for x, y in loader:
+        with ech.window(model) as window:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            window.backward(loss)
+            if loss.item() > 1e6 or torch.isnan(loss).any():
+                raise SystemExit("lost")
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def plan(echelon_command: Command, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "train.py").write_text(textwrap.dedent(script))
+        return echelon_command("plan", *options, "train.py")
+
+    return run
+
+
+def told(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    assert done.stdout, done.stderr
+    return {each["layout"]: each for each in json.loads(done.stdout)["layouts"]}
+
+
+def rounded(size: int) -> int:
+    return -(-size // 512) * 512
+
+
+def test_each_layout_holds_what_it_says(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = plan(UNIT + TRAINS.replace(", checkpoints=sys.argv[1:]", ""), "--gpus", "4", "--json")
+    layouts = told(done)
+    assert done.returncode == 0
+    assert [each["layout"] for each in layouts.values()] == ["ddp", "zero1", "zero2", "fsdp", "dp_shard=2,tp=2"]
+    assert layouts["ddp"]["is_own"] and layouts["ddp"]["parameters"] == PARAMETERS
+    whole = DEPTH * (rounded(4 * WIDTH * WIDTH) + rounded(4 * WIDTH))
+    ddp, zero1, fsdp = (layouts[name]["by_kind"] for name in ("ddp", "zero1", "fsdp"))
+    assert ddp["parameters"] == whole and 4 * PARAMETERS <= ddp["gradients"] <= whole  # a bucket
+    assert 2 * whole <= ddp["optimizer"] <= 2 * whole + 2 * DEPTH * 512  # and counts of steps
+    assert zero1["parameters"] == pytest.approx(whole, rel=0.01) and zero1["optimizer"] == pytest.approx(whole / 2, rel=0.1)
+    part = DEPTH * (rounded(4 * WIDTH * WIDTH // 4) + rounded(4 * WIDTH // 4))
+    assert fsdp["parameters"] == part and 2 * part <= fsdp["optimizer"] <= 2 * part + 2 * DEPTH * 512
+    # All-reduce: 2 (n - 1) / n of the gradients; all-gathers in the forward and the backward pass, and a reduce-scatter.
+    assert layouts["ddp"]["sent"] == pytest.approx(4 * PARAMETERS * 2 * 3 / 4, rel=0.01)
+    assert 4 * PARAMETERS * 2 * 3 / 4 <= layouts["fsdp"]["sent"] <= 4 * PARAMETERS * 3 * 3 / 4 * 1.01
+    rows = 2  # of 8 on 4 ranks; a product in the forward pass, two in the backward, but for the first layer's input
+    assert layouts["ddp"]["flops"] == 2 * rows * WIDTH * WIDTH * (3 * DEPTH - 1)
+
+
+def test_a_loop_of_ones_own_is_traced_and_values_are_made_up(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    script = LOOP.replace("WIDTH", str(WIDTH)).replace("DEPTH", str(DEPTH))
+    layouts = told(plan(script, "--gpus", "2", "--json", "--layout", "ddp"))
+    assert list(layouts) == ["fsdp", "ddp"] and layouts["fsdp"]["is_own"]
+    assert layouts["fsdp"]["peak"] < layouts["ddp"]["peak"] and layouts["fsdp"]["read"] >= 4
+
+
+def test_a_model_that_no_machine_here_could_hold(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    script = LOOP.replace("WIDTH", "32768").replace("DEPTH", "80").replace('"fsdp"', "ech.FSDPStrategy(blocks=[torch.nn.Linear])")
+    script = script.replace("randn(64, 32768)", "zeros(1, 1).expand(4096, 32768)").replace("global_batch=8", "global_batch=1024")
+    done = plan(script, "--cluster", "128x8xH100", "--json", "--layout", "hsdp")
+    layouts = told(done)
+    fsdp, hsdp = layouts["fsdp"], layouts["hsdp"]
+    assert fsdp["parameters"] == 80 * (32768 * 32768 + 32768)  # 86 billion
+    assert fsdp["by_kind"]["parameters"] == pytest.approx(4 * fsdp["parameters"] / 1024, rel=0.01)
+    assert hsdp["by_kind"]["parameters"] == pytest.approx(4 * fsdp["parameters"] / 8, rel=0.01)
+    assert (fsdp["verdict"], hsdp["verdict"]) == ("fits", "does not fit")
+
+
+def test_a_table_says_what_fits_and_what_would(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    script = UNIT + TRAINS.replace(", checkpoints=sys.argv[1:]", "")
+    done = plan(script, "--gpus", "2", "--budget", "100KiB")
+    assert done.returncode == 1 and done.stdout.count("does not fit") == 4
+    assert "None is sure to fit" in done.stdout and "what a script prints" not in done.stdout
+    done = plan(script, "--gpus", "2", "--device", "h200", "--layout", "tp=4")
+    assert done.returncode == 0 and "ddp (yours)" in done.stdout and "Not traced: tp=4." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ("sys.exit(0)", "gave echelon no module"),
+        ("raise ValueError('mine')", "ValueError: mine"),
+        ("ech.train(Fit(module=torch.nn.Sequential(*layers)), loader, max_updates=1)", "2 updates or more"),
+        (
+            "Fit.compute_loss = lambda self, state, data: (self.module(data[0])[data[1].nonzero()].sum(), None)\n" + TRAINS,
+            "train.py:",
+        ),
+    ],
+)
+def test_what_cannot_be_traced_is_said(plan: Callable[..., subprocess.CompletedProcess[str]], ends: str, says: str) -> None:
+    done = plan(UNIT + ends.replace(", checkpoints=sys.argv[1:]", ""), "--gpus", "2", "--layout", "ddp")
+    assert done.returncode != 0 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_devices_and_sizes_are_checked() -> None:
+    assert Cluster.of("16x8xH100") == Cluster(16, 8, DEVICES["h100-sxm"]) and device_named("RTX4090").memory < 24 * 2**30
+    assert (bytes_of("80GiB", "x"), bytes_of("80 GB", "x"), bytes_of("1.5kib", "x")) == (80 << 30, 80 * 10**9, 1536)
+    for text in ("16x8", "0x8xh100", "16x8xtpu", "9" * 30 + "x8xh100"):
+        with refused(PlanError):
+            Cluster.of(text)
+    for text in ("", "0", "-1GiB", "80 parsecs", "1e9", "inf"):
+        with refused(PlanError):
+            bytes_of(text, "--budget")

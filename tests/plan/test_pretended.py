@@ -1,0 +1,66 @@
+"""Ranks that do not exist do what torch's do: what is private of torch has not changed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+from echelon.plan.pretended import Chunks, pretended_world, without_values
+
+Ranks = Callable[..., list[Any]]
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def _gradient_storages(model: nn.Module, mode: contextlib.AbstractContextManager[Any]) -> list[int]:
+    """Bytes of the storages in which gradients lie after passes that are reduced, and after some that are not."""
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    found = []
+    with mode:
+        for _ in range(2):
+            with wrapped.no_sync():
+                wrapped(torch.randn(2, 4)).sum().backward()
+            found += [p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None]
+            wrapped(torch.randn(2, 4)).sum().backward()
+            found += [p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None]
+            wrapped.zero_grad()
+    return found
+
+
+def _really() -> list[int]:
+    return _gradient_storages(_model(), contextlib.nullcontext())
+
+
+def test_gradients_lie_in_buckets_as_torchs_reducer_has_them(ranks: Ranks) -> None:
+    real = ranks(2, _really)
+    with pretended_world(2) as mode:
+        model = _model()
+        without_values(model, mode)
+        assert [_gradient_storages(model, mode)] * 2 == real
+
+
+def test_parts_of_a_parameter_are_those_of_fully_shard() -> None:
+    for rows, number in ((7, 3), (8, 4), (2, 4), (9, 9)):
+        tensor = torch.arange(rows * 2.0).view(rows, 2)
+        real = _fsdp_param._chunk_with_empty(tensor, number, dim=0)
+        ours = Chunks(tensor, number, 0)
+        assert all(torch.equal(real[i], ours[i]) for i in range(number))
+
+
+def test_values_are_made_up_and_nothing_else_is_left_changed() -> None:
+    before = (nn.Module.to, torch.distributed.Reducer, _fsdp_param._chunk_with_empty)
+    with pretended_world(64, 3) as mode:
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (3, 64)
+        with mode:
+            values = torch.randn(4)
+        assert values.sum().item() == 1.0 and (values > 0).all() and not values.isnan().any() and mode.read == 3
+        assert values.tolist() == [1.0] * 4
+    assert (nn.Module.to, torch.distributed.Reducer, _fsdp_param._chunk_with_empty) == before
+    assert not torch.distributed.is_initialized()
