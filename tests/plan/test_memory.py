@@ -30,7 +30,7 @@ class Fit(ech.AutoUnit):
         return torch.nn.functional.mse_loss(self.module(data[0]), data[1]), None
 
     def configure_optimizers_and_lr_scheduler(self, module):
-        return torch.optim.AdamW(module.parameters()), None
+        return torch.optim.AdamW(module.parameters(), fused=True), None
 
 ech.init_from_env()
 print("what a script prints is not the plan")
@@ -93,6 +93,7 @@ def test_each_layout_holds_what_it_says(plan: Callable[..., subprocess.Completed
     assert zero1["parameters"] == pytest.approx(whole, rel=0.01) and zero1["optimizer"] == pytest.approx(whole / 2, rel=0.1)
     part = DEPTH * (rounded(4 * WIDTH * WIDTH // 4) + rounded(4 * WIDTH // 4))
     assert fsdp["parameters"] == part and 2 * part <= fsdp["optimizer"] <= 2 * part + 2 * DEPTH * 512
+    assert fsdp.get("temporary", 0) < whole  # torch tries operators of sharded tensors on whole shapes, which no rank has
     # All-reduce: 2 (n - 1) / n of the gradients; all-gathers in the forward and the backward pass, and a reduce-scatter.
     assert layouts["ddp"]["sent"] == pytest.approx(4 * PARAMETERS * 2 * 3 / 4, rel=0.01)
     assert 4 * PARAMETERS * 2 * 3 / 4 <= layouts["fsdp"]["sent"] <= 4 * PARAMETERS * 3 * 3 / 4 * 1.01
@@ -105,6 +106,17 @@ def test_a_loop_of_ones_own_is_traced_and_values_are_made_up(plan: Callable[...,
     layouts = told(plan(script, "--gpus", "2", "--json", "--layout", "ddp"))
     assert list(layouts) == ["fsdp", "ddp"] and layouts["fsdp"]["is_own"]
     assert layouts["fsdp"]["peak"] < layouts["ddp"]["peak"] and layouts["fsdp"]["read"] >= 4
+
+
+def test_recomputed_blocks_hold_less(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    blocks = UNIT.replace("randn(64", "randn(4096").replace("=8", "=1024").replace("layers = [", "layers = [torch.nn.Sequential(")
+    blocks = blocks.replace(f"torch.nn.Linear({WIDTH}, {WIDTH}) for", f"torch.nn.Linear({WIDTH}, {WIDTH}), torch.nn.GELU()) for")
+    train = "ech.train(Fit(module=torch.nn.Sequential(*layers), layout='ddp'{}), loader, max_updates=3)"
+    kept, recomputed = (
+        told(plan(blocks + train.format(more), "--gpus", "2", "--json", "--layout", "ddp"))["ddp"]
+        for more in ("", ", recompute='blocks'")
+    )
+    assert recomputed["by_kind"]["activations"] < kept["by_kind"]["activations"] and recomputed["flops"] > kept["flops"]
 
 
 def test_a_model_that_no_machine_here_could_hold(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:

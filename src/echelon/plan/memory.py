@@ -200,7 +200,7 @@ def _remedy(answer: Answer) -> str:
     kinds = answer.by_kind or {}
     most = max(kinds, key=lambda kind: kinds[kind])
     if most in ("activations", "temporary"):
-        return "most of it are activations. Use smaller micro-batches (accumulate=), or recompute=True."
+        return "most of it are activations. Use smaller micro-batches (accumulate=), or recompute='blocks'."
     return f"most of it are {most}. Use more ranks."
 
 

@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # The meta kernels of collectives, which fake tensors need, come with this module.
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from echelon.world import agree
 
@@ -57,6 +58,7 @@ def pretended_world(size: int, rank: int = 0) -> Iterator[NoMemory]:
             mock.patch.object(nn.Module, "to", _to),
             mock.patch.object(FakeTensor, "data", property(torch.Tensor.detach, _set_data), create=True),
             mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", Chunks),
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagated),
         ):
             yield mode
     finally:
@@ -92,6 +94,15 @@ def _to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     if any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
         return module
     return _real_to(module, *args, **kwargs)
+
+
+_real_propagation = ShardingPropagator._propagate_tensor_meta_non_cached
+
+
+def _propagated(propagator: ShardingPropagator, op_schema: Any) -> Any:
+    """What shape an operator of DTensors gives: found out with fake tensors of the whole shape, which no rank ever has."""
+    with _disable_current_modes():
+        return _real_propagation(propagator, op_schema)
 
 
 def _set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
