@@ -15,7 +15,6 @@ from torch import nn
 
 import echelon as ech
 from echelon.common.errors import EchelonError, LaunchError, UsageError
-from echelon.compat.torchtnt.framework.callbacks import SlowRankDetector
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.launcher.calls import Call, pack
 from echelon.loop.callbacks import EarlyStopping, GarbageCollector, LearningRateMonitor, PyTorchProfiler
@@ -241,7 +240,6 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (GarbageCollector, {"step_interval": None}, "a whole number of at least 1, got None"),
     (LearningRateMonitor, {"loggers": 3}, "a logger or a list of loggers, got 3"),
     (PyTorchProfiler, {"profiler": None}, r"a torch.profiler.profile\(...\), got None"),
-    (SlowRankDetector, {"logger": 3}, "a logger or None, got 3"),
     (CSVLogger, {"path": 3}, "a file, got 3"),
     (partial(CSVLogger, "m.csv"), {"steps_before_flushing": 1.5}, "a whole number of at least 1, got 1.5"),
     (ech.evidence.RunDir, {"path": 3}, "a run's folder, got 3"),

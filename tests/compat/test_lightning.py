@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.common.errors import TrainerError, UsageError
+from echelon.common.errors import NotHereError, TrainerError, UsageError
 from echelon.compat.names import Missing
 from tests.kit.refusals import refused
 
@@ -24,14 +24,14 @@ def test_names_are_present_or_say_what_takes_their_place(module: str) -> None:
     assert issubclass(found.Trainer, ech.Trainer)
     for name in ("LightningModule", "LightningDataModule", "Callback", "seed_everything"):
         assert hasattr(found, name)
-    with refused(UsageError):
+    with refused(NotHereError):
         found.Fabric()
     assert not hasattr(found, "nothing_of_the_kind")
 
 
 def test_a_callback_that_is_not_there_can_be_imported_and_says_so_when_it_is_used() -> None:
     found = importlib.import_module("echelon.compat.lightning.pytorch.callbacks").RichProgressBar
-    with refused(UsageError):
+    with refused(NotHereError):
         found()
 
 
@@ -98,7 +98,7 @@ def test_a_rank_that_a_program_gives_itself_counts() -> None:
 )
 def test_modules_that_are_not_there_say_what_takes_their_place(module: str, name: str, says: str) -> None:
     found = getattr(importlib.import_module(f"echelon.compat.{module}"), name)
-    with refused(UsageError):
+    with refused(NotHereError):
         found()
 
 
@@ -121,7 +121,7 @@ def test_every_published_name_works_or_says_what_takes_its_place() -> None:
 def test_a_name_that_is_not_there_decides_nothing() -> None:
     """`if SomeFlag:` took what was not there."""
     found = importlib.import_module("echelon.compat.lightning.pytorch.plugins.precision").DoublePrecision
-    with refused(UsageError):
+    with refused(NotHereError):
         bool(found)
     flags = importlib.import_module("echelon.compat.lightning.pytorch.utilities.imports")
     assert [getattr(flags, f"_{name}_AVAILABLE") for name in ("TORCH", "NOTHING_OF_THE_KIND")] == [True, False]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gc
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,9 @@ from torch import nn
 from echelon.compat.torchtnt.framework import AutoPredictUnit, AutoUnit, EntryPoint, PhaseState, State, TrainUnit, train
 from echelon.compat.torchtnt.framework.auto_unit import GradScalerParams
 from echelon.compat.torchtnt.framework.callbacks import (
-    BaseCSVWriter,
     GarbageCollector,
-    IterationTimeLogger,
     ModuleSummary,
-    SystemResourcesMonitor,
-    TensorBoardParameterMonitor,
-    ThroughputLogger,
-    TimeWaitForBatchLogger,
 )
-from echelon.compat.torchtnt.framework.callbacks.periodic_distributed_sync import PeriodicDistributedSync
 from echelon.compat.torchtnt.framework.unit import AppStateMixin
 from echelon.compat.torchtnt.utils import device, distributed, env
 from echelon.compat.torchtnt.utils.anomaly_evaluation import IsNaNEvaluator, ThresholdEvaluator
@@ -167,58 +159,14 @@ def test_a_step_that_iterates_is_given_the_iterator() -> None:
 # --- callbacks
 
 
-@pytest.mark.parametrize("phase", ["train", "eval", "predict"])
-def test_loggers_go_by_the_hook_and_not_by_the_active_phase(phase: str) -> None:
-    words = {"train": ("Train", "Train"), "eval": ("Eval", "Eval"), "predict": ("Prediction", "Predict")}[phase]
-    unit, mock = MagicMock(), MagicMock()
-    getattr(unit, f"{phase}_progress").num_steps_completed = 3
-    durations = {f"{phase}_iteration_time": [1.0, 3.0], "data_wait_time": [0.5, 1.0, 2.0]}
-    getattr(mock, f"{phase}_state").iteration_timer.recorded_durations = durations
-    for state in (mock, _state("FIT")):
-        getattr(state, f"{phase}_state").iteration_timer.recorded_durations.update(durations)
-        logger = MagicMock()
-        for callback in (IterationTimeLogger(logger), TimeWaitForBatchLogger(logger), ThroughputLogger(logger, {"items": 8})):
-            getattr(callback, f"on_{phase}_step_end")(state, unit)
-        assert [call.args for call in logger.log.call_args_list] == [
-            (f"{words[0]} Iteration Time (seconds)", 3.0, 2),
-            (f"Time Wait For Batch ({words[1]})", 2.0, 3),
-            (f"{words[1]}: items per second (step granularity)", 2.0, 2),
-        ]
-
-
-def test_callbacks_by_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-
-    class Rows(BaseCSVWriter):
-        def get_step_output_rows(self, state: Any, unit: Any, step_output: Any) -> list[Any]:
-            return [["a", "b"], ["c", "d"]]
-
-    for state in (_state("PREDICT"), MagicMock()):
-        rows = Rows(["x", "y"], tmp_path, ",", f"{type(state).__name__}.csv")
-        rows.on_predict_step_end(state, MagicMock())
-        rows.on_predict_end(state, MagicMock())
-        assert Path(rows.output_path).read_text().split() == ["x,y", "a,b", "c,d"]
-
-    stats = MagicMock()
-    monitor = SystemResourcesMonitor(stats, logging_interval="step")
-    monitor.write_system_stats("epoch", 1)
-    monitor.write_system_stats("step", 2)
-    assert stats.log_dict.call_count == 1 and stats.log_dict.call_args.args[1] == 2 and monitor.device.type in ("cpu", "cuda")
-
+def test_callbacks_by_hand() -> None:
     unit = MagicMock()
     unit.tracked_modules.return_value = {"net": nn.Linear(1, 1)}
-    for written in (MagicMock(spec=["add_histogram"]), MagicMock()):
-        TensorBoardParameterMonitor(written).on_train_epoch_end(_state(), unit)
-        assert [call.args[0] for call in written.add_histogram.call_args_list] == ["Parameters/net/weight", "Parameters/net/bias"]
     names: list[str] = []
     ModuleSummary(process_fn=lambda found: names.extend(each.module_name for each in found)).on_train_start(_state(), unit)
     assert names == ["net"]
 
-    sync = PeriodicDistributedSync(sync_every_n_steps=2)
     unit.eval_progress = Progress(0, 4, 4)
-    sync.on_eval_step_end(_state("EVALUATE"), unit)
-    assert sync.sync_every_n_steps == 2 and "Barrier at step 4 on rank 0" in caplog.text
-
     collector, state = GarbageCollector(2), _state("FIT")
     unit.train_progress = unit.eval_progress
     collector.on_eval_start(state, unit)

@@ -529,12 +529,12 @@ def test_hostile_checkpoints_of_torchtnt_are_refused_and_run_nothing(tmp_path: P
 
 
 def test_names_that_are_not_here_can_be_imported() -> None:
-    from echelon.common.errors import UsageError
+    from echelon.common.errors import NotHereError
     from echelon.compat.fairscale.nn import Pipe
 
     assert not isinstance(nn.Linear(1, 1), Pipe)
     for use in (lambda: Pipe(nn.Linear(1, 1)), lambda: Pipe.balance, lambda: type("Mine", (), {})() and _subclass(Pipe)):
-        with refused(UsageError):
+        with refused(NotHereError):
             use()
 
 

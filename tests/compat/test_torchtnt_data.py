@@ -19,12 +19,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 import echelon as ech
 from echelon.common.errors import LoaderError, LoopError, RanksDisagreeError, UsageError
 from echelon.compat.torchtnt.utils.data import (
-    AbstractRandomDataset,
     CudaDataPrefetcher,
     DataIterationStrategyRegistry,
     MultiDataLoader,
     MultiIterator,
-    profile_dataloader,
 )
 from echelon.compat.torchtnt.utils.data.iterators import (
     AllDatasetBatches,
@@ -34,7 +32,6 @@ from echelon.compat.torchtnt.utils.data.iterators import (
     RoundRobin,
     StoppingMechanism,
 )
-from echelon.compat.torchtnt.utils.data.synthetic_data import generate_random_square_image_tensor
 from echelon.data.parts import Padding
 from tests.conftest import Ranks
 from tests.kit import models
@@ -498,42 +495,6 @@ def test_all_ranks_draw_the_same_loader_and_a_run_goes_on_in_the_middle_of_an_ep
 
 
 # --- the other parts
-
-
-def test_profile_dataloader_times_reads_and_copies_and_tells_the_profiler() -> None:
-    class Steps:
-        count = 0
-
-        def step(self) -> None:
-            self.count += 1
-
-    steps = Steps()
-    timer = profile_dataloader([torch.ones(2)] * 5, steps, device=torch.device("cpu"))  # type: ignore[arg-type]
-    counts = {name: len(times) for name, times in timer.recorded_durations.items()}
-    assert counts == {"iter(dataloader)": 1, "next(iter)": 5, "copy_data_to_device": 5} and steps.count == 5
-    read: list[int] = []
-    again = profile_dataloader((read.append(i) or i for i in range(9)), None, max_steps=3, timer=timer)  # type: ignore[func-returns-value]
-    assert again is timer and len(timer.recorded_durations["next(iter)"]) == 8 and read == [0, 1, 2]
-
-
-def test_random_datasets() -> None:
-    class Numbers(AbstractRandomDataset[float]):
-        def _generate_random_item(self) -> float:
-            return random.random()
-
-    numbers = Numbers()
-    assert len(numbers) == 100 and len({numbers[i] for i in range(100)}) == 100
-    for outside in (-1, 100):
-        with pytest.raises(IndexError):
-            numbers[outside]
-    with pytest.raises(UsageError):
-        Numbers(size=0)
-    with pytest.raises(TypeError):
-        AbstractRandomDataset()  # type: ignore[abstract]
-    image = generate_random_square_image_tensor(3, 8)
-    assert image.shape == (3, 8, 8) and 0 <= image.min() < image.max() <= 1
-    with pytest.raises(UsageError):
-        generate_random_square_image_tensor(0, 8)
 
 
 def test_the_prefetcher_is_for_gpus() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import logging
 import os
 import pickle
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import SkipTest
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from torch import nn
 
 from echelon.common.errors import LauncherEnvironmentError, RankFailedError, UsageError
 from echelon.compat.torchtnt import utils
-from echelon.compat.torchtnt.utils import device, distributed, env, rank_zero_log, test_utils
+from echelon.compat.torchtnt.utils import device, distributed, env, rank_zero_log
 from echelon.compat.torchtnt.utils.distributed import PGWrapper, rank_zero_read_and_broadcast, sync_bool
 from echelon.launcher.functions.run import launch
 from echelon.parallel.ddp.sync_batchnorm import LocalBatchNorm, sync_batchnorm
@@ -394,24 +392,6 @@ def test_a_synchronised_batch_norm_becomes_an_ordinary_one_again() -> None:
 
 
 # --- checkpoints' folders, and help for tests
-
-
-def test_captured_output_and_other_help_for_tests(capsys: pytest.CaptureFixture[str]) -> None:
-    with test_utils.captured_output() as (out, err):
-        print("to out")
-        print("to err", file=sys.stderr)
-    assert isinstance(out, io.StringIO) and (out.getvalue(), err.getvalue()) == ("to out\n", "to err\n")
-    assert capsys.readouterr().out == ""
-    config = test_utils.get_pet_launch_config(3)
-    assert (config.nproc_per_node, config.max_nodes, config.max_restarts) == (3, 1, 0)
-    assert config.run_id != test_utils.get_pet_launch_config(3).run_id
-    if not test_utils.is_asan_or_tsan():
-        assert test_utils.skip_if_asan(lambda: 4)() == 4
-    assert test_utils.skip_if_not_distributed(test_seed) is test_seed
-    skipped: Any = test_utils.skip_if_not_gpu(lambda: 4)
-    if not torch.cuda.is_available():
-        with pytest.raises(SkipTest):
-            skipped()
 
 
 @dataclass(slots=True)

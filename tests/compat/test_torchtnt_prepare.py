@@ -21,7 +21,7 @@ from echelon.checkpoint import manifest
 from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.framework.auto_unit import AutoPredictUnit, AutoUnit
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
-from echelon.compat.torchtnt.utils import checkpoint, fsdp_utils, precision, stateful
+from echelon.compat.torchtnt.utils import checkpoint, fsdp_utils, precision
 from echelon.compat.torchtnt.utils import prepare_module as tnt
 from echelon.compat.torchtnt.utils.device_mesh import (
     GlobalMeshCoordinator,
@@ -505,27 +505,6 @@ def test_estimates_of_what_has_no_length() -> None:
     assert estimated_steps_in_fit(train_dataloader=stream, eval_dataloader=range(4), **fit) is None  # type: ignore[arg-type]
     assert estimated_steps_in_fit(train_dataloader=range(5), eval_dataloader=stream, **fit) is None  # type: ignore[arg-type]
     assert Progress(num_steps_completed=3).get_progress_string().startswith("completed epochs: 0, completed steps: 3")
-
-
-def test_several_states_as_one() -> None:
-    module, progress, words = net(), Progress(2, 5, 1), stateful.DictStateful({"a": 1})
-    several = stateful.MultiStateful({"module": module, "progress": progress, "words": words})
-    saved = copy.deepcopy(several.state_dict())
-    other = stateful.MultiStateful({"module": net(seed=1), "progress": Progress(), "words": stateful.DictStateful(b=2)})
-    assert isinstance(words, stateful.Stateful) and not isinstance(words, stateful.MetricStateful)
-    assert isinstance(ech.Mean(), stateful.MetricStateful)
-    other.load_state_dict(saved)
-    assert largest_difference(whole(other.stateful_objs["module"]), whole(module)) == 0
-    assert other.stateful_objs["progress"].num_steps_completed == 5 and other.stateful_objs["words"] == {"a": 1}
-    del saved["module"]["first.bias"], saved["words"]
-    with pytest.raises(RuntimeError, match=r"first\.bias"):
-        other.load_state_dict(saved)
-    stateful.MultiStateful(other.stateful_objs, strict=False).load_state_dict(saved)
-    only = stateful.MultiStateful({"progress": Progress(), "words": stateful.DictStateful(c=3)})
-    only.load_state_dict({"progress": saved["progress"]})
-    assert only.stateful_objs["progress"].num_steps_completed == 5 and only.stateful_objs["words"] == {"c": 3}
-    with pytest.raises(KeyError, match="unknown"):
-        only.load_state_dict({"unknown": {}})
 
 
 def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:

@@ -33,27 +33,17 @@ from echelon.compat.torchtnt.framework import (
 )
 from echelon.compat.torchtnt.framework.auto_unit import SWALRParams, SWAParams
 from echelon.compat.torchtnt.framework.callbacks import (
-    EarlyStopping,
-    EmptyDataloaderDetectorCallback,
-    EnableTensorFloat32,
     GarbageCollector,
-    IterationTimeLogger,
-    Lambda,
-    ThroughputLogger,
-    TimeWaitForBatchLogger,
-    TorchCompile,
     TQDMProgressBar,
     garbage_collector,
-    torch_compile,
 )
-from echelon.compat.torchtnt.utils.early_stop_checker import EarlyStopChecker
-from echelon.compat.torchtnt.utils.loggers import MetricLogger
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.swa import AveragedModel
 from echelon.compat.torchtnt.utils.timer import Timer
-from echelon.errors import DataError, LoopError, UnitError, UsageError
+from echelon.errors import LoopError, UnitError, UsageError
 from tests.conftest import Ranks
 from tests.kit.refusals import refused
+from tests.kit.units import Hooks
 
 CPU = torch.device("cpu")
 
@@ -68,18 +58,6 @@ class Plain(TrainUnit[Any], EvalUnit[Any], PredictUnit[Any]):
         return data
 
     eval_step = predict_step = train_step
-
-
-class Log(MetricLogger):
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, float, int]] = []
-
-    def log(self, name: str, data: Any, step: int) -> None:
-        self.rows.append((name, float(data), step))
-
-    def log_dict(self, payload: Any, step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _unit(steps: int) -> Plain:
@@ -189,7 +167,7 @@ def test_a_loops_state_is_a_state() -> None:
     def look(state: Any, unit: Any) -> None:
         seen.extend([isinstance(state, State), isinstance(state.train_state, PhaseState), isinstance(unit, PhaseState)])
 
-    train(Plain(), [1], max_epochs=1, callbacks=[Lambda(on_train_start=look)])
+    train(Plain(), [1], max_epochs=1, callbacks=[Hooks(on_train_start=look)])
     assert seen == [True, True, False]
 
 
@@ -236,7 +214,7 @@ def test_an_evaluation_after_every_0_epochs_is_never() -> None:
 
 def test_durations_of_iterations_are_read_like_lists() -> None:
     states: list[State] = []
-    train(Plain(), [1, 2, 3], max_epochs=1, callbacks=[Lambda(on_train_start=lambda state, unit: states.append(state))])
+    train(Plain(), [1, 2, 3], max_epochs=1, callbacks=[Hooks(on_train_start=lambda state, unit: states.append(state))])
     timer = states[0].train_state.iteration_timer  # type: ignore[union-attr]
     taken = timer.recorded_durations["train_iteration_time"]
     assert len(taken) == 3 and len(taken[-2:]) == 2 and taken[-1] == taken[-2:][1]
@@ -286,103 +264,10 @@ def test_a_stop_is_told(caplog: pytest.LogCaptureFixture) -> None:
 # --- callbacks called by hand
 
 
-def test_times_of_iterations_by_hand() -> None:
-    log = Log()
-    logger = IterationTimeLogger(log, moving_avg_window=2, warmup_steps=1)
-    state, unit = _state(), _unit(0)
-    assert state.train_state is not None
-    durations = state.train_state.iteration_timer.recorded_durations
-    for seconds in (1.0, 3.0, 5.0):
-        unit.train_progress.increment_step()
-        logger.on_train_step_end(state, unit)  # of the step before: this one's duration is not known yet
-        durations["train_iteration_time"].append(seconds)
-    logger.on_train_end(state, unit)
-    name = "Train Iteration Time (seconds)"
-    assert log.rows == [(name, 2.0, 2), (name, 4.0, 3)]
-
-
-def test_times_of_iterations_in_a_run_are_of_the_step_they_are_logged_for() -> None:
-    log, states = Log(), []
-    callbacks = [IterationTimeLogger(log), Lambda(on_train_start=lambda state, unit: states.append(state))]
-    train(Plain(), [1, 2, 3], max_epochs=1, callbacks=callbacks)
-    taken = list(states[0].train_state.iteration_timer.recorded_durations["train_iteration_time"])
-    assert [(seconds, step) for _, seconds, step in log.rows] == [(s, i) for i, s in enumerate(taken, 1)]
-
-
-@pytest.mark.parametrize(
-    ("phase", "hook", "name"),
-    [(ActivePhase.TRAIN, "train", "Train"), (ActivePhase.EVALUATE, "eval", "Eval"), (ActivePhase.PREDICT, "predict", "Predict")],
-)
-def test_throughput_and_waits_by_hand(phase: ActivePhase, hook: str, name: str) -> None:
-    log, waits, state, unit = Log(), Log(), _state(phase), _unit(4)
-    here = state.active_phase_state()
-    assert here is not None
-    here.iteration_timer.recorded_durations = {f"{hook}_iteration_time": [1, 3], "data_wait_time": [4, 5, 7]}
-    throughput = ThroughputLogger(log, {"Items": 32})
-    getattr(throughput, f"on_{hook}_step_end")(state, unit)
-    getattr(throughput, f"on_{hook}_end")(state, unit)
-    label = f"{name}: Items per second (step granularity)"
-    assert log.rows == [(label, 32 / (3 + 5), 3), (label, 32 / (3 + 7), 4)]
-    getattr(TimeWaitForBatchLogger(waits), f"on_{hook}_step_end")(state, unit)
-    assert waits.rows == [(f"Time Wait For Batch ({name})", 7.0, 4)]
-
-
-def test_throughput_of_an_epoch_by_hand() -> None:
-    log, state = Log(), _state()
-    throughput = ThroughputLogger(log, {"B": 2})
-    with patch("time.perf_counter", side_effect=[10.0, 14.0]):
-        throughput.on_train_epoch_start(state, _unit(0))
-        for step in (1, 2, 3):
-            throughput.on_train_step_end(state, _unit(step))
-        throughput.on_train_epoch_end(state, _unit(3))
-    assert log.rows == [("Train: B per second (epoch granularity)", 1.5, 0)]
-
-
-def test_words_of_wrong_arguments() -> None:
-    for make, told in (
-        (lambda: IterationTimeLogger(Log(), moving_avg_window=0), "moving_avg_window must be at least 1, got 0"),
-        (lambda: ThroughputLogger(Log(), {}), "throughput_per_batch cannot be empty"),
-        (lambda: ThroughputLogger(Log(), {"b": 0}), "throughput_per_batch item b must be at least 1, got 0"),
-        (lambda: EmptyDataloaderDetectorCallback(0), "threshold must be a positive integer"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            make()
-    with refused(UsageError):
-        EarlyStopping("nothing", EarlyStopChecker("min", 1), interval="step").on_train_step_end(_state(), _unit(1))
-    with refused(UsageError):
-        Lambda(foo=print)
-
-
-def test_empty_epochs_are_warned_of_and_counted_for_each_phase(caplog: pytest.LogCaptureFixture) -> None:
-    detector = EmptyDataloaderDetectorCallback(threshold=2, raise_exception=False)
-    fit(Plain(), [1], [], max_epochs=2, callbacks=[detector])
-    assert "Empty eval epoch detected! Epoch 1 completed 0 steps. Consecutive empty eval epochs: 1" in caplog.text
-    assert "Detected 2 consecutive empty eval epochs, which exceeds the threshold of 2" in caplog.text
-    with refused(DataError):
-        train(Plain(), [], max_epochs=1, callbacks=[EmptyDataloaderDetectorCallback(1)])
-
-
-def test_tensorfloat32_remembers_what_was_set() -> None:
-    callback = EnableTensorFloat32()
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    assert callback.original_float32_matmul_precision is callback.original_cuda_matmul is callback.original_cudnn is None
-    callback.on_train_start(_state(), _unit(0))
-    try:
-        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32
-        assert (callback.original_float32_matmul_precision, callback.original_cudnn) == before
-    finally:
-        callback.on_train_end(_state(), _unit(0))
-    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
-    assert callback.original_float32_matmul_precision is callback.original_cuda_matmul is callback.original_cudnn is None
-
-
 def test_modules_have_what_programs_patch() -> None:
     with patch.object(garbage_collector, "gc") as collector:
         train(Plain(), [1, 2, 3, 4], max_epochs=1, callbacks=[GarbageCollector(2)])
     assert collector.collect.call_count == 4 + 2 and collector.enable.call_count == 1
-    with patch.object(torch_compile, "shutdown_compile_workers") as shutdown:
-        train(Plain(), [1, 2, 3], max_epochs=1, callbacks=[TorchCompile(2)])
-    assert shutdown.call_count == 1
 
 
 def test_a_progress_bar_by_hand() -> None:

@@ -764,7 +764,7 @@ def test_what_a_trainer_cannot_mean_is_said(tmp_path: Path) -> None:
     with refused(UsageError):
         _trainer(tmp_path, model=nn.Linear(4, 1), train_dataset=[{"input": torch.zeros(4)} for _ in range(8)]).train()
     missing = ours.Seq2SeqTrainer
-    with refused(UsageError):
+    with refused(NotHereError):
         missing(model=None)
     assert ours.AutoModelForCausalLM is transformers.AutoModelForCausalLM
 

@@ -61,6 +61,13 @@ class Regression(ech.AutoUnit[Batch]):
             self.norms.append(float(results.total_grad_norm))
 
 
+class Hooks(ech.Callback):
+    """A callback of functions, by the hooks' names."""
+
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        vars(self).update(hooks)
+
+
 class Numbers(ech.TrainUnit[Any], ech.EvalUnit[Any], ech.PredictUnit[Any], ech.units.TestUnit[Any]):
     """Its batches are numbers; each step writes its number down, and sets it as `value`."""
 

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import time
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
 import echelon as ech
-from echelon.common.errors import CallbackError, DataError, RanksDisagreeError, UsageError
+from echelon.common.errors import CallbackError, UsageError
 from echelon.compat.torchtnt.framework import callbacks as theirs
-from echelon.compat.torchtnt.framework.callbacks import (
-    EmptyDataloaderDetectorCallback,
-    Lambda,
-    PeriodicDistributedSync,
-    SlowRankDetector,
-    TimeLimitInterrupter,
-    slow_rank_detector,
-    time_limit_interrupter,
-)
-from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
 from echelon.loop import callbacks
 from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from tests.conftest import Ranks
 from tests.kit.models import batch, net
 from tests.kit.refusals import refused
-from tests.kit.units import Numbers, Regression
+from tests.kit.units import Hooks, Numbers, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -44,16 +29,10 @@ def rank() -> int:
 
 def test_only_what_may_stop_costs_a_message_between_ranks_at_each_step() -> None:
     kinds = [getattr(room, name) for room in (callbacks, theirs) for name in room.__all__]
-    watching = {k for k in kinds if issubclass(k, ech.Callback)} - {
-        EarlyStopping,
-        theirs.EarlyStopping,
-        Lambda,
-        TimeLimitInterrupter,
-    }
-    assert not [k.__name__ for k in watching if k.may_stop and k is not theirs.BaseCSVWriter]  # which has no hook of training
+    watching = {k for k in kinds if issubclass(k, ech.Callback)} - {EarlyStopping}
+    assert not [k.__name__ for k in watching if k.may_stop]
     checker = EarlyStopChecker("min", 1)
     assert [EarlyStopping("a", checker, interval).may_stop for interval in ("step", "epoch")] == [True, False]
-    assert [TimeLimitInterrupter("00:01:00", interval=interval).may_stop for interval in ("step", "epoch")] == [True, False]
 
 
 # --- EarlyStopChecker
@@ -195,24 +174,7 @@ def test_a_missing_attribute_is_an_error_on_all_ranks(ranks: Ranks) -> None:
     assert "no single number: str" in first[2]
 
 
-# --- Lambda
-
-
-def test_lambda_runs_functions_at_hooks() -> None:
-    log: list[Any] = []
-    hooks = Lambda(
-        on_train_start=lambda state, unit: log.append("start"),
-        on_train_step_end=lambda state, unit: log.append(unit.value),
-        on_eval_end=lambda state, unit: log.append("evaluated"),
-        on_exception=lambda state, unit, exc: log.append(str(exc)),
-        on_train_end=None,
-    )
-    ech.fit(Numbers(), [1, 2], [0], max_epochs=1, callbacks=[hooks])
-    with pytest.raises(ZeroDivisionError):
-        ech.train(Numbers(), [1], max_epochs=1, callbacks=[Lambda(on_train_step_end=lambda *_: 1 / 0), hooks])
-    assert log == ["start", 1, 2, "evaluated", "start", "division by zero"]
-    with refused(UsageError):
-        Lambda(on_step_end=print)
+# --- a stop
 
 
 class Silent(ech.AutoUnit[Any]):
@@ -225,7 +187,7 @@ class Silent(ech.AutoUnit[Any]):
         return torch.optim.SGD(module.parameters(), lr=0.1), None
 
 
-def _stop_from_a_lambda(hook: str, layout: str | None) -> int:
+def _stop_from_a_hook(hook: str, layout: str | None) -> int:
     unit = (
         Numbers() if layout is None else Silent(module=net(), options=ech.UnitOptions(device=torch.device("cpu")), layout=layout)
     )
@@ -235,197 +197,17 @@ def _stop_from_a_lambda(hook: str, layout: str | None) -> int:
         if rank() == 1 and unit.train_progress.num_steps_completed == 2:
             state.stop()
 
-    ech.train(unit, data, max_epochs=1, callbacks=[Lambda(**{hook: stop})])
+    ech.train(unit, data, max_epochs=1, callbacks=[Hooks(**{hook: stop})])
     return unit.train_progress.num_steps_completed
 
 
-def _stops_from_lambdas() -> list[int]:
+def _stops_from_hooks() -> list[int]:
     hooks = [f"on_train_{name}" for name in ("step_end", "step_start", "get_next_batch_end", "get_next_batch_start")]
-    return [_stop_from_a_lambda(hook, layout) for layout in (None, "ddp") for hook in hooks]
+    return [_stop_from_a_hook(hook, layout) for layout in (None, "ddp") for hook in hooks]
 
 
-def test_a_stop_from_a_lambda_of_one_rank_stops_all_after_the_step(ranks: Ranks) -> None:
-    assert ranks(2, _stops_from_lambdas) == [[2, 3, 3, 3] * 2] * 2
-
-
-# --- TimeLimitInterrupter
-
-
-def test_a_time_limit_stops_training_and_a_restored_run_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TorchTNT closes the epoch when it stops: a resumed run leaves out the rest of it."""
-    now = [0.0]
-    monkeypatch.setattr(time_limit_interrupter, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def minute(state: ech.State, unit: Any) -> None:
-        now[0] += 60
-
-    data = TensorDataset(*batch(8, 0))
-    saver = ech.DistributedCheckpointSaver(tmp_path)
-
-    def run(epochs: int) -> Any:
-        unit, loader = Regression(), ech.Loader(data, 2, options=ech.data.LoaderOptions(dp=(0, 1)))
-        saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
-        limit = TimeLimitInterrupter("00:00:03", interval="step")
-        now[0] += 3600  # until training begins
-        ech.train(unit, loader, max_epochs=epochs, callbacks=[Lambda(on_train_step_start=minute), limit, saver])
-        return unit.train_progress
-
-    first = run(2)
-    assert (first.num_epochs_completed, first.num_steps_completed) == (0, 3)
-    assert run(2).num_steps_completed == 6
-    last = run(2)
-    assert (last.num_epochs_completed, last.num_steps_completed) == (2, 8)
-
-
-def test_a_time_of_day_is_a_limit_after_epochs() -> None:
-    unit = Numbers()
-    over = TimeLimitInterrupter(timestamp=datetime.now(UTC) - timedelta(hours=1), interval_freq=2)
-    ech.train(unit, [1, 2], max_epochs=5, callbacks=[over])
-    assert unit.train_progress.num_epochs_completed == 2
-    later = TimeLimitInterrupter(timedelta(days=1), datetime.now(UTC) + timedelta(days=1), "step")
-    ech.train(unit, [1, 2], max_epochs=5, callbacks=[later])
-    assert unit.train_progress.num_epochs_completed == 5
-
-
-def test_time_limits_that_cannot_work_are_refused() -> None:
-    wrong: list[dict[str, Any]] = [
-        {},
-        {"duration": "1:2:3"},
-        {"duration": "00:24:00"},
-        {"timestamp": datetime(2030, 1, 1)},
-        {"duration": "00:01:00", "interval": "minute"},
-        {"duration": "00:01:00", "interval_freq": 0},
-    ]
-    for options in wrong:
-        with pytest.raises(UsageError):
-            TimeLimitInterrupter(**options)
-
-
-def _time_is_up_on(which: int) -> int:
-    unit = Numbers()
-    if which == rank():
-        limit = TimeLimitInterrupter(timedelta(0), interval="step")
-    else:
-        limit = TimeLimitInterrupter(timedelta(days=1), interval="step")
-    ech.train(unit, list(range(10)), max_epochs=1, callbacks=[limit])
-    return len(unit.seen)
-
-
-def _time_is_up() -> list[int]:
-    return [_time_is_up_on(0), _time_is_up_on(1)]
-
-
-def test_rank_0s_clock_stops_all_ranks_and_no_others(ranks: Ranks) -> None:
-    assert ranks(2, _time_is_up) == [[1, 10]] * 2
-
-
-# --- PeriodicDistributedSync
-
-
-def _in_step(phase: str) -> tuple[float, float]:
-    """Rank 1 sleeps in its third step; when had each done its fourth, by one clock?"""
-    done: list[float] = []
-
-    class Sleepy(Numbers):
-        def train_step(self, state: ech.State, data: Any) -> None:
-            if rank() == 1 and data == 2:
-                time.sleep(0.5)
-                done.append(time.monotonic())
-            if rank() == 0 and data == 4:
-                done.append(time.monotonic())
-
-        eval_step = predict_step = train_step
-
-    sync = PeriodicDistributedSync(sync_every_n_steps=3)
-    run = {"eval": ech.evaluate, "predict": ech.predict}[phase]
-    run(Sleepy(), list(range(6)), callbacks=[sync])
-    return done[0]
-
-
-def _each_in_step() -> list[Any]:
-    return [_in_step("eval"), _in_step("predict")]
-
-
-def test_ranks_wait_for_the_slowest_now_and_then(ranks: Ranks) -> None:
-    first, second = ranks(2, _each_in_step)
-    assert all(after > slept for after, slept in zip(first, second, strict=True))
-
-
-def _uneven_sync() -> str:
-    try:
-        ech.predict(Numbers(), list(range(4 + rank())), callbacks=[PeriodicDistributedSync(2)])
-    except RanksDisagreeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_ranks_with_other_numbers_of_batches_are_told_so_and_do_not_hang(ranks: Ranks) -> None:
-    assert all("rank 0: 4, rank 1: 5" in text for text in ranks(2, _uneven_sync))
-
-
-# --- SlowRankDetector
-
-
-def _slow_rank(own_group: bool) -> tuple[dict[int, Any], list[str]]:
-    """Rank r takes 0.1 s x r a step, and its clock is a year ahead of the one before it."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger(slow_rank_detector.__name__)
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
-    now = [rank() * 3.2e7]
-    slow_rank_detector.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment]
-
-    class Slow(Numbers):
-        def train_step(self, state: ech.State, data: Any) -> None:
-            now[0] += 0.1 * rank()
-
-    group = torch.distributed.new_group([0, 1]) if own_group else None
-    logger = InMemoryLogger()
-    try:
-        detector = SlowRankDetector(check_every_n_steps=2, check_every_n_epochs=1, pg=group, logger=logger)
-        ech.train(Slow(), list(range(4)), max_epochs=1, callbacks=[detector])
-    finally:
-        slow_rank_detector.time = time  # type: ignore[assignment]
-        log.removeHandler(handler)
-    return logger.log_buffer, records
-
-
-def _slow_ranks() -> list[Any]:
-    return [_slow_rank(False), _slow_rank(True)]
-
-
-def test_the_slow_rank_is_found_though_clocks_are_apart(ranks: Ranks) -> None:
-    """TorchTNT compares the hosts' uptimes, in float32: at 3.2e7 s it has a resolution of 2 s."""
-    first, second = ranks(2, _slow_ranks)
-    for (rows, told), (nothing, silent) in zip(first, second, strict=True):
-        assert list(rows) == [2, 4] and not nothing and not silent  # the end of the epoch was checked already
-        for row in rows.values():
-            assert row["Difference between fastest/slowest rank (seconds)"] == pytest.approx(0.2, abs=1e-6)
-        assert len(told) == 2 and all("fastest rank (0: " in t and "slowest rank (1: " in t for t in told)
-
-
-def test_a_slow_rank_detector_must_check_sometimes() -> None:
-    for options in ({"check_every_n_steps": None, "check_every_n_epochs": None}, {"check_every_n_steps": 0}):
-        with pytest.raises(UsageError):
-            SlowRankDetector(**options)
-    ech.train(Numbers(), [1, 2], max_epochs=1, callbacks=[SlowRankDetector(check_every_n_steps=1)])
-
-
-# --- EmptyDataloaderDetectorCallback
-
-
-def test_epochs_without_a_batch_end_the_run() -> None:
-    unit, used_up = Numbers(), iter([1, 2])
-    with refused(DataError):
-        ech.train(unit, used_up, max_epochs=9, callbacks=[EmptyDataloaderDetectorCallback()])
-    assert unit.train_progress.num_epochs_completed == 3
-    detector = EmptyDataloaderDetectorCallback(threshold=2)
-    for loader in ([], [1], []):
-        ech.predict(unit, loader, callbacks=[detector])
-    with refused(DataError):
-        ech.predict(unit, [], callbacks=[detector])
+def test_a_stop_from_a_hook_of_one_rank_stops_all_after_the_step(ranks: Ranks) -> None:
+    assert ranks(2, _stops_from_hooks) == [[2, 3, 3, 3] * 2] * 2
 
 
 class Broken(Regression):
@@ -438,13 +220,6 @@ def test_a_property_that_fails_is_an_error_of_early_stopping() -> None:
     stopping = EarlyStopping("latest", EarlyStopChecker("min", 1))
     with refused(CallbackError):
         ech.train(Broken(), [batch(2, 0)], max_epochs=1, callbacks=[stopping])
-
-
-def test_the_fourth_argument_of_torchtnts_release_is_a_frequency() -> None:
-    from echelon.compat.torchtnt.framework.callbacks import EarlyStopping as Theirs
-
-    stopping = Theirs("loss", EarlyStopChecker("min", 1), "step", 3)
-    assert (stopping.phase, stopping.interval_freq) == ("train", 3)
 
 
 class Logs(Regression):

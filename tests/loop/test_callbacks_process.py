@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import gc
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import echelon as ech
-from echelon.common.errors import CallbackError, UsageError
-from echelon.compat.torchtnt.framework.callbacks import (
-    EmptyCudaCache,
-    EnableTensorFloat32,
-    Lambda,
-    MemorySnapshot,
-    TorchCompile,
-)
+from echelon.common.errors import CallbackError
 from echelon.loop.callbacks import GarbageCollector, PyTorchProfiler
 from tests.kit.refusals import refused
-from tests.kit.units import Numbers
+from tests.kit.units import Hooks, Numbers
 
 ENDS = [None, ValueError, KeyboardInterrupt]
 
@@ -39,7 +30,7 @@ def run(entry: str, end: type[BaseException] | None, callback: ech.Callback, dur
         if count == 2 and end is not None:
             raise end
 
-    after = Lambda(**{hook.get(entry, "on_train_step_end"): step_ended})
+    after = Hooks(**{hook.get(entry, "on_train_step_end"): step_ended})
     unit = Numbers()
     try:
         if entry == "fit":
@@ -74,26 +65,6 @@ def test_garbage_is_collected_at_the_same_steps(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gc, "collect", lambda generation=2: generations.append(generation) or 0)
     ech.fit(Numbers(), [1, 2, 3, 4], [1], max_epochs=1, callbacks=[GarbageCollector(3)])
     assert generations == [1, 1, 2, 1, 1]  # four steps of training, one of evaluation
-
-
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("entry", ["train", "fit", "evaluate", "predict", "test"])
-def test_tensorfloat32_is_only_used_during_the_run(entry: str, end: type[BaseException] | None) -> None:
-    """In TorchTNT the flags stay after an exception."""
-
-    def flags() -> tuple[str, bool]:
-        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-
-    before, seen = flags(), []
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        run(entry, end, EnableTensorFloat32("medium"), lambda: seen.append(flags()))
-        assert set(seen) == {("medium", True)} and flags() == ("highest", False)
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-    with refused(UsageError):
-        EnableTensorFloat32("low")
 
 
 class Profiler:
@@ -136,37 +107,6 @@ def test_torchs_profiler_sees_the_steps() -> None:
     assert len(traces) == 1 and any(event.key == "aten::mm" and event.count == 1 for event in traces[0])
 
 
-def test_a_memory_profiler_is_told_of_each_step() -> None:
-    profiler = Profiler()
-    snapshot = MemorySnapshot(memory_snapshot_profiler=profiler)
-    ech.fit(Numbers(), [1, 2], [1], max_epochs=1, callbacks=[snapshot])
-    ech.predict(Numbers(), [1], callbacks=[snapshot])
-    assert profiler.log == ["step"] * 4
-
-
-def test_the_gpus_cache_is_emptied_every_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    unit = Numbers()
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(unit.train_progress.num_steps_completed))
-    ech.fit(unit, [1, 2, 3], [1, 2], max_epochs=1, callbacks=[EmptyCudaCache(2)])
-    assert calls == [2, 3]  # the fourth of all is the first of the evaluation, after the third of training
-    ech.predict(unit, [1, 2, 3, 4], callbacks=[EmptyCudaCache(4)])
-    assert calls == [2, 3, 3]
-
-
-def test_compile_workers_end_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    unit, calls = Numbers(), []
-    fake = SimpleNamespace(shutdown_compile_workers=lambda: calls.append(unit.train_progress.num_steps_completed))
-    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", fake)
-    ech.train(unit, [1, 2, 3], max_epochs=1, callbacks=[TorchCompile(2)])
-    assert calls == [2]
-    monkeypatch.undo()
-    import torch._inductor.async_compile as compiler
-
-    assert callable(compiler.shutdown_compile_workers)  # the name that we rely on
-
-
-@pytest.mark.parametrize("kind", [GarbageCollector, EmptyCudaCache, TorchCompile])
-def test_an_interval_of_no_steps_is_refused(kind: Any) -> None:
+def test_an_interval_of_no_steps_is_refused() -> None:
     with refused(CallbackError):
-        kind(0)
+        GarbageCollector(0)

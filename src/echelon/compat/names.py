@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from echelon.common.errors import UsageError
+from echelon.common.errors import NotHereError
 
 __all__ = ["Missing", "attach", "later", "leave_out"]
 
@@ -20,7 +20,7 @@ class Missing:
         self.__dict__["_why"] = why
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise UsageError(self._why)
+        raise NotHereError(self._why)
 
     __call__ = __mro_entries__ = __getitem__ = __bool__ = _refuse
 
@@ -71,6 +71,10 @@ class _Absent(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return Missing(f"{self._known_as}.{name} is not part of echelon.compat. Instead: {self._instead}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Where a function has its module's name, and the package has both."""
+        raise NotHereError(f"{self._known_as} is not part of echelon.compat. Instead: {self._instead}")
 
 
 def leave_out(system: str, package: str, modules: Mapping[str, str]) -> None:

@@ -1,5 +1,6 @@
 """torchtnt.framework: units, loops, state and callbacks, by their names there."""
 
+from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.framework.auto_unit import AutoPredictUnit, AutoUnit
 from echelon.compat.torchtnt.framework.callback import Callback
 from echelon.compat.torchtnt.framework.evaluate import evaluate
@@ -41,3 +42,5 @@ __all__ = [
     "test",
     "train",
 ]
+
+__getattr__ = absent("framework")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.compat.names import later
+from echelon.compat.torchtnt.absent import absent
 
 # The module that has each name.
 _HOMES = {
@@ -17,11 +17,7 @@ _HOMES = {
         "early_stop_checker": "EarlyStopChecker",
         "env": "init_from_env seed",
         "flops": "FlopTensorDispatchMode",
-        "fsspec": "get_filesystem",
         "lr_scheduler": "TLRScheduler",
-        "memory": "RSSProfiler get_tensor_size_bytes_map measure_rss_deltas",
-        "memory_snapshot_profiler": "MemorySnapshotParams MemorySnapshotProfiler",
-        "misc": "days_to_secs transfer_batch_norm_stats transfer_weights",
         "module_summary": "ModuleSummary get_module_summary get_summary_table prune_module_summary",
         "oom": """attach_oom_observer is_out_of_cpu_memory is_out_of_cuda_memory is_out_of_memory_error
             log_memory_snapshot""",
@@ -33,17 +29,15 @@ _HOMES = {
             rank_zero_warn""",
         "stateful": "Stateful",
         "swa": "AveragedModel",
-        "test_utils": "get_pet_launch_config",
         "timer": "FullSyncPeriodicTimer Timer get_timer_summary log_elapsed_time",
         "tqdm": "close_progress_bar create_progress_bar update_progress_bar",
-        "version": "get_python_version get_torch_version is_torch_version_geq is_windows",
     }.items()
     for name in names.split()
 }
 
 __all__ = list(_HOMES)
 
-__getattr__ = later("torchtnt", "utils", _HOMES, {})
+__getattr__ = absent("utils", _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
-"""torchtnt.utils.data: several loaders as one, prefetching, profiling and synthetic data, by their names there."""
+"""torchtnt.utils.data: several loaders as one, and prefetching, by their names there."""
 
+from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.data.data_prefetcher import CudaDataPrefetcher
 from echelon.compat.torchtnt.utils.data.iterators import (
     AllDatasetBatches,
@@ -16,11 +17,8 @@ from echelon.compat.torchtnt.utils.data.iterators import (
     StoppingMechanism,
 )
 from echelon.compat.torchtnt.utils.data.multi_dataloader import MultiDataLoader
-from echelon.compat.torchtnt.utils.data.profile_dataloader import profile_dataloader
-from echelon.compat.torchtnt.utils.data.synthetic_data import AbstractRandomDataset
 
 __all__ = [
-    "AbstractRandomDataset",
     "AllDatasetBatches",
     "AllDatasetBatchesIterator",
     "CudaDataPrefetcher",
@@ -35,5 +33,6 @@ __all__ = [
     "RoundRobin",
     "RoundRobinIterator",
     "StoppingMechanism",
-    "profile_dataloader",
 ]
+
+__getattr__ = absent("utils.data")

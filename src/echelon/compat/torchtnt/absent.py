@@ -1,0 +1,72 @@
+"""Names of TorchTNT that no public program was found to use, and that are not here: a use says what to take instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from echelon.compat.names import later, leave_out
+
+__all__ = ["absent"]
+
+_OWN = "a Callback of your own, of a few lines; or keep TorchTNT's file."
+_MEMORY = "`echelon plan`, which foretells memory, and torch.cuda.memory._record_memory_history, which torch documents."
+_TIMES = "`echelon report`, which shows durations, waits and throughput of every run; state.train_state.iteration_timer has them."
+_TOOL = "keep TorchTNT's file: it needs nothing but torch."
+
+# Modules of which nothing is here: their public names, and what to use.
+_MODULES = {
+    "framework.callbacks.base_csv_writer": (
+        "BaseCSVWriter",
+        "csv.writer in the unit's on_predict_step_end, a file a rank.",
+    ),
+    "framework.callbacks.empty_cuda_cache": ("EmptyCudaCache", "torch.cuda.empty_cache() in a Callback's on_train_step_end."),
+    "framework.callbacks.empty_dataloader_detector": ("EmptyDataloaderDetectorCallback", _OWN),
+    "framework.callbacks.iteration_time_logger": ("IterationTimeLogger", _TIMES),
+    "framework.callbacks.lambda_callback": ("Lambda", "a subclass of Callback with the hook as a method."),
+    "framework.callbacks.memory_snapshot": ("MemorySnapshot", _MEMORY),
+    "framework.callbacks.periodic_distributed_sync": ("PeriodicDistributedSync", "torch.distributed.barrier() in a Callback."),
+    "framework.callbacks.progress_reporter": ("ProgressReporter", "`echelon explain RUN`, which says where each rank is."),
+    "framework.callbacks.slow_rank_detector": ("SlowRankDetector", "`echelon report`, which names slow ranks."),
+    "framework.callbacks.system_resources_monitor": ("SystemResourcesMonitor", "`echelon report`, which has memory and GPUs."),
+    "framework.callbacks.tensorboard_parameter_monitor": ("TensorBoardParameterMonitor", _OWN),
+    "framework.callbacks.tensorfloat32": ("EnableTensorFloat32", "torch.set_float32_matmul_precision('high') before training."),
+    "framework.callbacks.throughput_logger": ("ThroughputLogger", _TIMES),
+    "framework.callbacks.time_limit_interrupter": ("TimeLimitInterrupter", "`echelon run --stop-after DURATION`."),
+    "framework.callbacks.time_wait_for_batch_logger": ("TimeWaitForBatchLogger", _TIMES),
+    "framework.callbacks.torch_compile": ("TorchCompile", _OWN),
+    "framework.callbacks.train_progress_monitor": ("TrainProgressMonitor", "state.log in a hook of the unit."),
+    "framework.utils": ("get_timing_context", "torch.profiler.record_function."),
+    "utils.data.profile_dataloader": ("profile_dataloader", "`echelon report`, which has the waits for data; torch.profiler."),
+    "utils.data.synthetic_data": ("AbstractRandomDataset", "a Dataset of your own that draws from torch.Generator."),
+    "utils.event": ("", "Python's logging."),
+    "utils.event_handlers": ("", "Python's logging."),
+    "utils.fsspec": ("get_filesystem", "fsspec.core.url_to_fs(path)."),
+    "utils.memory": ("RSSProfiler get_tensor_size_bytes_map measure_rss_deltas", _MEMORY),
+    "utils.memory_snapshot_profiler": ("MemorySnapshotParams MemorySnapshotProfiler", _MEMORY),
+    "utils.misc": ("days_to_secs transfer_batch_norm_stats transfer_weights", "load_state_dict, and datetime.timedelta."),
+    "utils.nan": ("", "torch.autograd.detect_anomaly, or AutoUnit(detect_anomaly=True)."),
+    "utils.test_utils": ("get_pet_launch_config", "echelon.launch(fn, ranks=2), which gives each rank's value."),
+    "utils.version": ("get_python_version get_torch_version is_torch_version_geq is_windows", "torch.__version__ and sys."),
+}
+
+# Names that are not in modules that are here.
+_NAMES = {
+    "utils.stateful": {"DictStateful MetricStateful MultiStateful": "attributes of the unit: each that has a state is saved."},
+}
+
+
+def absent(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
+    """The `__getattr__` of a module or package; of a package, modules below it that are not here can be imported from then on.
+
+    Args:
+        module: its name below `torchtnt`.
+        homes: name -> the module that has it: what is loaded when it is first used.
+    """
+    instead = {each: text for names, text in _NAMES.get(module, {}).items() for each in names.split()}
+    below = {where: told for where, told in _MODULES.items() if where.rpartition(".")[0] == module}
+    for names, text in below.values():
+        instead |= dict.fromkeys(names.split(), text)
+    last = {where.rpartition(".")[2]: text for where, (_, text) in below.items()}
+    leave_out(f"torchtnt.{module}", f"echelon.compat.torchtnt.{module}", last)
+    return later("torchtnt", module, homes or {}, instead)
