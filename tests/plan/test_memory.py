@@ -119,6 +119,12 @@ def test_recomputed_blocks_hold_less(plan: Callable[..., subprocess.CompletedPro
     assert recomputed["by_kind"]["activations"] < kept["by_kind"]["activations"] and recomputed["flops"] > kept["flops"]
 
 
+def test_a_loader_may_have_workers(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    script = UNIT.replace("global_batch=8", "global_batch=8, num_workers=1") + TRAINS.replace(", checkpoints=sys.argv[1:]", "")
+    layouts = told(plan(script, "--gpus", "2", "--json", "--layout", "ddp"))
+    assert layouts["ddp"]["peak"] and not layouts["ddp"]["why"]
+
+
 def test_a_model_that_no_machine_here_could_hold(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = LOOP.replace("WIDTH", "32768").replace("DEPTH", "80").replace('"fsdp"', "ech.FSDPStrategy(blocks=[torch.nn.Linear])")
     script = script.replace("randn(64, 32768)", "zeros(1, 1).expand(4096, 32768)").replace("global_batch=8", "global_batch=1024")
@@ -154,7 +160,12 @@ def test_a_table_says_what_fits_and_what_would(plan: Callable[..., subprocess.Co
 )
 def test_what_cannot_be_traced_is_said(plan: Callable[..., subprocess.CompletedProcess[str]], ends: str, says: str) -> None:
     done = plan(UNIT + ends.replace(", checkpoints=sys.argv[1:]", ""), "--gpus", "2", "--layout", "ddp")
-    assert done.returncode != 0 and says in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_fields_for_programs_have_the_exit_codes_of_the_table(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = plan(UNIT + "raise ValueError('mine')", "--gpus", "2", "--layout", "ddp", "--json")
+    assert done.returncode == 2 and all(each["why"].startswith("ValueError: mine") for each in told(done).values())
 
 
 def test_devices_and_sizes_are_checked() -> None:

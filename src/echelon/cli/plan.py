@@ -72,7 +72,8 @@ def _memory(arguments: argparse.Namespace) -> int:
         print(json.dumps({"ranks": ranks, "per_node": per_node, "budget": budget, "layouts": [each.to_json() for each in found]}))
     else:
         print(printable("\n".join(lines(found, ranks, device.name if device else "", budget))))
-    return 0 if any(each.peak and each.verdict != "does not fit" for each in found) else 1
+    traced = [each.verdict for each in found if each.peak]
+    return 2 if not traced else 1 if set(traced) == {"does not fit"} else 0
 
 
 def _layers(arguments: argparse.Namespace) -> int:

@@ -95,10 +95,10 @@ def plan_memory(
 
 
 def _traced(target: Target, layout: str | None, ranks: int, per_node: int, budget: int | None) -> Answer:
-    """In a process of its own, since what a script began stays begun."""
+    """In a process of its own, since what a script began stays begun. No daemon: its loader may have workers."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_trace, args=(there, target, layout, ranks, per_node), daemon=True)
+    child = context.Process(target=_trace, args=(there, target, layout, ranks, per_node))
     with warnings.catch_warnings(action="ignore"):  # threads of torch's, which the child does not use
         child.start()
     there.close()
