@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -198,6 +198,25 @@ def _told_by_one(way: str) -> Any:
 @pytest.mark.parametrize("way", ["rank 0", "commit", "each", "a stage"])
 def test_an_error_of_one_rank_has_its_class_and_its_fields_on_all(ranks: Ranks, way: str) -> None:
     assert ranks(2, _told_by_one, way) == [("CheckpointCorruptError", "a file is cut off", "step-2/a")] * 2
+
+
+class _Validation(ValueError):
+    """Another library's, which has `fields`, too."""
+
+    fields: ClassVar = {("a", "b"): "missing"}
+
+
+@pytest.mark.parametrize("error", [_Validation("a.b is missing"), EchelonError("a.b is missing", where={("a", "b"): 1})])
+def test_fields_that_json_cannot_hold_leave_nobody_waiting(ranks: Ranks, error: Exception) -> None:
+    assert all("a.b is missing" in said for said in ranks(2, _failing_on_one, error))
+
+
+def _failing_on_one(error: Exception) -> str:
+    try:
+        agree.fail_together(error if dist.get_rank() == 0 else None, "a stage")
+    except (ValueError, EchelonError) as told:
+        return str(told)
+    return ""
 
 
 def test_a_world_of_one_agrees_with_itself_without_a_group() -> None:

@@ -261,7 +261,9 @@ def fail_together(error: Exception | None, where: str, group: dist.ProcessGroup 
 
 def in_json(error: Exception) -> list[Any]:
     """An error as other ranks are told of it: its class's name, its words, and its fields."""
-    return [type(error).__name__, str(error), json.loads(json.dumps(getattr(error, "fields", {}), default=str))]
+    # A failure here would leave the others waiting, so of errors that are not ours, which may have any `fields`, none are taken.
+    fields = error.fields if isinstance(error, EchelonError) else {}
+    return [type(error).__name__, str(error), json.loads(json.dumps(fields, default=str, skipkeys=True))]
 
 
 def made_of(kind: str, text: str, fields: dict[str, Any]) -> EchelonError | None:
