@@ -30,7 +30,7 @@ def test_names_are_present_or_say_what_takes_their_place(module: str) -> None:
 
 
 def test_a_callback_that_is_not_there_can_be_imported_and_says_so_when_it_is_used() -> None:
-    found = importlib.import_module("echelon.compat.lightning.pytorch.callbacks").RichProgressBar
+    found = importlib.import_module("echelon.compat.lightning.pytorch.callbacks").LearningRateFinder
     with refused(NotHereError):
         found()
 
@@ -90,7 +90,7 @@ def test_a_rank_that_a_program_gives_itself_counts() -> None:
         ("lightning.pytorch.cli", "LightningCLI", "argparse"),
         ("lightning.pytorch.tuner", "Tuner", "no search"),
         ("lightning.pytorch.profilers", "PyTorchProfiler", r"echelon\.callbacks\.PyTorchProfiler"),
-        ("lightning.pytorch.callbacks.progress", "TQDMProgressBar", "enable_progress_bar=False"),
+        ("lightning.pytorch.callbacks.lr_finder", "LearningRateFinder", "no search"),
         ("lightning.pytorch.strategies", "DeepSpeedStrategy", "zero3"),
         ("lightning.fabric", "Fabric", r"echelon\.layouts\.prepare_module"),
         ("lightning.fabric.plugins", "MixedPrecision", "precision="),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
 from echelon.common.errors import CheckpointUnreadableError, EchelonError, LossError, UsageError
-from echelon.compat.lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from echelon.compat.lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
 from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
 from echelon.compat.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -625,6 +626,81 @@ def test_options_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) 
     trainer.validate(Small(), two_batches())
     told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
     assert len(told) == 1 and "profiler='simple'" in told[0] and "barebones=True" in told[0] and "progress" not in told[0]
+
+
+@pytest.mark.parametrize(
+    ("base", "hook"),
+    [
+        (LightningModule, "training_epoch_end"),
+        (LightningModule, "validation_epoch_end"),
+        (LightningModule, "training_step_end"),
+        (LightningModule, "validation_step_end"),
+        (LightningModule, "on_epoch_end"),
+        (LightningModule, "configure_sharded_model"),
+        (Callback, "on_pretrain_routine_start"),
+        (Callback, "on_batch_end"),
+        (Callback, "on_keyboard_interrupt"),
+    ],
+)
+def test_a_hook_of_lightning_1_is_refused_by_name(base: Any, hook: str) -> None:
+    """Most were never called, without a word: what the program did in them was lost."""
+    mine = type("Mine", (Small if base is LightningModule else base,), {hook: lambda self, *args: None})()
+    with refused(UsageError):
+        given = [mine] if base is Callback else []
+        Trainer(max_epochs=1, callbacks=given, **QUIET).fit(Small() if given else mine, two_batches())
+
+
+def test_options_of_lightning_1() -> None:
+    assert Trainer(replace_sampler_ddp=False).use_distributed_sampler is False  # type: ignore[attr-defined]
+    for use in (Trainer.add_argparse_args, Trainer.from_argparse_args, LightningDataModule.from_argparse_args):
+        with refused(UsageError):
+            use(object())
+
+
+class OwnBar(callbacks.ProgressBar):  # type: ignore[name-defined,misc]
+    """As projects have it, to leave the version out."""
+
+    def get_metrics(self, *args: Any) -> Any:
+        return super().get_metrics(*args)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        trainer.seen = True
+
+
+def test_displays_and_environments_are_taken_and_what_echelon_shows_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """They were errors in 20 of 57 projects, for a display."""
+    environments = importlib.import_module("echelon.compat.lightning.pytorch.plugins.environments")
+    progress = importlib.import_module("echelon.compat.lightning.pytorch.callbacks.progress")
+    shown = [
+        progress.TQDMProgressBar(refresh_rate=10),
+        progress.RichProgressBar(theme=progress.RichProgressBarTheme("red"), leave=True),
+        callbacks.ModelSummary(max_depth=2),
+        callbacks.RichModelSummary(2),
+        callbacks.DeviceStatsMonitor(cpu_stats=True),
+        OwnBar(),
+    ]
+    plugins = [environments.SLURMEnvironment(auto_requeue=False), environments.LightningEnvironment()]
+    with caplog.at_level("INFO", logger="echelon"):
+        trainer = Trainer(max_epochs=1, callbacks=shown, plugins=plugins, **QUIET)
+        trainer.fit(Small(), two_batches())
+        trainer.validate(Small(), two_batches())
+    (told,) = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+    assert "TQDMProgressBar" in told and "metrics.jsonl" in told and "SLURMEnvironment" in told and "OwnBar" in told
+    assert trainer.callbacks == shown and trainer.seen  # type: ignore[attr-defined]
+    assert isinstance(shown[0], progress.TQDMProgressBar) and not isinstance(shown[0], callbacks.ModelSummary)
+    with pytest.raises(AttributeError, match="main_progress_bar"):
+        _ = shown[0].main_progress_bar
+
+
+def test_a_strategy_among_the_plugins_is_the_strategy() -> None:
+    """Lightning 1's DDPPlugin."""
+    plugins = importlib.import_module("echelon.compat.lightning.pytorch.plugins")
+    trainer = Trainer(accelerator="ddp", plugins=[plugins.DDPPlugin(find_unused_parameters=False)])
+    assert isinstance(trainer.layout, echelon.DDPStrategy)
+    for given in (object(), plugins.DDPPlugin()):
+        with refused(UsageError):
+            Trainer(strategy="fsdp", plugins=given)
 
 
 def test_a_module_of_lightnings_own_is_named() -> None:

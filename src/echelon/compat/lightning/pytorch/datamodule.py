@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from echelon.compat.lightning.pytorch.hooks import DataHooks
 from echelon.compat.lightning.pytorch.hparams import HyperparametersMixin
+from echelon.compat.lightning.pytorch.successors import ARGPARSE
 
 __all__ = ["LightningDataModule"]
 
@@ -21,6 +22,7 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
     """
 
     trainer: Any | None = None
+    add_argparse_args = from_argparse_args = ARGPARSE
 
     def __init__(self) -> None:
         super().__init__()

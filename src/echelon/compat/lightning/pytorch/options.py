@@ -41,6 +41,7 @@ _WITHOUT_EFFECT = {
     "progress_bar_refresh_rate",
     "weights_summary",
 }
+_OLDER = {"replace_sampler_ddp": "use_distributed_sampler"}
 # Which of these ask for something that is not there, if they are given.
 _ASKS = ("barebones", "model_registry", "profiler")
 # Of a LightningModule, with Lightning's defaults.
@@ -74,7 +75,6 @@ _ELSEWHERE = {
     "checkpoint_callback": "write enable_checkpointing",
     "max_time": "it is the launcher's: `echelon run --stop-after 55m`",
     "num_processes": "write devices",
-    "plugins": "what the strategy does are its options, such as FSDPStrategy(...)",
     "reload_dataloaders_every_n_epochs": "a loader is iterated again in every epoch",
     "resume_from_checkpoint": "write fit(..., ckpt_path=...)",
     "stochastic_weight_avg": "it is the unit's: AutoUnit(options=UnitOptions(averaging=SWAParams(...)))",
@@ -96,7 +96,8 @@ def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
         UsageError: an option that is not known, and may have meant something.
     """
     of_modules, shown = dict(OF_MODULES), set[str]()
-    for name, value in others.items():
+    for given, value in others.items():
+        name = _OLDER.get(given, given)
         if name in OF_MODULES:
             of_modules[name] = OF_MODULES[name] if value is None else value
             shown |= {name} & _DISPLAYED

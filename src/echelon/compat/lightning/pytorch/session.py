@@ -20,6 +20,7 @@ from echelon.compat.lightning.pytorch.manual import ManualUnit
 from echelon.compat.lightning.pytorch.meeting import meets
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.stepping import gather_when_alone
+from echelon.compat.lightning.pytorch.successors import HOOKS
 from echelon.contracts.rank import RankInfo
 from echelon.data.replayed import Replayed
 from echelon.loop.modes import tell_of_eval_mode
@@ -137,9 +138,11 @@ class Session:
         for step in needs.get(call, []):
             if not overridden(step, module, LightningModule):
                 raise UsageError(f"{name} has no {step}, which trainer.{call} needs.")
-        for gone in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
-            if hasattr(module, gone):
-                raise UsageError(f"{name}.{gone} was removed in Lightning 2.0: use on_{gone.replace('training', 'train')}.")
+        for each in (module, *trainer.lightning_callbacks):
+            for gone in sorted(HOOKS.keys() & set(dir(type(each)))):
+                raise UsageError(
+                    f"{type(each).__name__}.{gone} is a hook of Lightning 1, which nothing calls. Instead: {HOOKS[gone]}."
+                )
         if overridden("backward", module, LightningModule) and module.automatic_optimization:
             raise UsageError(f"{name}.backward: a backward pass of your own needs `self.automatic_optimization = False`.")
         if not module.automatic_optimization and call == "fit":

@@ -1,12 +1,49 @@
-"""`lightning.pytorch.strategies`: those of DistributedDataParallel and FSDP, with torch's options."""
+"""`lightning.pytorch.strategies`: those of DDP and FSDP, with torch's options; and what is here of `plugins`."""
 
 from typing import Any
 
-from echelon.compat.lightning.pytorch.successors import STRATEGIES, missing
+from echelon.common.errors import UsageError
+from echelon.compat.lightning.pytorch.successors import ENVIRONMENTS, STRATEGIES, missing
 from echelon.compat.older_options import FSDPStrategy
 from echelon.parallel.ddp.ddp import DDPStrategy
 
-__all__ = ["DDPStrategy", "FSDPStrategy"]
+__all__ = ["DDPPlugin", "DDPStrategy", "FSDPStrategy", "among_plugins"]
+
+DDPPlugin = DDPStrategy  # in Lightning 1
+
+
+class Environment:
+    """Of any arguments: the variables of torchrun, Slurm and Open MPI are read by themselves."""
+
+    in_place = "the variables of torchrun, Slurm and Open MPI, which are read by themselves"
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+
+for _name in ENVIRONMENTS:
+    globals()[_name] = type(_name, (Environment,), {"__module__": __name__, "__doc__": Environment.__doc__})
+
+
+def among_plugins(plugins: Any, strategy: Any) -> tuple[Any, list[Environment]]:
+    """(the strategy, which Lightning 1 has among the plugins; the environments).
+
+    Raises:
+        UsageError: any other plugin, or two strategies.
+    """
+    environments = []
+    for each in plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []:
+        if isinstance(each, Environment):
+            environments.append(each)
+        elif not isinstance(each, DDPStrategy):
+            raise UsageError(
+                f"Trainer(plugins=...): {type(each).__name__} is not known here. Instead: Trainer(precision=...), and the "
+                "options of a strategy, such as FSDPStrategy(...)."
+            )
+        elif strategy not in ("auto", "ddp", None):
+            raise UsageError(f"Trainer(plugins=DDPPlugin(...), strategy={strategy!r}): two strategies. Give one.")
+        else:
+            strategy = each
+    return strategy, environments
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,12 @@ from echelon.compat.names import Missing
 
 __all__ = [
     "ALIASES",
+    "ARGPARSE",
     "CALLBACKS",
+    "DISPLAYS",
+    "ENVIRONMENTS",
     "FABRIC",
+    "HOOKS",
     "LOGGERS",
     "MODULES",
     "NAMES",
@@ -31,30 +35,32 @@ NAMES = {
 }
 _BAR = "the progress that `echelon run` and Trainer show; Trainer(enable_progress_bar=False) is understood"
 _SPIKES = "EarlyStopping(check_finite=True); a run of losses that are inf or nan ends by itself"
+_SUMMARY = "get_module_summary of echelon.compat.torchtnt.utils.module_summary"
+_USE = "memory, utilization and throughput in metrics.jsonl, and `echelon report`"
+# Callbacks that only show something, and what echelon shows in their place: they are taken without effect.
+DISPLAYS = {
+    **dict.fromkeys(("ProgressBar", "RichProgressBar", "RichProgressBarTheme", "TQDMProgressBar"), _BAR),
+    **dict.fromkeys(("ModelSummary", "RichModelSummary"), _SUMMARY),
+    **dict.fromkeys(("DeviceStatsMonitor", "GPUStatsMonitor", "ThroughputMonitor", "XLAStatsMonitor"), _USE),
+}
+# Of `plugins=`, taken without effect too: their variables are read by themselves.
+ENVIRONMENTS = ("LightningEnvironment", "MPIEnvironment", "SLURMEnvironment", "TorchElasticEnvironment")
 CALLBACKS = {
     "BackboneFinetuning": "requires_grad_ in on_train_epoch_start, with the optimizer holding all parameters from the start",
     "BaseFinetuning": "requires_grad_ in on_train_epoch_start, with the optimizer holding all parameters from the start",
     "BasePredictionWriter": "what trainer.predict returns, or on_predict_batch_end",
     "BatchSizeFinder": "a batch size that fits; there is no search for one",
-    "DeviceStatsMonitor": "the memory and utilization in metrics.jsonl",
     "GradientAccumulationScheduler": "Trainer(accumulate_grad_batches=...)",
     "LearningRateFinder": "a learning rate of your own; there is no search for one",
     "ModelPruning": "torch.nn.utils.prune, in hooks of your own",
-    "ModelSummary": "echelon.compat.torchtnt.utils.module_summary",
     "OnExceptionCheckpoint": "ModelCheckpoint(every_n_train_steps=...)",
-    "ProgressBar": _BAR,
-    "RichModelSummary": "echelon.compat.torchtnt.utils.module_summary",
-    "RichProgressBar": _BAR,
     "SpikeDetection": _SPIKES,
     "StochasticWeightAveraging": "AutoUnit(options=UnitOptions(averaging=SWAParams(...)))",
-    "TQDMProgressBar": _BAR,
-    "ThroughputMonitor": "the throughput in metrics.jsonl",
     "Timer": "`echelon run --stop-after 55m`",
     "WeightAveraging": "AutoUnit(options=UnitOptions(averaging=SWAParams(...)))",
     "EMAWeightAveraging": "AutoUnit(options=UnitOptions(averaging=SWAParams(...)))",
 }
 _UNION = "echelon.Mixture, or torch.utils.data.StackDataset"
-_SUMMARY = "echelon.compat.torchtnt.utils.module_summary"
 _PROFILER = "echelon.callbacks.PyTorchProfiler among the Trainer's callbacks; `echelon report` shows where time goes"
 _LOOPS = "hooks of a Callback, and trainer.current_epoch, trainer.global_step"
 UTILITIES = {
@@ -129,18 +135,14 @@ _CLI = "argparse: `echelon run train.py --lr 0.1` passes a script's own argument
 _PLUGINS = "Trainer(precision=...), and the options of a strategy"
 _CALLBACK_MODULES = {
     "batch_size_finder": "BatchSizeFinder",
-    "device_stats_monitor": "DeviceStatsMonitor",
     "finetuning": "BaseFinetuning",
     "gradient_accumulation_scheduler": "GradientAccumulationScheduler",
     "lr_finder": "LearningRateFinder",
-    "model_summary": "ModelSummary",
     "on_exception_checkpoint": "OnExceptionCheckpoint",
     "prediction_writer": "BasePredictionWriter",
     "pruning": "ModelPruning",
-    "rich_model_summary": "RichModelSummary",
     "spike": "SpikeDetection",
     "stochastic_weight_avg": "StochasticWeightAveraging",
-    "throughput_monitor": "ThroughputMonitor",
     "timer": "Timer",
     "weight_averaging": "WeightAveraging",
 }
@@ -174,7 +176,10 @@ MODULES = {
     "accelerators": _ACCELERATORS,
     **{f"accelerators.{name}": _ACCELERATORS for name in ("accelerator", "cpu", "cuda", "mps", "xla")},
     **{f"callbacks.{module}": CALLBACKS[name] for module, name in _CALLBACK_MODULES.items()},
+    **{f"callbacks.{name}": _USE for name in ("device_stats_monitor", "throughput_monitor")},
+    **{f"callbacks.{name}": _SUMMARY for name in ("model_summary", "rich_model_summary")},
     "callbacks.progress": _BAR,
+    "callbacks.progress.base": _BAR,
     "callbacks.progress.progress_bar": _BAR,
     "callbacks.progress.rich_progress": _BAR,
     "callbacks.progress.tqdm_progress": _BAR,
@@ -189,6 +194,7 @@ MODULES = {
     "overrides.distributed": _INSIDE,
     "plugins": _PLUGINS,
     "plugins.environments": "nothing: torchrun's, Slurm's and Open MPI's variables are read by themselves",
+    "plugins.training_type": _PLUGINS,
     "plugins.io": _FOLDERS,
     **{f"plugins.io.{name}": _FOLDERS for name in ("async_plugin", "checkpoint_plugin", "torch_plugin", "wrapper", "xla_plugin")},
     "plugins.layer_sync": _PLUGINS,
@@ -245,6 +251,24 @@ ALIASES = {
     "trainer.trainer": "trainer",
     **{f"utilities.{name}": "utilities" for name in (*_OF_UTILITIES, *_OLDER)},
 }
+_KEPT = "a list of self, to which the steps append"
+# Hooks of Lightning 1, of modules and callbacks.
+HOOKS = {
+    "training_epoch_end": f"on_train_epoch_end, and {_KEPT}",
+    "validation_epoch_end": f"on_validation_epoch_end, and {_KEPT}",
+    "test_epoch_end": f"on_test_epoch_end, and {_KEPT}",
+    **{f"{phase}_step_end": f"the end of {phase}_step" for phase in ("training", "validation", "test")},
+    **{f"on_batch_{end}": f"on_train_batch_{end}" for end in ("start", "end")},
+    **{f"on_epoch_{end}": f"on_train_epoch_{end}, and on_validation_epoch_{end} if it is meant" for end in ("start", "end")},
+    **dict.fromkeys(("on_pretrain_routine_start", "on_pretrain_routine_end"), "on_fit_start"),
+    **dict.fromkeys(("on_before_accelerator_backend_setup", "on_init_start", "on_init_end"), "setup"),
+    "configure_sharded_model": "configure_model",
+    "on_keyboard_interrupt": "on_exception",
+}
+ARGPARSE = Missing(
+    "add_argparse_args and from_argparse_args of Lightning 1 are not part of echelon.compat. Instead: parser.add_argument for "
+    "the options that you use, and Trainer(max_epochs=args.max_epochs, ...)."
+)
 # Attributes of a Trainer.
 TRAINER = {
     "fit_loop": _LOOPS,

@@ -16,9 +16,11 @@ import torch
 
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch import options
-from echelon.compat.lightning.pytorch.callbacks.base import Callback
+from echelon.compat.lightning.pytorch.callbacks import Callback, Display
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.module_runs import ModuleRuns
+from echelon.compat.lightning.pytorch.strategies import among_plugins
+from echelon.compat.lightning.pytorch.successors import ARGPARSE
 from echelon.compat.trainer import trainer
 from echelon.compat.trainer.rank import Plan
 from echelon.loop.callback import Callback as LoopCallback
@@ -56,11 +58,14 @@ class Trainer(ModuleRuns, trainer.Trainer):
         fast_dev_run: so many batches (True is one) of one epoch, and no checkpoints: to see whether it runs.
         check_val_every_n_epoch: how often to evaluate; `val_check_interval` counts batches instead, or is a part of an epoch.
         gpus: Lightning's older word for `devices`; with `accelerator="ddp"` understood, with a hint.
+        plugins: environments, which have no effect, and Lightning 1's DDPPlugin, which is the strategy.
         others: Lightning's further options for a LightningModule, which `options.OF_MODULES` has, and those of display, which are
             accepted and named; any other is refused.
     Raises:
         UsageError: a value that makes no sense; the text names it.
     """
+
+    add_argparse_args = from_argparse_args = parse_argparser = ARGPARSE
 
     def __init__(
         self,
@@ -86,6 +91,7 @@ class Trainer(ModuleRuns, trainer.Trainer):
         val_check_interval: int | float | None = None,
         fast_dev_run: bool | int = False,
         gpus: int | str | Sequence[int] | None = None,
+        plugins: Any = None,
         **others: Any,
     ) -> None:
         self.of_modules, self._shown = options.sorted_out(others)
@@ -102,6 +108,7 @@ class Trainer(ModuleRuns, trainer.Trainer):
         if gradient_clip_algorithm not in ("norm", "value", None):
             raise UsageError(f"gradient_clip_algorithm {gradient_clip_algorithm!r}: 'norm' or 'value'.")
         accelerator, strategy = options.without_strategy(accelerator, strategy)
+        strategy, environments = among_plugins(plugins, strategy)
         self.val_check_interval = options.interval(val_check_interval)
         self.check_val_every_n_epoch = check_val_every_n_epoch
         whole = isinstance(self.val_check_interval, int)
@@ -112,6 +119,8 @@ class Trainer(ModuleRuns, trainer.Trainer):
         }
         every = [] if callbacks is None else [callbacks] if not isinstance(callbacks, Iterable) else list(callbacks)
         self.given_callbacks = [each for each in every if isinstance(each, Callback)]
+        displays = [each for each in self.given_callbacks if isinstance(each, Display)]
+        self._in_place = {type(each).__name__: each.in_place for each in (*environments, *displays)}
         super().__init__(
             options.devices_of(devices),
             strategy,
@@ -154,8 +163,7 @@ class Trainer(ModuleRuns, trainer.Trainer):
             UsageError: an option that only a LightningModule has a meaning for.
         """
         options.check_for_units(self.of_modules, self.given_limits, self.val_check_interval)
-        if self.given_callbacks:
-            name = type(self.given_callbacks[0]).__name__
+        for name in [type(each).__name__ for each in self.given_callbacks if not isinstance(each, Display)]:
             raise UsageError(f"callbacks: {name} acts on a LightningModule. For an AutoUnit write an echelon.Callback.")
         if self.enable_checkpointing and self.run_dir is None and not self.has_saver:
             raise UsageError("enable_checkpointing=True: where to? Give default_root_dir, or a DistributedCheckpointSaver.")
@@ -235,13 +243,15 @@ class Trainer(ModuleRuns, trainer.Trainer):
 
     def _tell_of_options(self) -> None:
         """Once, of what a LightningModule's Trainer leaves out."""
+        if self._in_place and agree.is_rank0():
+            logger.info("taken without effect: %s", "; ".join(f"{name}: {what}" for name, what in self._in_place.items()))
         if self._in_vain and agree.is_rank0():
             logger.warning(
                 "Trainer(%s): has no effect here. Where time goes is in metrics.jsonl and `echelon report`; to train without "
                 "logs and checkpoints: logger=False, enable_checkpointing=False",
                 ", ".join(self._in_vain),
             )
-        self._in_vain = []
+        self._in_vain, self._in_place = [], {}
 
     def _run(self, call: str, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any) -> Any:
         if model is None or isinstance(model, torch.nn.Module):
