@@ -60,6 +60,7 @@ def test_a_module_is_no_unit() -> None:
         ("lightning.pytorch.callbacks.early_stopping", "EarlyStopping"),
         ("lightning.pytorch.loggers.logger", "Logger"),
         ("lightning.pytorch.loggers.tensorboard", "TensorBoardLogger"),
+        ("lightning.pytorch.loggers.wandb", "WandbLogger"),
         ("lightning.pytorch.utilities.exceptions", "MisconfigurationException"),
         ("lightning.pytorch.utilities.rank_zero", "rank_zero_only"),
         ("lightning.pytorch.utilities.types", "STEP_OUTPUT"),

@@ -7,6 +7,7 @@ import importlib
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from echelon.common.errors import CheckpointUnreadableError, EchelonError, LossError, UsageError
+from echelon.common.errors import CheckpointUnreadableError, EchelonError, LoggerError, LossError, UsageError
 from echelon.compat.lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
 from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
-from echelon.compat.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from echelon.compat.lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from echelon.compat.lightning.pytorch.reading import facts_of as read_facts
 from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Autoencoder, Classifier, Transformer, images, loader_of, made, plainly
@@ -542,6 +543,118 @@ def test_every_rank_may_write_to_a_logger_and_rank_0_does(ranks: Any, tmp_path: 
     folders, _ = ranks(2, draw, str(tmp_path))
     assert [name for name in folders if "drawn" in name] == ["lightning_logs/version_0/drawn_a"]
     assert (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().count("\n7,") == 1
+
+
+class FakeRun:
+    """wandb's run, as far as its documentation has it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self.rows = options, list[dict[str, Any]]()
+        self.id, self.config, self.finished, self.x_axis = options["id"], dict(options["config"] or {}), False, ""
+        self.config = type("Config", (dict,), {"update": lambda own, new, **_: dict.update(own, new)})(self.config)
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.x_axis = step_metric
+
+    def log(self, row: dict[str, Any]) -> None:
+        assert not self.finished
+        self.rows.append(row)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def fake_wandb() -> list[FakeRun]:
+    """Runs that `wandb.init` makes from here on."""
+    runs: list[FakeRun] = []
+
+    def init(**options: Any) -> FakeRun:
+        runs.append(FakeRun(**options))
+        return runs[-1]
+
+    made: Any = types.ModuleType("wandb")
+    made.init, made.Settings = init, lambda **options: options
+    made.Image, made.Table = (lambda image, **of: ("image", of)), (lambda **of: ("table", of))
+    sys.modules["wandb"] = made
+    return runs
+
+
+@pytest.fixture
+def no_wandb_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+
+
+class Shows(Small):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        vars(self).pop("on_train_epoch_end")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if not isinstance(self.logger, WandbLogger):
+            return
+        self.logger.experiment.log({"own": 1.0})
+        self.logger.log_image("seen", [torch.zeros(2, 2)], caption=["a"])
+        self.logger.log_text("said", ["word"], [["x"]], step=3)
+
+
+def to_wandb(folder: str) -> Any:
+    runs = fake_wandb()
+    given = WandbLogger(
+        "mine", folder, project="all", id="a1", offline=True, entity="us", group="g", tags=["t"], config={"b": 1}, prefix="p"
+    )
+    given.experiment.config.update({"early": 2})
+    trainer = Trainer(max_epochs=1, strategy="auto", log_every_n_steps=1, accelerator="cpu", logger=given)
+    trainer.fit(Shows(), two_batches(), two_batches())
+    trainer.validate(Shows(), two_batches())
+    given.close()
+    assert trainer.checkpoint_callback.best_model_path.startswith(f"{folder}/all/a1/checkpoints")
+    sys.modules.pop("wandb")
+    return [(run.options, dict(run.config), run.rows, run.x_axis, run.finished) for run in runs]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_wandb_gets_what_is_logged_on_rank_0(count: int, ranks: Any, no_wandb_afterwards: None, tmp_path: Path) -> None:
+    first, *others = [to_wandb(str(tmp_path))] if count == 1 else ranks(2, to_wandb, str(tmp_path))
+    assert others in ([], [[]])
+    ((options, config, rows, x_axis, finished),) = first
+    want = {"name": "mine", "project": "all", "dir": str(tmp_path), "id": "a1", "mode": "offline", "entity": "us", "group": "g"}
+    assert want.items() <= options.items() and options["tags"] == ["t"] and options["resume"] == "allow"
+    assert config == {"b": 1, "early": 2, "lr": 0.1} and x_axis == "trainer/global_step" and finished
+    assert {"own": 1.0} in rows and {"p-seen": [("image", {"caption": "a"})]} in rows
+    assert any(row.get("trainer/global_step") == 3 and "p-said" in row for row in rows)
+    steps = [row["trainer/global_step"] for row in rows if "p-loss" in row]
+    assert steps == [*range(2 // count)]
+    losses = [row["p-loss"] for row in rows if "p-loss" in row]
+    assert all(isinstance(loss, float) for loss in losses)
+
+
+def test_wandb_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with refused(LoggerError):
+        WandbLogger()
+
+
+def test_mlflow_has_one_run_with_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real package. A test after the training goes on in the run that `fit` has ended."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    given = MLFlowLogger("all", "mine", save_dir=str(tmp_path / "ml"), tags={"of": "us"})
+    trainer = Trainer(max_epochs=1, log_every_n_steps=1, logger=given, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(Shows(), two_batches(), two_batches())
+    trainer.validate(Shows(), two_batches())
+    given.close()
+    client = given.experiment
+    (run,) = client.search_runs([client.get_experiment_by_name("all").experiment_id])
+    assert run.info.run_id == given.run_id and run.info.run_name == "mine" and run.data.params == {"lr": "0.1"}
+    assert run.data.tags["of"] == "us"
+    assert [each.step for each in client.get_metric_history(given.run_id, "loss")] == [0, 1]
+    given.close()
+    assert client.get_run(given.run_id).info.status == "FINISHED"
 
 
 @pytest.mark.parametrize("value", [None, "0.5", {"a": 1.0}, [1.0], torch.ones(3)])

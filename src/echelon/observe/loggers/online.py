@@ -87,16 +87,20 @@ class OnlineLogger(ABC):
         """Several numbers of a step."""
         if self._tracker is None:
             return
-        if not self._begun:
-            self._begin()
-            self._begun = True
-            atexit.register(self.close)
+        self.begin()
         row = self._rows.get(step)
         if row is None:
             if len(self._rows) >= _PORTION or time.monotonic() - self._flushed_at >= _PORTION_S:
                 self.flush()
             row = self._rows[step] = {}
         row |= {name: hold(data) for name, data in payload.items()}
+
+    def begin(self) -> None:
+        """Begin the run there, as the first number does. Nothing on other ranks than 0, or if it has begun."""
+        if self._tracker is not None and not self._begun:
+            self._begin()
+            self._begun = True
+            atexit.register(self.close)
 
     def flush(self) -> None:
         """Give the tracker what is held."""
@@ -123,22 +127,34 @@ class OnlineLogger(ABC):
 
 
 class WandbLogger(OnlineLogger):
-    """To Weights & Biases. Without a login, or with `WANDB_MODE=offline`, into a folder that `wandb sync` uploads later."""
+    """To Weights & Biases. Without a login, or with `WANDB_MODE=offline`, into a folder that `wandb sync` uploads later.
+
+    Args:
+        options: of `wandb.init`, such as entity, group and tags.
+    Attributes:
+        run: wandb's, once it has begun; None on other ranks than 0.
+    """
 
     package = "wandb"
+    step_name = "step"
+
+    def __init__(self, project: str, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(project, *args, **kwargs)
+        self._options = dict(options or {})
+        self.run: Any = None
 
     def _begin(self) -> None:
         options: dict[str, Any] = {} if self.id is None else {"id": self.id, "resume": "allow"}
-        if "WANDB_MODE" not in os.environ and not self._has_login():
+        options |= self._options
+        if "WANDB_MODE" not in os.environ and "mode" not in options and not self._has_login():
             options["mode"] = "offline"
             logger.warning("no login for Weights & Biases was found: the run is kept offline in %s/wandb", self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        settings = self._tracker.Settings(console="off", silent=True)  # the ranks' output is in the run's folder
-        self._run = self._tracker.init(
-            project=self.project, name=self.name, dir=str(self.folder), config=self.config, settings=settings, **options
-        )
+        options.setdefault("settings", self._tracker.Settings(console="off", silent=True))  # ranks' output is in the run's folder
+        run = self._tracker.init(project=self.project, name=self.name, dir=str(self.folder), config=self.config, **options)
         # By a number of their own: wandb's steps may only grow, and a run that resumed repeats some.
-        self._run.define_metric("*", step_metric="step")
+        run.define_metric("*", step_metric=self.step_name)
+        self.run = run
 
     def _has_login(self) -> bool:
         if os.environ.get("WANDB_API_KEY"):
@@ -150,43 +166,76 @@ class WandbLogger(OnlineLogger):
 
     def _send(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         for step, row in rows.items():
-            self._run.log({**row, "step": step})
+            self.run.log({**row, self.step_name: step})
 
     def _end(self) -> None:
-        self._run.finish()
+        self.run.finish()
 
 
 class MLflowLogger(OnlineLogger):
-    """To MLflow, where `MLFLOW_TRACKING_URI` says, else where MLflow keeps runs by itself. The project is the experiment."""
+    """To MLflow, where `MLFLOW_TRACKING_URI` says, else where MLflow keeps runs by itself. The project is the experiment.
+
+    Args:
+        tracking_uri: in place of the variable.
+        tags: of a run that begins.
+        run_id: MLflow's own, of a run to go on with.
+    Attributes:
+        client: an MlflowClient, once it has begun; None on other ranks than 0.
+    """
 
     package = "mlflow"
 
+    def __init__(
+        self,
+        project: str,
+        *args: Any,
+        tracking_uri: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(project, *args, **kwargs)
+        self.tracking_uri, self.tags, self.run_id = tracking_uri, dict(tags or {}), run_id
+        self.client: Any = None
+
     def _begin(self) -> None:
         try:
-            self._client = self._tracker.MlflowClient()
-            known = self._client.get_experiment_by_name(self.project)
-            experiment = known.experiment_id if known is not None else self._client.create_experiment(self.project)
+            self.client = self._tracker.MlflowClient(self.tracking_uri)
+            if self.run_id is not None:
+                self.client.update_run(self.run_id, status="RUNNING")
+                return
+            known = self.client.get_experiment_by_name(self.project)
+            experiment = known.experiment_id if known is not None else self.client.create_experiment(self.project)
             if self._goes_on(experiment):
                 return
-            tags = {} if self.id is None else {_TAG: self.id}
-            self._run = self._client.create_run(experiment, run_name=self.name, tags=tags).info.run_id
+            tags = self.tags if self.id is None else {**self.tags, _TAG: self.id}
+            self.run_id = self.client.create_run(experiment, run_name=self.name, tags=tags).info.run_id
         except self._tracker.exceptions.MlflowException as error:
             raise EchelonError(
                 f"MLflow cannot begin a run: {str(error)[:300]}. Set MLFLOW_TRACKING_URI to your server, or install mlflow as a "
                 "whole for a database in a file."
             ) from error
-        params = [self._tracker.entities.Param(_mlflow_name(k), str(v)[:6000]) for k, v in list(self.config.items())[:100]]
-        if params:
-            self._client.log_batch(self._run, params=params)
+        self._send_params(dict([*self.config.items()][:100]))
+
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        """Settings of the run, which MLflow lets nobody change later."""
+        if self._tracker is not None:
+            self.begin()
+            self._send_params(params)
+
+    def _send_params(self, params: Mapping[str, Any]) -> None:
+        found = [self._tracker.entities.Param(_mlflow_name(k), str(v)[:6000]) for k, v in params.items()]
+        for at in range(0, len(found), 100):  # as many as MLflow takes
+            self.client.log_batch(self.run_id, params=found[at : at + 100])
 
     def _goes_on(self, experiment: str) -> bool:
         """Take the run of this id, if there is one. Its settings stay: MLflow refuses to change them."""
         if self.id is None:
             return False
-        found = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{self.id}'", max_results=1)
+        found = self.client.search_runs([experiment], f"tags.`{_TAG}` = '{self.id}'", max_results=1)
         for run in found:
-            self._run = run.info.run_id
-            self._client.update_run(self._run, status="RUNNING")
+            self.run_id = run.info.run_id
+            self.client.update_run(self.run_id, status="RUNNING")
         return bool(found)
 
     def _send(self, rows: Mapping[int, Mapping[str, float]]) -> None:
@@ -194,10 +243,10 @@ class MLflowLogger(OnlineLogger):
         metric = self._tracker.entities.Metric
         found = [metric(_mlflow_name(name), value, now, step) for step, row in rows.items() for name, value in row.items()]
         for at in range(0, len(found), 1000):  # as many as MLflow takes
-            self._client.log_batch(self._run, metrics=found[at : at + 1000])
+            self.client.log_batch(self.run_id, metrics=found[at : at + 1000])
 
     def _end(self) -> None:
-        self._client.set_terminated(self._run)
+        self.client.set_terminated(self.run_id)
 
 
 def _mlflow_name(name: str) -> str:

@@ -64,6 +64,8 @@ leave_out("lightning.pytorch", __name__, {name: f"{instead}." for name, instead 
 for _name, _module in [*sys.modules.items()]:  # beside what is not here
     if _name.startswith(f"{__name__}.callbacks."):
         vars(_module).update({_each: getattr(callbacks, _each) for _each in DISPLAYS})
+    elif _name.startswith(f"{__name__}.loggers."):
+        vars(_module).update(MLFlowLogger=loggers.MLFlowLogger, WandbLogger=loggers.WandbLogger)
     elif _name.startswith(f"{__name__}.plugins"):
         vars(_module).update({_each: getattr(strategies, _each) for _each in ("DDPPlugin", *ENVIRONMENTS)})
 complete(module for name, module in [*sys.modules.items()] if name.startswith(f"{__name__}.") and name != f"{__name__}.version")

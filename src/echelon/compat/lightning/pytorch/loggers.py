@@ -1,11 +1,13 @@
-"""`lightning.pytorch.loggers`: the interface that a Trainer writes to, and two on echelon's loggers. Rank 0 writes."""
+"""`lightning.pytorch.loggers`: the interface that a Trainer writes to, and some on echelon's loggers. Rank 0 writes."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import json
+import logging
 import os
+import secrets
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -15,9 +17,22 @@ from typing import Any
 from echelon.common.files import write_whole
 from echelon.compat.lightning.pytorch.successors import LOGGERS, missing
 from echelon.observe import loggers
+from echelon.observe.loggers.logger import rank
 from echelon.world import agree
 
-__all__ = ["CSVLogger", "InFolders", "Logger", "TensorBoardLogger", "default_logger", "rank_zero_experiment"]
+__all__ = [
+    "CSVLogger",
+    "InFolders",
+    "Logger",
+    "MLFlowLogger",
+    "Online",
+    "TensorBoardLogger",
+    "WandbLogger",
+    "default_logger",
+    "rank_zero_experiment",
+]
+
+_logger = logging.getLogger(__name__)
 
 
 class _Nothing:
@@ -42,7 +57,7 @@ def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], An
 
     @functools.wraps(experiment)
     def on_rank_zero(self: Any) -> Any:
-        return experiment(self) if agree.is_rank0() else _Nothing()
+        return experiment(self) if rank() == 0 else _Nothing()
 
     return on_rank_zero
 
@@ -85,6 +100,14 @@ class Logger(ABC):
     def finalize(self, status: str) -> None:
         """At the end of `fit`."""
         return
+
+
+def _values_of(params: Any) -> dict[str, Any]:
+    return vars(params) if isinstance(params, Namespace) else dict(params or {})
+
+
+def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}-{name}" if prefix else name: value for name, value in values.items()}
 
 
 class InFolders(Logger):
@@ -160,13 +183,12 @@ class InFolders(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if not agree.is_rank0():
             return
-        named = {f"{self._prefix}-{name}" if self._prefix else name: value for name, value in metrics.items()}
-        self._opened.log_dict(named, step if step is not None else 0)
+        self._opened.log_dict(_prefixed(self._prefix, metrics), step if step is not None else 0)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         if not agree.is_rank0():
             return
-        values = vars(params) if isinstance(params, Namespace) else dict(params or {})
+        values = _values_of(params)
         os.makedirs(self.log_dir, exist_ok=True)
         # JSON is YAML, and this is the name under which people look.
         write_whole(Path(self.log_dir) / "hparams.yaml", json.dumps(values, indent=1, default=str))
@@ -217,6 +239,183 @@ class TensorBoardLogger(InFolders):
     @rank_zero_experiment
     def experiment(self) -> Any:
         return self._opened.writer
+
+
+class Online(Logger):
+    """On one of echelon's loggers to a tracker, made in the process that writes. `log_model` has no effect, and is told."""
+
+    def __init__(self, save_dir: str | Path, prefix: str, log_model: Any) -> None:
+        self._save_dir, self._prefix = os.fspath(save_dir), prefix
+        self._opened: Any = None
+        self.tracker()  # an error, if it is not installed
+        if log_model and rank() == 0:
+            said = "%s(log_model=%r): checkpoints are not uploaded. They are in ModelCheckpoint's dirpath"
+            _logger.warning(said, type(self).__name__, log_model)
+
+    @abstractmethod
+    def _open(self) -> Any: ...
+
+    def tracker(self, *, begun: bool = False) -> Any:
+        if self._opened is None:
+            self._opened = self._open()
+        if begun:
+            self._opened.begin()
+        return self._opened
+
+    @property
+    def save_dir(self) -> str:
+        return self._save_dir
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.tracker().log_dict(_prefixed(self._prefix, metrics), step if step is not None else 0)
+
+    def save(self) -> None:
+        self.tracker().flush()
+
+    def close(self) -> None:
+        """End the run there; a later number goes on with it."""
+        self.tracker().close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": None}
+
+
+class _ToWandb(loggers.WandbLogger):
+    step_name = "trainer/global_step"
+
+
+class WandbLogger(Online):
+    """To Weights & Biases. It goes on in a run that `wandb.init` has begun in this process.
+
+    Args:
+        save_dir: where wandb keeps files; `dir` is the same.
+        id: of the run, which goes on if it is there; `version` is the same. By default a new one.
+        offline: into a folder that `wandb sync` uploads later.
+        init: options of `wandb.init`: config, entity, group, tags, ...
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | Path = ".",
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | Path | None = None,
+        id: str | None = None,
+        anonymous: bool | None = None,
+        project: str | None = None,
+        log_model: Any = False,
+        experiment: Any = None,
+        prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: str = "mutable",
+        **init: Any,
+    ) -> None:
+        self.run_name, self.version_given = name, version or id or getattr(experiment, "id", None) or secrets.token_hex(4)
+        self._project = project or os.environ.get("WANDB_PROJECT", "lightning_logs")
+        self._init = {"id": self.version, "resume": "allow", **({"mode": "offline"} if offline else {}), **init}
+        super().__init__(save_dir if dir is None else dir, prefix, log_model)
+
+    def _open(self) -> Any:
+        options = {**self._init}
+        return _ToWandb(self._project, self.run_name, self._save_dir, options.pop("config", None), options=options)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """wandb's run."""
+        return self.tracker(begun=True).run
+
+    @property
+    def name(self) -> str:
+        return self._project
+
+    @property
+    def version(self) -> str:
+        return self.version_given
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        values = json.loads(json.dumps(_values_of(params), default=str))
+        self.experiment.config.update(values, allow_val_change=True)
+
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
+        """Images as arrays, tensors or files; of `wandb.Image` such as caption a list with one for each."""
+        own = [{name: of[i] for name, of in kwargs.items()} for i in range(len(images))]
+        self._log(key, lambda make: [make.Image(image, **of) for image, of in zip(images, own, strict=True)], step)
+
+    def log_table(
+        self, key: str, columns: list[str] | None = None, data: Any = None, dataframe: Any = None, step: int | None = None
+    ) -> None:
+        self._log(key, lambda make: make.Table(columns=columns, data=data, dataframe=dataframe), step)
+
+    log_text = log_table
+
+    def _log(self, key: str, made: Callable[[Any], Any], step: int | None) -> None:
+        if rank() == 0:
+            at = {} if step is None else {_ToWandb.step_name: step}
+            self.experiment.log({**_prefixed(self._prefix, {key: made(importlib.import_module("wandb"))}), **at})
+
+    def watch(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Has no effect, and says so."""
+        if rank() == 0:
+            _logger.warning("WandbLogger.watch: has no effect here. Instead: self.logger.experiment.watch(self) in on_fit_start")
+
+
+class MLFlowLogger(Online):
+    """To MLflow.
+
+    Args:
+        tracking_uri: by default what `MLFLOW_TRACKING_URI` says, or the folder `save_dir`, or MLflow's own.
+        run_id: of a run to go on with.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "lightning_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None,
+        save_dir: str | None = None,
+        log_model: Any = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = None,
+    ) -> None:
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (f"file:{save_dir}" if save_dir else None)
+        self.run_id = run_id
+        self._options: dict[str, Any] = {"project": experiment_name, "name": run_name, "tracking_uri": uri, "tags": tags}
+        super().__init__(save_dir or ".", prefix, log_model)
+
+    def _open(self) -> Any:
+        return loggers.MLflowLogger(**self._options, run_id=self.run_id)
+
+    def tracker(self, *, begun: bool = False) -> Any:
+        found = super().tracker(begun=begun)
+        self.run_id = found.run_id
+        return found
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """An MlflowClient."""
+        return self.tracker(begun=True).client
+
+    @property
+    def name(self) -> str:
+        return str(self._options["project"])
+
+    @property
+    def version(self) -> str | None:
+        """The run's id; on other ranks than 0 None."""
+        self.tracker(begun=True)
+        return self.run_id
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.tracker().log_params(_values_of(params))
+
+    def finalize(self, status: str) -> None:
+        self.close()
 
 
 def default_logger(save_dir: str) -> Logger:

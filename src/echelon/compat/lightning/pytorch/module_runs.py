@@ -19,7 +19,7 @@ from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 from echelon.compat.lightning.pytorch.data import batches_of
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
-from echelon.compat.lightning.pytorch.loggers import InFolders, default_logger
+from echelon.compat.lightning.pytorch.loggers import InFolders, Online, default_logger
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.returning import bring_back, keeps
 from echelon.compat.lightning.pytorch.running import Running
@@ -153,6 +153,8 @@ class ModuleRuns(Running):
     def log_folder(self) -> str:
         """Of the first logger, or the root. Rank 0's counts."""
         first = self.loggers[0] if self.loggers else None
+        if isinstance(first, Online):
+            return os.path.join(first.save_dir, str(first.name), str(first.version))
         return getattr(first, "log_dir", None) or self.default_root_dir
 
     @property
@@ -342,6 +344,7 @@ class ModuleRuns(Running):
             module.cpu()
             self.lightning_module = self.datamodule = self.unit = None
             self.state.status = "interrupted"  # unless it comes to its end
+            self.close_trackers()  # rank 0 goes on in their runs
             try:
                 done = launch(trainer_run, ranks=ranks, args=(self, work, str(folder)), env=env, run_dir=self.run_dir)
             finally:
@@ -364,6 +367,11 @@ class ModuleRuns(Running):
             if not keeps(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def close_trackers(self) -> None:
+        for each in self.loggers:
+            if isinstance(each, Online):
+                each.close()
+
     def __getstate__(self) -> dict[str, Any]:
         left = ("find_train_loader", *_OF_A_CALL)
         kept = {name: value for name, value in vars(self).items() if name not in left}
@@ -382,6 +390,7 @@ def trainer_run(trainer: ModuleRuns, work: Work, folder: str) -> ModuleDone:
     rng.start(work.seeds)
     init_from_env("cpu" if trainer.accelerator == "cpu" else None)
     made = Session(trainer, work).run()
+    trainer.close_trackers()
     unit = trainer.unit
     world = World.current(torch.device("cpu"))
     if work.call == "fit":

@@ -83,9 +83,7 @@ STRATEGIES = {
 LOGGERS = {
     "LitLogger": "a subclass of Logger that calls litlogger",
     "CometLogger": "a subclass of Logger that calls comet_ml",
-    "MLFlowLogger": "a subclass of Logger that calls mlflow",
     "NeptuneLogger": "a subclass of Logger that calls neptune",
-    "WandbLogger": "a subclass of Logger that calls wandb",
 }
 
 # Names of modules that are here, beside those above. What is Lightning's own machinery has no counterpart of the same shape.
@@ -149,9 +147,7 @@ _CALLBACK_MODULES = {
 _LOGGER_MODULES = {
     "comet": "CometLogger",
     "litlogger": "LitLogger",
-    "mlflow": "MLFlowLogger",
     "neptune": "NeptuneLogger",
-    "wandb": "WandbLogger",
 }
 _LOOP_MODULES = (
     "evaluation_loop fetchers fit_loop loop optimization optimization.automatic optimization.closure optimization.manual "
@@ -186,6 +182,7 @@ MODULES = {
     "cli": _CLI,
     "demos": _SMALL,
     **{f"demos.{name}": _SMALL for name in ("boring_classes", "lstm", "mnist_datamodule", "transformer")},
+    **{f"loggers.{name}": _INSIDE for name in ("mlflow", "wandb")},
     **{f"loggers.{module}": LOGGERS[name] for module, name in _LOGGER_MODULES.items()},
     "loggers.utilities": _INSIDE,
     "loops": _LOOPS,

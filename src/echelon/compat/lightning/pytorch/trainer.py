@@ -119,8 +119,8 @@ class Trainer(ModuleRuns, trainer.Trainer):
         }
         every = [] if callbacks is None else [callbacks] if not isinstance(callbacks, Iterable) else list(callbacks)
         self.given_callbacks = [each for each in every if isinstance(each, Callback)]
-        displays = [each for each in self.given_callbacks if isinstance(each, Display)]
-        self._in_place = {type(each).__name__: each.in_place for each in (*environments, *displays)}
+        displays: list[Any] = [each for each in self.given_callbacks if isinstance(each, Display)]
+        self._in_place = {type(each).__name__: each.in_place for each in [*displays, *environments]}
         super().__init__(
             options.devices_of(devices),
             strategy,
