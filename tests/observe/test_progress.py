@@ -324,3 +324,4 @@ def test_a_script_without_a_launcher_says_where_it_goes_on_why_it_ends_and_where
     assert stopped[2:] == ["echelon: checkpoint saved/step-00000004"]
     assert run(_UNIT, "quiet", "2", "WARNING") == []
     assert [line for line in run(_UNIT, "quiet", "2", "INFO") if again in line] == [f"INFO:echelon:{again}"]
+    assert "INFO:echelon:" not in run(_UNIT.replace(', checkpoints="saved", callbacks=[stop]', ""), "unsaved", "2", "INFO")

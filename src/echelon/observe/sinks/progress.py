@@ -153,10 +153,12 @@ class Notes:
 
     @staticmethod
     def _say(line: str) -> None:
+        if not line:
+            return
         logger = logging.getLogger("echelon")
         if logger.hasHandlers() or not logger.isEnabledFor(logging.WARNING):
             logger.info("%s", line)
-        elif line:
+        else:
             say(line)
 
 
