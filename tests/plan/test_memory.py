@@ -119,6 +119,22 @@ def test_recomputed_blocks_hold_less(plan: Callable[..., subprocess.CompletedPro
     assert recomputed["by_kind"]["activations"] < kept["by_kind"]["activations"] and recomputed["flops"] > kept["flops"]
 
 
+@pytest.mark.parametrize(
+    ("unit", "kept"),
+    [
+        ("Fit(module=model, layout='ddp', ema=0.9)", 1),
+        ("Fit(module=model, layout='ddp', ema=ech.units.SWAParams(100, 1, averaging_method='ema'))", 1),
+        ("Fit(module=model, layout='ddp'); unit.teacher = torch.nn.Linear(WIDTH, WIDTH)", 1 / DEPTH),
+    ],
+)
+def test_averages_and_other_modules_are_kept(
+    plan: Callable[..., subprocess.CompletedProcess[str]], unit: str, kept: float
+) -> None:
+    script = f"{UNIT}model = torch.nn.Sequential(*layers)\nunit = {unit.replace('WIDTH', str(WIDTH))}\n"
+    found = told(plan(script + "ech.train(unit, loader, max_updates=8)\n", "--gpus", "2", "--json", "--layout", "ddp"))["ddp"]
+    assert found["by_kind"]["kept"] == kept * found["by_kind"]["parameters"]
+
+
 def test_a_loader_may_have_workers(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = UNIT.replace("global_batch=8", "global_batch=8, num_workers=1") + TRAINS.replace(", checkpoints=sys.argv[1:]", "")
     layouts = told(plan(script, "--gpus", "2", "--json", "--layout", "ddp"))

@@ -23,7 +23,7 @@ __all__ = ["KINDS", "Trace", "Traced"]
 aten = torch.ops.aten
 
 # What memory is for, in the order in which it is shown.
-KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "gathered", "communication", "temporary")
+KINDS = ("parameters", "gradients", "optimizer", "buffers", "kept", "activations", "gathered", "communication", "temporary")
 
 
 @dataclass
@@ -112,9 +112,11 @@ class Trace(TorchDispatchMode):
 
     # --- who is who
 
-    def watch(self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """What is there already: parameters, buffers."""
+    def watch(self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], kept: Iterable[Any] = ()) -> None:
+        """What is there already: parameters, buffers, and what else is `kept`."""
         self._names.update((part, name) for name, part in module.named_modules())
+        for each in kept:  # of which the module may have some
+            self._label(each, "kept")
         for parameter in module.parameters():
             self._label(parameter, "parameters")
         for buffer in module.buffers():

@@ -144,7 +144,9 @@ class _Watcher(Callback):
 
     def on_train_start(self, state: State, unit: Any) -> None:
         self._before = unit.train_progress.num_updates_completed
-        self.trace.watch(unit.prepared.unwrapped, unit.optimizers)
+        kept = [tensor for each in unit.tracked_modules().values() for tensor in (*each.parameters(), *each.buffers())]
+        kept += unit.swa_model.state_dict().values() if unit.swa_model is not None else ()
+        self.trace.watch(unit.prepared.unwrapped, unit.optimizers, kept)
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         for mode in self._modes:
