@@ -22,8 +22,7 @@ from echelon.compat.torchtnt.framework.callbacks import (
 )
 from echelon.compat.torchtnt.framework.unit import AppStateMixin
 from echelon.compat.torchtnt.utils import device, distributed, env
-from echelon.compat.torchtnt.utils.anomaly_evaluation import IsNaNEvaluator, ThresholdEvaluator
-from echelon.compat.torchtnt.utils.loggers import AnomalyLogger, CSVLogger, FileLogger, JSONLogger, TrackedMetric
+from echelon.compat.torchtnt.utils.loggers import CSVLogger, FileLogger, JSONLogger
 from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
     TorchCompileParams,
@@ -227,34 +226,6 @@ def test_a_scale_and_parallel_losses() -> None:
             Classifier(enable_loss_parallel=True, **options)
 
 
-def test_anomalies_as_torchtnt_tells_them(caplog: pytest.LogCaptureFixture) -> None:
-    class Told(AnomalyLogger):
-        def __init__(self, tracked: list[TrackedMetric]) -> None:
-            super().__init__(tracked)
-            self.told: list[tuple[str, Any, int]] = []
-
-        def on_anomaly_detected(self, name: str, data: Any, step: int) -> None:
-            self.told.append((name, data, step))
-            raise RuntimeError("of the user's")
-
-    seen = MagicMock(**{"is_anomaly.return_value": False})
-    limits = ThresholdEvaluator(max_val=2.0)
-    tracked = [TrackedMetric("a", [limits, seen], 1, 2), TrackedMetric("twice", [limits]), TrackedMetric("twice", [seen])]
-    logger = Told([*tracked, TrackedMetric("nan", [IsNaNEvaluator()])])
-    for step in range(5):
-        logger.log_dict({"a": 5, "twice": 9}, step)
-    logger.log("nan", float("nan"), 7)
-    assert logger.told[:2] == [("a", 5.0, 2), ("a", 5.0, 4)] and logger.told[2][::2] == ("nan", 7)
-    assert seen.update.call_count == 5 and (limits.min_val, limits.max_val, limits.curr_val) == (-float("inf"), 2.0, 5.0)
-    for words in (
-        "Found multiple configs for metric 'twice'. Skipping.",
-        "Exception when calling on_anomaly_hook: of the user's",
-    ):
-        assert words in caplog.text
-    with pytest.raises(RuntimeError, match="of the user's"):
-        logger.log("nan", torch.ones(2), 8)
-
-
 # --- ranks and devices
 
 
@@ -287,8 +258,6 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         refused(UsageError),
     ):
         device.get_device_from_env()
-    with patch("shutil.which", return_value=None), pytest.raises(FileNotFoundError, match="nvidia-smi: command not found"):
-        device.get_nvidia_smi_gpu_stats(torch.device("cuda:0"))
     with refused(UsageError):
         distributed.sync_bool(True, coherence_mode="foo")  # type: ignore[arg-type]
 

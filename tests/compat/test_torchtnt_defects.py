@@ -70,22 +70,13 @@ TESTED = {
     "B37: a loader without state starts over without a word": (
         "loop/test_loop.py::test_going_on_in_mid_epoch_with_a_loader_without_state_warns"
     ),
-    "B44: clocks of several hosts are compared": (
-        "loop/test_callbacks_control.py::test_the_slow_rank_is_found_though_clocks_are_apart"
-    ),
-    "B48: a prediction's rate is never logged": "loop/test_callbacks_watch.py::test_waits_for_batches_and_throughput_are_logged",
     "B50: the second predict does nothing": "loop/test_loop.py::test_predict_runs_as_often_as_it_is_called",
-    "B52: an empty string cannot be sent; an error of the reading rank leaves the others waiting": (
-        "compat/test_torchtnt_distributed.py::test_what_ranks_tell_each_other"
-    ),
     "B59: TorchSnapshotSaver.restore_with_id does nothing": "compat/test_torchtnt_callbacks.py::test_savers_save_and_restore",
     "4.2: what one strategy saves another cannot read": (
         "checkpoint/test_checkpoint_matrix.py::test_every_strategy_and_size_reads_what_every_other_wrote"
     ),
     "#1056: the last checkpoint is written twice": "checkpoint/test_checkpoint.py::test_a_step_is_saved_once",
-    "percentiles fail with numpy 2.4": "compat/test_torchtnt_timers.py::test_percentiles_are_durations_that_were_measured",
     "making a MultiDataLoader eats a batch of each loader": "compat/test_torchtnt_data.py::test_making_a_loader_reads_nothing",
-    "an interval has no end after an exception": "compat/test_torchtnt_tools.py::test_an_interval_ends_after_an_exception_too",
     "a scaler for GPUs on any machine": "compat/test_torchtnt_prepare.py::test_sharded_states_averages_and_scalers",
     "a missing monitored attribute raises on rank 0 alone": (
         "loop/test_callbacks_control.py::test_a_missing_attribute_is_an_error_on_all_ranks"

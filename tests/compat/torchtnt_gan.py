@@ -5,7 +5,8 @@ import sys
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchtnt.framework.callbacks import Lambda, LearningRateMonitor
+from torchtnt.framework.callback import Callback
+from torchtnt.framework.callbacks import LearningRateMonitor
 from torchtnt.framework.state import State
 from torchtnt.framework.train import train
 from torchtnt.framework.unit import TrainUnit
@@ -50,7 +51,14 @@ class GAN(TrainUnit[torch.Tensor]):
 generator = torch.Generator().manual_seed(1)
 data = [torch.randn(6, 5, generator=generator).double() for _ in range(4)]
 unit, logger, seen = GAN(), InMemoryLogger(), []
-callbacks = [LearningRateMonitor(logger), Lambda(on_train_step_end=lambda state, unit: seen.append(state.train_state.dataloader))]
+
+
+class Sees(Callback):
+    def on_train_step_end(self, state, unit):
+        seen.append(state.train_state.dataloader)
+
+
+callbacks = [LearningRateMonitor(logger), Sees()]
 train(unit, [batch[rank::world] for batch in data], max_epochs=3, callbacks=callbacks)
 assert len(seen) == 12 and unit.train_progress.num_steps_completed == 12
 assert sorted(unit.tracked_modules()) == ["critic", "generator", "loss"]

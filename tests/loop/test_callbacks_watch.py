@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from echelon.compat.torchtnt.framework.callbacks import (
     ModuleSummary,
     TQDMProgressBar,
 )
-from echelon.compat.torchtnt.utils import resources
 from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
 from echelon.compat.torchtnt.utils.module_summary import get_module_summary, get_summary_table, prune_module_summary
 from echelon.loop.callbacks import LearningRateMonitor
@@ -114,26 +112,6 @@ def test_tqdm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
     with refused(UsageError):
         TQDMProgressBar()
-
-
-# --- resources
-
-
-def test_nvidia_smi_is_asked_if_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert resources.gpu_stats(0) == {}
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text('#!/bin/sh\n[ "$3" = "--id=GPU-1" ] || exit 6\necho "50, 25, [N/A], 1000, 9000, 60, 70"\n')
-    smi.chmod(0o755)
-    assert resources.gpu_stats("GPU-1") == {
-        "utilization_gpu_percent": 50,
-        "utilization_memory_percent": 25,
-        "memory_used_mb": 1000,
-        "memory_free_mb": 9000,
-        "temperature_gpu_celsius": 60,
-        "temperature_memory_celsius": 70,
-    }
-    assert resources.gpu_stats(7) == {}
 
 
 # --- summaries

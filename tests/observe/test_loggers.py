@@ -17,15 +17,12 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.common.errors import LoggerError, UsageError
-from echelon.compat.torchtnt.utils.anomaly_evaluation import IsNaNEvaluator, ThresholdEvaluator
+from echelon.common.errors import LoggerError, NotHereError, UsageError
 from echelon.compat.torchtnt.utils.loggers import (
-    AnomalyLogger,
     InMemoryLogger,
     JSONLogger,
     StdoutLogger,
     TensorBoardLogger,
-    TrackedMetric,
 )
 from echelon.observe.loggers import CSVLogger, MetricLogger, scalar_to_float
 from tests.conftest import Ranks, clean_environment
@@ -242,13 +239,7 @@ def test_a_rank_without_a_world_is_enough_to_know_who_logs(
 def test_tensorboard_gets_numbers_texts_and_histograms(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    seen: list[Any] = []
-
-    class Mine(TensorBoardLogger):
-        def on_anomaly_detected(self, name: str, data: Any, step: int) -> None:
-            seen.append((name, step))
-
-    logger = Mine(str(tmp_path), [TrackedMetric("loss", [ThresholdEvaluator(max_val=1.0)])])
+    logger = TensorBoardLogger(str(tmp_path))
     logger.log_dict({"loss": torch.tensor(0.5), "rate": 0.25}, 1)
     logger.log("loss", 1.5, 2)
     logger.log_text("note", "hello", 1)
@@ -258,7 +249,9 @@ def test_tensorboard_gets_numbers_texts_and_histograms(tmp_path: Path) -> None:
     events.Reload()
     assert [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors("loss")] == [(1, 0.5), (2, 1.5)]
     assert events.Tags()["histograms"] == ["values"] and "note/text_summary" in events.Tags()["tensors"]
-    assert seen == [("loss", 2)] and logger.path == str(tmp_path)
+    assert logger.path == str(tmp_path)
+    with pytest.raises(NotHereError, match="tracked_metrics"):
+        TensorBoardLogger(str(tmp_path), [object()])  # type: ignore[arg-type]
 
 
 def test_tensorboards_numbers_on_a_gpu_are_read_in_portions(tmp_path: Path) -> None:
@@ -280,24 +273,6 @@ def test_tensorboard_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with refused(LoggerError):
         TensorBoardLogger(tmp_path)
-
-
-def test_anomalies_are_told_after_the_warmup_at_the_steps_to_look_at() -> None:
-    seen = []
-
-    class Mine(AnomalyLogger):
-        def on_anomaly_detected(self, name: str, data: Any, step: int) -> None:
-            seen.append((name, step))
-
-    evaluators = [ThresholdEvaluator(min_val=0.0), IsNaNEvaluator()]
-    logger = Mine([TrackedMetric("a", evaluators, warmup_steps=2, evaluate_every_n_steps=2)])
-    values = [-1.0, -1.0, -1.0, 1.0, math.nan, math.nan, -1.0, 1.0]
-    for step, value in enumerate(values, start=1):
-        logger.log("a", value, step)
-        logger.log_dict({"b": -1.0}, step)
-    assert seen == [("a", 6)] * 2  # nan is not within limits, either
-    logger.log_dict({"a": torch.tensor(-1.0)}, 10)
-    assert seen[2:] == [("a", 10)]
 
 
 def _logs(log: CSVLogger) -> None:

@@ -9,6 +9,7 @@ from echelon.compat.names import later, leave_out
 
 __all__ = ["absent"]
 
+_NUMBERS = "a comparison where the number is logged; a loss that is nan or grows is looked at by echelon itself."
 _OWN = "a Callback of your own, of a few lines; or keep TorchTNT's file."
 _MEMORY = "`echelon plan`, which foretells memory, and torch.cuda.memory._record_memory_history, which torch documents."
 _TIMES = "`echelon report`, which shows durations, waits and throughput of every run; state.train_state.iteration_timer has them."
@@ -37,6 +38,8 @@ _MODULES = {
     "framework.callbacks.torch_compile": ("TorchCompile", _OWN),
     "framework.callbacks.train_progress_monitor": ("TrainProgressMonitor", "state.log in a hook of the unit."),
     "framework.utils": ("get_timing_context", "torch.profiler.record_function."),
+    "utils.anomaly_evaluation": ("", _NUMBERS),
+    "utils.loggers.anomaly_logger": ("AnomalyLogger TrackedMetric", _NUMBERS),
     "utils.data.profile_dataloader": ("profile_dataloader", "`echelon report`, which has the waits for data; torch.profiler."),
     "utils.data.synthetic_data": ("AbstractRandomDataset", "a Dataset of your own that draws from torch.Generator."),
     "utils.event": ("", "Python's logging."),
@@ -52,6 +55,22 @@ _MODULES = {
 
 # Names that are not in modules that are here.
 _NAMES = {
+    "utils.device": {
+        "CPUStats GPUStats collect_system_stats get_nvidia_smi_gpu_stats get_psutil_cpu_stats": "`echelon report`; psutil.",
+    },
+    "utils.distributed": {
+        "ProcessGroupSetupParams spawn_multi_process": "echelon.launch(fn, ranks=2), which gives each rank's value.",
+        "all_gather_str broadcast_str": "echelon.gather for numbers, torch.distributed.all_gather_object for strings.",
+        "destroy_process_group": "torch.distributed.destroy_process_group().",
+        "get_or_create_gloo_pg": "torch.distributed.new_group(backend='gloo').",
+        "local_rank_zero_fn rank_zero_fn rank_zero_read_and_broadcast": "`if get_global_rank() == 0`; PGWrapper sends.",
+    },
+    "utils.timer": {
+        "AggregatedTimer BoundedTimer TimedActionStats TimerProtocol TimerReport": "Timer, or `echelon report`.",
+        "FullSyncPeriodicTimer": "a count of steps, which all ranks have alike.",
+        "get_durations_histogram get_recorded_durations_table get_synced_durations_histogram get_synced_timer_histogram": _TIMES,
+        "log_elapsed_time": "Timer(verbose=True).",
+    },
     "utils.stateful": {"DictStateful MetricStateful MultiStateful": "attributes of the unit: each that has a state is saved."},
 }
 
@@ -63,10 +82,11 @@ def absent(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str
         module: its name below `torchtnt`.
         homes: name -> the module that has it: what is loaded when it is first used.
     """
-    instead = {each: text for names, text in _NAMES.get(module, {}).items() for each in names.split()}
     below = {where: told for where, told in _MODULES.items() if where.rpartition(".")[0] == module}
-    for names, text in below.values():
-        instead |= dict.fromkeys(names.split(), text)
+    instead = {each: text for names, text in below.values() for each in names.split()}
+    for where, lost in _NAMES.items():
+        if module in (where, where.rpartition(".")[0]):  # a package has what its modules have
+            instead |= {each: text for names, text in lost.items() for each in names.split()}
     last = {where.rpartition(".")[2]: text for where, (_, text) in below.items()}
     leave_out(f"torchtnt.{module}", f"echelon.compat.torchtnt.{module}", last)
     return later("torchtnt", module, homes or {}, instead)

@@ -10,10 +10,9 @@ _HOMES = {
     for module, names in {
         "checkpoint": """BestCheckpointConfig CheckpointManager CheckpointPath MetricData get_best_checkpoint_path
             get_checkpoint_dirpaths get_latest_checkpoint_path""",
-        "device": """CPUStats GPUStats copy_data_to_device get_device_from_env get_nvidia_smi_gpu_stats get_psutil_cpu_stats
-            record_data_in_stream set_float32_precision""",
+        "device": "copy_data_to_device get_device_from_env record_data_in_stream set_float32_precision",
         "distributed": """PGWrapper all_gather_tensors barrier get_global_rank get_local_rank
-            get_process_group_backend_from_device get_world_size spawn_multi_process sync_bool""",
+            get_process_group_backend_from_device get_world_size sync_bool""",
         "early_stop_checker": "EarlyStopChecker",
         "env": "init_from_env seed",
         "flops": "FlopTensorDispatchMode",
@@ -29,7 +28,7 @@ _HOMES = {
             rank_zero_warn""",
         "stateful": "Stateful",
         "swa": "AveragedModel",
-        "timer": "FullSyncPeriodicTimer Timer get_timer_summary log_elapsed_time",
+        "timer": "Timer get_timer_summary",
         "tqdm": "close_progress_bar create_progress_bar update_progress_bar",
     }.items()
     for name in names.split()

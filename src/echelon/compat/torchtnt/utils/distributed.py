@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
 from urllib.parse import quote
 
 import torch
@@ -18,49 +11,29 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import LauncherEnvironmentError, UsageError
+from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.exchange import (
-    Group,
     PGWrapper,
-    all_gather_str,
     all_gather_tensors,
-    broadcast_str,
-    rank_zero_read_and_broadcast,
     sync_bool,
 )
 from echelon.contracts.rank import RankInfo
-from echelon.launcher.functions.run import launch
 from echelon.parallel.ddp import sync_batchnorm
-from echelon.world import agree
-from echelon.world.init import init_from_env
-from echelon.world.timeout import timeout_of_default_group
 
 __all__ = [
     "PGWrapper",
-    "ProcessGroupSetupParams",
-    "all_gather_str",
     "all_gather_tensors",
     "barrier",
-    "broadcast_str",
-    "destroy_process_group",
     "get_file_init_method",
     "get_global_rank",
     "get_local_rank",
     "get_local_world_size",
-    "get_or_create_gloo_pg",
     "get_process_group_backend_from_device",
     "get_tcp_init_method",
     "get_world_size",
-    "local_rank_zero_fn",
-    "rank_zero_fn",
-    "rank_zero_read_and_broadcast",
     "revert_sync_batchnorm",
-    "spawn_multi_process",
     "sync_bool",
 ]
-
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T")
 
 
 # --- who this rank is
@@ -95,26 +68,6 @@ def get_local_world_size() -> int:
     return _number("LOCAL_WORLD_SIZE", "local_world_size")
 
 
-def rank_zero_fn(fn: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorator: only global rank 0 calls the function, the others get None."""
-
-    @wraps(fn)
-    def on_rank0(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return fn(*args, **kwargs) if get_global_rank() == 0 else None
-
-    return on_rank0
-
-
-def local_rank_zero_fn(fn: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorator: only local rank 0 of each node calls the function."""
-
-    @wraps(fn)
-    def on_local_rank0(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return fn(*args, **kwargs) if get_local_rank() == 0 else None
-
-    return on_local_rank0
-
-
 # --- groups
 
 
@@ -125,32 +78,6 @@ def get_process_group_backend_from_device(device: torch.device) -> str:
 def barrier() -> None:
     """Wait for all ranks of the default group, if there is one."""
     PGWrapper(None).barrier()
-
-
-def destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@contextmanager
-def get_or_create_gloo_pg(candidate_pg: Group = None) -> Iterator[Group]:
-    """A gloo group of the candidate's ranks: the candidate if it has gloo, else a new one, which ends with the context.
-
-    Of the default group the new one stays, since `echelon` uses it too. None without a process group. Collective over the
-    candidate's ranks.
-    """
-    if not dist.is_initialized() or candidate_pg is None or candidate_pg is dist.group.WORLD:
-        yield agree.control_group()
-        return
-    if "gloo" in str(dist.get_backend_config(candidate_pg)):
-        yield candidate_pg
-        return
-    members = dist.get_process_group_ranks(candidate_pg)
-    made = dist.new_group(members, timeout_of_default_group(), backend="gloo", use_local_synchronization=True)
-    try:
-        yield made
-    finally:
-        dist.destroy_process_group(made)
 
 
 def get_file_init_method(*, world_size: int | None = None, rank: int | None = None, filename: str | None = None) -> str:
@@ -226,46 +153,4 @@ def revert_sync_batchnorm(module: nn.Module, device: str | torch.device | None =
     return module
 
 
-# --- processes
-
-
-@dataclass
-class ProcessGroupSetupParams:
-    """For annotations alone: `spawn_multi_process` needs none, and its ranks meet without a port."""
-
-    backend: str
-    port: str
-    world_size: int
-    timeout_s: int
-
-
-class _InGroup:
-    """Calls the function within a process group over the ranks that `launch` has started."""
-
-    def __init__(self, backend: str, timeout: timedelta, fn: Callable[..., Any]) -> None:
-        self._backend, self._timeout, self._fn = backend, timeout, fn
-        self.__name__ = getattr(fn, "__name__", "spawn_multi_process")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        init_from_env("cuda" if "nccl" in self._backend else "cpu", self._backend, self._timeout)
-        try:
-            return self._fn(*args, **kwargs)
-        finally:
-            gc.collect()  # what holds the group ends before it
-            destroy_process_group()
-
-
-def spawn_multi_process(
-    world_size: int, backend: str, method: Callable[..., T], *method_args: Any, timeout_s: float = 60.0, **method_kwargs: Any
-) -> list[T]:
-    """Call a function on ranks of this machine within a process group; each rank's value, by rank.
-
-    `echelon.launch` with a group: the ranks find torchrun's variables, RANK included, in their environment.
-
-    Args:
-        timeout_s: of the group's collectives.
-    Raises:
-        RankFailedError: with the first failing rank's traceback; the exception itself is its `__cause__`.
-    """
-    call = _InGroup(backend, timedelta(seconds=timeout_s), method)
-    return launch(call, ranks=world_size, args=method_args, kwargs=method_kwargs)
+__getattr__ = absent("utils.distributed")

@@ -1,30 +1,22 @@
-"""What ranks tell one another: Python objects, tensors, strings, one answer for all. By these names in `utils.distributed`."""
+"""What ranks tell one another: Python objects, tensors, one answer for all. By these names in `utils.distributed`."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from echelon.common.errors import EchelonError, UsageError
+from echelon.common.errors import UsageError
 from echelon.compat.collect import gather_tensors
 from echelon.world import agree
 
 __all__ = [
     "PGWrapper",
-    "all_gather_str",
     "all_gather_tensors",
-    "broadcast_str",
-    "rank_zero_read_and_broadcast",
     "sync_bool",
 ]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
 Group = dist.ProcessGroup | None
 
@@ -102,24 +94,6 @@ def all_gather_tensors(result: torch.Tensor, group: Group = None) -> list[torch.
     return gather_tensors(result, group)
 
 
-def all_gather_str(val: str, process_group: Group = None) -> list[str]:
-    """Every rank's string, by rank, on every rank."""
-    return agree.gather(val, process_group)
-
-
-def broadcast_str(val: str | None, src: int = 0, process_group: Group = None, fixed_buffer_size: int | None = None) -> str | None:
-    """The string of the global rank `src`, on every rank. Any string: empty, or with zero bytes in it.
-
-    Args:
-        fixed_buffer_size: accepted; lengths are agreed.
-    """
-    if not agree.is_joined():
-        return val
-    where = dist.get_group_rank(process_group, src) if process_group is not None else src
-    answers: list[str | None] = agree.gather(val if dist.get_rank() == src else None, process_group)
-    return answers[where]
-
-
 def sync_bool(
     val: bool,
     pg: Group = None,
@@ -154,43 +128,3 @@ def sync_bool(
     if isinstance(mode, float):
         return count / size >= mode
     return count >= (mode if isinstance(mode, int) else {"any": 1, "all": size}[mode])
-
-
-def rank_zero_read_and_broadcast(func: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: the first rank of the group calls the function, every rank gets its value, or raises its error.
-
-    The group is the keyword argument `process_group`, which the function itself does not get; by default all ranks.
-    """
-
-    @wraps(func)
-    def read(*args: Any, **kwargs: Any) -> Any:
-        wrapper = PGWrapper(kwargs.pop("process_group", None))
-        if wrapper.get_world_size() == 1:
-            return func(*args, **kwargs)
-        answer: list[Any] = [None]
-        failure: Exception | None = None
-        if wrapper.get_rank() == 0:
-            try:
-                # Pickled here: what cannot be sent is this rank's error, too, and the others hear of it.
-                answer = [pickle.dumps((func(*args, **kwargs), None))]
-            except Exception as error:
-                failure, answer = error, [_sendable(error)]
-        wrapper.broadcast_object_list(answer, src=dist.get_global_rank(wrapper.pg, 0))
-        if failure is not None:
-            raise failure
-        value, raised = pickle.loads(answer[0])
-        if raised is not None:
-            raised.add_note("(raised on the first rank, which read for all)")
-            raise raised
-        return value
-
-    return read
-
-
-def _sendable(error: Exception) -> bytes:
-    try:
-        sent = pickle.dumps((None, error))
-        pickle.loads(sent)
-        return sent
-    except Exception:  # an exception of the user's that cannot be rebuilt
-        return pickle.dumps((None, EchelonError(f"the first rank failed: {type(error).__name__}: {error}")))

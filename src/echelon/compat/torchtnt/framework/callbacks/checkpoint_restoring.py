@@ -1,4 +1,4 @@
-"""How DistributedCheckpointSaver restores: echelon's checkpoints under TorchTNT's names or its own, and TorchTNT's own ones."""
+"""How DistributedCheckpointSaver restores: echelon's checkpoints under TorchTNT's names or its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from echelon.checkpoint import commit, manifest, store
 from echelon.checkpoint.location import Location, location
 from echelon.checkpoint.store import Report
 from echelon.common.arguments import options_of
-from echelon.common.errors import CheckpointCorruptError
-from echelon.compat.torchtnt.framework.callbacks import torchtnt_checkpoint
+from echelon.common.errors import CheckpointCorruptError, NotHereError
 from echelon.compat.torchtnt.utils import checkpoint_folder as folder
 from echelon.compat.torchtnt.utils.checkpoint_path import CheckpointPath, Phase
 from echelon.loop.checkpointing import restoring
@@ -64,10 +63,8 @@ def restore_first(
         return False
     if not ordered:
         return False
-    if torchtnt_checkpoint.is_one(ordered[0]):
-        restore(ordered[0], unit, loaders, options)
-        return True
-    ours = [path for path in ordered if not torchtnt_checkpoint.is_one(path)]
+    _refuse_theirs(ordered[0])
+    ours = [path for path in ordered if not _is_theirs(path)]
     options = options_of(RestoreOptions, "restore_options", options)
     if not _of_training(ours[0]):
         restore(ours[0], unit, loaders, options)
@@ -81,6 +78,7 @@ def restore_first(
 def restore(path: Location, unit: Unit, loaders: Loaders, options: RestoreOptions | None) -> Report:
     """Put a unit, and the loaders that are given, back to a checkpoint. Collective."""
     options = options_of(RestoreOptions, "restore_options", options)
+    _refuse_theirs(path)
     if not _of_training(path):
         logger.info(
             "Will not restore model parameters, optimizers, or lr schedulers from %s, since it is a prediction or evaluation "
@@ -90,13 +88,25 @@ def restore(path: Location, unit: Unit, loaders: Loaders, options: RestoreOption
         options = dataclasses.replace(
             _plain(options), restore_modules=False, restore_optimizers=False, restore_lr_schedulers=False
         )
-    if torchtnt_checkpoint.is_one(path):
-        return torchtnt_checkpoint.restore(path, unit, loaders, options)
     report = restoring.restore(path, unit, loaders.get("train"), options)
     given = {phase: loader for phase, loader in loaders.items() if phase != "train" and loader is not None}
     if given:
         _restore_loaders(path, given)
     return report
+
+
+def _is_theirs(path: Location) -> bool:
+    """Whether TorchTNT wrote it, as rank 0 sees it. Collective."""
+    return commit.on_rank0(lambda: (path / ".metadata").exists() and not (path / manifest.MANIFEST).exists(), path)
+
+
+def _refuse_theirs(path: Location) -> None:
+    if _is_theirs(path):
+        raise NotHereError(
+            f"{path} was written by TorchTNT, whose format is not part of echelon.compat. Instead: `python -m "
+            "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE` makes a file of it for torch.load, whose "
+            "['app_state'] has the states of the unit's attributes for their load_state_dict. Save to another folder."
+        )
 
 
 def _restore_loaders(path: Location, loaders: Loaders) -> None:

@@ -1,6 +1,6 @@
 """torchtnt.utils.loggers: loggers of numbers, by their names there."""
 
-from echelon.compat.torchtnt.utils.loggers.anomaly_logger import AnomalyLogger, TrackedMetric
+from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.loggers.csv import CSVLogger
 from echelon.compat.torchtnt.utils.loggers.file import FileLogger
 from echelon.compat.torchtnt.utils.loggers.in_memory import InMemoryLogger
@@ -11,7 +11,6 @@ from echelon.compat.torchtnt.utils.loggers.tensorboard import TensorBoardLogger
 from echelon.compat.torchtnt.utils.loggers.utils import scalar_to_float
 
 __all__ = [
-    "AnomalyLogger",
     "CSVLogger",
     "FileLogger",
     "InMemoryLogger",
@@ -20,6 +19,7 @@ __all__ = [
     "Scalar",
     "StdoutLogger",
     "TensorBoardLogger",
-    "TrackedMetric",
     "scalar_to_float",
 ]
+
+__getattr__ = absent("utils.loggers")

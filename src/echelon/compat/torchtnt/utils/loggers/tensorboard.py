@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.compat.torchtnt.utils.loggers.anomaly_logger import AnomalyLogger, TrackedMetric
+from echelon.common.errors import NotHereError
 from echelon.observe.loggers import tensorboard
 from echelon.observe.loggers.logger import Scalar
 
@@ -16,29 +16,26 @@ __all__ = ["TensorBoardLogger"]
 logger = logging.getLogger(__name__)
 
 
-class TensorBoardLogger(tensorboard.TensorBoardLogger, AnomalyLogger):
+class TensorBoardLogger(tensorboard.TensorBoardLogger):
     """As `echelon.observe.loggers.TensorBoardLogger`.
 
     Args:
-        tracked_metrics: see `AnomalyLogger`.
+        tracked_metrics: None: metrics are not looked at.
     """
 
-    def __init__(
-        self, path: str | Path, tracked_metrics: Sequence[TrackedMetric] | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        AnomalyLogger.__init__(self, tracked_metrics)
-        tensorboard.TensorBoardLogger.__init__(self, path, *args, **kwargs)
+    def __init__(self, path: str | Path, tracked_metrics: None = None, *args: Any, **kwargs: Any) -> None:
+        if tracked_metrics:
+            raise NotHereError(
+                "TensorBoardLogger(tracked_metrics=...) is not part of echelon.compat. Instead: a comparison where the number is "
+                "logged; a loss that is nan or grows is looked at by echelon itself."
+            )
+        super().__init__(path, *args, **kwargs)
         if self.writer is not None:
             logger.info("TensorBoard SummaryWriter instantiated. Files will be stored in: %s", path)
 
     def close(self) -> None:
         super().close()
         self.writer = None
-
-    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Several numbers, a chart each; `log_scalars` puts several into one."""
-        tensorboard.TensorBoardLogger.log_dict(self, payload, step)
-        AnomalyLogger.log_dict(self, payload, step)
 
     def log_scalars(self, main_tag: str, tag_scalar_dict: Mapping[str, Scalar], step: int | None = None, **kwargs: Any) -> None:
         """Several numbers in one chart."""
