@@ -119,6 +119,12 @@ def test_recomputed_blocks_hold_less(plan: Callable[..., subprocess.CompletedPro
     assert recomputed["by_kind"]["activations"] < kept["by_kind"]["activations"] and recomputed["flops"] > kept["flops"]
 
 
+def test_updates_of_several_epochs_are_counted_together(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    script = LOOP.replace("WIDTH", str(WIDTH)).replace("DEPTH", str(DEPTH)).replace("ech.epochs(loader, 2)", "range(2)")
+    layouts = told(plan(script.replace("randn(64", "randn(8"), "--gpus", "2", "--json", "--layout", "ddp"))
+    assert all(each["by_kind"]["optimizer"] for each in layouts.values())
+
+
 @pytest.mark.parametrize(
     ("unit", "kept"),
     [
@@ -182,6 +188,11 @@ def test_what_cannot_be_traced_is_said(plan: Callable[..., subprocess.CompletedP
 def test_fields_for_programs_have_the_exit_codes_of_the_table(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = plan(UNIT + "raise ValueError('mine')", "--gpus", "2", "--layout", "ddp", "--json")
     assert done.returncode == 2 and all(each["why"].startswith("ValueError: mine") for each in told(done).values())
+
+
+def test_a_cluster_is_all_of_the_devices(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = plan(UNIT, "--cluster", "2x8xH100", "--gpus", "8")
+    assert done.returncode == 2 and "--cluster must be given without --gpus" in done.stderr
 
 
 def test_devices_and_sizes_are_checked() -> None:

@@ -49,6 +49,14 @@ def execute(arguments: argparse.Namespace) -> int:
 def _memory(arguments: argparse.Namespace) -> int:
     from echelon.plan.devices import Cluster, bytes_of, device_named
 
+    alone = not (arguments.ranks or arguments.nodes or arguments.device)
+    require(
+        alone or not arguments.cluster,
+        "--cluster",
+        "given without --gpus, --nodes and --device, which it says",
+        arguments.cluster,
+        kind=PlanError,
+    )
     cluster = Cluster.of(arguments.cluster) if arguments.cluster else None
     device = cluster.device if cluster else device_named(arguments.device) if arguments.device else None
     budget = bytes_of(arguments.budget, "--budget") if arguments.budget else device.memory if device else None

@@ -143,7 +143,7 @@ class _Watcher(Callback):
         return [self]
 
     def on_train_start(self, state: State, unit: Any) -> None:
-        self._before = unit.train_progress.num_updates_completed
+        self._seen = unit.train_progress.num_updates_completed  # a loop that counts its epochs itself begins with each
         kept = [tensor for each in unit.tracked_modules().values() for tensor in (*each.parameters(), *each.buffers())]
         kept += unit.swa_model.state_dict().values() if unit.swa_model is not None else ()
         self.trace.watch(unit.prepared.unwrapped, unit.optimizers, kept)
@@ -154,9 +154,10 @@ class _Watcher(Callback):
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         self._step.close()
-        if (done := unit.train_progress.num_updates_completed - self._before) > self.updates:
-            self.updates = done
-            if done >= 2:
+        before, self._seen = self._seen, unit.train_progress.num_updates_completed
+        if self._seen > before:
+            self.updates += 1
+            if self.updates >= 2:
                 raise _Enough
             self.trace.next_update()
 
