@@ -304,12 +304,6 @@ class RunDir:
     def exit_json(self) -> Path:
         return self.attempt_path / "exit.json"
 
-    def newest_sibling_with_checkpoint(self, stem: str) -> RunDir | None:
-        """The newest other run whose name begins with `stem` and that holds a committed checkpoint."""
-        runs = [RunDir(p) for p in self.path.parent.glob(f"{stem}*") if p != self.path]
-        runs = [r for r in runs if any(r.checkpoints.glob("step-*"))]
-        return max(runs, key=lambda r: r.checkpoints.stat().st_mtime, default=None)
-
 
 def _renew(lock: Lock, every_s: float, ends: threading.Event) -> None:
     while not ends.wait(every_s):

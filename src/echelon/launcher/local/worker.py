@@ -107,8 +107,9 @@ def run(start: Start, fds: Sequence[int]) -> NoReturn:
 def _take_on(start: Start, fds: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(start.env)
-    with contextlib.suppress(OSError):  # by which `ps` and `top` show it, in 15 letters
-        Path("/proc/self/comm").write_text(f"echelon:rank{start.env.get('RANK', '')}")
+    rank = start.env.get("RANK", "")
+    with contextlib.suppress(OSError):  # by which `ps` and `top` show it, in 15 letters: of more the end would be missing
+        Path("/proc/self/comm").write_text(f"{'echelon:' if len(rank) < 4 else ''}rank{rank}")
     if start.pulse:
         *fds, shared, asked = fds
         os.set_inheritable(shared, False)
