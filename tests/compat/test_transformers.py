@@ -692,10 +692,14 @@ def test_callbacks_of_both_kinds_are_called_at_transformers_times(tmp_path: Path
     "given",
     [
         {"fsdp": "full_shard"},
-        {"deepspeed": {"zero_optimization": {"stage": 2}}},
+        {"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+        {"deepspeed": {"zero_optimization": {"stage": 3}, "scheduler": {"type": "WarmupLR", "params": {}}}},
+        {"deepspeed": {"gradient_accumulation_steps": 4}},
+        {"deepspeed": {"bf16": {"enabled": True}}},
+        {"deepspeed": {"zero_optimization": {"stage": 1}}, "strategy": "fsdp"},
+        {"deepspeed": "no_such_file.json"},
         {"fsdp_config": {"min_num_params": 1}},
         {"neftune_noise_alpha": 5.0},
-        {"push_to_hub": True},
         {"auto_find_batch_size": True},
         {"average_tokens_across_devices": False},
         {"train_sampling_strategy": "group_by_length"},
@@ -716,6 +720,112 @@ def test_arguments_have_older_names_too(tmp_path: Path, caplog: pytest.LogCaptur
     assert shown.startswith("FSDPStrategy(") and "cpu_offload=True" in shown
     assert dataclasses.replace(args, learning_rate=3.0).learning_rate == 3.0
     assert args.world_size == args.n_gpu == 1 and args.process_index == args.local_process_index == 0
+
+
+def test_a_configuration_of_deepspeed_that_is_only_a_stage_is_a_strategy(tmp_path: Path) -> None:
+    """On the command lines of 22 of 39 repositories."""
+    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
+    more = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}, "steps_per_print": 10, "gradient_accumulation_steps": 2}
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
+    for stage, want in enumerate(("ddp", "zero1", "zero2", "zero3")):
+        zero = {"stage": stage, "overlap_comm": True, "offload_param": {"device": "none"}}
+        file = tmp_path / "ds.json"
+        file.write_text(json.dumps({"zero_optimization": zero, "optimizer": optimizer, **auto, **more}))
+        assert _arguments(tmp_path, deepspeed=str(file)).strategy == want
+    assert _arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 2}}, push_to_hub=True).strategy == "zero2"
+    assert _arguments(tmp_path, deepspeed="").strategy is None
+
+
+def test_names_of_the_modules_in_which_programs_look(tmp_path: Path) -> None:
+    import transformers
+
+    import echelon.compat.transformers as ours
+    from echelon.compat.transformers.trainer import TRAINING_ARGS_NAME, Trainer
+    from echelon.compat.transformers.training_args import ParallelMode, TrainingArguments
+
+    assert Trainer is ours.Trainer and TrainingArguments is ours.TrainingArguments
+    assert TRAINING_ARGS_NAME == transformers.trainer.TRAINING_ARGS_NAME
+    assert ParallelMode is transformers.training_args.ParallelMode
+
+
+class Backwards(torch.utils.data.Sampler[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def _sampled(folder: str) -> float:
+    from echelon.compat.transformers import Trainer
+
+    class Sorted(Trainer):
+        def _get_train_sampler(self) -> Any:
+            return Backwards(len(self.train_dataset))
+
+    options = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})}
+    trainer = _trainer(folder, kind=Sorted, args=_PLAIN_SGD, train_dataset=Points(), model=_summed(), **options)
+    trainer.train()
+    order = [range(20, 12, -1), range(12, 4, -1), range(4, -1, -1)]
+    whole = [{k: torch.stack([Points()[at][k] for at in part]) for k in ("x", "labels")} for part in order]
+    return largest_difference(_values(trainer.model), _by_hand(whole))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_sampler_of_a_subclass_is_the_order_of_all_ranks(count: int, ranks: Any, tmp_path: Path) -> None:
+    assert max(ranks(count, _sampled, str(tmp_path))) < 1e-6
+
+
+def _saved_by_hand(folder: str, strategy: str) -> Any:
+    """As the family of Stanford Alpaca saves, and as FlagEmbedding does."""
+    from echelon.compat.transformers import Trainer
+
+    class Saves(Trainer):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            super()._save(f"{output_dir}/inner", state_dict)
+
+    trainer = _trainer(folder, args={"max_steps": 2, "strategy": strategy})
+    trainer.train()
+    state = trainer.model.state_dict()
+    if trainer.args.should_save:
+        trainer._save(f"{folder}/alpaca", state_dict={name: value.cpu() for name, value in state.items()})
+    other = _trainer(folder, kind=Saves, args={"max_steps": 1, "strategy": strategy})
+    other.train()
+    other.save_model(f"{folder}/own")
+    return dict(state), dict(other.model.state_dict())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_scripts_that_save_on_rank_0_write_what_was_trained(count: int, ranks: Any, tmp_path: Path) -> None:
+    """It was an error after the training, which was lost with it."""
+    first, own = ranks(count, _saved_by_hand, str(tmp_path), "ddp")[0]
+    for folder, want in (("alpaca", first), ("own/inner", own)):
+        read = type(program.build_model()).from_pretrained(tmp_path / folder).state_dict()
+        assert set(want) >= set(read) and all(torch.equal(read[name], want[name]) for name in read)
+
+
+def _split(folder: str, overrides: bool) -> str:
+    from echelon.compat.transformers import Trainer
+
+    class Saves(Trainer):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None: ...
+
+    trainer = _trainer(folder, kind=Saves if overrides else Trainer, args={"max_steps": 1, "strategy": "fsdp"})
+    try:
+        trainer.train()
+        trainer._save(folder)
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+def test_what_is_split_is_not_saved_by_one_rank(overrides: bool, ranks: Any, tmp_path: Path) -> None:
+    for said in ranks(2, _split, str(tmp_path), overrides):
+        assert "split" in said and "save_model" in said
 
 
 def test_what_a_trainer_cannot_mean_is_said(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers
 
 from echelon.common.errors import require
+from echelon.compat.transformers.deepspeed import strategy_of
 from echelon.compat.transformers.options import check
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.ddp.ddp import DDPStrategy
@@ -33,6 +34,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
 
     Args:
         strategy: of echelon, or its name: "ddp" (by default, with several ranks), "fsdp", "hsdp", "zero1", "zero2", "zero3".
+        deepspeed: a configuration of DeepSpeed, whose stage of ZeRO is the strategy; one that says more is refused.
         overwrite_output_dir: checkpoints of another run in `output_dir` are set aside; else they are refused.
         evaluation_strategy, no_cuda, warmup_ratio: older names, as in transformers 4.
         logging_dir, save_safetensors, group_by_length: of transformers 4; the first two without effect.
@@ -59,7 +61,10 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             self.warmup_steps = given or min(self.warmup_ratio, 1 - 1e-9)
         if self.no_cuda:
             self.use_cpu = True
+        configuration, self.deepspeed = vars(self)["deepspeed"], None  # of which transformers' would make DeepSpeed's
         super().__post_init__()
+        if (stage := strategy_of(configuration, self)) is not None:
+            self.strategy = stage
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers', for those who log it: a strategy by its text."""

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch.utils.data import IterableDataset
@@ -14,7 +15,10 @@ from transformers import trainer_utils
 from echelon.common.errors import UsageError
 from echelon.data.loader import Loader
 from echelon.data.options import LoaderOptions
+from echelon.data.order import SampleOrder
 from echelon.data.stream import StreamLoader, is_divided
+from echelon.data.views import Ordered
+from echelon.world import rng
 
 __all__ = ["columns_of", "default_collator", "loader_of"]
 
@@ -36,18 +40,28 @@ def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
 
 
 def loader_of(
-    dataset: Any, collator: Callable[[list[Any]], Any], columns: list[str] | None, args: Any, data_ranks: int, *, trains: bool
+    dataset: Any,
+    collator: Callable[[list[Any]], Any],
+    columns: list[str] | None,
+    args: Any,
+    data_ranks: int,
+    *,
+    trains: bool,
+    sampler: Any = None,
 ) -> Loader | StreamLoader:
     """
     Args:
         columns: the only ones that are kept; None keeps all.
         data_ranks: ranks with different samples.
+        sampler: of a script's own, over all of them.
     Raises:
         UsageError: nothing in the dataset is for the model, or it is smaller than one update's samples.
     """
     if columns is not None:
         dataset, collator = _with_columns(dataset, collator, columns)
     each = args.per_device_train_batch_size if trains else args.per_device_eval_batch_size
+    if sampler is not None:
+        dataset = _Sampled(dataset, sampler)
     accumulation = args.gradient_accumulation_steps if trains else 1
     given: dict[str, Any] = {
         "accumulation": accumulation,
@@ -76,6 +90,53 @@ def loader_of(
     loader = Loader(dataset, size, seed=seed, shuffle=shuffles, options=options, **given)
     loader.samples_of_a_rank = each * accumulation
     return loader
+
+
+class _Sampled(Ordered):
+    """A dataset in the order of a sampler, which is drawn for each epoch anew, on all ranks alike."""
+
+    def __init__(self, dataset: Any, sampler: Any) -> None:
+        self.dataset, self.sampler = dataset, sampler
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def order(self, seed: int, *, shuffle: bool) -> SampleOrder:
+        return _SamplerOrder(self.sampler, seed)
+
+
+class _SamplerOrder:
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.length, self.seed, self.identity = len(sampler), seed, f"sampler {type(sampler).__qualname__}"
+        self._sampler = sampler
+        self._drawn: tuple[int, Any] = (-1, None)
+
+    def at(self, epoch: int, positions: Any) -> Any:
+        if self._drawn[0] != epoch:
+            self._drawn = epoch, self._draw(epoch)
+        return self._drawn[1][positions]
+
+    def _draw(self, epoch: int) -> Any:
+        """
+        Raises:
+            UsageError: it gives another number of samples than its length.
+        """
+        before = rng.states()
+        try:
+            transformers.set_seed(self.seed + epoch)
+            if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
+                generator.manual_seed(self.seed + epoch)
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(epoch)
+            found = np.fromiter(self._sampler, dtype=np.int64)
+        finally:
+            rng.put_back(before)
+        if len(found) != self.length:
+            raise UsageError(f"{self.identity} must give as many samples as its length, {self.length}, got {len(found)}.")
+        return found
 
 
 def _with_columns(dataset: Any, collator: Callable[[list[Any]], Any], columns: list[str]) -> tuple[Any, Any]:

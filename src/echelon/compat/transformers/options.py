@@ -26,14 +26,14 @@ _UNDERSTOOD = {
     *("dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "label_names"),
     *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
     *("ddp_timeout", "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank"),
-    *("strategy", "warmup_ratio", "evaluation_strategy", "no_cuda", "overwrite_output_dir"),
+    *("strategy", "deepspeed", "warmup_ratio", "evaluation_strategy", "no_cuda", "overwrite_output_dir"),
 }
 _WITHOUT_EFFECT = {
     *("dataloader_persistent_workers", "dataloader_prefetch_factor", "eval_accumulation_steps", "eval_use_gather_object"),
     *("length_column_name", "logging_dir", "logging_nan_inf_filter", "restore_callback_states_from_checkpoint"),
     *("save_on_each_node", "save_safetensors", "skip_memory_metrics", "torch_empty_cache_steps", "trackio_bucket_id"),
     *("trackio_space_id", "trackio_static_space_id", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision"),
-    *("hub_strategy", "hub_token"),
+    *("hub_strategy", "hub_token", "push_to_hub"),
 }
 _SHARDED = 'strategy="fsdp", or an FSDPStrategy(...)'
 # Of those that are refused, what to write instead.
@@ -46,7 +46,6 @@ _INSTEAD = {
     "dataloader_in_order": "batches come in order; leave it out",
     "dataloader_multiprocessing_context": "leave it out",
     "debug": "AutoUnit(detect_anomaly=True) in a unit of your own, or torch.autograd.set_detect_anomaly",
-    "deepspeed": 'strategy="zero1", "zero2" or "zero3", or ' + _SHARDED,
     "enable_jit_checkpoint": "at SIGTERM a run that saves is saved anyway, and `echelon run` goes on from there",
     "eval_do_concat_batches": "predictions come as one array",
     "fp16_full_eval": "with fp16=True evaluations are computed under autocast",
@@ -61,7 +60,6 @@ _INSTEAD = {
     "neftune_noise_alpha": "a forward hook of your own on the model's input embeddings",
     "optim_target_modules": "override create_optimizer",
     "parallelism_config": "strategy=, with one of echelon's strategies",
-    "push_to_hub": "trainer.save_model(folder), then upload the folder",
     "save_only_model": "trainer.save_model(folder) writes the model alone",
     "train_sampling_strategy": "'random' or 'sequential'; another order is a sampler's, in get_train_dataloader",
     "use_liger_kernel": "apply the kernels to the model before the Trainer, or echelon.nn.linear_cross_entropy",
@@ -71,7 +69,6 @@ _ALSO_FINE: Mapping[str, tuple[Any, ...]] = {
     "fsdp_config": ({},),
     "include_num_input_tokens_seen": (False,),  # which is what HfArgumentParser makes of the default
     "train_sampling_strategy": ("random", "sequential"),
-    "deepspeed": ("",),
     "debug": ([], None),  # as HfArgumentParser makes it of the default, too
 }
 

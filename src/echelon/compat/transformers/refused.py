@@ -18,8 +18,6 @@ _INSTEAD = {
     "evaluation_loop": "override evaluate, or give compute_metrics",
     "get_batch_samples": "override weight(inputs), which says what a batch counts",
     "hyperparameter_search": "a script that is started with other arguments, by `echelon submit` or `echelon run`",
-    "_get_train_sampler": "override get_train_dataloader",
-    "_save": "override save_model",
     "_save_checkpoint": "a callback's on_save",
     "floating_point_ops": "metrics.jsonl of a run folder has mfu",
     "is_in_train": "a callback's hooks",

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import trainer_callback, trainer_pt_utils, trainer_utils
 from transformers.integrations import get_reporting_integration_callbacks
 
+from echelon.checkpoint import commit
 from echelon.checkpoint.location import location
 from echelon.common.errors import UsageError, require
 from echelon.compat.trainer.rank import planned, shared
@@ -37,6 +38,7 @@ from echelon.loop.checkpointing.save_pretrained import save_pretrained
 from echelon.loop.progress import Progress
 from echelon.loop.run import train
 from echelon.loop.window import Window
+from echelon.parallel.shards import is_split
 from echelon.world import agree
 from echelon.world.init import World, rank_info
 
@@ -194,6 +196,11 @@ class Trainer(Losses, Optimizing, Evaluating):
         if self._unit is None:
             self._unit = TrainerUnit(self, **self.args.unit_options(self.model))
             self.model_wrapped = self._unit.module
+            if type(self)._save is not Trainer._save and any(is_split(p) for p in self.model.parameters()):
+                raise UsageError(
+                    f"{type(self).__name__} overrides _save, which rank 0 calls alone, and strategy {self.args.strategy!r} "
+                    'splits parameters between ranks. Override save_model, which every rank calls, or give strategy="zero1".'
+                )
         return self._unit
 
     def _begin_again(self) -> None:
@@ -274,7 +281,10 @@ class Trainer(Losses, Optimizing, Evaluating):
     def get_train_dataloader(self) -> Any:
         if self.train_dataset is None:
             raise UsageError("Trainer: training requires a train_dataset.")
-        return self._loader_of(self.train_dataset, trains=True)
+        return self._loader_of(self.train_dataset, trains=True, sampler=self._get_train_sampler())
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """A sampler of a subclass's own: the order of all ranks' samples. None is echelon's order."""
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
@@ -286,10 +296,11 @@ class Trainer(Losses, Optimizing, Evaluating):
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         return self._loader_of(test_dataset, trains=False)
 
-    def _loader_of(self, dataset: Any, *, trains: bool) -> Any:
+    def _loader_of(self, dataset: Any, *, trains: bool, sampler: Any = None) -> Any:
         columns = batches.columns_of(self.model, self.label_names) if self.args.remove_unused_columns else None
         ranks = self.__dict__.get("_ranks_of_batch", 0) if trains else 0
-        return batches.loader_of(dataset, self.data_collator, columns, self.args, ranks or self.data_ranks(), trains=trains)
+        ranks = ranks or self.data_ranks()
+        return batches.loader_of(dataset, self.data_collator, columns, self.args, ranks, trains=trains, sampler=sampler)
 
     # --- the rest
 
@@ -300,10 +311,30 @@ class Trainer(Losses, Optimizing, Evaluating):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model for `from_pretrained`, whatever the strategy, and the processing class. Every rank calls it."""
         folder = output_dir if output_dir is not None else self.args.output_dir
+        if type(self)._save is not Trainer._save:
+            commit.on_rank0(lambda: self._save(folder), location(folder))
+            return
         save_pretrained(self.unit(), folder)
+        self._save_processing_class(folder)
+
+    def _save_processing_class(self, folder: str) -> None:
         saves = getattr(self.processing_class, "save_pretrained", None)
         if saves is not None and agree.is_rank0():
             saves(folder)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As scripts call it on rank 0 alone, with `trainer.model.state_dict()`; an override is what `save_model` calls there.
+
+        Raises:
+            UsageError: parameters are split between ranks.
+        """
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        state = state_dict if state_dict is not None else self.model.state_dict()
+        split = next((name for name, value in state.items() if is_split(value)), None)
+        if split is not None:
+            raise UsageError(f"trainer._save: {split} is split between ranks. Instead: trainer.save_model(folder) on every rank.")
+        self.model.save_pretrained(folder, state_dict=state)
+        self._save_processing_class(folder)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Show and remember numbers; override it to do more with them."""
@@ -347,6 +378,11 @@ class Trainer(Losses, Optimizing, Evaluating):
 
     def remove_callback(self, callback: Any) -> None:
         self.callback_handler.remove_callback(callback)
+
+
+def __getattr__(name: str) -> Any:
+    """Other names of `transformers.trainer`, such as TRAINING_ARGS_NAME."""
+    return getattr(transformers.trainer, name)
 
 
 def _tell_of_nothing(name: str, what: str) -> None:
