@@ -144,6 +144,16 @@ def test_of_the_best_the_weights_that_were_evaluated_are_exported(tmp_path: Path
     assert code == 2 and "module, swa_model" in text
 
 
+def test_before_averages_begin_the_weights_themselves_were_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second epoch's error is the least; the averages begin in the third."""
+    averaging = ech.units.SWAParams(5, 1, averaging_method="ema", use_in_evaluation=True)
+    unit, folder, data = Watched(ema=averaging), tmp_path / "c", [batch(4, i) for i in range(2)]
+    ech.train(unit, data, max_epochs=3, eval=data, checkpoints=ech.Checkpoints(folder, keep=9, best=("eval_error", "min")))
+    assert unit.swa_model is not None and unit.swa_model.n_averaged
+    code, text = _run(capsys, "export", "--best", folder, tmp_path / "out.pt")
+    assert code == 0 and "step-00000004  module, which was evaluated" in text
+
+
 def test_of_a_folder_the_newest_is_meant_and_never_silently_an_older_one(
     saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,8 +121,11 @@ def _best(found: list[Any]) -> tuple[Any, str | None]:
     ordered = BestCheckpointConfig(said["name"], said["mode"]).best_first(
         {i: each.get("metrics", {}) for i, each in facts.items()}
     )
-    state = said.get("state")
-    return (found[ordered[0]], state if isinstance(state, str) else None) if ordered else (None, None)
+    if not ordered:
+        return None, None
+    its_own = facts[ordered[0]].get("best")  # the newest may have been saved by a run with other averages
+    state = its_own.get("state") if isinstance(its_own, dict) else None
+    return found[ordered[0]], state if isinstance(state, str) else None
 
 
 def _chosen(where: str, *, best: bool, state: str | None) -> tuple[Any, str | None]:

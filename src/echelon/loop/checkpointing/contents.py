@@ -86,9 +86,10 @@ def take(
         config["position"] = loader.__class__.__name__
     facts = {"config": config, "host": socket.gethostname(), "metrics": metrics_now}
     if best is not None:
-        averages = getattr(unit, "swa_model", None)
+        averages: Any = getattr(unit, "swa_model", None)
         averaged = state.eval_state is not None and averages is not None and averages.params.use_in_evaluation
-        told = {"state": "swa_model"} if averaged else {}  # it is they that were evaluated
+        # What was evaluated; before the warm-up is over, there are no averages yet.
+        told = {"state": "swa_model" if averages.n_averaged else "module"} if averaged else {}
         facts["best"] = {"name": best.monitored_metric, "mode": best.mode, **told}
     if left:
         facts["frozen"] = left
