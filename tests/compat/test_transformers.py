@@ -722,6 +722,76 @@ def test_arguments_have_older_names_too(tmp_path: Path, caplog: pytest.LogCaptur
     assert args.world_size == args.n_gpu == 1 and args.process_index == args.local_process_index == 0
 
 
+class Pairs(torch.utils.data.Dataset[Any]):
+    def __init__(self, count: int, *, labels: bool = True) -> None:
+        self.ids = torch.randint(3, 20, (count, 6), generator=torch.Generator().manual_seed(count))
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        more = {"labels": self.ids[at, :4]} if self.labels else {}
+        return {"input_ids": self.ids[at], "attention_mask": torch.ones(6, dtype=torch.long), **more}
+
+
+def _generate(folder: str, strategy: str) -> Any:
+    import transformers
+
+    from echelon.compat.transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    config = transformers.T5Config(
+        vocab_size=24, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, dropout_rate=0.0
+    )
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(config)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    args = Seq2SeqTrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=4 // ranks,
+        per_device_eval_batch_size=2,
+        max_steps=2,
+        learning_rate=0.05,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        predict_with_generate=True,
+        generation_max_length=7,
+        strategy=strategy,
+    )
+    seen = []
+
+    def compute_metrics(found: Any) -> dict[str, float]:
+        seen.append(found.predictions.shape)
+        return {"same": float((found.predictions[:, 1:5] == found.label_ids).mean())}
+
+    trainer = Seq2SeqTrainer(model, args, train_dataset=Pairs(8), eval_dataset=Pairs(5), compute_metrics=compute_metrics)
+    try:
+        trainer.train()
+        metrics = trainer.evaluate()
+        found = trainer.predict(Pairs(5, labels=False), max_length=9, num_beams=2)
+    except UsageError as error:
+        return str(error)
+    with torch.no_grad():
+        loss = float(model.eval()(**{name: torch.stack([row[name] for row in Pairs(5)]) for name in Pairs(5)[0]}).loss)
+        want = model.generate(input_ids=Pairs(5).ids, max_length=9, num_beams=2, use_cache=True)
+        assert abs(metrics["eval_loss"] - loss) < 1e-5 and "eval_same" in metrics
+    assert seen == [(5, 7)] and found.predictions.shape == (5, 9)
+    filled = nn.functional.pad(want, (0, 9 - want.shape[1]))
+    return bool((torch.from_numpy(found.predictions) == filled).all())
+
+
+@pytest.mark.parametrize(("count", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "zero1")])
+def test_predictions_are_what_the_model_generates(count: int, strategy: str, ranks: Any, tmp_path: Path) -> None:
+    assert ranks(count, _generate, str(tmp_path), strategy) == [True] * count
+
+
+def test_ranks_that_hold_parts_of_a_model_do_not_generate(ranks: Any, tmp_path: Path) -> None:
+    """One rank would wait for the other at a token that this one does not make."""
+    for said in ranks(2, _generate, str(tmp_path), "fsdp"):
+        assert "predict_with_generate=True" in said
+
+
 def test_a_configuration_of_deepspeed_that_is_only_a_stage_is_a_strategy(tmp_path: Path) -> None:
     """On the command lines of 22 of 39 repositories."""
     auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
@@ -873,9 +943,6 @@ def test_what_a_trainer_cannot_mean_is_said(tmp_path: Path) -> None:
         _trainer(tmp_path, train_dataset=Stream(), model=_summed())
     with refused(UsageError):
         _trainer(tmp_path, model=nn.Linear(4, 1), train_dataset=[{"input": torch.zeros(4)} for _ in range(8)]).train()
-    missing = ours.Seq2SeqTrainer
-    with refused(NotHereError):
-        missing(model=None)
     assert ours.AutoModelForCausalLM is transformers.AutoModelForCausalLM
 
 

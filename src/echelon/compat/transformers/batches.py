@@ -64,7 +64,7 @@ def loader_of(
         dataset = _Sampled(dataset, sampler)
     accumulation = args.gradient_accumulation_steps if trains else 1
     given: dict[str, Any] = {
-        "accumulation": accumulation,
+        "accumulate": accumulation,
         "num_workers": args.dataloader_num_workers,
         "collate_fn": collator,
         "pin_memory": None if args.dataloader_pin_memory else False,

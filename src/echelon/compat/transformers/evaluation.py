@@ -31,13 +31,13 @@ class Outputs:
     """
 
     def __init__(self, *, keeps: bool) -> None:
-        self._keeps = keeps
+        self.keeps = keeps
         self._batches: list[list[Any]] = []
         self.samples = 0
 
     def add(self, data: Any, logits: Any, labels: Any, given: int | None) -> None:
         self.samples += rows(data, given)
-        if self._keeps:
+        if self.keeps:
             self._batches.append([_on_host(logits), _on_host(labels)])
 
     def together(self, data_rank: int) -> tuple[Any, Any, int]:
@@ -110,6 +110,7 @@ class Evaluating:
     log: Any
     get_eval_dataloader: Any
     get_test_dataloader: Any
+    generates = False  # and looks at no outputs of the model
     _outputs: Outputs | None
     _ignored: list[str]
 
@@ -170,10 +171,13 @@ class Evaluating:
         if self._outputs is None:
             return
         labels = self.labels_of(batch)
-        logits = logits_of(outputs, self._ignored, with_loss=labels is not None)
+        logits = self.prediction_of(batch, outputs, labels) if self._outputs.keeps else None
         if self.preprocess_logits_for_metrics is not None and logits is not None:
             logits = self.preprocess_logits_for_metrics(logits, labels)
         self._outputs.add(batch, logits, labels, self.samples_given)
+
+    def prediction_of(self, batch: Any, outputs: Any, labels: Any) -> Any:
+        return logits_of(outputs, self._ignored, with_loss=labels is not None)
 
     def _predicted_a_step(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -26,6 +26,7 @@ _UNDERSTOOD = {
     *("dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "label_names"),
     *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
     *("ddp_timeout", "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank"),
+    *("predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config"),
     *("strategy", "deepspeed", "warmup_ratio", "evaluation_strategy", "no_cuda", "overwrite_output_dir"),
 }
 _WITHOUT_EFFECT = {
@@ -61,6 +62,7 @@ _INSTEAD = {
     "optim_target_modules": "override create_optimizer",
     "parallelism_config": "strategy=, with one of echelon's strategies",
     "save_only_model": "trainer.save_model(folder) writes the model alone",
+    "sortish_sampler": "a sampler of your own, in _get_train_sampler",
     "train_sampling_strategy": "'random' or 'sequential'; another order is a sampler's, in get_train_dataloader",
     "use_liger_kernel": "apply the kernels to the model before the Trainer, or echelon.nn.linear_cross_entropy",
 }

@@ -58,8 +58,10 @@ class TrainerUnit(AutoUnit[Any]):
         if self._trainer.has_labels(data):
             return super().eval_step(state, data)
         self._trainer.samples_given = step_under_way(state.eval_state).samples
-        with self.autocast():
-            outputs = self.module(**data) if isinstance(data, Mapping) else self.module(data)
+        outputs = None
+        if not self._trainer.generates:
+            with self.autocast():
+                outputs = self.module(**data) if isinstance(data, Mapping) else self.module(data)
         if not step_under_way(state.eval_state).is_padding:
             self.on_eval_step_end(state, data, self.eval_progress.num_steps_completed, None, outputs)
         return None, outputs
