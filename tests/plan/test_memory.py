@@ -119,6 +119,18 @@ def test_recomputed_blocks_hold_less(plan: Callable[..., subprocess.CompletedPro
     assert recomputed["by_kind"]["activations"] < kept["by_kind"]["activations"] and recomputed["flops"] > kept["flops"]
 
 
+def test_collectives_of_the_scripts_own_are_traced(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    calls = (
+        "torch.distributed.reduce(total := loss.detach().clone(), 0)",
+        "torch.distributed.gather(total, [total.clone(), total.clone()])",
+        "torch.distributed.scatter(total.clone(), [total, total])",
+        "torch.distributed.barrier()",
+    )
+    script = LOOP.replace("WIDTH", str(WIDTH)).replace("DEPTH", str(DEPTH))
+    script = script.replace("optimizer.step()", "\n            ".join(("optimizer.step()", *calls)))
+    assert all(each["peak"] for each in told(plan(script, "--gpus", "2", "--json", "--layout", "ddp")).values())
+
+
 def test_updates_of_several_epochs_are_counted_together(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = LOOP.replace("WIDTH", str(WIDTH)).replace("DEPTH", str(DEPTH)).replace("ech.epochs(loader, 2)", "range(2)")
     layouts = told(plan(script.replace("randn(64", "randn(8"), "--gpus", "2", "--json", "--layout", "ddp"))

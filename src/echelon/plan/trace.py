@@ -70,7 +70,7 @@ def _twice(ranks: int) -> float:
 
 
 _RING = {"all-gather": _others_parts, "reduce-scatter": _others_parts, "all-reduce": _twice, "all-to-all": _others_parts}
-_COLLECTIVES = {
+_COLLECTIVES = {  # the first whose word is in an operator's name
     "allgather": "all-gather",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -81,6 +81,9 @@ _COLLECTIVES = {
     "broadcast": "broadcast",
     "send": "send",
     "recv": "receive",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce": "reduce",
 }
 
 
