@@ -55,8 +55,9 @@ for epoch in ech.epochs(loader, 2):
         with ech.window(model) as window:
             loss = torch.nn.functional.mse_loss(model(x), y)
             window.backward(loss)
-            if loss.item() > 1e6 or torch.isnan(loss).any():
-                raise SystemExit("lost")
+            if loss.item() > 1e6 or torch.isnan(loss).any() or loss.detach().cpu().numpy().max() > 1:
+                raise SystemExit(f"lost: {loss:.3f}")
+            print(f"{loss:.3f} {loss}")
             optimizer.step()
             optimizer.zero_grad()
 """
@@ -105,7 +106,7 @@ def test_a_loop_of_ones_own_is_traced_and_values_are_made_up(plan: Callable[...,
     script = LOOP.replace("WIDTH", str(WIDTH)).replace("DEPTH", str(DEPTH))
     layouts = told(plan(script, "--gpus", "2", "--json", "--layout", "ddp"))
     assert list(layouts) == ["fsdp", "ddp"] and layouts["fsdp"]["is_own"]
-    assert layouts["fsdp"]["peak"] < layouts["ddp"]["peak"] and layouts["fsdp"]["read"] >= 4
+    assert layouts["fsdp"]["peak"] < layouts["ddp"]["peak"] and layouts["fsdp"]["read"] >= 6
 
 
 def test_recomputed_blocks_hold_less(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:

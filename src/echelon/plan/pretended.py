@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,6 +58,8 @@ def pretended_world(size: int, rank: int = 0) -> Iterator[NoMemory]:
             mock.patch.object(dist, "Reducer", lambda *args: _Reducer(mode, *args)),
             mock.patch.object(dist, "Logger", mock.MagicMock()),
             mock.patch.object(nn.Module, "to", _to),
+            mock.patch.object(FakeTensor, "numpy", lambda tensor, **_: mode.ones_of(tensor)),
+            mock.patch.object(FakeTensor, "__format__", _formatted),
             mock.patch.object(FakeTensor, "data", property(torch.Tensor.detach, _set_data), create=True),
             mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", Chunks),
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagated),
@@ -105,6 +109,11 @@ def _propagated(propagator: ShardingPropagator, op_schema: Any) -> Any:
         return _real_propagation(propagator, op_schema)
 
 
+def _formatted(tensor: torch.Tensor, how: str) -> str:
+    """`f"{loss:.3f}"`, which torch has for tensors of its own class alone."""
+    return format(tensor.item(), how) if how and tensor.dim() == 0 else object.__format__(tensor, how)
+
+
 def _set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """`tensor.data = other`, which would make a plain meta tensor of it."""
     with torch.no_grad():
@@ -148,6 +157,11 @@ class NoMemory(FakeTensorMode):
         elif op is aten._amp_foreach_non_finite_check_and_unscale_.default:
             setattr(args[1], _NOTHING, True)
         return made
+
+    def ones_of(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
+        """For who reads all values of a tensor at once."""
+        self.read += tensor.numel()
+        return np.ones(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 class Chunks:
