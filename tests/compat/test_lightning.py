@@ -161,7 +161,8 @@ from lightning import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
 import lightning_utilities
 """,
-    "fairscale": "import fairscale\nfrom fairscale.optim.oss import OSS\nimport fairscale.nn as fnn\nimport fairscale_extras\n",
+    "fairscale": "import fairscale\nfrom fairscale.optim.oss import OSS\nimport fairscale.nn as fnn\nimport fairscale_extras\n"
+    "import fairscale.nn.model_parallel.initialize as fs_init\nfrom fairscale.nn.model_parallel import layers\n",
     "hugging_face": "from transformers import Trainer\nimport transformers\nimport transformers_stream_generator\n",
 }
 CHANGED = {
@@ -179,7 +180,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 import lightning_utilities
 """,
     "fairscale": "import echelon.compat.fairscale as fairscale\nfrom echelon.compat.fairscale.optim.oss import OSS\n"
-    "import echelon.compat.fairscale.nn as fnn\nimport fairscale_extras\n",
+    "import echelon.compat.fairscale.nn as fnn\nimport fairscale_extras\n"
+    "import fairscale.nn.model_parallel.initialize as fs_init\nfrom fairscale.nn.model_parallel import layers\n",
     "hugging_face": "from echelon.compat.transformers import Trainer\nimport echelon.compat.transformers as transformers\n"
     "import transformers_stream_generator\n",
 }

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from echelon.compat.names import leave_out
 
-__all__ = ["BELOW", "EXPERTS", "INSTEAD", "PIPELINE", "register"]
+__all__ = ["BELOW", "EXPERTS", "INSTEAD", "MODEL_PARALLEL", "PIPELINE", "register"]
 
 EXPERTS = "echelon.nn.MoE, a layer of experts, which strategy 'ep=2' divides over ranks."
 _HELPERS = "a helper inside of FairScale: keep its file, it needs nothing but torch."
 PIPELINE = "strategy 'pp=2', which cuts a model into stages over ranks; or torch.distributed.pipelining."
+MODEL_PARALLEL = (
+    "FairScale's own, whose import lines may stay beside these; or strategy 'tp', or torch.distributed.tensor.parallel."
+)
 _SLOWMO = "DiLoCoStrategy(every=..., outer_optimizer=...), whose outer optimizer has the slow momentum."
 
 INSTEAD = {
@@ -35,8 +38,7 @@ INSTEAD = {
     "internal.object": "torch.distributed.broadcast_object_list.",
     "internal.reduce_scatter_bucketer": "nothing: what travels in one message is decided inside.",
     "internal.version": "torch.__version__, which compares with tuples and strings.",
-    "nn.model_parallel": "strategy 'tp', or torch.distributed.tensor.parallel.",
-    "nn.model_parallel.initialize": "strategy 'tp', or torch.distributed.device_mesh.init_device_mesh.",
+    "nn.model_parallel": MODEL_PARALLEL,
     "nn.moe": EXPERTS,
     "nn.pipe": PIPELINE,
     "optim.adam": "torch.optim.Adam(fused=True) on a GPU, echelon.AutoUnit(precision='fp16').",
@@ -53,7 +55,7 @@ BELOW = {
     "experimental.nn.distributed_pipeline": "data graph loss partition_handler pipeline trace",
     "experimental.wgit": "cli pygit repo sha1_store signal_sparsity signal_sparsity_profiling utils version",
     "internal": "containers parallel params state_dict",
-    "nn.model_parallel": "cross_entropy layers mappings random utils",
+    "nn.model_parallel": "cross_entropy initialize layers mappings random utils",
     "nn.moe": "moe_layer top2gate",
     "nn.pipe": "async_pipe async_pipeline async_schedule balance balance.blockpartition balance.profile batchnorm checkpoint "
     "copy dependency messages microbatch phony pipe pipeline rpc skip skip.layout skip.namespace skip.portal skip.skippable "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.compat.fairscale.absent import EXPERTS, PIPELINE
+from echelon.compat.fairscale.absent import EXPERTS, MODEL_PARALLEL, PIPELINE
 from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.nn.checkpoint import checkpoint_wrapper
 from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
@@ -37,6 +37,6 @@ __getattr__ = later(
         "PipeRPCWrapper": PIPELINE,
         "MOELayer": EXPERTS,
         "Top2Gate": EXPERTS,
-        "model_parallel": "strategy 'tp', or torch.distributed.tensor.parallel.",
+        "model_parallel": MODEL_PARALLEL,
     },
 )
