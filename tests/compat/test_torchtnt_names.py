@@ -93,6 +93,9 @@ def test_modules_have_their_names_with_all_parameters_and_members(module: str, l
 def _refused(found: Any, parameters: list[str]) -> list[str]:
     """Which of the parameters would not be taken as they are given there."""
     positional, keywords, rest = _accepted(found)
+    if found.__name__ == "Lambda":  # takes any hook, and refuses other names
+        found(**{name: None for name in parameters if name != "*"})
+        return []
     wrong, by_position = [], True
     for at, name in enumerate(parameters):
         if name.startswith("*"):
@@ -183,10 +186,10 @@ def test_the_core_knows_nothing_of_compat() -> None:
 def test_modules_that_are_not_here_are_imported_and_say_what_to_use() -> None:
     """Without their packages imported before, too; which are loaded then, since `import a.b.c as d` looks for c in b."""
     code = (
-        "import echelon.compat.torchtnt.framework.callbacks.lambda_callback as there\n"
-        "from echelon.compat.torchtnt.utils.version import is_windows\n"
+        "import echelon.compat.torchtnt.framework.callbacks.torch_compile as there\n"
+        "from echelon.compat.torchtnt.utils.misc import days_to_secs\n"
         "from echelon.compat.torchtnt.utils.nan import check_for_nan_or_inf\n"
-        "for use in (there.Lambda, is_windows, check_for_nan_or_inf):\n"
+        "for use in (there.TorchCompile, days_to_secs, check_for_nan_or_inf):\n"
         "    try:\n"
         "        use(1)\n"
         "    except Exception as error:\n"
@@ -196,8 +199,11 @@ def test_modules_that_are_not_here_are_imported_and_say_what_to_use() -> None:
     assert done.stdout.splitlines() == [
         f"E-NOT-HERE torchtnt.{name} is not part of echelon.compat. Instead: {instead}"
         for name, instead in (
-            ("framework.callbacks.lambda_callback.Lambda", "a subclass of Callback with the hook as a method."),
-            ("utils.version.is_windows", "torch.__version__ and sys."),
+            (
+                "framework.callbacks.torch_compile.TorchCompile",
+                "a Callback of your own, of a few lines; or keep TorchTNT's file.",
+            ),
+            ("utils.misc.days_to_secs", "load_state_dict, and datetime.timedelta."),
             ("utils.nan.check_for_nan_or_inf", "torch.autograd.detect_anomaly, or AutoUnit(detect_anomaly=True)."),
         )
     ], done.stderr

@@ -21,7 +21,7 @@ from echelon.checkpoint import manifest
 from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.framework.auto_unit import AutoPredictUnit, AutoUnit
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
-from echelon.compat.torchtnt.utils import checkpoint, fsdp_utils, precision
+from echelon.compat.torchtnt.utils import checkpoint, fsdp_utils, precision, stateful
 from echelon.compat.torchtnt.utils import prepare_module as tnt
 from echelon.compat.torchtnt.utils.device_mesh import (
     GlobalMeshCoordinator,
@@ -31,12 +31,7 @@ from echelon.compat.torchtnt.utils.device_mesh import (
     get_dp_mesh_size,
 )
 from echelon.compat.torchtnt.utils.optimizer import extract_lr_from_optimizer, init_optim_state, make_state
-from echelon.compat.torchtnt.utils.progress import (
-    Progress,
-    estimated_steps_in_epoch,
-    estimated_steps_in_fit,
-    estimated_steps_in_loop,
-)
+from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.swa import AveragedModel
 from tests.compat.fairscale import mine, updates
 from tests.conftest import Ranks
@@ -447,66 +442,6 @@ def test_averages_go_on_after_a_resume() -> None:
             AveragedModel(source, **bad)  # type: ignore[arg-type]
 
 
-class Counting(Regression):
-    evaluated = 0
-
-    def on_eval_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.evaluated += 1
-
-
-@pytest.mark.parametrize(
-    ("epochs", "max_steps", "n_steps", "n_epochs"),
-    [
-        (2, None, None, 1),
-        (2, None, 3, None),
-        (2, None, 5, 1),
-        (None, 15, None, 1),
-        (4, 35, 4, 2),
-        (None, 10, 10, 1),
-        (3, None, None, None),
-        (None, 7, None, 1),
-        (None, 7, 3, None),
-        (2, 20, 3, None),
-        (None, 10, None, 3),
-        (None, 7, None, None),
-    ],
-)
-def test_estimated_steps_are_those_that_fit_takes(
-    epochs: int | None, max_steps: int | None, n_steps: int | None, n_epochs: int | None
-) -> None:
-    train, test = [batch(1, i) for i in range(10)], [batch(1, i) for i in range(4)]
-    unit = Counting(module=net(), lr=0.001)  # at 0.1 it diverges
-    limits = {"max_epochs": epochs, "max_updates": max_steps}
-    ech.fit(unit, train, test, **limits, evaluate_every_n_updates=n_steps, evaluate_every_n_epochs=n_epochs)
-    estimate = estimated_steps_in_fit(
-        train_dataloader=train,
-        eval_dataloader=test,
-        epochs=epochs,
-        max_steps=max_steps,
-        max_train_steps_per_epoch=None,
-        max_eval_steps_per_epoch=None,
-        eval_every_n_steps=n_steps,
-        eval_every_n_epochs=n_epochs,
-    )
-    assert estimate == unit.train_progress.num_steps_completed + unit.evaluated
-
-
-def test_estimates_of_what_has_no_length() -> None:
-    stream: Any = iter([1])
-    assert estimated_steps_in_epoch(stream, num_steps_completed=0, max_steps=None, max_steps_per_epoch=None) == float("inf")
-    assert estimated_steps_in_epoch(range(10), num_steps_completed=4, max_steps=7, max_steps_per_epoch=5) == 3
-    assert estimated_steps_in_epoch(range(10), num_steps_completed=9, max_steps=7, max_steps_per_epoch=5) == 0
-    assert estimated_steps_in_loop(range(10), max_steps=25, max_steps_per_epoch=None, epochs=2) == 20
-    assert estimated_steps_in_loop(stream, max_steps=25, max_steps_per_epoch=None, epochs=None) == 25
-    assert estimated_steps_in_loop(range(10), max_steps=None, max_steps_per_epoch=None, epochs=None) is None
-    assert estimated_steps_in_loop(range(0), max_steps=None, max_steps_per_epoch=None, epochs=None) == 0
-    rest = {"max_train_steps_per_epoch": None, "max_eval_steps_per_epoch": None, "eval_every_n_steps": None}
-    fit = {"epochs": None, "max_steps": 5, "eval_every_n_epochs": 1, **rest}
-    assert estimated_steps_in_fit(train_dataloader=stream, eval_dataloader=range(4), **fit) is None  # type: ignore[arg-type]
-    assert estimated_steps_in_fit(train_dataloader=range(5), eval_dataloader=stream, **fit) is None  # type: ignore[arg-type]
-    assert Progress(num_steps_completed=3).get_progress_string().startswith("completed epochs: 0, completed steps: 3")
-
-
 def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
     folder = str(tmp_path / "run train_step_1")  # TorchTNT loses sight of checkpoints under such a name
     assert checkpoint.get_latest_checkpoint_path(folder) is None and checkpoint.get_checkpoint_dirpaths(folder) == []
@@ -624,3 +559,24 @@ def test_words_of_echelons_unit_are_answered_with_torchtnts() -> None:
     with refused(UsageError):
         AutoPredictUnit(module=net(), layout="ddp")
     assert Fit(module=net(), compile=False, deterministic=None).training
+
+
+def test_several_states_as_one() -> None:
+    module, progress, words = net(), Progress(2, 5, 1), stateful.DictStateful({"a": 1})
+    several = stateful.MultiStateful({"module": module, "progress": progress, "words": words})
+    saved = copy.deepcopy(several.state_dict())
+    other = stateful.MultiStateful({"module": net(seed=1), "progress": Progress(), "words": stateful.DictStateful(b=2)})
+    assert isinstance(words, stateful.Stateful) and not isinstance(words, stateful.MetricStateful)
+    assert isinstance(ech.Mean(), stateful.MetricStateful)
+    other.load_state_dict(saved)
+    assert largest_difference(whole(other.stateful_objs["module"]), whole(module)) == 0
+    assert other.stateful_objs["progress"].num_steps_completed == 5 and other.stateful_objs["words"] == {"a": 1}
+    del saved["module"]["first.bias"], saved["words"]
+    with pytest.raises(RuntimeError, match=r"first\.bias"):
+        other.load_state_dict(saved)
+    stateful.MultiStateful(other.stateful_objs, strict=False).load_state_dict(saved)
+    only = stateful.MultiStateful({"progress": Progress(), "words": stateful.DictStateful(c=3)})
+    only.load_state_dict({"progress": saved["progress"]})
+    assert only.stateful_objs["progress"].num_steps_completed == 5 and only.stateful_objs["words"] == {"c": 3}
+    with pytest.raises(KeyError, match="unknown"):
+        only.load_state_dict({"unknown": {}})

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from echelon.compat.torchtnt.utils.flops import FlopTensorDispatchMode
+from echelon.compat.torchtnt.utils.fsspec import get_filesystem
 from echelon.compat.torchtnt.utils.module_summary import get_module_summary
 from echelon.compat.torchtnt.utils.oom import (
     attach_oom_observer,
@@ -23,6 +24,7 @@ from echelon.compat.torchtnt.utils.oom import (
     log_memory_snapshot,
 )
 from echelon.compat.torchtnt.utils.tqdm import close_progress_bar, create_progress_bar, update_progress_bar
+from echelon.compat.torchtnt.utils.version import get_python_version, get_torch_version, is_torch_version_geq, is_windows
 
 # --- memory
 
@@ -178,3 +180,16 @@ def test_a_progress_bar_is_as_long_as_loader_and_limits_allow(
     assert counts == [0, 0, 3, 3]
     close_progress_bar(bar, 4, 3)
     assert bar.n == 4 and bar.disable and "Train Epoch 3" in text.getvalue()
+
+
+def test_versions_compare_as_versions() -> None:
+    from packaging.version import Version
+
+    assert get_torch_version() >= Version("2.9.0") and get_python_version() > Version("3.9")
+    assert is_torch_version_geq("2.9.1") and not is_torch_version_geq("100.0") and is_torch_version_geq(str(get_torch_version()))
+    assert is_windows() is False
+
+
+def test_a_file_system_for_a_path(tmp_path: Path) -> None:
+    assert get_filesystem(str(tmp_path)).exists(str(tmp_path))
+    assert type(get_filesystem("memory://x")).__name__ == "MemoryFileSystem"

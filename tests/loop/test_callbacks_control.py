@@ -12,6 +12,7 @@ import torch
 import echelon as ech
 from echelon.common.errors import CallbackError, UsageError
 from echelon.compat.torchtnt.framework import callbacks as theirs
+from echelon.compat.torchtnt.framework.callbacks import Lambda
 from echelon.loop import callbacks
 from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
@@ -29,7 +30,7 @@ def rank() -> int:
 
 def test_only_what_may_stop_costs_a_message_between_ranks_at_each_step() -> None:
     kinds = [getattr(room, name) for room in (callbacks, theirs) for name in room.__all__]
-    watching = {k for k in kinds if issubclass(k, ech.Callback)} - {EarlyStopping}
+    watching = {k for k in kinds if issubclass(k, ech.Callback)} - {EarlyStopping, Lambda}
     assert not [k.__name__ for k in watching if k.may_stop]
     checker = EarlyStopChecker("min", 1)
     assert [EarlyStopping("a", checker, interval).may_stop for interval in ("step", "epoch")] == [True, False]
@@ -322,3 +323,23 @@ def test_a_run_that_was_stopped_early_trains_no_more_when_it_is_started_again(tm
         return unit.train_progress.num_epochs_completed
 
     assert [trained(patience) for patience in (2, 2, 2, 4)] == [3, 3, 3, 5]
+
+
+# --- Lambda
+
+
+def test_lambda_runs_functions_at_hooks() -> None:
+    log: list[Any] = []
+    hooks = Lambda(
+        on_train_start=lambda state, unit: log.append("start"),
+        on_train_step_end=lambda state, unit: log.append(unit.value),
+        on_eval_end=lambda state, unit: log.append("evaluated"),
+        on_exception=lambda state, unit, exc: log.append(str(exc)),
+        on_train_end=None,
+    )
+    ech.fit(Numbers(), [1, 2], [0], max_epochs=1, callbacks=[hooks])
+    with pytest.raises(ZeroDivisionError):
+        ech.train(Numbers(), [1], max_epochs=1, callbacks=[Lambda(on_train_step_end=lambda *_: 1 / 0), hooks])
+    assert log == ["start", 1, 2, "evaluated", "start", "division by zero"]
+    with refused(UsageError):
+        Lambda(on_step_end=print)

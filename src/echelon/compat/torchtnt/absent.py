@@ -24,7 +24,6 @@ _MODULES = {
     "framework.callbacks.empty_cuda_cache": ("EmptyCudaCache", "torch.cuda.empty_cache() in a Callback's on_train_step_end."),
     "framework.callbacks.empty_dataloader_detector": ("EmptyDataloaderDetectorCallback", _OWN),
     "framework.callbacks.iteration_time_logger": ("IterationTimeLogger", _TIMES),
-    "framework.callbacks.lambda_callback": ("Lambda", "a subclass of Callback with the hook as a method."),
     "framework.callbacks.memory_snapshot": ("MemorySnapshot", _MEMORY),
     "framework.callbacks.periodic_distributed_sync": ("PeriodicDistributedSync", "torch.distributed.barrier() in a Callback."),
     "framework.callbacks.progress_reporter": ("ProgressReporter", "`echelon explain RUN`, which says where each rank is."),
@@ -44,13 +43,10 @@ _MODULES = {
     "utils.data.synthetic_data": ("AbstractRandomDataset", "a Dataset of your own that draws from torch.Generator."),
     "utils.event": ("", "Python's logging."),
     "utils.event_handlers": ("", "Python's logging."),
-    "utils.fsspec": ("get_filesystem", "fsspec.core.url_to_fs(path)."),
     "utils.memory": ("RSSProfiler get_tensor_size_bytes_map measure_rss_deltas", _MEMORY),
     "utils.memory_snapshot_profiler": ("MemorySnapshotParams MemorySnapshotProfiler", _MEMORY),
     "utils.misc": ("days_to_secs transfer_batch_norm_stats transfer_weights", "load_state_dict, and datetime.timedelta."),
     "utils.nan": ("", "torch.autograd.detect_anomaly, or AutoUnit(detect_anomaly=True)."),
-    "utils.test_utils": ("get_pet_launch_config", "echelon.launch(fn, ranks=2), which gives each rank's value."),
-    "utils.version": ("get_python_version get_torch_version is_torch_version_geq is_windows", "torch.__version__ and sys."),
 }
 
 # Names that are not in modules that are here.
@@ -59,11 +55,14 @@ _NAMES = {
         "CPUStats GPUStats collect_system_stats get_nvidia_smi_gpu_stats get_psutil_cpu_stats": "`echelon report`; psutil.",
     },
     "utils.distributed": {
-        "ProcessGroupSetupParams spawn_multi_process": "echelon.launch(fn, ranks=2), which gives each rank's value.",
+        "ProcessGroupSetupParams": "echelon.launch(fn, ranks=2), which gives each rank's value.",
         "all_gather_str broadcast_str": "echelon.gather for numbers, torch.distributed.all_gather_object for strings.",
         "destroy_process_group": "torch.distributed.destroy_process_group().",
         "get_or_create_gloo_pg": "torch.distributed.new_group(backend='gloo').",
-        "local_rank_zero_fn rank_zero_fn rank_zero_read_and_broadcast": "`if get_global_rank() == 0`; PGWrapper sends.",
+        "local_rank_zero_fn rank_zero_fn": "`if get_global_rank() == 0`.",
+    },
+    "utils.progress": {
+        "estimated_steps_in_epoch estimated_steps_in_fit estimated_steps_in_loop": "the progress that `echelon run` shows.",
     },
     "utils.timer": {
         "AggregatedTimer BoundedTimer TimedActionStats TimerProtocol TimerReport": "Timer, or `echelon report`.",
@@ -71,7 +70,6 @@ _NAMES = {
         "get_durations_histogram get_recorded_durations_table get_synced_durations_histogram get_synced_timer_histogram": _TIMES,
         "log_elapsed_time": "Timer(verbose=True).",
     },
-    "utils.stateful": {"DictStateful MetricStateful MultiStateful": "attributes of the unit: each that has a state is saved."},
 }
 
 

@@ -12,10 +12,11 @@ _HOMES = {
             get_checkpoint_dirpaths get_latest_checkpoint_path""",
         "device": "copy_data_to_device get_device_from_env record_data_in_stream set_float32_precision",
         "distributed": """PGWrapper all_gather_tensors barrier get_global_rank get_local_rank
-            get_process_group_backend_from_device get_world_size sync_bool""",
+            get_process_group_backend_from_device get_world_size spawn_multi_process sync_bool""",
         "early_stop_checker": "EarlyStopChecker",
         "env": "init_from_env seed",
         "flops": "FlopTensorDispatchMode",
+        "fsspec": "get_filesystem",
         "lr_scheduler": "TLRScheduler",
         "module_summary": "ModuleSummary get_module_summary get_summary_table prune_module_summary",
         "oom": """attach_oom_observer is_out_of_cpu_memory is_out_of_cuda_memory is_out_of_memory_error
@@ -28,8 +29,10 @@ _HOMES = {
             rank_zero_warn""",
         "stateful": "Stateful",
         "swa": "AveragedModel",
+        "test_utils": "get_pet_launch_config",
         "timer": "Timer get_timer_summary",
         "tqdm": "close_progress_bar create_progress_bar update_progress_bar",
+        "version": "get_python_version get_torch_version is_torch_version_geq is_windows",
     }.items()
     for name in names.split()
 }

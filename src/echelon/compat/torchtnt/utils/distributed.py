@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import torch
@@ -15,10 +19,13 @@ from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.exchange import (
     PGWrapper,
     all_gather_tensors,
+    rank_zero_read_and_broadcast,
     sync_bool,
 )
 from echelon.contracts.rank import RankInfo
+from echelon.launcher.functions.run import launch
 from echelon.parallel.ddp import sync_batchnorm
+from echelon.world.init import init_from_env
 
 __all__ = [
     "PGWrapper",
@@ -31,9 +38,13 @@ __all__ = [
     "get_process_group_backend_from_device",
     "get_tcp_init_method",
     "get_world_size",
+    "rank_zero_read_and_broadcast",
     "revert_sync_batchnorm",
+    "spawn_multi_process",
     "sync_bool",
 ]
+
+T = TypeVar("T")
 
 
 # --- who this rank is
@@ -151,6 +162,41 @@ def revert_sync_batchnorm(module: nn.Module, device: str | torch.device | None =
             if isinstance(layer, sync_batchnorm.LocalBatchNorm):
                 layer.to(device)
     return module
+
+
+# --- processes
+
+
+class _InGroup:
+    """Calls the function within a process group over the ranks that `launch` has started."""
+
+    def __init__(self, backend: str, timeout: timedelta, fn: Callable[..., Any]) -> None:
+        self._backend, self._timeout, self._fn = backend, timeout, fn
+        self.__name__ = getattr(fn, "__name__", "spawn_multi_process")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        init_from_env("cuda" if "nccl" in self._backend else "cpu", self._backend, self._timeout)
+        try:
+            return self._fn(*args, **kwargs)
+        finally:
+            gc.collect()  # what holds the group ends before it
+            dist.destroy_process_group()
+
+
+def spawn_multi_process(
+    world_size: int, backend: str, method: Callable[..., T], *method_args: Any, timeout_s: float = 60.0, **method_kwargs: Any
+) -> list[T]:
+    """Call a function on ranks of this machine within a process group; each rank's value, by rank.
+
+    `echelon.launch` with a group: the ranks find torchrun's variables, RANK included, in their environment.
+
+    Args:
+        timeout_s: of the group's collectives.
+    Raises:
+        RankFailedError: with the first failing rank's traceback; the exception itself is its `__cause__`.
+    """
+    call = _InGroup(backend, timedelta(seconds=timeout_s), method)
+    return launch(call, ranks=world_size, args=method_args, kwargs=method_kwargs)
 
 
 __getattr__ = absent("utils.distributed")

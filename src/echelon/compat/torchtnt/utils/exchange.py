@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import pickle
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from echelon.common.errors import UsageError
+from echelon.common.errors import EchelonError, UsageError
 from echelon.compat.collect import gather_tensors
 from echelon.world import agree
 
 __all__ = [
     "PGWrapper",
     "all_gather_tensors",
+    "rank_zero_read_and_broadcast",
     "sync_bool",
 ]
 
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Group = dist.ProcessGroup | None
 
@@ -128,3 +135,43 @@ def sync_bool(
     if isinstance(mode, float):
         return count / size >= mode
     return count >= (mode if isinstance(mode, int) else {"any": 1, "all": size}[mode])
+
+
+def rank_zero_read_and_broadcast(func: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: the first rank of the group calls the function, every rank gets its value, or raises its error.
+
+    The group is the keyword argument `process_group`, which the function itself does not get; by default all ranks.
+    """
+
+    @wraps(func)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        wrapper = PGWrapper(kwargs.pop("process_group", None))
+        if wrapper.get_world_size() == 1:
+            return func(*args, **kwargs)
+        answer: list[Any] = [None]
+        failure: Exception | None = None
+        if wrapper.get_rank() == 0:
+            try:
+                # Pickled here: what cannot be sent is this rank's error, too, and the others hear of it.
+                answer = [pickle.dumps((func(*args, **kwargs), None))]
+            except Exception as error:
+                failure, answer = error, [_sendable(error)]
+        wrapper.broadcast_object_list(answer, src=dist.get_global_rank(wrapper.pg, 0))
+        if failure is not None:
+            raise failure
+        value, raised = pickle.loads(answer[0])
+        if raised is not None:
+            raised.add_note("(raised on the first rank, which read for all)")
+            raise raised
+        return value
+
+    return read
+
+
+def _sendable(error: Exception) -> bytes:
+    try:
+        sent = pickle.dumps((None, error))
+        pickle.loads(sent)
+        return sent
+    except Exception:  # an exception of the user's that cannot be rebuilt
+        return pickle.dumps((None, EchelonError(f"the first rank failed: {type(error).__name__}: {error}")))

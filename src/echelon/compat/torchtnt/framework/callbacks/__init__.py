@@ -4,6 +4,7 @@ from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.framework.callbacks.dcp_saver import DistributedCheckpointSaver
 from echelon.compat.torchtnt.framework.callbacks.early_stopping import EarlyStopping
 from echelon.compat.torchtnt.framework.callbacks.garbage_collector import GarbageCollector
+from echelon.compat.torchtnt.framework.callbacks.lambda_callback import Lambda
 from echelon.compat.torchtnt.framework.callbacks.learning_rate_monitor import LearningRateMonitor
 from echelon.compat.torchtnt.framework.callbacks.module_summary import ModuleSummary
 from echelon.compat.torchtnt.framework.callbacks.pytorch_profiler import PyTorchProfiler
@@ -14,6 +15,7 @@ __all__ = [
     "DistributedCheckpointSaver",
     "EarlyStopping",
     "GarbageCollector",
+    "Lambda",
     "LearningRateMonitor",
     "ModuleSummary",
     "PyTorchProfiler",
