@@ -763,6 +763,13 @@ def test_a_hook_of_lightning_1_is_refused_by_name(base: Any, hook: str) -> None:
         Trainer(max_epochs=1, callbacks=given, **QUIET).fit(Small() if given else mine, two_batches())
 
 
+def test_a_method_of_the_programs_own_may_have_the_name_of_such_a_hook() -> None:
+    """As in pytorch-forecasting, which calls it itself with what its steps gave."""
+    mine = type("Mine", (Small,), {"on_epoch_end": lambda self, outputs: None})()
+    Trainer(max_epochs=1, **QUIET).fit(mine, two_batches())
+    assert "training_step" in mine.calls
+
+
 def test_options_of_lightning_1() -> None:
     assert Trainer(replace_sampler_ddp=False).use_distributed_sampler is False  # type: ignore[attr-defined]
     for use in (Trainer.add_argparse_args, Trainer.from_argparse_args, LightningDataModule.from_argparse_args):

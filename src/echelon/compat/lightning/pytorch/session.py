@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from dataclasses import dataclass, field, replace
@@ -139,7 +140,7 @@ class Session:
             if not overridden(step, module, LightningModule):
                 raise UsageError(f"{name} has no {step}, which trainer.{call} needs.")
         for each in (module, *trainer.lightning_callbacks):
-            for gone in sorted(HOOKS.keys() & set(dir(type(each)))):
+            for gone in sorted(name for name in HOOKS.keys() & set(dir(type(each))) if _is_hook(each, name)):
                 raise UsageError(
                     f"{type(each).__name__}.{gone} is a hook of Lightning 1, which nothing calls. Instead: {HOOKS[gone]}."
                 )
@@ -330,6 +331,16 @@ class Session:
         limit = trainer.batches["predict"]
         predict(self.unit, loader, max_steps_per_epoch=limit, callbacks=[hooking, *trainer.loop_callbacks])
         return hooking.outputs
+
+
+def _is_hook(thing: Any, name: str) -> bool:
+    """Whether Lightning 1 could have called it; a program's own method of that name takes something else."""
+    given = 2 if not isinstance(thing, LightningModule) else 0 if name.startswith(("on_", "configure_")) else 1
+    try:
+        inspect.signature(getattr(thing, name)).bind(*range(given))
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _may_stop(trainer: Any) -> bool:
