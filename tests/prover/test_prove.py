@@ -430,6 +430,32 @@ def test_a_proof_leaves_the_checkpoints_of_a_lightning_run_alone(tmp_path: Path)
     assert row.is_equal and not list(folder.iterdir()), (show.details(row), list(folder.iterdir()))
 
 
+EVALUATED = """
+held = torch.utils.data.DataLoader(torch.utils.data.Subset(Rows(), range(20)), 8)
+net = model()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+loader = ech.Loader(torch.utils.data.Subset(Rows(), range(32)), 16, shuffle=False)
+net, optimizer, batches = ech.prepare(net, optimizer, loader, layout="ddp", accumulate=2)
+for epoch in ech.epochs(batches, 9):
+    for x, y in batches:
+        with ech.window(net) as window:
+            window.backward(nn.functional.mse_loss(net(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    with ech.evaluating(net) as evaluation:
+        for x, y in held:
+            evaluation.log("error", nn.functional.mse_loss(net(x), y))
+    plateau.step(1.0 if evaluation.numbers["error"] > 0 else -1.0)  # no better again: the rate falls
+"""
+
+
+def test_a_loop_goes_by_the_numbers_of_its_evaluation_in_the_reference_too(tmp_path: Path) -> None:
+    """There were none in it; and `accumulate=` of prepare was refused beside the one that a row imposes on the loader."""
+    rows = prove_target(_script(tmp_path, EVALUATED), matrix(["ddp"], [2], [1, 2], sgd=False), 6, False).results
+    assert len(rows) == 2 and all(row.is_equal for row in rows), [show.details(row) for row in rows]
+
+
 LANES = """
 loader = ech.Loader(Rows(), 16, shuffle=False)
 def main():

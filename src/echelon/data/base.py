@@ -112,14 +112,15 @@ class BaseLoader(ABC):
             self._tell_launcher(dp_size)
 
     def take_accumulation(self, accumulate: int | None) -> None:
-        """The micro-batches per update that a unit or `prepare` was told, for a loader that was told nothing; None is one.
+        """The micro-batches per update that a unit or `prepare` was told, for a loader that was told nothing; None is one. What a
+        launch command imposes goes before either.
 
         Raises:
             UsageError: the loader was told another number.
         """
         if self._accumulate is None:
             self.accumulation = accumulate or 1
-        elif accumulate is not None and accumulate != self._accumulate:
+        elif accumulate not in (None, self._accumulate) and overrides().accumulation is None:
             raise LoaderError(
                 f"accumulate must be one number, got {self._accumulate} of the loader, which splits a global batch into as many "
                 f"micro-batches a rank, and {accumulate} of the unit or prepare(). Say it once: leave it out at the loader."

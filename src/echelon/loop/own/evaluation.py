@@ -35,8 +35,6 @@ class LoopEvaluation:
                 over its batches 1.
         """
         session, unit = self._session, self._session.unit
-        if unit.reference is not None:
-            return
         counts = 1 if unit.evaluated is None else unit.samples_evaluated()
         logged, before = session.logged, session.logged.weight
         logged.weight, self._logs = 0 if unit.prepared.is_replica else counts, True
@@ -53,12 +51,12 @@ class LoopEvaluation:
         """
         session, unit = self._session, self._session.unit
         best = session.best
-        if unit.reference is not None or not (self._logs or best is not None):
+        if not (self._logs or best is not None):
             return
         if unit.has_evaluated:
             session.logged.takes_part("eval")
         self.numbers = session.logged.end_phase("eval", together=True)
-        if not self.numbers:
+        if not self.numbers or unit.reference is not None:
             return
         progress = unit.train_progress
         steps, updates = progress.num_steps_completed, progress.num_updates_completed
