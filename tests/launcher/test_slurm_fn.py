@@ -567,7 +567,7 @@ def test_a_script_without_a_guard_does_not_submit_for_ever(tmp_path: Path) -> No
     said = subprocess.run(
         [sys.executable, "main.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=90
     )
-    assert 'Put the call under `if __name__ == "__main__":`' in said.stdout and len(list((tmp_path / "slurm").iterdir())) == 1
+    assert 'under `if __name__ == "__main__":`' in said.stdout and len(list((tmp_path / "slurm").iterdir())) == 1
 
 
 def test_nothing_of_a_launch_command_is_believed_from_a_strange_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
