@@ -175,7 +175,8 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
         name = f"{each.layout} (yours)" if each.is_own else each.layout
         table.append([name, size(each.peak), *map(size, sizes), size(each.sent), *([each.verdict] if budget else [])])
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    table = [[row[0], *(cell.rjust(widths[number + 1]) for number, cell in enumerate(row[1:-1])), row[-1]] for row in table]
+    words = {0, len(widths) - 1} if budget else {0}  # the other columns are numbers
+    table = [[cell if at in words else cell.rjust(widths[at]) for at, cell in enumerate(row)] for row in table]
     of = f" of {size(budget)}" if budget else ""
     first = known[0]
     on = f"{device or 'a device'}{of}"
