@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 import echelon as ech
 from echelon.common.errors import DataError
-from echelon.data.workers import method_for
+from echelon.data.workers import Board, method_for, named
 from tests.conftest import clean_environment
 from tests.kit import forked
 from tests.kit.refusals import refused
@@ -157,6 +158,31 @@ def test_a_worker_that_dies_during_a_step_is_named_by_the_loop() -> None:
     with refused(DataError):
         ech.train(unit, loader, max_epochs=1)
     assert isinstance(unit.seen, DataError)
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+def test_a_connection_that_breaks_before_its_worker_is_known_to_be_dead_names_the_worker(error: Exception) -> None:
+    """The kernel closes a process's sockets first and tells its parent afterwards."""
+    board = Board(1, " (here)")
+    batches = board.started(DataLoader(range(40), num_workers=1))
+    (worker,) = board._processes
+    assert worker.pid is not None
+    killing = threading.Timer(0.2, os.kill, (worker.pid, signal.SIGKILL))
+    killing.start()
+    better = named(error, board, 0, 300.0)
+    killing.join()
+    board.done()
+    del batches
+    assert isinstance(better, DataError) and "was killed by SIGKILL" in str(better)
+
+
+def test_a_connection_of_somebody_else_that_breaks_is_told_as_it_is() -> None:
+    board, error = Board(1, ""), ConnectionResetError()
+    batches = board.started(DataLoader(range(40), num_workers=1))
+    assert named(error, board, 0, 300.0) is error
+    board.done()
+    del batches
 
 
 class Augmented:

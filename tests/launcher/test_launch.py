@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -423,6 +424,24 @@ def test_an_error_is_told_though_the_working_folder_is_gone(tmp_path: Path) -> N
         launch(_fail_in_a_removed_folder, ranks=1, args=(str(tmp_path / "gone"),), run_dir=tmp_path)
     said = rank_record(Path(caught.value.logs or "") / "exit.rank0.json") or {}
     assert said["message"] == "mine" and any('File "own.py", line 2, in own' in each for each in said["user_frames"])
+
+
+def _break_off_before_the_worker_is_dead() -> None:
+    from torch.utils.data import DataLoader
+
+    batches = iter(DataLoader(range(8), num_workers=1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    threading.Timer(0.2, os.kill, (worker.pid, signal.SIGKILL)).start()
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_connection_to_a_data_worker_that_dies_is_told_as_its_death(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(_break_off_before_the_worker_is_dead, ranks=1, run_dir=tmp_path)
+    said = rank_record(Path(caught.value.logs or "") / "exit.rank0.json") or {}
+    assert said["kind"] == "RuntimeError" and "killed by signal: Killed" in said["message"]
+    assert "ConnectionResetError" in said["traceback"]
 
 
 def _failure(rank: int, ms: int, kind: str = "ValueError", said: str = "", reported: bool = True) -> Failure:

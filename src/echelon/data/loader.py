@@ -30,7 +30,7 @@ from echelon.data.page_locked import Locking, locks
 from echelon.data.parts import Padding, share
 from echelon.data.reader import Reader, ReadFailure
 from echelon.data.views import Ordered
-from echelon.data.workers import Board, base_generator, named, start_method
+from echelon.data.workers import BROKEN, Board, base_generator, named, start_method
 
 __all__ = ["Loader", "Padding", "share"]
 
@@ -200,7 +200,7 @@ class Loader(BaseLoader):
                     raise batch.error()
                 self._position = micro + 1
                 yield batch if micro < shares.first_padding else Padding(batch)
-        except RuntimeError as error:
+        except (RuntimeError, *BROKEN) as error:
             better = named(error, board, (self._position - first) % max(1, self.num_workers), self.options.timeout_s)
             if better is error:
                 raise

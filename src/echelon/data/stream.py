@@ -28,7 +28,7 @@ from echelon.data.page_locked import Lockable, locked, locks
 from echelon.data.reader import ReadFailure
 from echelon.data.resume import called
 from echelon.data.streaming import Share, Stand, Streams
-from echelon.data.workers import Board, base_generator, named, start_method
+from echelon.data.workers import BROKEN, Board, base_generator, named, start_method
 from echelon.world import agree
 
 __all__ = ["StreamLoader", "is_divided", "of_all_ranks"]
@@ -164,7 +164,7 @@ class StreamLoader(BaseLoader):
                 ended, position = 0, position + 1
                 self._latest.append(Stand(position, turn, tuple(states)))
                 yield batch
-        except RuntimeError as error:
+        except (RuntimeError, *BROKEN) as error:
             better = named(error, board, (turn - begin.turn) % streams, self.options.timeout_s)
             if better is error:
                 raise

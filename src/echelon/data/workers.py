@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import tempfile
+import time
 import traceback
 import weakref
 import zlib
@@ -29,11 +30,15 @@ from echelon.common.errors import DataError, LoaderError
 from echelon.common.machine import process_stat
 from echelon.contracts.stopping import SIGNALS, signal_name
 
-__all__ = ["Board", "base_generator", "explain", "method_for", "named", "said", "seed_worker", "start_method"]
+__all__ = ["BROKEN", "Board", "base_generator", "explain", "method_for", "named", "said", "seed_worker", "start_method"]
 
 # Sent to a whole process group or job, by a terminal or Slurm, and meant for the rank: it may want to save, for which it needs
 # its workers. They end when it does.
 _FOR_THE_RANK = (signal.SIGINT, *SIGNALS)
+
+# What a rank gets while it reads what a worker that dies was sending, and for how long nobody may yet have heard of that end.
+BROKEN = (ConnectionError, EOFError)
+_UNTOLD_S = 1.0
 
 # A row for each worker: its process id, the sample that it reads (-1: none), and how many it reads at once.
 _PID, _SAMPLE, _COUNT = range(3)
@@ -156,6 +161,16 @@ class Board:
         ended = [(process.pid, process.exitcode) for process in self._processes]
         return [f"{self._of_worker(pid)}, {_how(code)}" for pid, code in ended if code]
 
+    def lost(self) -> DataError | None:
+        """Who ended, where a connection to a worker broke: the kernel closes its sockets a moment before it tells of its end."""
+        until = time.monotonic() + _UNTOLD_S
+        while time.monotonic() < until:
+            with contextlib.suppress(RuntimeError):  # torch's, from its signal handler
+                if dead := self.dead():
+                    return DataError(f"{'; '.join(dead)}.")
+                time.sleep(0.01)
+        return None
+
     def timed_out(self, worker: int, timeout_s: float) -> DataError:
         """A worker gave nothing for too long: name it, and kill all, because one that is stopped would outlive the rank."""
         pid = int(self._table[worker, _PID])
@@ -208,12 +223,14 @@ def _how(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def named(error: RuntimeError, board: Board | None, worker: int, timeout_s: float) -> BaseException:
+def named(error: Exception, board: Board | None, worker: int, timeout_s: float) -> BaseException:
     """What a loader's error was about, if a worker died or `worker`, whose turn it was, gave nothing in time; else the error."""
     if board is None:
         return error
     # The workers live as long as the loader's iterator, and it as long as a frame of the traceback knows it.
     traceback.clear_frames(error.__traceback__)
+    if isinstance(error, BROKEN):
+        return board.lost() or error
     if str(error).startswith("DataLoader timed out"):
         return board.timed_out(worker, timeout_s)
     return explain(error) or error

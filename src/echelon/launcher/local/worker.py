@@ -180,7 +180,7 @@ def run_recorded(start: Start, program: Callable[[], None]) -> int:
     failure: dict[str, Any] | None = None
     code, pid, finished = 0, os.getpid(), False
     try:
-        with _leaving_when_asked():
+        with _leaving_when_asked(), _telling_of_data_workers():
             program()
         gc.disable()
         finished = _has_no_group()
@@ -191,6 +191,7 @@ def run_recorded(start: Start, program: Callable[[], None]) -> int:
         # From here on nothing needs collecting, and collecting can hang: a process group that is freed joins its threads
         # while it holds the interpreter's lock, for which one of them may be waiting (gloo, torch 2.13).
         gc.disable()
+        _hear_no_more_of_data_workers()
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _leave_room_for_files()
         failure = describe(error)
@@ -209,6 +210,32 @@ def run_recorded(start: Start, program: Callable[[], None]) -> int:
         flight = flight_record() if keeps else write_flight(Path(str(start.flight)))
         _record(start, code, failure, last_calls(flight), finished=finished)
     return code
+
+
+# The sockets of a process that dies are closed a moment before its parent is told.
+_UNTOLD_S = 0.5
+
+
+@contextlib.contextmanager
+def _telling_of_data_workers() -> Iterator[None]:
+    """Where a connection broke, wait for torch to say that it was a data worker's: its handler of SIGCHLD raises in here."""
+    try:
+        yield
+    except (ConnectionError, EOFError):
+        if _hears_of_data_workers():
+            time.sleep(_UNTOLD_S)
+        raise
+
+
+def _hears_of_data_workers() -> bool:
+    return getattr(signal.getsignal(signal.SIGCHLD), "__module__", "").startswith("torch.utils.data")
+
+
+def _hear_no_more_of_data_workers() -> None:
+    """What comes from here on must not break off what this rank has to say; torch's handler raises wherever the program is."""
+    if _hears_of_data_workers():
+        with contextlib.suppress(ValueError):  # not in the main thread, where no handler runs
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _leave_room_for_files() -> None:
