@@ -89,7 +89,6 @@ PLACES = {
     "on_end": TOLD,
     "on_lengths": TOLD,
     "on_limits": TOLD,
-    "check_trained_alike": TOLD,
     "warn_of_same_samples": STEPS,
     # parallel: before training
     "ParallelPrepared._compare": "test_ranks_of_the_same_samples_are_told_of_other_rows",
@@ -135,6 +134,7 @@ PLACES = {
     "SameDraws.check_now": "test_a_rank_that_draws_for_itself_is_found_where_dropout_would_differ",
     "SameGradients.__init__": STEPS,
     "SameGradients.settle": ASKED,
+    "SameTrained.begin_epoch": TOLD,
     "SameTrained.compare": TOLD,
     "TreeReduceScatter.__call__": PASSES,
     "Watches._differs": ASKED,

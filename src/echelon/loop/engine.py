@@ -31,7 +31,6 @@ from echelon.loop.steps import Between, Steps, evaluation_after_epoch
 from echelon.loop.unit import TrainedUnit
 from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.parallel.guards.guard import Guard
-from echelon.parallel.guards.trained_params import check_trained_alike, watch_trained
 from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
 from echelon.world.handshake import greet
@@ -66,7 +65,7 @@ class Run:
                 launched,
             )
         self._agree_after_step: Callable[[], None] | None = None
-        self._doubts: list[Guard] = []  # in which a rank asks all to compare
+        self._guards: list[Guard] = []  # of all that is trained
 
     def _check(self, state: State, unit: Any, phases: list[str]) -> None:
         for phase in phases:
@@ -107,9 +106,8 @@ class Run:
         self._begin(stage)
         if state.eval_state is not None:
             check_evaluation(self._stages["eval"])
-        self._doubts = check_tracked(self._inner)
-        self._check_trained_alike()
-        self._doubts += watch_trained(self._inner.prepared_modules())
+        self._guards = check_tracked(self._inner)
+        self._tell_of_epoch()
         self._agree_on_agreeing()
         self._agree_to_stop()
         self._take_up_streams()
@@ -189,7 +187,7 @@ class Run:
             stage.call(stage.hooks.epoch_start)
             self._settle_doubts()  # hooks of an epoch's beginning freeze and unfreeze
             if stage.progress.num_epochs_completed:
-                self._check_trained_alike()  # by optimizers whose lr is changed between epochs
+                self._tell_of_epoch()
         evaluates = self.state.eval_state is not None
         return Steps(stage, Between(self._agree_after_step, self._evaluate_if_due if evaluates else None))
 
@@ -320,16 +318,17 @@ class Run:
 
     def _flags(self) -> list[bool]:
         """A wish to stop, and what is to be compared."""
-        return [self.state.stop_requested, *[each.in_doubt for each in self._doubts]]
+        return [self.state.stop_requested, *[each.in_doubt for each in self._guards]]
 
-    def _check_trained_alike(self) -> None:
-        check_trained_alike(self._inner.prepared_modules(), self._inner.tracked_optimizers())
+    def _tell_of_epoch(self) -> None:
+        for each in self._guards:
+            each.begin_epoch(self._inner.prepared_modules(), self._inner.tracked_optimizers())
 
     def _settle_doubts(self) -> None:
-        self._compare(*agree.any_ranks([each.in_doubt for each in self._doubts]))
+        self._compare(*agree.any_ranks([each.in_doubt for each in self._guards]))
 
     def _compare(self, *doubts: bool) -> None:
-        for each, doubt in zip(self._doubts, doubts, strict=True):
+        for each, doubt in zip(self._guards, doubts, strict=True):
             if doubt:
                 each.compare()
 

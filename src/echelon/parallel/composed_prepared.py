@@ -14,7 +14,6 @@ from echelon.parallel.context.context import ContextParallel
 from echelon.parallel.context.probe import tensors_of
 from echelon.parallel.fsdp.sharding import FSDPPrepared
 from echelon.parallel.gradients import clip
-from echelon.parallel.guards.grad_presence import SameGradients
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline import Pipeline
 from echelon.parallel.prepared import NO_CONTEXT, Form, Place
@@ -154,21 +153,21 @@ class ParallelPrepared(FSDPPrepared):
         several = len(pipeline.cut.own) > 1
         defers = self.requires_gradient_sync and not self.requires_all_reduce and len(self._averaged) > 1
         if defers and not several and self._same is None:
-            self._same = SameGradients(self.module)  # before the forward passes, which it watches
+            self._compare_gradients(together=False)
 
         def before(last: bool, number: int) -> None:
             """Each backward pass that the schedule calls: `last` of its stage, after `number` others."""
             if several and self.requires_gradient_sync:
                 return  # passes of several stages do not reach the same parameters, so no all-reduce can wait
             if self._same is not None and number:
-                self._same.check(last=False)
+                self._same.end_backward(last=False)
             super(ParallelPrepared, self).accumulate(last)
 
         with self._over_parts():
             begins = before if self._averaged else None
             made = pipeline.window(micro_batches, forward, backward, begins, share=outputs)
             if self._same is not None:
-                self._same.check(last=True)
+                self._same.end_backward(last=True)
             self._reduces = True
             if self._loose or self._frozen:
                 self._average_loose()

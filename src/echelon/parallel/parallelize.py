@@ -21,8 +21,6 @@ from echelon.contracts.overrides import overrides
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.ddp.sync_batchnorm import on_host
 from echelon.parallel.fsdp.fsdp import FSDPStrategy
-from echelon.parallel.guards.lost_hooks import refuse_lost
-from echelon.parallel.guards.stale_params import note
 from echelon.parallel.layouts import resolve
 from echelon.parallel.names import class_name, without_compile
 from echelon.parallel.prepared import Prepared
@@ -31,6 +29,7 @@ from echelon.parallel.recipe.float8 import convert, refuse_wrapped, scales_after
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.recipe.recipe import Compile, Recipe, TorchCompileParams
 from echelon.parallel.registry import kind_of, wrapper_of
+from echelon.parallel.replaced_params import replaced
 from echelon.parallel.shards import is_fully_sharded, reshard_after_looking
 from echelon.parallel.state.stage_group import ranks_apart
 from echelon.parallel.strategy import NOOPStrategy, Strategy
@@ -156,8 +155,7 @@ def _refuse_lazy(module: nn.Module, chosen: Strategy) -> None:
 def _prepared(module: nn.Module, layout: Strategy, world: World, recipe: Recipe) -> Prepared[Any]:
     before = list(module.named_parameters(remove_duplicate=False))
     prepared = layout.prepare(module, world, recipe)
-    note(before, prepared.unwrapped.parameters())
-    refuse_lost(before, dict(prepared.named_parameters(every_name=True)), layout.name)
+    replaced(before, dict(prepared.named_parameters(every_name=True)), layout.name)
     _check_embeddings(prepared, world)
     prepared.find_replicas()
     return prepared

@@ -23,8 +23,9 @@ from echelon.contracts.overrides import overrides
 from echelon.parallel.ddp.bypass import watch
 from echelon.parallel.fsdp.step_by_mesh import step_by_kind
 from echelon.parallel.guards.guard import Guard
-from echelon.parallel.guards.stale_params import name_before
+from echelon.parallel.guards.trained_params import SameTrained
 from echelon.parallel.patching import replace
+from echelon.parallel.replaced_params import name_before
 from echelon.parallel.shards import is_split, reshard
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree
@@ -56,11 +57,10 @@ def check_holds(unit: PreparedUnit, optimizer: Any) -> None:
     held = parameters_of(optimizer)
     problem = _stale(what, held)
     if problem is None:
-        mine = {id(p) for p in unit.prepared.module.parameters()}
-        trains = any(p.requires_grad for p in unit.prepared.module.parameters())
-        reached = {id(p) for p in _within(vars(unit).values())}
+        mine = list(unit.prepared.module.parameters())
+        trains = any(p.requires_grad for p in mine)
         # Beside others, one may have what is no module's, such as a temperature.
-        if trains and held and not unit.has_several and not any(id(p) in mine or id(p) in reached for p in held):
+        if trains and held and not unit.has_several and len(_strangers(unit, held)) == len(held):
             problem = f"{what} holds {_count(held)}, none of them the module's, which has {len(mine)} (first: {_shown(held[0])})."
     if problem is not None:
         raise OptimizerError(f"{problem} {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters().")
@@ -71,8 +71,8 @@ def look_at_first_update(unit: PreparedUnit, optimizer: torch.optim.Optimizer, *
     `together`. Remove the hook once that update is done."""
     if overrides().observes:
         return None
-    copies = _copies(unit, optimizer)
-
+    strangers = _strangers(unit, before := parameters_of(optimizer))
+    copies = strangers if _are_shaped_as(strangers, _left(unit.prepared.module, before)) else []
     looked = False  # a hook cannot remove itself
 
     def look(*_: Any) -> None:
@@ -91,14 +91,21 @@ def look_at_first_update(unit: PreparedUnit, optimizer: torch.optim.Optimizer, *
     return optimizer.register_step_pre_hook(look)
 
 
-def _copies(unit: PreparedUnit, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """What the optimizer holds and nothing of the unit has, if parameters of these shapes are left out of the module's."""
-    held, mine = parameters_of(optimizer), list(unit.prepared.module.parameters())
-    ids, reached = {id(p) for p in held}, {id(p) for p in _within(vars(unit).values())} | {id(p) for p in mine}
-    strangers = [p for p in held if id(p) not in reached]
-    left = Counter(tuple(p.shape) for p in mine if p.requires_grad and id(p) not in ids)
-    are_like = any(p.numel() > 1 for p in strangers) and not Counter(tuple(p.shape) for p in strangers) - left
-    return strangers if are_like else []
+def _strangers(unit: Any, held: list[nn.Parameter]) -> list[nn.Parameter]:
+    """What an optimizer holds and nothing of the unit has."""
+    reached = {id(p) for p in _within(vars(unit).values())}
+    return [p for p in held if id(p) not in reached]
+
+
+def _left(module: nn.Module, held: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """What is trained of a module and not held."""
+    ids = {id(p) for p in held}
+    return [p for p in module.parameters() if p.requires_grad and id(p) not in ids]
+
+
+def _are_shaped_as(strangers: list[nn.Parameter], left: list[nn.Parameter]) -> bool:
+    """Whether they are what is left, as it was before it was sharded, or in a copy of the module."""
+    return any(p.numel() > 1 for p in strangers) and not Counter(p.shape for p in strangers) - Counter(p.shape for p in left)
 
 
 def not_the_modules(unit: PreparedUnit, optimizer: Any) -> list[nn.Parameter]:
@@ -163,7 +170,7 @@ def check_tracked(unit: Any) -> list[Guard]:
     """Before a unit trains: all optimizers and modules among its attributes. Collective.
 
     Returns:
-        what looks at the steps of a unit that steps by itself, on all ranks or none.
+        what watches all that it trains, and the steps of a unit that steps by itself; on all ranks or none.
     Raises:
         UsageError: on all ranks, if an optimizer of one holds what a module was before it was sharded.
     """
@@ -175,9 +182,10 @@ def check_tracked(unit: Any) -> list[Guard]:
             step_by_kind(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             _searches_together(unit, optimizer)
-    if not unit.steps_by_itself or not agree.is_joined() or overrides().observes:
+    if not agree.is_joined():
         return []
-    return watch(modules, optimizers.values())
+    by_itself = unit.steps_by_itself and not overrides().observes
+    return [*(watch(modules, optimizers.values()) if by_itself else ()), SameTrained(unit.prepared_modules())]
 
 
 def _searches_together(unit: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -216,27 +224,23 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
     for each in prepared:
         reshard(each.module)
     held = {name: parameters_of(optimizer) for name, optimizer in optimizers.items()}
-    everywhere = {id(p) for parameters in held.values() for p in parameters}
-    reached = {id(p) for p in _within(vars(unit).values())}
-    missing: Counter[tuple[int, ...]] = Counter()
+    everywhere = [p for parameters in held.values() for p in parameters]
+    left: list[nn.Parameter] = []  # of modules that are sharded
     flat = False
     for each in prepared:
         if each.form.kind != "own":
-            left = [p for p in each.module.parameters() if p.requires_grad and id(p) not in everywhere]
-            missing.update(tuple(p.shape) for p in left)
-            flat = flat or (bool(left) and each.form.kind == "flat")
+            left += (mine := _left(each.module, everywhere))
+            flat = flat or (bool(mine) and each.form.kind == "flat")
     for name, parameters in held.items():
         what = f"{type(unit).__name__}.{name}"
         problem = _stale(what, parameters)
         if problem is not None:
             return problem
-        strangers = [p for p in parameters if id(p) not in reached]
-        # Of the shapes of parameters of a sharded module that no optimizer holds: they are these, as they were.
-        twins = any(p.numel() > 1 for p in strangers) and not Counter(tuple(p.shape) for p in strangers) - missing
-        if strangers and (twins or (flat and len(strangers) == len(parameters))):
+        strangers = _strangers(unit, parameters)
+        if _are_shaped_as(strangers, left) or (flat and len(strangers) == len(parameters) > 0):
             return (
                 f"{what} holds {_count(strangers)} that no module of the unit has (first: {_shown(strangers[0])}), and no "
-                f"optimizer holds {_count(missing.total())} of its sharded modules."
+                f"optimizer holds {_count(len(left))} of its sharded modules."
             )
     return None
 
@@ -268,7 +272,7 @@ def _within(values: Iterable[Any], depth: int = 3) -> Iterator[nn.Parameter]:
 
 def are_alike(held: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
     """Whether these are copies of the others, by their shapes."""
-    return Counter(tuple(p.shape) for p in held) == Counter(tuple(p.shape) for p in others)
+    return Counter(p.shape for p in held) == Counter(p.shape for p in others)
 
 
 def _count(parameters: list[nn.Parameter] | int) -> str:

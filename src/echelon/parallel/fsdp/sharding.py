@@ -31,7 +31,6 @@ from echelon.parallel.gradients.fixed_order import TreeReduceScatter
 from echelon.parallel.gradients.unreduced_params import AfterEachBackward
 from echelon.parallel.guards.call_order import SameCalls
 from echelon.parallel.guards.grad_presence import SameGradients
-from echelon.parallel.guards.lost_hooks import refuse_unheard
 from echelon.parallel.guards.messages import SplitMessages, gathers_in
 from echelon.parallel.guards.rng_sync import SameDraws
 from echelon.parallel.meta.materialize import materialize, remember
@@ -42,6 +41,7 @@ from echelon.parallel.prepared import NO_CONTEXT, Form, Prepared
 from echelon.parallel.recipe.blocks import Blocks
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.registry import Kind, register
+from echelon.parallel.replaced_params import refuse_unheard
 from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
 from echelon.parallel.state.loading import take_whole_states
 from echelon.parallel.state.saved_parts import tell_when_module_is_pickled
@@ -108,7 +108,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         elif not self.requires_all_reduce and len(self._averaged) > 1:
             sharded.set_requires_all_reduce(last)
             if self._same is None:
-                self._same = SameGradients(self.module, together=self.trains != "scheduled")
+                self._compare_gradients(together=self.trains != "scheduled")
         return NO_CONTEXT
 
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
@@ -126,15 +126,18 @@ class FSDPPrepared(Prepared[nn.Module]):
             refuse_unheard((name, p) for name, p in self.named_parameters() if is_split(p))
             self._is_checked = True
         if self._same is not None:
-            self._same.check(last=self._reduces)
+            self._same.end_backward(last=self._reduces)
             if self._reduces:
                 self._same.settle()
 
     def discard_window(self) -> None:
         if not self._reduces:  # what it kept would join the next window
             forget_gradients(self.module)
-        if self._same is not None:
-            self._same.forget()
+
+    def _compare_gradients(self, *, together: bool) -> None:
+        """From the next forward pass on."""
+        self._same = SameGradients(self.module, together=together)
+        self.guards.append(self._same)
 
     def _compare_calls(self) -> None:
         if not self._compares_calls and self.averaged_over > 1 and self.trains != "scheduled":  # each stage has other blocks

@@ -14,17 +14,18 @@ import torch
 from torch import nn
 
 from echelon.common.errors import LayoutError
+from echelon.parallel.guards.guard import Guard
 from echelon.parallel.shards import is_fully_sharded, is_split, reshard
 from echelon.world import agree
 
 __all__ = ["SameGradients"]
 
 
-class SameGradients:
+class SameGradients(Guard):
     """Watches the whole parameters of a sharded module, each from the first forward pass on that gathers it.
 
     Args:
-        together: all ranks make the same calls of `check` and `settle`, so that they learn of each other's errors.
+        together: all ranks make the same calls of `end_backward` and `settle`, so that they learn of each other's errors.
     """
 
     def __init__(self, module: nn.Module, *, together: bool = False) -> None:
@@ -53,13 +54,12 @@ class SameGradients:
 
         return look
 
-    def forget(self) -> None:
-        """An unfinished window was given up, on all ranks."""
+    def discard(self) -> None:
         self._now, self._first, self._problem = set(), None, None
         if self._told is not None:
             self._told.last()
 
-    def check(self, *, last: bool) -> None:
+    def end_backward(self, *, last: bool) -> None:
         """After the backward pass of a micro-batch. Where ranks call `settle`, that raises what is found here, on all.
 
         Raises:
@@ -86,8 +86,8 @@ class SameGradients:
             raise LayoutError(problem)
 
     def settle(self) -> None:
-        """Before a backward pass, in which copies may wait for one another, and before an update. Collective: the latest `check`
-        has sent the message.
+        """Also before a backward pass, in which copies may wait for one another, and before an update. Collective: the latest
+        `end_backward` has sent the message.
 
         Raises:
             UsageError: on all ranks, what one has found.

@@ -6,7 +6,10 @@ what its own rank does. What it has to say travels in the message that a window 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from echelon.common.errors import RanksDisagreeError, UsageError
 
@@ -66,6 +69,15 @@ class Guard:
 
     def discard(self) -> None:
         """The window under way was given up, on all ranks."""
+
+    def begin_epoch(self, modules: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Before each epoch of training. Collective.
+
+        Args:
+            modules, optimizers: a unit's, as `Prepared`, by the attributes' names.
+        Raises:
+            RanksDisagreeError: on every rank.
+        """
 
     def evaluated(self) -> None:
         """At the end of an evaluation or prediction. Collective.

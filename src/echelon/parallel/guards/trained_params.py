@@ -8,7 +8,7 @@ a step or an epoch, or by the window's message before a backward pass. Where nob
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,20 +21,25 @@ from echelon.parallel.shards import reshard
 from echelon.parallel.state.stage_group import ranks_apart
 from echelon.world import agree
 
-__all__ = ["check_trained_alike", "watch_trained"]
+__all__ = ["SameTrained"]
 
 
 class SameTrained(Guard):
-    """Notes which parameters are trained, when all ranks have the same ones.
+    """Compares what all ranks train of the modules that they share, and notes what they have agreed on.
+
+    Copies would drift apart, or shards of one parameter be trained in different ways, in silence; a backward pass would wait for
+    gradients of others.
 
     Args:
-        named: those of all modules that ranks share, by names that say which module's.
+        modules: a unit's, as `Prepared`, by the attributes' names.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        both = list(named)
-        self._names, self._parameters = [n for n, _ in both], [p for _, p in both]
+    def __init__(self, modules: Mapping[str, Any]) -> None:
+        named = _named(_shared(modules))  # and not the modules themselves, which have their guards: in no cycle
+        self._names, self._parameters = list(named), list(named.values())
         self._agreed = self._now()
+        for prepared in modules.values():
+            prepared.guards[:] = [*(each for each in prepared.guards if not isinstance(each, SameTrained)), self]
 
     def _now(self) -> list[bool]:
         return [p.requires_grad for p in self._parameters]
@@ -66,6 +71,35 @@ class SameTrained(Guard):
             f"not on {other}. Freeze and unfreeze the same on all ranks, at the same step."
         )
 
+    def begin_epoch(self, modules: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        shared = _shared(modules)
+        told: dict[str, list[Any]] = {}
+        ids = {id(p) for each in shared.values() for p in (*each.module.parameters(), *each._others)}
+        for name, optimizer in optimizers.items() if shared else ():
+            groups = getattr(optimizer, "param_groups", [])
+            held = {id(p) for group in groups for p in group["params"]}  # a divided one may hold none here
+            if not held or not ids.isdisjoint(held):  # else of what each rank has for itself
+                rates = [float(g["lr"]) for g in groups if isinstance(g.get("lr"), (int, float, torch.Tensor))]
+                told[name] = [type(optimizer).__name__, *rates]
+        kinds = agree.kinds([told, [n for n, p in _named(shared).items() if not p.requires_grad]])
+        if len(kinds) == 1:
+            return
+        (optimizers_here, first), (others, second) = kinds[:2]
+        for name in {**optimizers_here, **others}:
+            one, another = optimizers_here.get(name, ["none"]), others.get(name, ["none"])
+            if one != another:
+                raise RanksDisagreeError(
+                    f"ranks that share a model must train it alike, and disagree about {name}: {_told(one)} on one, "
+                    f"{_told(another)} on another. Make the same optimizer on all ranks, of the same groups, and change its lr "
+                    "alike."
+                )
+        differ = sorted(set(first) ^ set(second))
+        raise RanksDisagreeError(
+            "ranks that share a model must train the same parameters of it, and disagree: "
+            f"{differ[0] if differ else 'some'} is frozen on one and trained on another. Freeze and unfreeze the same on all "
+            "ranks."
+        )
+
 
 def _shared(modules: Mapping[str, Any]) -> dict[str, Any]:
     """The modules, by the attributes' names, of which all ranks train the same parameters."""
@@ -79,55 +113,6 @@ def _named(shared: Mapping[str, Any]) -> dict[str, nn.Parameter]:
     for prepared in shared.values():
         reshard(prepared.module)
     return {f"{name}.{n}": p for name, each in shared.items() for n, p in each.named_parameters()}
-
-
-def watch_trained(modules: Mapping[str, Any]) -> list[Guard]:
-    """As ranks begin to train, alike: whether they go on to train the same of what they share; none if they share nothing.
-
-    Args:
-        modules: a unit's, as `Prepared`, by the attributes' names.
-    """
-    named = _named(_shared(modules))
-    found: list[Guard] = [SameTrained(named.items())] if named and agree.is_joined() else []
-    for prepared in modules.values():
-        prepared.guards[:] = [*(each for each in prepared.guards if not isinstance(each, SameTrained)), *found]
-    return found
-
-
-def check_trained_alike(modules: Mapping[str, Any], tracked: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Before each epoch: ranks that share a model train the same of it, and alike. Collective. Copies would drift apart, or
-    shards of one parameter be trained in different ways, in silence; a backward pass would wait for gradients of others.
-
-    Args:
-        modules, tracked: a unit's, by the attributes' names.
-    Raises:
-        RanksDisagreeError: on all ranks, with what differs.
-    """
-    shared = _shared(modules)
-    told: dict[str, list[Any]] = {}
-    ids = {id(p) for each in shared.values() for p in (*each.module.parameters(), *each._others)}
-    for name, optimizer in tracked.items() if shared else ():
-        groups = getattr(optimizer, "param_groups", [])
-        held = {id(p) for group in groups for p in group["params"]}  # a divided one may hold none here
-        if not held or not ids.isdisjoint(held):  # else of what each rank has for itself
-            rates = [float(g["lr"]) for g in groups if isinstance(g.get("lr"), (int, float, torch.Tensor))]
-            told[name] = [type(optimizer).__name__, *rates]
-    kinds = agree.kinds([told, [n for n, p in _named(shared).items() if not p.requires_grad]])
-    if len(kinds) == 1:
-        return
-    (optimizers, first), (others, second) = kinds[:2]
-    for name in {**optimizers, **others}:
-        one, another = optimizers.get(name, ["none"]), others.get(name, ["none"])
-        if one != another:
-            raise RanksDisagreeError(
-                f"ranks that share a model must train it alike, and disagree about {name}: {_told(one)} on one, "
-                f"{_told(another)} on another. Make the same optimizer on all ranks, of the same groups, and change its lr alike."
-            )
-    differ = sorted(set(first) ^ set(second))
-    raise RanksDisagreeError(
-        "ranks that share a model must train the same parameters of it, and disagree: "
-        f"{differ[0] if differ else 'some'} is frozen on one and trained on another. Freeze and unfreeze the same on all ranks."
-    )
 
 
 def _told(optimizer: list[Any]) -> str:

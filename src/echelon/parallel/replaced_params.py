@@ -1,6 +1,7 @@
-"""Hooks on parameters, which a layout that puts other parameters in their place would lose without a word.
+"""Parameters in whose place a layout has put others, as splitting does: what would go on with the old ones is refused.
 
-That saves who clips gradients by `p.register_hook(...)` before `prepare` (tests/parallel/test_strategy_limits.py).
+An optimizer that was made before holds them and would train nothing (tests/parallel/test_stale_optimizer.py). A hook that clips
+gradients by `p.register_hook(...)` would never be called (tests/parallel/test_strategy_limits.py).
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from echelon.common.errors import LayoutError
 
-__all__ = ["refuse_lost", "refuse_unheard"]
+__all__ = ["name_before", "refuse_unheard", "replaced"]
+
+_names = WeakTensorKeyDictionary()  # of those that were replaced: nobody else knows them any more
 
 _REMEDY = (
     "To change gradients before they are used, call optimizer.register_step_pre_hook(...), which sees those of the update, or "
@@ -19,15 +23,19 @@ _REMEDY = (
 )
 
 
-def refuse_lost(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.Parameter], layout: str) -> None:
-    """
+def replaced(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.Parameter], layout: str) -> None:
+    """Remember what was replaced, by its name.
+
     Args:
         before: a module's parameters by name, before it was made parallel.
         after: its parameters afterwards; what another rank holds altogether is not among them.
     Raises:
         UsageError: another parameter is in the place of one with a hook of autograd.
     """
+    kept = {id(parameter) for parameter in after.values()}
     for name, parameter in before:
+        if id(parameter) not in kept:  # whatever it is called now
+            _names[parameter] = name
         if after.get(name, parameter) is not parameter and _is_hooked(
             parameter, "_backward_hooks", "_post_accumulate_grad_hooks"
         ):
@@ -35,6 +43,12 @@ def refuse_lost(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, 
                 f"layout {layout!r} puts another parameter in the place of {name}, whose hook (register_hook, or "
                 f"register_post_accumulate_grad_hook) would never be called. Take it away before. {_REMEDY}"
             )
+
+
+def name_before(parameter: nn.Parameter) -> str | None:
+    """The name that it had in a module that holds another one now; None if nothing took its place."""
+    found: str | None = _names.get(parameter)
+    return found
 
 
 def refuse_unheard(named: Iterable[tuple[str, nn.Parameter]]) -> None:
