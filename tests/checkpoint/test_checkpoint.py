@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -253,61 +248,6 @@ def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     assert commit.latest(tmp_path) == tmp_path / "step-00000002"
     (tmp_path / "step-00000002" / "manifest.json").write_text("{")
     assert commit.latest(tmp_path) is None
-
-
-KILLED = """
-    import os, signal, sys, torch
-    sys.path.insert(0, {root!r})
-    import echelon as ech
-    from tests.kit.saving import make_loader, make_unit
-
-    calls = 0
-    def dying(name, real):
-        def call(*args, **kwargs):
-            global calls
-            calls += 1
-            if armed and calls == {at}:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-        return call
-
-    import pathlib, shutil
-    armed = False
-    for owner, names in ((os, ("rename", "fsync", "mkdir", "open", "replace")), (torch, ("save",)), (shutil, ("rmtree",))):
-        for name in names:
-            setattr(owner, name, dying(name, getattr(owner, name)))
-
-    class Saver(ech.DistributedCheckpointSaver):
-        def save(self, state, unit):
-            global armed, calls
-            if unit.train_progress.num_steps_completed == 4:
-                armed, calls = True, 0
-            path = super().save(state, unit)
-            armed = False
-            return path
-
-    saver = Saver({folder!r}, save_every_n_updates=2, keep_last_n_checkpoints=1)
-    ech.train(make_unit("none"), make_loader(), max_updates=4, callbacks=[saver])
-    print("calls", calls)
-"""
-
-
-def _run_killed(folder: Path, at: int) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).resolve().parents[2])
-    code = textwrap.dedent(KILLED).format(root=root, at=at, folder=str(folder))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(root) / "src"), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("at", [1, 3, 5, 7, 9, 11])
-def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path, at: int) -> None:
-    """By kill -9 at a file-system call of the second save; tests/chaos/test_crash_points.py enumerates them all."""
-    done = _run_killed(tmp_path, at)
-    assert done.returncode == -signal.SIGKILL or "calls" in done.stdout, done.stderr
-    left = commit.latest(tmp_path)
-    assert left is not None and left.name in ("step-00000002", "step-00000004")
-    assert largest_difference(resume(tmp_path, "none", 6), uninterrupted("none", 6)) == 0
 
 
 def test_what_a_killed_save_left_is_swept_by_the_next(tmp_path: Path) -> None:
