@@ -209,15 +209,13 @@ def check(results: list[Trained], want: tuple[dict[str, torch.Tensor], list[floa
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
-@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.full)])
-def test_two_stages_train_as_one_process_does(ranks: Ranks, schedule: str, optimizer: str) -> None:
-    updates = windows(20, 3)
-    layout = ech.Layout(pp=2, schedule=schedule)
-    check(ranks(2, trained, "tied", updates, layout, optimizer=optimizer), plain("tied", updates, optimizer=optimizer))
+def test_two_stages_train_as_one_process_does(ranks: Ranks, schedule: str) -> None:
+    updates = windows(8, 3)
+    check(ranks(2, trained, "tied", updates, ech.Layout(pp=2, schedule=schedule)), plain("tied", updates, optimizer="SGD"))
 
 
 def test_sums_in_the_root_masks_and_skips_are_found_and_sent(ranks: Ranks) -> None:
-    updates = windows(20, 4)
+    updates = windows(8, 4)
     for schedule in ("1f1b", "interleaved", "zbv"):
         results = ranks(2, trained, "residual", updates, ech.Layout(pp=2, schedule=schedule), optimizer="AdamW")
         check(results, plain("residual", updates, optimizer="AdamW"))

@@ -122,9 +122,6 @@ SETUPS = {
     "tp on four": (4, ech.Layout(tp=4)),
     "tp two, fsdp two": (4, ech.Layout(tp=2)),
     "tp two, copies two": (4, ech.Layout(tp=2, dp_replicate=2)),
-    "fsdp two": (2, ech.Layout(tp=1)),
-    "as axes": (4, "dp_shard=2,tp=2"),
-    "as axes, copies": (4, ech.Layout(dp_replicate=2, tp=2)),
 }
 
 
@@ -132,7 +129,6 @@ SETUPS = {
 OWN = {
     "tp on two": ["adam", "clip by value", "ranks with other counts", "tied, with attention"],
     "tp two, fsdp two": ["tied, with attention"],
-    "as axes": ["momentum"],
 }
 
 
