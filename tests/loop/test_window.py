@@ -17,7 +17,7 @@ import echelon as ech
 from echelon.loop.window import Window
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, plain_training, whole
-from tests.kit.units import EACH, Regression
+from tests.kit.units import KINDS, Regression
 from tests.kit.windows import SHAPES, windows_of
 
 pytestmark = pytest.mark.standing_ranks
@@ -42,7 +42,7 @@ def _train_shapes(layout: str) -> dict[str, tuple[dict[str, torch.Tensor], list[
     return {name: _train(layout, shape, clip_grad_norm=float("inf")) for name, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize("layout", EACH)
+@pytest.mark.parametrize("layout", KINDS)
 def test_two_ranks_equal_one_process(ranks: Ranks, layout: str) -> None:
     for trained in ranks(2, _train_shapes, layout):
         for name, shape in SHAPES.items():
@@ -52,7 +52,7 @@ def test_two_ranks_equal_one_process(ranks: Ranks, layout: str) -> None:
             assert largest_difference(ours, want) < 1e-12, name
 
 
-@pytest.mark.parametrize("layout", EACH)
+@pytest.mark.parametrize("layout", KINDS)
 def test_four_ranks_equal_one_process(ranks: Ranks, layout: str) -> None:
     shape = SHAPES["all at once"]
     for ours, norms in ranks(4, _train, layout, shape, clip_grad_norm=float("inf")):
@@ -76,7 +76,7 @@ def _train_clipped(layout: str) -> list[tuple[dict[str, torch.Tensor], list[floa
     return [_train(layout, SHAPES["all at once"], **options) for options in CLIPS]
 
 
-@pytest.mark.parametrize("layout", EACH)
+@pytest.mark.parametrize("layout", KINDS)
 def test_clipping_is_global(ranks: Ranks, layout: str) -> None:
     for trained in ranks(2, _train_clipped, layout):
         for options, (ours, norms) in zip(CLIPS, trained, strict=True):
@@ -108,7 +108,7 @@ def _train_tokens(layout: str, shape: list[list[list[int]]]) -> dict[str, torch.
     return whole(unit.module)
 
 
-@pytest.mark.parametrize("layout", EACH)
+@pytest.mark.parametrize("layout", KINDS)
 def test_a_unit_can_weigh_by_tokens(ranks: Ranks, layout: str) -> None:
     from tests.kit.models import net
 
