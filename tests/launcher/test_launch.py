@@ -503,7 +503,7 @@ def test_a_failure_that_holds_a_whole_file_leaves_room_for_the_rest_on_a_termina
 # ---- restarts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("skew_ms", [0, 1, 3, 7, 15, 25, 40, 60, 90, 130])
+@pytest.mark.parametrize("skew_ms", [0, 3, 15, 40, 130])
 def test_a_restart_joins_whenever_a_rank_is_killed(tmp_path: Path, skew_ms: int) -> None:
     values = launch(_die_once, ranks=2, args=(str(tmp_path), skew_ms), max_restarts=1, timeout_s=30, run_dir=tmp_path)
     assert values == [(3, 1), (3, 1)]

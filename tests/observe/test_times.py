@@ -68,15 +68,12 @@ def _named(times: dict[int, list[TimeRecord]], slow: int, kind: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("world", "layout", "own"), [(4, "ddp", False), (2, "fsdp", True)])
 @pytest.mark.parametrize("kind", sorted(CAUSE))
-def test_each_cause_is_told_ten_times_of_ten(ranks: Ranks, tmp_path: Path, kind: str, layout: str) -> None:
-    for n in range(10):
-        folder, world, slow = tmp_path / str(n), 4 if n < 2 else 2, random.randrange(2)
-        folder.mkdir()
-        run_folder(folder)
-        ranks(world, train, str(folder), kind, slow, layout, own=n % 3 == 2)
-        _named(times_of(folder), slow, kind)
+def test_each_cause_is_told(ranks: Ranks, tmp_path: Path, kind: str, world: int, layout: str, own: bool) -> None:
+    run, slow = run_folder(tmp_path), random.randrange(world)
+    ranks(world, train, str(tmp_path), kind, slow, layout, own=own)
+    _named(read_times(run), slow, kind)
 
 
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
