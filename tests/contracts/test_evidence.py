@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import signal
@@ -21,15 +20,17 @@ import torch.distributed as dist
 
 import echelon as ech
 from echelon.common.errors import RankFailedError
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import RunDir, read_json
+from echelon.launcher.explain import Evidence
+from echelon.launcher.explain.flight import Flight
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure, JobSpec
-from echelon.launcher.local import flight, judge, nccl_dump
+from echelon.launcher.local import flight, judge
 from echelon.launcher.local import run as local
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Answer, Companions
 from echelon.launcher.local.memory import OomCount
-from echelon.launcher.records import exit_record, flight_record, rank_record
+from echelon.launcher.records import exit_record, rank_record
 from tests.conftest import clean_environment
 
 
@@ -53,7 +54,7 @@ def test_a_rank_that_raises_leaves_its_flight_record_and_so_do_those_that_lose_i
     with pytest.raises(RankFailedError, match="ValueError: bad"):
         launch(_raises, ranks=2, run_dir=tmp_path)
     attempt, dumps = _folders(tmp_path)
-    records = [flight_record(dumps / f"flight.rank{rank}.json") for rank in (0, 1)]
+    records = [read_json(dumps / f"flight.rank{rank}.json") for rank in (0, 1)]
     assert all(records)
     calls = [[(e["profiling_name"], e["collective_seq_id"], e["input_sizes"]) for e in r["entries"]] for r in records if r]
     assert calls[1] == [("gloo:all_reduce", n, [[4]]) for n in (1, 2, 3)]
@@ -79,7 +80,7 @@ def test_of_a_rank_that_still_runs_the_stack_and_the_flight_record_are_kept(tmp_
         launch(_keeps_a_thread, ranks=2, run_dir=tmp_path)
     attempt, dumps = _folders(tmp_path)
     assert "in _keeps_a_thread" in (dumps / "stack.rank0.txt").read_text() and not (dumps / "stack.rank1.txt").exists()
-    record = flight_record(dumps / "flight.rank0.json") or {}
+    record = read_json(dumps / "flight.rank0.json") or {}
     assert [e["collective_seq_id"] for e in record["entries"]] == [1]
     seen = (exit_record(attempt / "exit.json") or {})["seen"]["0"]
     assert seen["answers"] is True and seen["waits_in"] == "" and seen["where"].endswith("in _keeps_a_thread")
@@ -249,16 +250,26 @@ def _pickled() -> bytes:
     return bytes(c10d._dump_fr_trace(includeCollectives=True, includeStackTraces=True, onlyActive=False))
 
 
-def test_what_nccls_watchdog_leaves_becomes_a_flight_record(ranks: Any, tmp_path: Path) -> None:
+def _dumped(run: RunDir, **files: bytes) -> RunDir:
+    run.dump_path.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (run.dump_path / name.replace("_", ".")).write_bytes(content)
+    return run
+
+
+def _flight(run: RunDir, rank: int = 0) -> Flight | None:
+    return Evidence.of(run.path, 0).rank(rank).flight
+
+
+def test_what_nccls_watchdog_leaves_is_read_as_a_flight_record(ranks: Any, tmp_path: Path) -> None:
     """Its files end in the rank's number. No GPU is here, so this is all that was run of it."""
-    for rank, content in enumerate(ranks(2, _pickled)):
-        (tmp_path / f"nccl.rank{rank}").write_bytes(content)
-    (tmp_path / "flight.rank1.json").write_text("{}")  # that rank could still answer
-    nccl_dump.translate(tmp_path)
-    record = flight_record(tmp_path / "flight.rank0.json")
-    assert record is not None and (tmp_path / "flight.rank1.json").read_text() == "{}"
-    assert [(e["input_sizes"], e["input_dtypes"]) for e in record["entries"][-2:]] == [([[4]], ["Float"]), ([[2, 3]], ["Double"])]
-    assert flight.last_calls(record)["0"].startswith("all_reduce #")
+    of_0, of_1 = ranks(2, _pickled)
+    run = _dumped(RunDir(tmp_path), nccl_rank0=of_0, nccl_rank1=of_1, flight_rank1_json=b'{"entries": []}')
+    assert _flight(run, 1) == {}  # that rank could still answer
+    record = _flight(run)
+    assert record is not None
+    calls = [call for _, call in sorted(record["0"].calls.items())]
+    assert [(call.op, call.tensors) for call in calls[-2:]] == [("all_reduce", ("f32[4]",)), ("all_reduce", ("f64[2, 3]",))]
 
 
 class _Touches:
@@ -270,22 +281,25 @@ class _Touches:
 
 
 def test_a_pickle_of_anything_else_is_no_record_and_runs_nothing(tmp_path: Path) -> None:
-    path, touched = tmp_path / "nccl.rank0", tmp_path / "touched"
+    run, touched = RunDir(tmp_path), tmp_path / "touched"
     loop: list[Any] = []
     loop.append(loop)
+    nested: Any = ()
+    for _ in range(60):  # as small as it is, whoever hashes it or shows it goes through it 2**60 times
+        nested = (nested, nested)
     wide = {"process_group": ("0",), "profiling_name": "x" * 10**6, "input_sizes": [[1]] * 10**5}
-    nonsense: list[Any] = [_Touches(touched), {"entries": [_Touches(touched)]}, {"entries": loop}, {"entries": [wide]}, []]
-    for said in nonsense:
-        path.write_bytes(pickle.dumps(said))
-        assert nccl_dump.read_dump(path) is None, said
+    for said in ([_Touches(touched)], {"entries": [_Touches(touched)]}, []):
+        assert _flight(_dumped(run, nccl_rank0=pickle.dumps(said))) is None, said
+    for said in ({"entries": loop}, {"entries": [wide]}, {"entries": [nested]}):
+        assert _flight(_dumped(run, nccl_rank0=pickle.dumps(said))) == {}
+    of_nested = _nccl_entry(input_sizes=[nested, (4,)], input_dtypes=[nested, "Float"], output_sizes=nested, state=nested)
+    record = _flight(_dumped(run, nccl_rank0=pickle.dumps({"entries": [of_nested]})))
+    assert record is not None and record["0"].calls[1].tensors == ("f32[4]",)
     many = b"\x80\x02}r\xff\xff\xff\x7f."  # would number an object so high that the list of them fills the memory
     for content in (b"", b"cos\nsystem\n(S'true'\ntR.", b"\x80\x04" + b"(" * 100000, b"\x80\x04\x95" + b"\xff" * 8, many):
-        path.write_bytes(content)
-        assert nccl_dump.read_dump(path) is None
-    path.unlink()
-    path.symlink_to(tmp_path)
-    nccl_dump.translate(tmp_path)
-    assert not touched.exists() and not (tmp_path / "flight.rank0.json").exists()
+        assert _flight(_dumped(run, nccl_rank0=content)) is None
+    assert Evidence.of(run.path, 0).notes == ("nccl.rank0 is no flight record, or too large",)
+    assert not touched.exists()
 
 
 def _nccl_entry(**more: Any) -> dict[str, Any]:
@@ -297,42 +311,39 @@ def _nccl_entry(**more: Any) -> dict[str, Any]:
 
 def test_a_small_pickle_does_not_become_a_large_record(tmp_path: Path) -> None:
     """A list that is in it once may be meant a million times."""
-    path = tmp_path / "nccl.rank0"
     shapes = [(2**61,) * 16] * 1000
-    wide = [_nccl_entry(process_group=(str(n // 200), "x" * 900), input_sizes=shapes, output_sizes=shapes) for n in range(4000)]
-    path.write_bytes(pickle.dumps({"entries": [*wide, _nccl_entry(collective_seq_id=9)]}))
-    record = nccl_dump.read_dump(path) or {}
-    assert len(json.dumps(record)) < 13 << 20 and record["entries"][-1]["collective_seq_id"] == 9  # the newest are kept
-    assert len(record["entries"][0]["input_sizes"]) == 64
-    for bad in ({"input_sizes": [(1,) * 17]}, {"input_sizes": [(-1,)]}, {"output_sizes": [(2**2000,)]}, {"op_id": 1 << 62}):
-        path.write_bytes(pickle.dumps({"entries": [_nccl_entry(**bad)]}))
-        assert nccl_dump.read_dump(path) is None, bad
+    wide = [
+        _nccl_entry(collective_seq_id=n, process_group=("0", "x" * 900), input_sizes=shapes, output_sizes=shapes)
+        for n in range(30_000)
+    ]
+    record = _flight(_dumped(RunDir(tmp_path), nccl_rank0=pickle.dumps({"entries": wide})))
+    assert record is not None and record["0"].last == 29_999 and len(record["0"].calls) <= 20_000  # the newest are kept
+    assert len(record["0"].calls[29_999].alike) <= 64 and len(record["0"].description) <= 80
+    for bad in ({"input_sizes": [(-1,)]}, {"input_sizes": [(2**2000,)]}, {"input_dtypes": [None]}):
+        record = _flight(_dumped(RunDir(tmp_path), nccl_rank0=pickle.dumps({"entries": [_nccl_entry(**bad)]})))
+        assert record is not None and record["0"].calls[1].tensors == (), bad
 
 
-def test_a_watchdogs_file_is_not_translated_into_another_folder(tmp_path: Path) -> None:
+def test_a_watchdogs_file_is_not_read_through_links(tmp_path: Path) -> None:
     elsewhere, run = tmp_path / "elsewhere", RunDir(tmp_path / "run")
     elsewhere.mkdir()
     (elsewhere / "nccl.rank0").write_bytes(pickle.dumps({"entries": [_nccl_entry()]}))
     run.dumps.mkdir(parents=True)
     run.dump_path.symlink_to(elsewhere)
-    nccl_dump.translate(run.dump_path)
-    run.dumps.rename(tmp_path / "moved")
-    (tmp_path / "000").symlink_to(elsewhere)
-    run.dumps.symlink_to(tmp_path)
-    nccl_dump.translate(run.dump_path)
-    assert [path.name for path in elsewhere.iterdir()] == ["nccl.rank0"]
-    nccl_dump.translate(elsewhere)
-    (elsewhere / "flight.rank0.json").unlink()  # it was made there
-    (elsewhere / "flight.rank0.json").symlink_to(tmp_path / "target")
-    nccl_dump.translate(elsewhere)
-    assert not (tmp_path / "target").exists() and (elsewhere / "flight.rank0.json").is_symlink()
+    assert _flight(run) is None
+    run.dump_path.unlink()
+    _dumped(run, nccl_rank0=(elsewhere / "nccl.rank0").read_bytes())
+    assert _flight(run) is not None
+    (run.dump_path / "nccl.rank0").unlink()
+    (run.dump_path / "nccl.rank0").symlink_to(elsewhere / "nccl.rank0")
+    assert not _flight(run)
 
 
-def test_a_dump_that_cannot_be_translated_does_not_hide_how_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(dumps: Path) -> None:
+def test_what_cannot_be_explained_does_not_hide_how_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(evidence: Evidence) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(judge, "translate", fails)
+    monkeypatch.setattr(judge, "explain", fails)
     run = RunDir.create(tmp_path, "a", begin=False).next_attempt()
     failure = Failure(0, 1, 0, "ValueError", "bad label")
     assert judge.record_end(run, 1, [failure], world_size=1) == failure

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import echelon as ech
 from echelon.common.errors import LaunchError, RankFailedError
 from echelon.contracts.pulse import Phase, Standing
-from echelon.contracts.run_dir import RunDir
+from echelon.contracts.run_dir import RunDir, read_json
 from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.functions.run import launch
 from echelon.launcher.job import JobSpec, parse_hang_timeout
@@ -34,7 +34,7 @@ from echelon.launcher.local.progress import Progress
 from echelon.launcher.local.signs import has_handler, waits
 from echelon.launcher.local.worker import STACK_SIGNAL
 from echelon.launcher.protocol import write_spec
-from echelon.launcher.records import exit_record, flight_record
+from echelon.launcher.records import exit_record
 from tests.conftest import clean_environment, ends_of
 from tests.kit.refusals import refused
 
@@ -441,7 +441,7 @@ def test_a_run_that_hangs_is_ended_with_the_evidence_in_its_folder(
     for rank in (0, 1):  # also of the one that was stopped
         assert "in _hangs" in (run / "dumps" / "000" / f"stack.rank{rank}.txt").read_text()
         assert "test_hang.py:" in ended["seen"][str(rank)]["where"]
-    record = flight_record(run / "dumps" / "000" / "flight.rank0.json") or {}
+    record = read_json(run / "dumps" / "000" / "flight.rank0.json") or {}
     assert f"gloo:{calls[0]}" == f"{record['entries'][-1]['profiling_name']} #{record['entries'][-1]['collective_seq_id']}"
 
 

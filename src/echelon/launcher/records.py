@@ -16,7 +16,6 @@ from echelon.contracts.run_dir import read_json
 __all__ = [
     "came_to",
     "exit_record",
-    "flight_record",
     "meeting_record",
     "place_record",
     "raised_record",
@@ -53,10 +52,6 @@ def _time(value: Any) -> bool:
 
 def _seconds(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 1e11
-
-
-def _shapes(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(shape, list) and all(map(_count, shape)) for shape in value)
 
 
 def _of_names(value: Any, check: Check) -> bool:
@@ -126,23 +121,6 @@ _EXIT = _object(
         "explained": _or_none(_text),
     },
 )
-# Of the rest that torch writes into an entry nothing is read.
-_ENTRY = _object(
-    {
-        "process_group": lambda names: _texts(names) and bool(names),
-        "collective_seq_id": _count,
-        "p2p_seq_id": _count,
-        "is_p2p": _flag,
-        "profiling_name": _text,
-        "input_sizes": _shapes,
-        "input_dtypes": _texts,
-        "output_sizes": _shapes,
-        "output_dtypes": _texts,
-        "retired": _flag,
-    },
-    {"state": _text, "time_created_ns": _count, "op_id": _count},
-)
-_FLIGHT = _object({"entries": lambda entries: isinstance(entries, list) and all(map(_ENTRY, entries))}, {})
 _MEETING = _object(
     {
         "host": _text,
@@ -175,11 +153,6 @@ def rank_record(path: Path) -> dict[str, Any] | None:
 def exit_record(path: Path) -> dict[str, Any] | None:
     """How an attempt ended, or a node's part of it, as `attempt.write_exit` wrote it."""
     return _read(path, _EXIT)
-
-
-def flight_record(path: Path) -> dict[str, Any] | None:
-    """The last collectives of a rank, as torch records them: `entries`, oldest first of each process group."""
-    return _read(path, _FLIGHT)
 
 
 def came_to(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from echelon.launcher.explain import flight as flights
 from echelon.launcher.explain.batch import why_ended
 from echelon.launcher.explain.flight import Flight
 from echelon.launcher.explain.folder import is_file, is_folder, object_in
+from echelon.launcher.explain.nccl_dump import record_in
 from echelon.launcher.explain.rank import (
     MOST_RANKS,
     RankEvidence,
@@ -57,7 +58,7 @@ _OF_RANK = (
 )
 _OF_END = ("exit_code", "stopped", "ranks", "seen", "hang", "world_size")
 _MOST_GROUPS = 1000
-_FILE = re.compile(r"(exit\.rank|stack\.rank|flight\.rank|exit\.node)(\d{1,7})\.(json|txt)")
+_FILE = re.compile(r"(exit\.rank|stack\.rank|flight\.rank|exit\.node)(\d{1,7})\.(?:json|txt)|(nccl\.rank)(\d{1,7})")
 _LEFT = re.compile(r"\(rank (\d{1,7}(?:, \d{1,7}){0,200}) had ended before, with exit code 0: ")
 
 
@@ -128,11 +129,13 @@ class _Reader:
             if last_ns is None or found.get("time_ns", 0) <= last_ns or _has_failed(ranks, number):
                 add_rank(ranks, number, found, self.run.log(number), final=whole)
         for number, path in self._files(self.dumps, "stack.rank"):
-            text = self._text(path, _STACK_BYTES)
+            text = self._content(path, _STACK_BYTES).decode("utf-8", "replace")
             known = ranks.get(number) or RankEvidence(number)
             ranks[number] = replace(known, stack=main_thread(text), threads=other_threads(text))
-        for number, path in self._files(self.dumps, "flight.rank"):
-            dump = object_in(self._text(path, _FLIGHT_BYTES))
+        dumps = {**dict(self._files(self.dumps, "nccl.rank")), **dict(self._files(self.dumps, "flight.rank"))}
+        for number, path in sorted(dumps.items()):
+            content = self._content(path, _FLIGHT_BYTES)
+            dump = object_in(content.decode("utf-8", "replace")) if path.suffix == ".json" else record_in(content)
             if dump is None:
                 self.notes.append(f"{path.name} is no flight record, or too large")
             found_flight = flights.parse(dump) if dump is not None else None
@@ -220,20 +223,20 @@ class _Reader:
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 name = _FILE.fullmatch(entry.name)
-                if name is not None and name[1] == kind and int(name[2]) < MOST_RANKS:
-                    names.append((int(name[2]), folder / entry.name))
+                if name is not None and kind in name.groups() and (number := int(name[2] or name[4])) < MOST_RANKS:
+                    names.append((number, folder / entry.name))
         yield from sorted(names)
 
-    def _text(self, path: Path, most: int) -> str:
+    def _content(self, path: Path, most: int) -> bytes:
         most = min(most, self._left)
         try:
             with open(open_file(path), "rb") as file:
                 content = file.read(most)
         except OSError as error:
             self.notes.append(f"{path.name} cannot be read: {error.strerror}")
-            return ""
+            return b""
         self._left -= len(content)
-        return content.decode("utf-8", "replace")
+        return content
 
     def _crashed(self, rank: RankEvidence, failure: Failure) -> RankEvidence:
         """With what the process wrote into its log as it died."""

@@ -157,7 +157,8 @@ def parse(record: Mapping[str, Any]) -> Flight:
     descriptions: dict[str, str] = {}
     for entry in entries[-_MOST_CALLS:] if isinstance(entries, list) else ():
         call, group = _call(entry), entry.get("process_group") if isinstance(entry, dict) else None
-        if call is None or not isinstance(group, list) or not group or not all(isinstance(g, str) for g in group):
+        # NCCL's watchdog has tuples where torch's JSON has lists.
+        if call is None or not isinstance(group, (list, tuple)) or not all(isinstance(g, str) for g in group[:2]) or not group:
             continue
         # Under TORCH_DISTRIBUTED_DEBUG=DETAIL groups have no names: the first is the default one, the rest cannot be told apart.
         name = one_line(group[0][:80]) or (DEFAULT_GROUP if entry.get("pg_id") == 0 else "")
@@ -212,15 +213,19 @@ def _call(entry: Any) -> Call | None:
     done = entry.get("retired") is True or entry.get("state") == "completed"
     time_ns = entry.get("time_created_ns")
     time_ns = time_ns if type(time_ns) is int and 0 <= time_ns < 1 << 63 else 0
-    try:
-        op, shown, alike = _what(name[:80], *(_hashable(entry.get(key)) for key in _OF_TENSORS))
-    except TypeError:  # lists within lists
-        op, shown, alike = _what(name[:80], (), (), (), ())
+    op, shown, alike = _what(name[:80], *(_hashable(entry.get(key)) for key in _OF_TENSORS))
     return Call(seq, op, shown, done, time_ns, alike)
 
 
 def _hashable(value: Any) -> tuple[Any, ...]:
-    return tuple(tuple(v[:16]) if isinstance(v, list) else v for v in value[:64]) if isinstance(value, list) else ()
+    """Shapes or types, and None for whatever else is among them: a hash goes through tuples to any depth."""
+    return tuple(map(_shape_or_type, value[:64])) if isinstance(value, list) else ()
+
+
+def _shape_or_type(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(value[:16]) if all(type(n) is int and 0 <= n < 1 << 62 for n in value[:16]) else None
+    return value[:80] if isinstance(value, str) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -235,9 +240,7 @@ def _what(name: str, *given: tuple[Any, ...]) -> tuple[str, tuple[str, ...], tup
 def _tensors(sizes: Sequence[Any], kinds: Sequence[Any]) -> list[tuple[str, str, int]]:
     """(as shown, kind, number of elements) of each."""
     return [
-        tensor(kind, size)
-        for size, kind in zip(sizes, kinds, strict=False)
-        if isinstance(size, tuple) and isinstance(kind, str) and all(type(n) is int and 0 <= n < 1 << 62 for n in size)
+        tensor(kind, size) for size, kind in zip(sizes, kinds, strict=False) if isinstance(size, tuple) and isinstance(kind, str)
     ]
 
 

@@ -15,7 +15,6 @@ from echelon.launcher.explain import Evidence, Verdict, explain
 from echelon.launcher.explain.rank import is_check
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import write_exit
-from echelon.launcher.local.nccl_dump import translate
 from echelon.launcher.local.signs import Seen
 
 __all__ = ["HANGS", "HUNG", "record_end"]
@@ -54,7 +53,6 @@ def record_end(
     if first is None and stopped is None and code != REQUEUE:
         return None
     try:
-        translate(here.dump_path)
         evidence = Evidence.of(here.path, here.attempt)
         verdict = explain(evidence)
     except Exception:  # whatever the folder holds: the end of a run does not depend on its explanation

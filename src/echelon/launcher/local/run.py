@@ -23,9 +23,9 @@ from echelon.contracts.between_attempts import RESTART_VARIABLE, has_begun
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
+from echelon.launcher.explain import nccl_dump
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome
-from echelon.launcher.local import nccl_dump
 from echelon.launcher.local.alone import never_met
 from echelon.launcher.local.attempt import Attempt, Requests, write_exit
 from echelon.launcher.local.judge import record_end
