@@ -65,6 +65,23 @@ def test_a_rank_that_raises_leaves_its_flight_record_and_so_do_those_that_lose_i
     assert ended["world_size"] == 2 and ended["hang"] is None and set(ended["seen"]) == {"0", "1"}
 
 
+def _leaves_without_a_word() -> None:
+    ech.init_from_env()
+    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1:
+        os._exit(0)
+    dist.all_reduce(torch.ones(4))
+
+
+def test_of_a_rank_that_leaves_no_record_the_launcher_notes_how_its_process_ended(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="rank 1 left with exit code 0 before the others"):
+        launch(_leaves_without_a_word, ranks=2, run_dir=tmp_path)
+    attempt, _ = _folders(tmp_path)
+    assert not (attempt / "exit.rank1.json").exists()
+    seen = (exit_record(attempt / "exit.json") or {})["seen"]
+    assert seen["1"]["ended"] == 0 and seen["0"]["ended"] != 0
+
+
 def _keeps_a_thread() -> None:
     ech.init_from_env()
     dist.all_reduce(torch.ones(4))
@@ -83,7 +100,7 @@ def test_of_a_rank_that_still_runs_the_stack_and_the_flight_record_are_kept(tmp_
     record = read_json(dumps / "flight.rank0.json") or {}
     assert [e["collective_seq_id"] for e in record["entries"]] == [1]
     seen = (exit_record(attempt / "exit.json") or {})["seen"]["0"]
-    assert seen["answers"] is True and seen["waits_in"] == "" and seen["where"].endswith("in _keeps_a_thread")
+    assert seen["answers"] is True and seen["where"].endswith("in _keeps_a_thread")
 
 
 def _holds_the_interpreter() -> None:
@@ -112,7 +129,7 @@ def test_torchs_private_record_is_as_it_was_when_it_was_first_read(ranks: Any) -
     entry = record["entries"][-1]
     assert entry["process_group"][0] == "0" and entry["profiling_name"] == "gloo:all_reduce"
     assert entry["input_sizes"] == [[4]] and entry["input_dtypes"] == ["Float"]
-    assert flight.waits_in(record) == f"all_reduce #{entry['collective_seq_id']}" == flight.last_calls(record)["0"]
+    assert flight.last_calls(record)["0"] == f"all_reduce #{entry['collective_seq_id']}"
 
 
 def _records() -> Any:
@@ -142,12 +159,12 @@ def test_a_record_is_cut_to_the_last_of_each_group(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_rank_answers_is_believed_as_little_as_a_file() -> None:
-    for line in (b"", b"{}", b"[" * 10000, b'{"called": 1e400, "pending": false, "waits_in": ""}', b'{"called": "1"}', b"\xff"):
+    for line in (b"", b"{}", b"[" * 10000, b'{"called": 1e400, "pending": false}', b'{"called": "1"}', b"\xff"):
         assert Answer.of(line) is None
     asked = Companions()
     try:
         with asked.make(0) as rank, asked.make(1) as silent:
-            rank.sendall(b'{"called": 3, "pending": true, "waits_in": ""}\n')
+            rank.sendall(b'{"called": 3, "pending": true}\n')
             assert asked.ask([0, 1, 2], HOW_FAR, 0.05) == {0: Answer(3, pending=True)}
             assert rank.recv(10) == silent.recv(10) == HOW_FAR
             rank.sendall(b"x" * 100000)  # a line without an end: it is not heard any more

@@ -105,7 +105,12 @@ _SEEN = _object(
         "stopped": _flag,
         "where": _text,
     },
-    {"silent_s": _or_none(_seconds), "waits_in": _text, "answers": _or_none(_flag), "raised": _or_none(_RAISED)},
+    {
+        "silent_s": _or_none(_seconds),
+        "answers": _or_none(_flag),
+        "ended": _or_none(lambda code: type(code) is int),
+        "raised": _or_none(_RAISED),
+    },
 )
 _EXIT = _object(
     {"exit_code": _exit_code},

@@ -24,7 +24,6 @@ from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import write_exit
 from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.nodes import meeting_path
-from echelon.launcher.local.signs import Seen
 from echelon.launcher.protocol import read_spec
 from echelon.launcher.records import came_to, exit_record, meeting_record, refusal_record
 
@@ -163,7 +162,7 @@ def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, wh
     ends = {node: exit_record(here.node_exit(node)) for node in range(nodes)}
     failures = [Failure.from_json(f) for end in ends.values() if end for f in end.get("ranks", {}).values()]
     silent = [hosts[node] if node < len(hosts) else f"node {node}" for node, end in ends.items() if end is None]
-    seen = {int(rank): Seen.from_json(s) for end in ends.values() if end for rank, s in end.get("seen", {}).items()}
+    seen = {int(rank): each for end in ends.values() if end for rank, each in end.get("seen", {}).items()}
     stopped = next((str(end["stopped"]) for end in ends.values() if end and end.get("stopped")), None)
     hangs = [hang["after_s"] for end in ends.values() if end and (hang := end.get("hang"))]
     # Of a node that others no longer heard of: what failed meanwhile follows from that.

@@ -59,7 +59,6 @@ _OF_RANK = (
 _OF_END = ("exit_code", "stopped", "ranks", "seen", "hang", "world_size")
 _MOST_GROUPS = 1000
 _FILE = re.compile(r"(exit\.rank|stack\.rank|flight\.rank|exit\.node)(\d{1,7})\.(?:json|txt)|(nccl\.rank)(\d{1,7})")
-_LEFT = re.compile(r"\(rank (\d{1,7}(?:, \d{1,7}){0,200}) had ended before, with exit code 0: ")
 
 
 @dataclass(frozen=True)
@@ -142,9 +141,6 @@ class _Reader:
             ranks[number] = replace(ranks.get(number) or RankEvidence(number), flight=found_flight, unread=dump is None)
         for number, rank in list(ranks.items()):
             ranks[number] = self._completed(rank, own.get(number, {}))
-        for number in _left_while_others_waited(ranks):
-            if number in ranks or number < self._world_size(records):
-                ranks[number] = replace(ranks.get(number) or RankEvidence(number), ended=0)
         world = max(self._world_size(records), max(ranks, default=-1) + 1)
         code = int(ended["exit_code"]) if ended else None
         return Evidence(
@@ -250,15 +246,6 @@ class _Reader:
     def _world_size(self, records: list[dict[str, Any]]) -> int:
         told = [record.get("world_size") for record in records] + [(read_json(self.run.run_json) or {}).get("ranks")]
         return next((n for n in told if type(n) is int and 0 < n <= MOST_RANKS), 0)
-
-
-def _left_while_others_waited(ranks: Mapping[int, RankEvidence]) -> set[int]:
-    """By the launcher's own words below the error of one that waited: of a rank that left no record, as after `os._exit(0)`."""
-    found = set[int]()
-    for rank in ranks.values():
-        said = _LEFT.search(rank.failure.message[-2000:]) if rank.failure is not None else None
-        found |= set(map(int, said[1].split(", "))) if said else set()
-    return {number for number in found if number not in ranks or ranks[number].failure is None}
 
 
 def _has_failed(ranks: Mapping[int, RankEvidence], number: int) -> bool:

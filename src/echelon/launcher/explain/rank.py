@@ -120,7 +120,8 @@ def add_record(ranks: dict[int, RankEvidence], record: Mapping[str, Any], run: R
             silent_s = seconds(said.get("silent_s"))
             raised = said.get("raised") and Failure.from_record(int(number), 1, 0, said["raised"], run.log(int(number)))
             rank = RankEvidence(int(number), standing=standing, stopped=said["stopped"], silent_s=silent_s, raised=raised)
-            ranks[rank.rank] = replace(rank, where=said["where"][:500], answers=said.get("answers"))
+            ended = 0 if said.get("ended") == 0 else None
+            ranks[rank.rank] = replace(rank, where=said["where"][:500], answers=said.get("answers"), ended=ended)
     for said in record.get("ranks", {}).values():
         number = said["rank"]
         known = ranks.get(number) or RankEvidence(number)

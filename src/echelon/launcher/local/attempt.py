@@ -19,6 +19,7 @@ from echelon.launcher.aborted import TAIL_BYTES, last_words
 from echelon.launcher.explain.stacks import last_traceback
 from echelon.launcher.job import Failure
 from echelon.launcher.local.memory import OomCount, gib
+from echelon.launcher.local.signs import Seen
 from echelon.launcher.records import rank_record
 
 __all__ = ["Attempt", "Requests", "write_exit"]
@@ -157,7 +158,7 @@ def write_exit(
     first: Failure | None = None,
     stopped: str | None = None,
     *,
-    seen: Mapping[int, Mapping[str, Any]] | None = None,
+    seen: Mapping[int, Seen | Mapping[str, Any]] | None = None,
     hang_s: float | None = None,
     world_size: int | None = None,
     explained: str | None = None,
@@ -168,11 +169,12 @@ def write_exit(
         path: the attempt's exit.json, or with several nodes a node's own.
         failures: of all ranks that failed; `first` is the one that the others followed.
         stopped: what ended it, if no rank did.
-        seen: how far each rank, or each of a node's, had come before they were ended, as `signs.Seen` gives it.
+        seen: how far each rank, or each of a node's, had come before they were ended.
         hang_s: it was ended since no rank had made progress for so long.
         world_size: how many ranks there were, on all nodes.
         explained: a paragraph of why it ended, for a person.
     """
+    told = {rank: s.as_json() if isinstance(s, Seen) else s for rank, s in (seen or {}).items()}
     said: dict[str, Any] = {
         "exit_code": code,
         "stopped": stopped,
@@ -181,15 +183,15 @@ def write_exit(
         "ended": time.time(),
         "hang": {"after_s": round(hang_s, 3)} if hang_s is not None else None,
         "explained": explained,
-        **({"seen": seen} if seen else {}),
+        **({"seen": told} if told else {}),
         **({"world_size": world_size} if world_size else {}),
     }
     whole = {f.rank for f in (first, *([Failure.first(failures)] if failures else [])) if f is not None}
     text = ""
     for most in _OF_OTHERS:
         said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else most) for f in failures}
-        if seen and most <= 1000:
-            said["seen"] = {rank: {k: v for k, v in s.items() if k != "raised"} for rank, s in seen.items()}
+        if told and most <= 1000:
+            said["seen"] = {rank: {k: v for k, v in s.items() if k != "raised"} for rank, s in told.items()}
         text = json.dumps(said, indent=2 if most > 1000 else None, default=str)
         if len(text) <= _LARGEST:
             break

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from echelon.common.files import parse_object
-from echelon.launcher.local.flight import called, flight_record, waits_in, write_flight
+from echelon.launcher.local.flight import called, write_flight
 from echelon.launcher.local.raised import describe
 from echelon.launcher.records import raised_record
 
@@ -45,7 +45,6 @@ class Answer:
     Args:
         called: how many collectives have begun and ended.
         pending: one has begun and not ended.
-        waits_in: the last that has not returned, as "all_reduce #118"; empty if none, and where it was not asked for.
         main: the stack of its main thread, as faulthandler would show it. That one looks at frames while threads change them,
             which has ended programs that were well with SIGSEGV: it is only for ranks that do not answer.
         stacks: those of all its threads, the main one last; empty where they were not asked for.
@@ -55,7 +54,6 @@ class Answer:
 
     called: int = 0
     pending: bool = False
-    waits_in: str = ""
     main: str = ""
     stacks: str = ""
     raised: Mapping[str, Any] | None = None
@@ -63,11 +61,11 @@ class Answer:
     @classmethod
     def of(cls, line: bytes) -> Answer | None:
         said = {"main": "", "stacks": "", **found} if (found := parse_object(line)) is not None else None
-        kinds = {"called": int, "pending": bool, "waits_in": str, "main": str, "stacks": str}
+        kinds = {"called": int, "pending": bool, "main": str, "stacks": str}
         if said is None or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
             return None
         main, stacks = said["main"][:_MOST_TEXT], said["stacks"][-_MOST_STACKS:]
-        return cls(said["called"], said["pending"], said["waits_in"][:200], main, stacks, raised_record(said.get("raised")))
+        return cls(said["called"], said["pending"], main, stacks, raised_record(said.get("raised")))
 
 
 def begin(descriptor: int, flight: str | None) -> None:
@@ -86,11 +84,12 @@ def _answer(descriptor: int, flight: str | None) -> None:
     owner = os.getpid()
     with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as questions:
         while os.getpid() == owner and (asked := questions.recv(1)):
-            record, stacks, raised = None, "", None
+            stacks, raised = "", None
             if asked == FLIGHT:
-                record = write_flight(Path(flight)) if flight else flight_record()
+                if flight:
+                    write_flight(Path(flight))
                 stacks, raised = _all_stacks(), _raised()
-            answer = Answer(*called(), waits_in(record), _main_stack(), stacks, raised)
+            answer = Answer(*called(), _main_stack(), stacks, raised)
             questions.sendall(json.dumps(asdict(answer)).encode() + b"\n")
 
 

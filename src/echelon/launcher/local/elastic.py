@@ -38,7 +38,7 @@ from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.local.signs import Seen, has_handler
 from echelon.launcher.local.silence import NodeSilentError
-from echelon.launcher.local.watch import Watch, positions, stall_after
+from echelon.launcher.local.watch import Watch, stall_after
 from echelon.launcher.local.worker import STACK_SIGNAL
 
 __all__ = ["ForkAgent"]
@@ -203,13 +203,12 @@ class ForkAgent(SimpleElasticAgent):
         return idle_s if all_late else None
 
     def _end_hung(self, attempt: Attempt, idle_s: float) -> RunResult:
-        self.seen = seen = self.sight.gather(attempt, self._hang.silent_s(), self._meetings.all_gathered)
-        self.hang_s = idle_s
-        said, now = positions({rank: seen[rank] for rank in attempt.running}, attempt.running), time.monotonic_ns()
+        self.seen = self.sight.gather(attempt, self._hang.silent_s(), self._meetings.all_gathered)
+        self.hang_s, now = idle_s, time.monotonic_ns()
         headline = f"no rank made progress for {idle_s:.0f} s"
         own = {f.rank: f for f in attempt.failures()}  # one that has failed may wait in a function that it gave to atexit
         self.failures = [
-            own.get(rank) or Failure(rank, HUNG, now, HANGS, said, log=attempt.log_path(rank), headline=headline)
+            own.get(rank) or Failure(rank, HUNG, now, HANGS, log=attempt.log_path(rank), headline=headline)
             for rank in attempt.running
         ]
         self._plan_restart(attempt)
@@ -259,10 +258,6 @@ class ForkAgent(SimpleElasticAgent):
                 return _name_stopped(failures, self._gather(attempt))
             if len(attempt.ended) == len(attempt.pids) or time.monotonic() > until:
                 break
-        left = [rank for rank, (status, _) in attempt.ended.items() if status == 0]
-        if left:
-            hint = f"(rank {', '.join(map(str, sorted(left)))} had ended before, with exit code 0: it left while this one waited)"
-            failures = [replace(f, message=f"{f.message}\n{hint}") for f in failures]
         self._gather(attempt)
         return failures
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from echelon.common.files import private_folder, write_whole
 
-__all__ = ["called", "flight_record", "last_calls", "waits_in", "write_flight"]
+__all__ = ["called", "flight_record", "last_calls", "write_flight"]
 
 # What a reader compares is the end of it; of many groups less, so that the file stays below some megabytes.
 MOST_OF_A_GROUP, MOST = 200, 4000
@@ -82,21 +82,12 @@ def group_of(entry: Mapping[str, Any]) -> str:
 
 def last_calls(record: Mapping[str, Any] | None) -> dict[str, str]:
     """By process group, the last that this rank called: {"0": "all_reduce #118"}."""
-    return {group_of(entry): _name(entry) for entry in (record or {}).get("entries", ())}
-
-
-def waits_in(record: Mapping[str, Any] | None) -> str:
-    """The last one that has not returned, such as "all_reduce #118"; empty if all have.
-
-    On gloo the very last may be said not to have, for good, although it has: that is to be seen from the rank's stack.
-    """
-    under_way = [entry for entry in (record or {}).get("entries", ()) if entry.get("retired") is False]
-    return _name(under_way[-1]) if under_way else ""
-
-
-def _name(entry: Mapping[str, Any]) -> str:
-    operation = str(entry.get("profiling_name", "")).rpartition(":")[2]
-    return f"{operation} #{entry.get('p2p_seq_id' if entry.get('is_p2p') else 'collective_seq_id')}"
+    last = {group_of(entry): entry for entry in (record or {}).get("entries", ())}
+    return {
+        group: f"{str(entry.get('profiling_name', '')).rpartition(':')[2]} "
+        f"#{entry.get('p2p_seq_id' if entry.get('is_p2p') else 'collective_seq_id')}"
+        for group, entry in last.items()
+    }
 
 
 def write_flight(path: Path) -> dict[str, Any] | None:

@@ -10,13 +10,14 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from echelon.common import terminal
 from echelon.common.errors import RankTimeoutError
 from echelon.common.files import private_folder, write_whole
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Companions
-from echelon.launcher.local.signs import Pulses, Seen, is_stopped, waits
+from echelon.launcher.local.signs import Pulses, Seen, is_stopped
 from echelon.launcher.local.worker import STACK_SIGNAL
 
 __all__ = ["Sight"]
@@ -51,9 +52,11 @@ class Sight:
 
     def look(self, attempt: Attempt, silent_s: Mapping[int, float]) -> dict[int, Seen]:
         """What is seen of all ranks without asking any."""
-        running = attempt.running
+        ended = attempt.exit_codes()
         return {
-            rank: Seen(self.pulses.read(rank), rank in running and is_stopped(pid), silent_s=silent_s.get(rank))
+            rank: Seen(
+                self.pulses.read(rank), rank not in ended and is_stopped(pid), silent_s=silent_s.get(rank), ended=ended.get(rank)
+            )
             for rank, pid in attempt.pids.items()
         }
 
@@ -86,11 +89,9 @@ class Sight:
         self._write_stacks(attempt, [*asked, *stopped])
         for rank in (*asked, *stopped):
             s, told = seen[rank], answers.get(rank)
-            waiting = told is not None and waits(self.pulses.main_stack(rank), pending=told.pending)
-            said = told.waits_in if told is not None and waiting else ""
-            answers_now = None if s.stopped else told is not None
             raised = told.raised if told is not None else None
-            seen[rank] = Seen(s.standing, s.stopped, self.pulses.where(rank), s.silent_s, said, answers_now, raised)
+            answers_now = None if s.stopped else told is not None
+            seen[rank] = replace(s, where=self.pulses.where(rank), answers=answers_now, raised=raised)
         return seen
 
     def _stacks_come(self, ranks: Sequence[int], until: float) -> None:

@@ -17,12 +17,13 @@ from pathlib import Path
 
 from echelon.common.machine import process_stat
 from echelon.contracts.pulse import Phase
+from echelon.launcher.explain.stacks import Frame, main_thread
 from echelon.launcher.job import parse_hang_timeout
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import HOW_FAR
 from echelon.launcher.local.gather import Sight
 from echelon.launcher.local.progress import PATIENT, Progress
-from echelon.launcher.local.signs import behind, is_debugged, user_frame, waits
+from echelon.launcher.local.signs import Seen, behind, is_debugged, place_in, waits
 from echelon.launcher.local.watch import positions
 
 __all__ = ["HANG_VARIABLE", "HangLimit", "hang_timeout"]
@@ -65,7 +66,7 @@ class _Rank:
     called: int = -1
     pending: bool = False
     stopped_at: float | None = None
-    stack: str = ""
+    stack: tuple[Frame, ...] = ()
     used: tuple[float, int] | None = None
 
     def shift(self, gap: float) -> None:
@@ -173,7 +174,7 @@ class HangLimit:
         if not waiting or any(s.standing.phase is not Phase.NONE or s.stopped for s in at.seen.values()):
             return None
         self._said_s = idle_s
-        seen = {rank: replace(s, where=user_frame(self._ranks[rank].stack)) for rank, s in at.seen.items()}
+        seen = self._placed()
         late = [rank for rank in seen if rank not in waiting] or waiting
         return f"no collective for {idle_s:.0f} s: {positions(seen, late, works=works)}"
 
@@ -184,9 +185,13 @@ class HangLimit:
         if self._told_of_left or not gone or not seen or not all(self._ranks[rank].waits for rank in seen):
             return None
         self._told_of_left = True
-        seen = {rank: replace(s, where=user_frame(self._ranks[rank].stack)) for rank, s in seen.items()}
+        seen = self._placed()
         who = f"rank {gone[0]} has" if len(gone) == 1 else f"ranks {', '.join(map(str, gone[:16]))} have"
         return f"{who} ended with exit code 0, and the others wait: {positions(seen, list(seen))}"
+
+    def _placed(self) -> dict[int, Seen]:
+        """As last seen, with where their last stacks say that they are."""
+        return {rank: replace(s, where=place_in(self._ranks[rank].stack)) for rank, s in self.progress.seen.items()}
 
     def silent_s(self) -> dict[int, float]:
         """For how long each rank has made no progress, where that can be seen: by its position, or by its collectives."""
@@ -229,7 +234,7 @@ class HangLimit:
         quiet = [r for r, s in at.seen.items() if not s.stopped and (not s.is_known or now - at.since[r] > long_s)]
         for rank in set(self._ranks) - set(quiet):
             moves = self._ranks[rank]
-            moves.used, moves.called, moves.stack = None, -1, ""
+            moves.used, moves.called, moves.stack = None, -1, ()
         answers = self.sight.companions.ask(quiet, HOW_FAR, _ANSWER_S)
         for rank in quiet:
             this, answer, is_known = self._ranks[rank], answers.get(rank), at.seen[rank].is_known
@@ -242,7 +247,9 @@ class HangLimit:
                 this.called = answer.called
             idle_s = now - max(at.since[rank], this.acted_at)
             still = idle_s > (long_s if is_known else min(long_s, self.say_after_s / 4))
-            stack = answer.main if answer is not None and still else ""  # of one that does not answer nothing is known
+            stack = (
+                main_thread(answer.main) if answer is not None and still else ()
+            )  # of one that does not answer nothing is known
             if this.stack and stack and stack != this.stack:
                 this.acted_at = now
             this.stack = stack

@@ -6,6 +6,8 @@ Its output also goes to the rank's log.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -13,21 +15,24 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from echelon.contracts import pulse
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE, SIGNALS
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome
-from echelon.launcher.local.attempt import write_exit
-from echelon.launcher.local.hang import hang_timeout
-from echelon.launcher.local.here_hang import HangHere
-from echelon.launcher.local.judge import record_end
+from echelon.launcher.local import companion
+from echelon.launcher.local.attempt import Attempt, write_exit
+from echelon.launcher.local.gather import Sight
+from echelon.launcher.local.hang import HangLimit, hang_timeout
+from echelon.launcher.local.judge import HANGS, HUNG, record_end
 from echelon.launcher.local.nodes import free_port
 from echelon.launcher.local.output import output_to
 from echelon.launcher.local.placement import bound
 from echelon.launcher.local.processes import kill_children
+from echelon.launcher.local.progress import Progress
 from echelon.launcher.local.run import path_without_launcher, rank_environment
-from echelon.launcher.local.worker import Start, end, run_program
+from echelon.launcher.local.worker import STACK_SIGNAL, Start, end, run_program
 from echelon.launcher.records import rank_record
 
 __all__ = ["run_here"]
@@ -60,7 +65,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until `run_program` has a handler
     limit = _TimeLimit(job.stop_after_s, job.grace_s, lambda: write_exit(ended, REQUEUE)) if job.stop_after_s else None
     hang_s, given = hang_timeout(job.hang_timeout_s)
-    hang = HangHere(run, hang_s, _show) if given and hang_s else None
+    hang = _HangLimit(run, hang_s) if given and hang_s else None
     with output_to(log) as copy:
         out, err = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(out, copy), _Tee(err, copy)
@@ -82,21 +87,37 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
     return Outcome(code, failure)
 
 
-def _show(failure: Failure) -> None:
-    os.write(2, (b"\x1b[?25h" if os.isatty(2) else b"") + f"{render(failure, 1)}\n".encode(errors="replace"))
+class _Limit(threading.Thread):
+    """May end this process, until it is lifted."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._lifted, self._lock = threading.Event(), threading.Lock()
+
+    def _end_process(self, code: int, tell: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._lifted.is_set():  # the lock stays held: nobody gets past `lift`
+                with contextlib.suppress(OSError):
+                    tell()
+                kill_children()
+                os._exit(code)
+
+    def lift(self) -> None:
+        """The program has ended: neither a signal comes any more, nor its end."""
+        with self._lock:
+            self._lifted.set()
 
 
-class _TimeLimit(threading.Thread):
+class _TimeLimit(_Limit):
     """After a time, asks this process to save and end, as the launcher asks ranks: SIGUSR1, SIGTERM, then its end.
 
     Args:
-        end: called before this process is ended by force.
+        record: called before this process is ended by force.
     """
 
-    def __init__(self, stop_after_s: float, grace_s: float, end: Callable[[], None]) -> None:
-        super().__init__(name="echelon-time-limit", daemon=True)
-        self._stop_after_s, self._grace_s, self._end = stop_after_s, grace_s, end
-        self._lifted, self._lock = threading.Event(), threading.Lock()
+    def __init__(self, stop_after_s: float, grace_s: float, record: Callable[[], None]) -> None:
+        super().__init__("echelon-time-limit")
+        self._stop_after_s, self._grace_s, self._record = stop_after_s, grace_s, record
         self.start()
 
     def run(self) -> None:
@@ -109,9 +130,7 @@ class _TimeLimit(threading.Thread):
             self._ask(signal.SIGTERM, f"it did not end within {self._grace_s:g} s")
             if self._lifted.wait(min(_LAST_WAIT_S, self._grace_s)):
                 return
-        with self._lock:
-            if not self._lifted.is_set():
-                self._end_process()  # the lock stays held: nobody gets past `lift`
+        self._end_process(REQUEUE, self._tell)
 
     def _ask(self, number: signal.Signals, text: str) -> None:
         with self._lock:
@@ -120,18 +139,57 @@ class _TimeLimit(threading.Thread):
                     os.write(2, f"echelon: {text}\n".encode())
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
 
-    def _end_process(self) -> None:
+    def _tell(self) -> None:
         with contextlib.suppress(OSError):
-            self._end()
-        with contextlib.suppress(OSError):
-            os.write(2, (b"\x1b[?25h" if os.isatty(2) else b"") + b"echelon: stopped by force\n")
-        kill_children()
-        os._exit(REQUEUE)
+            self._record()
+        _write("echelon: stopped by force")
+
+
+class _HangLimit(_Limit):
+    """Ends this process, with its evidence in the run's folder, when it makes no progress for too long.
+
+    Only with a limit that a person gave: a single rank waits for nobody, and may be in a debugger. The thread needs the
+    interpreter's lock now and then, so it cannot end code in C that keeps it.
+    """
+
+    def __init__(self, run: RunDir, after_s: float) -> None:
+        super().__init__("echelon-hang-timeout")
+        self._run = RunDir(run.path.absolute(), run.attempt)  # the program may change into another folder
+        self._sight = Sight(lambda rank, number: os.kill(os.getpid(), number))
+        shared = self._sight.pulses.make(0)
+        pulse.join(shared)
+        faulthandler.register(STACK_SIGNAL, file=shared, all_threads=True)
+        companion.begin(self._sight.companions.make(0).detach(), str(self._run.flight(0)))
+        self._attempt = Attempt(run.attempt, self._run.attempt_path)
+        self._attempt.pids = {0: os.getpid()}
+        self._progress = Progress()
+        self._limit = HangLimit(after_s, True, self._progress, self._sight, after_s)
+        self.start()
+
+    def run(self) -> None:
+        while not self._lifted.wait(self._limit.look_s):
+            self._progress.look(self._attempt.pids, [0], self._sight.pulses)
+            idle_s = self._limit.look(self._attempt)
+            if idle_s is not None:
+                self._end_process(HUNG, functools.partial(self._tell, idle_s))
+
+    def _tell(self, idle_s: float) -> None:
+        seen = self._sight.gather(self._attempt, self._limit.silent_s())
+        headline = f"rank 0 made no progress for {idle_s:.0f} s"
+        failure = Failure(0, HUNG, 0, HANGS, log=self._run.log(0), headline=headline)
+        named = record_end(self._run, HUNG, [failure], seen=seen, hang_s=idle_s, world_size=1)
+        _write(render(named or failure, 1))
 
     def lift(self) -> None:
-        """The program has ended: no signal comes any more."""
-        with self._lock:
-            self._lifted.set()
+        super().lift()
+        self.join()
+        faulthandler.unregister(STACK_SIGNAL)
+        self._sight.close()
+
+
+def _write(text: str) -> None:
+    """To descriptor 2 itself, whose live line may have hidden the cursor."""
+    os.write(2, (b"\x1b[?25h" if os.isatty(2) else b"") + f"{text}\n".encode(errors="replace"))
 
 
 class _Tee:

@@ -5,9 +5,11 @@ The launcher knows which rank failed first. If that one only waited for another,
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
@@ -31,7 +33,7 @@ def record_end(
     failures: Sequence[Failure] = (),
     stopped: str | None = None,
     *,
-    seen: Mapping[int, Seen] | None = None,
+    seen: Mapping[int, Seen | Mapping[str, Any]] | None = None,
     hang_s: float | None = None,
     world_size: int | None = None,
 ) -> Failure | None:
@@ -40,16 +42,12 @@ def record_end(
     Args:
         code: if no rank failed.
         failures: of all ranks that failed.
-        seen: how far each rank had come before the ranks were ended.
+        seen: how far each rank had come before the ranks were ended; of other nodes as their records say it.
     """
     first = Failure.first(failures) if failures else None
-    where = {rank: s.as_json() for rank, s in seen.items()} if seen else None
 
-    def write(all_failed: Sequence[Failure], first: Failure | None, explained: str | None) -> None:
-        more = {"seen": where, "hang_s": hang_s, "world_size": world_size, "explained": explained}
-        write_exit(here.exit_json, first.exit_code if first else code, all_failed, first, stopped, **more)  # type: ignore[arg-type]
-
-    write(failures, first, None)
+    write = functools.partial(write_exit, here.exit_json, stopped=stopped, seen=seen, hang_s=hang_s, world_size=world_size)
+    write(first.exit_code if first else code, failures, first)
     if first is None and stopped is None and code != REQUEUE:
         return None
     try:
@@ -60,12 +58,13 @@ def record_end(
         return first
     if first is None:
         if stopped is not None or verdict.guilty:
-            write(failures, None, verdict.paragraph)
+            write(code, failures, explained=verdict.paragraph)
         return None
     named = _named(first, failures, verdict)
     if named.kind == "behind" and (raised := evidence.rank(named.rank).raised) is not None:
         named = replace(named, user_frames=raised.user_frames)
-    write([*failures, *([named] if all(f.rank != named.rank for f in failures) else [])], named, verdict.paragraph)
+    all_failed = [*failures, *([named] if all(f.rank != named.rank for f in failures) else [])]
+    write(named.exit_code, all_failed, named, explained=verdict.paragraph)
     return named
 
 
@@ -75,7 +74,7 @@ def _named(first: Failure, failures: Sequence[Failure], verdict: Verdict) -> Fai
     only_waited = first.is_victim or first.kind == HANGS or refused
     if not verdict.guilty or not only_waited:
         if first.kind == HANGS:
-            return replace(first, message=f"{verdict.paragraph}\n{first.message}")
+            return replace(first, message="\n".join([verdict.paragraph, *verdict.seen]))
         if only_waited and first.waited:
             headline = first.headline or f"rank {first.rank} gave up waiting for the others"
             return replace(first, message=f"{first.message}\n({verdict.paragraph})", headline=headline)
@@ -87,7 +86,7 @@ def _named(first: Failure, failures: Sequence[Failure], verdict: Verdict) -> Fai
     other = next((f for f in failures if f.waited), first)
     said = [verdict.paragraph]
     if other.kind == HANGS:
-        said += [other.message]
+        said += verdict.seen
     else:
         said += [f"rank {other.rank} {'waited and gave up' if other.waited else 'then failed'}:", *other.user_frames[-1:]]
         said += [f"{other.kind}: {other.message}"]

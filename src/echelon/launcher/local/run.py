@@ -233,8 +233,7 @@ class _Starts:
         silent = self.silence.words() if self.silence is not None else ""
         if silent and failures and all(f.is_victim for f in failures):  # they gave up first
             code, stopped = REQUEUE, silent
-        seen = {rank: s.as_json() for rank, s in agent.seen.items()}
-        write_exit(at.exit_path(here), code, failures, first, stopped, seen=seen, hang_s=hang_s, world_size=ranks)
+        write_exit(at.exit_path(here), code, failures, first, stopped, seen=agent.seen, hang_s=hang_s, world_size=ranks)
         return first
 
     def record_silence(self, why: str) -> None:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import linecache
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from echelon.common.machine import process_stat
-from echelon.common.traces import from_here
 from echelon.contracts import pulse
 from echelon.contracts.pulse import Phase, Standing
-from echelon.launcher.local.raised import in_library
+from echelon.launcher.explain.stacks import Frame, main_thread, user_frame
 
-__all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped", "user_frame", "waits"]
+__all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped", "place_in", "waits"]
 
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_MORE_THREADS = re.compile(r"^\.\.\.$", re.MULTILINE)  # faulthandler's, after a hundred; of frames it is indented
-_DEBUGGER = re.compile(r"/(pdb|bdb)\.py\"|/(debugpy|pydevd[^/]*|IPython)/")
+_DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(debugpy|pydevd[^/]*|IPython)/")
 # Of torch: files whose calls into C++ wait for other ranks, through which files they go, and what other files call so.
 _COLLECTIVES = re.compile(r"/torch/distributed/(distributed_c10d|_functional_collectives(_impl)?|rendezvous)\.py$")
 _PASSES_ON = re.compile(r"/torch/(_ops\.py$|_library/)")
@@ -36,8 +33,8 @@ class Seen:
         stopped: its process exists and does not run.
         where: its innermost frame in the user's code, as "train.py:30 in load"; empty if it did not answer.
         silent_s: since it was last seen to make progress; None where that cannot be seen.
-        waits_in: the collective in which it is, as "all_reduce #118"; empty if in none, or not known.
         answers: whether its interpreter ran; None if it was not asked.
+        ended: its exit code, or -n if signal n ended it; None if it ran.
         raised: the exception that it was handling, as `raised.describe` has it; None if none, or not known.
     """
 
@@ -45,8 +42,8 @@ class Seen:
     stopped: bool = False
     where: str = ""
     silent_s: float | None = None
-    waits_in: str = ""
     answers: bool | None = None
+    ended: int | None = None
     raised: Mapping[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -56,17 +53,10 @@ class Seen:
             "stopped": self.stopped,
             "where": self.where,
             "silent_s": None if self.silent_s is None else round(self.silent_s, 3),
-            "waits_in": self.waits_in,
             "answers": self.answers,
+            "ended": self.ended,
             **({"raised": dict(self.raised)} if self.raised is not None else {}),
         }
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Seen:
-        """From what `as_json` gave, as `records.exit_record` has checked it."""
-        step, phase, evaluated, beats = said["at"]
-        more = {name: said[name] for name in ("silent_s", "waits_in", "answers", "raised") if name in said}
-        return cls(Standing(step, Phase(phase), evaluated, beats), said["stopped"], said["where"], **more)
 
     @property
     def is_known(self) -> bool:
@@ -74,7 +64,6 @@ class Seen:
 
     def __str__(self) -> str:
         parts = [str(self.standing)] if self.is_known else []
-        parts += [f"in {self.waits_in}"] if self.waits_in else []
         return ", ".join([*parts, *([f"at {self.where}"] if self.where else [])])
 
 
@@ -106,26 +95,20 @@ class Pulses:
         """Of all its threads, the main one last, as it was last told; empty if nothing was."""
         return self._told.get(rank) or (pulse.stack(self._fds[rank]) if rank in self._fds else "")
 
-    def main_stack(self, rank: int) -> str:
-        """Of the main thread, which comes last: its frames, the innermost first; empty if there are too many other threads."""
-        last = re.split(r"^(?:Current thread|Thread) .*\n", self.stack(rank), flags=re.MULTILINE)[-1]
-        return "" if _MORE_THREADS.search(last) else last
+    def main_stack(self, rank: int) -> tuple[Frame, ...]:
+        return main_thread(self.stack(rank))
 
     def where(self, rank: int) -> str:
-        """Of the main thread: the innermost frame that is no library's."""
-        return user_frame(self.main_stack(rank))
+        return place_in(self.main_stack(rank))
 
     def close(self) -> None:
         while self._fds:
             os.close(self._fds.popitem()[1])
 
 
-def user_frame(main_stack: str) -> str:
-    """As "train.py:30 in load"; empty if there is none."""
-    for line in main_stack.splitlines():
-        if (frame := _FRAME.fullmatch(line.rstrip())) and not frame[1].startswith("<") and not in_library(frame[1]):
-            return f"{from_here(frame[1])}:{frame[2]} in {frame[3]}"
-    return ""
+def place_in(frames: Sequence[Frame]) -> str:
+    """The innermost frame that is no library's, as "train.py:30 in load"; empty if there is none."""
+    return str(user_frame(frames) or "")
 
 
 def is_stopped(pid: int) -> bool:
@@ -143,25 +126,24 @@ def has_handler(pid: int, number: int) -> bool:
     return caught is None or bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
-def is_debugged(main_stack: str) -> bool:
+def is_debugged(frames: Sequence[Frame]) -> bool:
     """Whether a person is at it, in a debugger of Python's."""
-    return _DEBUGGER.search(main_stack) is not None
+    return any(_DEBUGGER.search(frame.file) for frame in frames)
 
 
-def waits(main_stack: str, *, pending: bool) -> bool:
+def waits(frames: Sequence[Frame], *, pending: bool) -> bool:
     """Whether the main thread waits for other ranks. Who saves a checkpoint with torch does not: it may wait for a slow disk.
 
     Args:
-        main_stack: as `Pulses.main_stack` gives it.
+        frames: of that thread, innermost first.
         pending: torch says that a collective has begun and not ended; on gloo it may go on saying so after the last of all.
     """
-    frames = map(_FRAME.match, main_stack.splitlines())
-    frame = next((found for found in frames if found is None or not _PASSES_ON.search(found[1])), None)
-    if frame is None or _CALLS in frame[1]:  # which a thread may be serving
+    frame = next((each for each in frames if not _PASSES_ON.search(each.file)), None)
+    if frame is None or _CALLS in frame.file:  # which a thread may be serving
         return False
-    if _COLLECTIVES.search(frame[1]):
+    if _COLLECTIVES.search(frame.file):
         return True
-    return pending and (_BACKWARD in frame[1] or _WAITING_CALL.search(linecache.getline(frame[1], int(frame[2]))) is not None)
+    return pending and (_BACKWARD in frame.file or _WAITING_CALL.search(linecache.getline(frame.file, frame.line)) is not None)
 
 
 def behind(seen: Mapping[int, Seen]) -> list[int]:
