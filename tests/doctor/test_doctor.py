@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from echelon.common.errors import ClusterError, EchelonError
 from echelon.doctor.judge import judged
-from echelon.doctor.row import Row
+from echelon.doctor.row import Row, as_json, table
 from echelon.doctor.said import MARK, Checkup
-from echelon.doctor.show import as_json, table
 from echelon.launcher.cluster.checkup import allocation, on_nodes
 from echelon.world.checkup import __main__ as program
 from echelon.world.checkup import host

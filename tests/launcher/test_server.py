@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from echelon.common.errors import EchelonError
-from echelon.launcher.local.processes import runs
+from echelon.launcher.local.processes import runs, signal_if
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.worker import Start
 
@@ -131,3 +131,13 @@ def test_a_process_with_thousands_of_open_files_starts_ranks(tmp_path: Path) -> 
         rank = rank_of(server, tmp_path, "")
         until(lambda: rank in server.poll(), server)
         assert server.poll()[rank][0] == 0, (tmp_path / "log").read_text()
+
+
+def test_a_signal_goes_to_the_process_that_is_meant_and_to_no_other() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        looked = list[int]()
+        signal_if(process.pid, signal.SIGKILL, lambda pid: looked.append(pid) is not None)
+        assert looked == [process.pid] and process.poll() is None
+        signal_if(process.pid, signal.SIGTERM, lambda pid: pid == process.pid)
+        assert process.wait(60) == -signal.SIGTERM
+    signal_if(2**31 - 1, signal.SIGKILL, lambda pid: True)  # there is none

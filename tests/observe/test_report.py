@@ -24,8 +24,8 @@ from echelon.common.errors import RunFolderError
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import report
 from echelon.observe.columns import Line
+from echelon.observe.report.charts import limit_points, means
 from echelon.observe.report.text import script_json
-from echelon.observe.report.thinning import limit_points, means
 from tests.kit.refusals import refused
 from tests.kit.run_folders import PAYLOADS, START, Page, evaluation, make_run, page_of, training
 

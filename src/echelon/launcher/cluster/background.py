@@ -16,6 +16,7 @@ from echelon.common.files import open_to_append
 from echelon.common.machine import boot_id, started_at
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.job import JobSpec
+from echelon.launcher.local.processes import signal_if
 from echelon.launcher.protocol import FolderJob, JobState, note_submitted, write_spec
 from echelon.launcher.records import exit_record
 
@@ -52,18 +53,7 @@ class LocalJob(FolderJob):
             raise ClusterError(f"job {self.id} runs on {host}. Cancel it there.")
         if not _PID.fullmatch(self.id):
             return
-        # Held before it is looked at: no other process is given its number meanwhile.
-        try:
-            held = os.pidfd_open(int(self.id))
-        except OSError:
-            return
-        try:
-            if self._process() is not None:
-                signal.pidfd_send_signal(held, signal.SIGTERM)
-        except ProcessLookupError:
-            pass
-        finally:
-            os.close(held)
+        signal_if(int(self.id), signal.SIGTERM, lambda _: self._process() is not None)
 
 
 class LocalLauncher:

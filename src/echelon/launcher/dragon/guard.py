@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from echelon.common.machine import process_stat
+from echelon.launcher.local.processes import signal_if
 
 __all__ = ["Guard", "end_runtime"]
 
@@ -71,7 +72,7 @@ def end_runtime(group: int, grace_s: float, folder: Path) -> None:
     for pid in members:
         if pid != group:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGINT)
+                signal_if(pid, signal.SIGINT, lambda pid: os.getpgid(pid) == group)
     memory = {path for pid in members for path in _mapped(pid)}
     until = time.monotonic() + grace_s
     while members and group in (now := _members(group)) and time.monotonic() < until:

@@ -34,7 +34,7 @@ from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local.attempt import write_exit
 from echelon.launcher.local.hang import hang_timeout
 from echelon.launcher.local.nodes import Meeting, free_port
-from echelon.launcher.local.processes import descends, kill_children, runs
+from echelon.launcher.local.processes import descends, kill_children, runs, signal_if
 from echelon.launcher.local.run import rank_environment
 from echelon.launcher.local.server import adopt_orphans, die_with_parent
 from echelon.launcher.local.silence import NodeSilentError, Silence
@@ -277,8 +277,7 @@ class _Command:
         for rank in running:
             if self.told.get(rank, 0) < self.wishes:
                 self.told[rank] = self.wishes
-                if descends(self.pids[rank]):  # what a file names may be any process
-                    os.kill(self.pids[rank], signal.SIGUSR1)
+                signal_if(self.pids[rank], signal.SIGUSR1, descends)  # what a file names may be any process
 
     def _outcome(self, code: int) -> tuple[Outcome, list[Failure]]:
         records = {rank: rank_record(self._record(rank)) for rank in sorted(self.pids)}

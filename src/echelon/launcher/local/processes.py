@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+from collections.abc import Callable
 
 from echelon.common.machine import process_stat
 
-__all__ = ["descends", "kill_children", "runs"]
+__all__ = ["descends", "kill_children", "runs", "signal_if"]
 
 
 def runs(pid: int) -> bool:
@@ -23,6 +25,24 @@ def descends(pid: int) -> bool:
         fields = process_stat(pid)
         pid = int(fields[1]) if fields else 0
     return pid == os.getpid()
+
+
+def signal_if(pid: int, number: int, is_meant: Callable[[int], bool]) -> None:
+    """Send a signal to a process that is looked at first, and held before that: no other is given its number meanwhile.
+
+    Args:
+        is_meant: whether the process that has the number now is the one that is meant.
+    """
+    try:
+        held = os.pidfd_open(pid)
+    except (OSError, AttributeError):  # it has ended; there are no such handles
+        return
+    try:
+        if is_meant(pid):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(held, number)
+    finally:
+        os.close(held)
 
 
 def kill_children() -> None:

@@ -30,6 +30,7 @@ from echelon.common.errors import EchelonError
 from echelon.common.hash_seed import VARIABLE
 from echelon.common.terminal import flush
 from echelon.contracts.stopping import SIGNALS
+from echelon.launcher.local.processes import signal_if
 from echelon.launcher.workarounds import keep_finalizers
 
 __all__ = ["ForkServer", "load", "serve"]
@@ -408,17 +409,12 @@ def _kill_left(groups: Iterable[int]) -> None:
     """Kill what is left of the groups of ranks that somebody else has waited for, as after the death of their parent.
 
     The number may be another's by now. While any process of a group is left, no other gets its leader's number, and none but
-    their descendants is in this session and such a group. Each is held before it is looked at again, and killed by that.
+    their descendants is in this session and such a group.
     """
     wanted, session = set(groups), os.getsid(0)
     for name in os.listdir("/proc") if wanted and os.path.isdir("/proc/self") else ():
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            held = os.pidfd_open(int(name))
-            try:
-                if os.getpgid(int(name)) in wanted and os.getsid(int(name)) == session:
-                    signal.pidfd_send_signal(held, signal.SIGKILL)
-            finally:
-                os.close(held)
+        with contextlib.suppress(OSError, ValueError):
+            signal_if(int(name), signal.SIGKILL, lambda pid: os.getpgid(pid) in wanted and os.getsid(pid) == session)
 
 
 def serve(sock: socket.socket) -> None:

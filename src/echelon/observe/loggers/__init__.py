@@ -4,9 +4,8 @@ The numbers of every update are in the run's `metrics.jsonl` without any of thes
 """
 
 from echelon.observe.loggers.file import CSVLogger, FileLogger
-from echelon.observe.loggers.logger import MetricLogger, Scalar, scalar_to_float
+from echelon.observe.loggers.logger import MetricLogger, RankLogger, Scalar, get_logger, scalar_to_float
 from echelon.observe.loggers.online import MLflowLogger, OnlineLogger, TrackioLogger, WandbLogger
-from echelon.observe.loggers.ranks import RankLogger, get_logger
 from echelon.observe.loggers.tensorboard import TensorBoardLogger
 
 __all__ = [

@@ -1,19 +1,21 @@
-"""What a logger promises, and what may be given to one."""
+"""What a logger promises, and what may be given to one; and Python's own logging, where many ranks run the same line."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Collection, Mapping, MutableMapping
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from echelon.common.errors import LauncherEnvironmentError, LoggerError
+from echelon.common.errors import LauncherEnvironmentError, LoggerError, require
 from echelon.contracts.rank import RankInfo
 
-__all__ = ["MetricLogger", "Scalar", "hold", "rank", "scalar_to_float"]
+__all__ = ["MetricLogger", "RankLogger", "Scalar", "get_logger", "hold", "rank", "scalar_to_float"]
 
 # An int, a float, or anything with one element and `.item()`: a tensor, a NumPy array or number.
 Scalar: TypeAlias = Any
+Ranks = int | Collection[int] | Literal["all"]
 
 
 @runtime_checkable
@@ -63,3 +65,44 @@ def rank() -> int:
         if not alone.isdecimal():
             raise
         return int(alone)
+
+
+class RankLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose messages rank 0 alone writes, unless they are given `ranks`: a number, several, or "all".
+
+    A message of other ranks than 0 begins with its rank. Every record has the attribute `rank`, for formats and filters.
+    """
+
+    def log(self, level: int, msg: object, *args: object, ranks: Ranks = 0, **kwargs: Any) -> None:  # type: ignore[override]
+        if not self.isEnabledFor(level):
+            return
+        here = rank()
+        if not _says(ranks, here):
+            return
+        if ranks != 0:
+            msg = f"[rank {here}] {msg}"
+        kwargs["extra"] = {**(kwargs.get("extra") or {}), "rank": here}
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line, not this one
+        super().log(level, msg, *args, **kwargs)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, kwargs
+
+
+def _says(ranks: Ranks, here: int) -> bool:
+    if isinstance(ranks, str):
+        require(ranks == "all", "ranks", "a rank, several, or 'all'", ranks, kind=LoggerError)
+        return True
+    return here == ranks if isinstance(ranks, int) else here in ranks
+
+
+def get_logger(name: str | None = None) -> RankLogger:
+    """`logging.getLogger(name)`, of which rank 0 alone writes.
+
+        log = echelon.loggers.get_logger(__name__)
+        log.info("%d samples", n)                      # rank 0
+        log.warning("nan in batch %d", i, ranks="all")  # [rank 3] nan in batch 7
+
+    Levels, handlers and formats are Python's: without `logging.basicConfig(level=logging.INFO)` only warnings are shown.
+    """
+    return RankLogger(logging.getLogger(name), None)
