@@ -28,7 +28,7 @@ from echelon.launcher.functions.run import launch
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.judge import record_end
-from echelon.launcher.local.signs import Seen
+from echelon.launcher.local.rank_state import RankState
 
 LIBRARIES = "/p/lib/python3.11/site-packages/"
 GROUPS = LIBRARIES + "torch/distributed/distributed_c10d.py"
@@ -75,7 +75,7 @@ def verdict_of(folder: Path, ranks: Mapping[int, Ended]) -> tuple[Verdict, Failu
     for rank in range(world_size):
         end, time_ns = ranks.get(rank, Ended()), now + rank
         attempt.pids[rank] = 1000 + rank
-        seen[rank] = Seen(Standing(end.step, Phase.STEP))
+        seen[rank] = RankState(Standing(end.step, Phase.STEP))
         attempt.log_path(rank).write_text("step 6\n" * 100 + end.log)
         if end.error:
             time_ns += int(end.late_s * 1e9)

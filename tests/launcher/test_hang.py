@@ -29,10 +29,10 @@ from echelon.launcher.job import JobSpec, parse_hang_timeout
 from echelon.launcher.local import hang, progress
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import Answer
-from echelon.launcher.local.gather import Sight
+from echelon.launcher.local.gather import RankProbe
 from echelon.launcher.local.hang import HangLimit
 from echelon.launcher.local.progress import Progress
-from echelon.launcher.local.signs import has_handler, waits
+from echelon.launcher.local.rank_state import has_handler, waits
 from echelon.launcher.local.worker import STACK_SIGNAL
 from echelon.launcher.protocol import write_spec
 from echelon.launcher.records import exit_record
@@ -46,7 +46,7 @@ OWN, COLLECTIVE = (
 
 
 class _Ranks:
-    """Two ranks that a test moves, in place of `Sight`: positions, answers of their companions, stacks."""
+    """Two ranks that a test moves, in place of `RankProbe`: positions, answers of their companions, stacks."""
 
     def __init__(self) -> None:
         self.pulses = self.companions = self
@@ -78,7 +78,7 @@ class _Scene:
         self.ranks, self.now, self.cpu_s = _Ranks(), 0.0, 0.0
         self.progress, self.attempt = Progress(), Attempt(0, Path("runs/a/attempts/000"))
         self.attempt.pids = {0: os.getpid(), 1: os.getpid()}
-        self.limit = HangLimit(600.0, strict, self.progress, cast(Sight, self.ranks), 60.0)
+        self.limit = HangLimit(600.0, strict, self.progress, cast(RankProbe, self.ranks), 60.0)
         monkeypatch.setattr(hang, "_used", lambda pid: (self.cpu_s, 0))
 
     def until_ended(self, most_s: float = 12000.0) -> float:

@@ -15,7 +15,7 @@ from echelon.launcher.failure import render
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.judge import record_end
-from echelon.launcher.local.signs import Seen
+from echelon.launcher.local.rank_state import RankState
 
 # As torch 2.13 writes them (ProcessGroupNCCL.cpp), with the stacks that follow.
 TIMED_OUT = (
@@ -49,7 +49,7 @@ def _aborted(folder: Path, texts: dict[int, str]) -> list[Failure]:
 def _blamed(folder: Path, failures: list[Failure], *steps: int) -> Failure:
     """Who is named, of ranks that had come so far."""
     here = RunDir(folder / "run").at_attempt(0)
-    seen = {rank: Seen(Standing(step, Phase.STEP)) for rank, step in enumerate(steps)}
+    seen = {rank: RankState(Standing(step, Phase.STEP)) for rank, step in enumerate(steps)}
     first = record_end(here, 1, failures, seen=seen, world_size=len(steps))
     assert first is not None
     return first

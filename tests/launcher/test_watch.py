@@ -27,7 +27,7 @@ from echelon.launcher.local import elastic, progress, watch
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.elastic import Lingering
 from echelon.launcher.local.judge import record_end
-from echelon.launcher.local.signs import Pulses, Seen, behind
+from echelon.launcher.local.rank_state import Pulses, RankState, behind
 from echelon.launcher.local.watch import Watch
 from echelon.launcher.records import exit_record
 from tests.conftest import clean_environment
@@ -194,7 +194,7 @@ def test_a_stall_is_said_after_the_limit_again_when_it_has_doubled_and_when_it_i
     ],
 )
 def test_who_is_behind_within_an_update_and_within_an_evaluation(slow: Standing, fast: Standing) -> None:
-    assert behind({0: Seen(fast), 1: Seen(slow)}) == [1] and behind({0: Seen(slow), 1: Seen(slow)}) == []
+    assert behind({0: RankState(fast), 1: RankState(slow)}) == [1] and behind({0: RankState(slow), 1: RankState(slow)}) == []
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def _gave_up(rank: int) -> Failure:
     return Failure(rank, 1, rank, "RuntimeError", text, traceback=f"RuntimeError: {text}")
 
 
-def _blamed(folder: Path, failures: list[Failure], seen: dict[int, Seen]) -> Failure:
+def _blamed(folder: Path, failures: list[Failure], seen: dict[int, RankState]) -> Failure:
     first = record_end(RunDir(folder).at_attempt(0), 1, failures, seen=seen, world_size=len(seen))
     assert first is not None
     return first
@@ -289,23 +289,23 @@ def test_a_rank_whose_program_has_ended_and_whose_process_runs_on_is_told_of_onc
 
 def test_nobody_is_blamed_without_knowledge(tmp_path: Path) -> None:
     """Ranks that are equally far, ranks without a position, and a failure that is a rank's own."""
-    equal = {rank: Seen(Standing(5, Phase.STEP)) for rank in range(3)}
-    unknown = {rank: Seen(Standing(), where=f"train.py:{rank} in f") for rank in range(3)}
+    equal = {rank: RankState(Standing(5, Phase.STEP)) for rank in range(3)}
+    unknown = {rank: RankState(Standing(), where=f"train.py:{rank} in f") for rank in range(3)}
     for seen in (equal, unknown):
         first = _blamed(tmp_path, [_gave_up(0)], seen)
         assert first.rank == 0 and first.headline == "rank 0 gave up waiting for the others"
     own = Failure(2, 1, 9, "ValueError", "bad", traceback="ValueError: bad")
-    stopped = {0: Seen(Standing()), 1: Seen(Standing(), stopped=True), 2: Seen(Standing())}
+    stopped = {0: RankState(Standing()), 1: RankState(Standing(), stopped=True), 2: RankState(Standing())}
     assert _blamed(tmp_path, [_gave_up(0), own], stopped) == own
 
 
 def test_a_rank_that_failed_is_not_blamed_for_being_behind(tmp_path: Path) -> None:
-    seen = {0: Seen(Standing(5, Phase.STEP)), 1: Seen(Standing(6, Phase.STEP))}
+    seen = {0: RankState(Standing(5, Phase.STEP)), 1: RankState(Standing(6, Phase.STEP))}
     assert _blamed(tmp_path, [_gave_up(0)], seen).rank == 0
 
 
 def test_a_culprit_is_in_the_record_with_the_paragraph(tmp_path: Path) -> None:
-    seen = {0: Seen(Standing(5, Phase.STEP)), 1: Seen(Standing(5, Phase.STEP), stopped=True)}
+    seen = {0: RankState(Standing(5, Phase.STEP)), 1: RankState(Standing(5, Phase.STEP), stopped=True)}
     blamed = _blamed(tmp_path, [_gave_up(0)], seen)
     said = exit_record(tmp_path / "attempts" / "000" / "exit.json") or {}
     first = Failure.from_json(said["first_failure"])

@@ -24,7 +24,7 @@ from echelon.contracts.times import PARTS, TimeRecord, TimesReader, parse, ranks
 from echelon.loop.reporting.times import record_of
 from echelon.observe.stragglers import Straggler, stragglers
 from echelon.world.clock import Clock, Group, Part
-from echelon.world.whereabouts import Whereabouts
+from echelon.world.thread_sampler import ThreadSampler
 from tests.conftest import Ranks
 from tests.kit.slow_ranks import Batches, Fault, Net, Unit, run_folder, times_of, train
 
@@ -216,7 +216,7 @@ def test_lines_are_told_from_a_working_folder_that_is_gone(tmp_path: Path, monke
     if removed == "before":
         gone.rmdir()
     running = Clock(0)
-    where = Whereabouts(running, waits_in_backward=False)
+    where = ThreadSampler(running, waits_in_backward=False)
     if removed == "after":
         gone.rmdir()
     calls: dict[str, Any] = {}

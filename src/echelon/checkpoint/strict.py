@@ -1,4 +1,4 @@
-"""JSON that may come from anybody, read as if it did: nothing but what it should say is taken, and everything else is `Wrong`.
+"""Strict parsing of untrusted JSON: only what it should say is taken, and everything else is `Wrong`.
 
 Works without torch. The reader of a file adds its name when it turns `Wrong` into an error of the checkpoint.
 """

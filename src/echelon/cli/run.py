@@ -210,7 +210,7 @@ def _endpoint(listening: socket.socket | None, run: RunDir) -> Iterator[None]:
 
 def _outcome(job: JobSpec, run: RunDir) -> Outcome:
     if job.ranks == 1 and job.max_restarts == 0:
-        from echelon.launcher.local.here import run_here
+        from echelon.launcher.local.in_process import run_here
 
         return run_here(job, run)
     from echelon.launcher.local.run import run_local

@@ -1,7 +1,7 @@
 """How many ranks a launch command was given to start, for the ranks to compare with what they find themselves in.
 
-The launcher of a node says it in one variable. A command that starts fewer, or a world of its own on every node, would else train
-as many independent models, whose results look whole.
+The launcher of a node says it in one variable. A command may start fewer, or a world of its own on every node: without
+this, each would silently train a model of its own, whose results look whole.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     stream    one iteration over the dataset: one for each worker of each data rank, or for each data rank without workers
     turn t    micro-batch t of a data rank comes from its stream t % streams; a stream that has ended passes
 
-What a map-style dataset gives for nothing, a stream cannot: its global batches depend on the number of ranks and workers, and a
-run resumes at the same numbers only.
+What a map-style dataset gives for nothing, a stream cannot: its global batches depend on the number of ranks and workers. A run
+resumes only with the same numbers of both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all ranks tell rank 0, and what it answers each: for plans that depend on all, of which each rank needs its own part.
+"""Gather to rank 0, compute there, scatter: for plans that depend on all ranks, of which each needs its own part.
 
 With an all-gather every rank would hold what all have said: of R ranks, R times R messages. Here the others hold their own.
 Collective over the default group, on host memory, without pickle, as `agree` is.

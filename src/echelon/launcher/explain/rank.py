@@ -68,8 +68,8 @@ class RankEvidence:
         threads: where its other threads were then, in the user's own code.
         flight: its collectives; None if it left no record.
         unread: it left one that could not be read.
-        thread: of one that stood: the error that ended a thread of it.
-        unsent: of one that waited for a DataLoader: the error of a worker that could not hand on what it had read.
+        thread: if the rank hung: the error that ended one of its threads.
+        unsent: if it waited for a DataLoader: the error of a worker that could not hand on what it had read.
         logged: the last error that its log tells of, if nothing else is known: it may have caught that, and gone on.
         raised: the exception that it was handling, or was, before a call in `finally` failed: by itself no fault. None if none.
     """

@@ -19,7 +19,7 @@ from echelon.launcher.aborted import TAIL_BYTES, last_words
 from echelon.launcher.explain.stacks import last_traceback
 from echelon.launcher.job import Failure
 from echelon.launcher.local.memory import OomCount, gib
-from echelon.launcher.local.signs import Seen
+from echelon.launcher.local.rank_state import RankState
 from echelon.launcher.records import rank_record
 
 __all__ = ["Attempt", "Requests", "write_exit"]
@@ -158,7 +158,7 @@ def write_exit(
     first: Failure | None = None,
     stopped: str | None = None,
     *,
-    seen: Mapping[int, Seen | Mapping[str, Any]] | None = None,
+    seen: Mapping[int, RankState | Mapping[str, Any]] | None = None,
     hang_s: float | None = None,
     world_size: int | None = None,
     explained: str | None = None,
@@ -174,7 +174,7 @@ def write_exit(
         world_size: how many ranks there were, on all nodes.
         explained: a paragraph of why it ended, for a person.
     """
-    told = {rank: s.as_json() if isinstance(s, Seen) else s for rank, s in (seen or {}).items()}
+    told = {rank: s.as_json() if isinstance(s, RankState) else s for rank, s in (seen or {}).items()}
     said: dict[str, Any] = {
         "exit_code": code,
         "stopped": stopped,

@@ -29,14 +29,14 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import Attempt, Requests
 from echelon.launcher.local.companion import HOW_FAR
-from echelon.launcher.local.gather import Sight
+from echelon.launcher.local.gather import RankProbe
 from echelon.launcher.local.hang import HangLimit, hang_timeout
 from echelon.launcher.local.judge import HANGS, HUNG
 from echelon.launcher.local.nodes import Meeting
+from echelon.launcher.local.rank_state import RankState, has_handler
 from echelon.launcher.local.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
-from echelon.launcher.local.signs import Seen, has_handler
 from echelon.launcher.local.silence import NodeSilentError
 from echelon.launcher.local.watch import Watch, stall_after
 from echelon.launcher.local.worker import STACK_SIGNAL
@@ -113,8 +113,8 @@ class ForkAgent(SimpleElasticAgent):
         self.world_size = job.ranks
         self.plan = Plan(job.ranks, "")
         self.restarts, self.cut_short = 0, False
-        self.sight = Sight(self._signal)
-        self.seen: dict[int, Seen] = {}
+        self.sight = RankProbe(self._signal)
+        self.seen: dict[int, RankState] = {}
         self.hang_s: float | None = None
         self._say, stall_s = say or terminal.say, stall_after(job.stall_after_s)
         self._watch = Watch(stall_s, self._say, self.sight.ask_stacks)
@@ -280,7 +280,7 @@ class ForkAgent(SimpleElasticAgent):
         """Ends the ranks from any thread, when the main one does not come to it."""
         self._server.kill()
 
-    def _gather(self, attempt: Attempt) -> dict[int, Seen]:
+    def _gather(self, attempt: Attempt) -> dict[int, RankState]:
         self.seen = self.sight.gather(attempt, self._hang.silent_s())
         return self.seen
 
@@ -349,7 +349,7 @@ class ForkAgent(SimpleElasticAgent):
                 self._note_ends(min(0.1, max(0.001, until - time.monotonic())))
 
 
-def _name_stopped(failures: list[Failure], seen: Mapping[int, Seen]) -> list[Failure]:
+def _name_stopped(failures: list[Failure], seen: Mapping[int, RankState]) -> list[Failure]:
     """Add to the failures' messages which ranks are stopped."""
     stopped = [rank for rank, s in seen.items() if s.stopped]
     if not stopped:

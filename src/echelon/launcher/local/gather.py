@@ -17,15 +17,15 @@ from echelon.common.errors import RankTimeoutError
 from echelon.common.files import private_folder, write_whole
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Companions
-from echelon.launcher.local.signs import Pulses, Seen, is_stopped
+from echelon.launcher.local.rank_state import Pulses, RankState, is_stopped
 from echelon.launcher.local.worker import STACK_SIGNAL
 
-__all__ = ["Sight"]
+__all__ = ["RankProbe"]
 
 _ANSWER_WAIT_S, _STACK_WAIT_S, _LOOK_S = 1.0, 0.3, 0.01
 
 
-class Sight:
+class RankProbe:
     """The ranks of the present attempt as their launcher sees them.
 
     Args:
@@ -50,11 +50,11 @@ class Sight:
             else:
                 self.pulses.ask(rank, self.ask_stack)
 
-    def look(self, attempt: Attempt, silent_s: Mapping[int, float]) -> dict[int, Seen]:
+    def look(self, attempt: Attempt, silent_s: Mapping[int, float]) -> dict[int, RankState]:
         """What is seen of all ranks without asking any."""
         ended = attempt.exit_codes()
         return {
-            rank: Seen(
+            rank: RankState(
                 self.pulses.read(rank), rank not in ended and is_stopped(pid), silent_s=silent_s.get(rank), ended=ended.get(rank)
             )
             for rank, pid in attempt.pids.items()
@@ -62,7 +62,7 @@ class Sight:
 
     def gather(
         self, attempt: Attempt, silent_s: Mapping[int, float], others: Callable[[], None] = lambda: None
-    ) -> dict[int, Seen]:
+    ) -> dict[int, RankState]:
         """What is seen of all ranks, the running ones asked, their stacks and flight records in the run's folder.
 
         Takes milliseconds, and a second where a rank does not answer. Afterwards the ranks are to be ended: those that were

@@ -21,9 +21,9 @@ from echelon.launcher.explain.stacks import Frame, main_thread
 from echelon.launcher.job import parse_hang_timeout
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import HOW_FAR
-from echelon.launcher.local.gather import Sight
+from echelon.launcher.local.gather import RankProbe
 from echelon.launcher.local.progress import PATIENT, Progress
-from echelon.launcher.local.signs import Seen, behind, is_debugged, place_in, waits
+from echelon.launcher.local.rank_state import RankState, behind, is_debugged, place_in, waits
 from echelon.launcher.local.watch import positions
 
 __all__ = ["HANG_VARIABLE", "HangLimit", "hang_timeout"]
@@ -95,7 +95,7 @@ class HangLimit:
     after_s: float
     strict: bool
     progress: Progress
-    sight: Sight
+    sight: RankProbe
     say_after_s: float
     _said_s: float = 0.0
     _told_of_left: bool = False
@@ -189,7 +189,7 @@ class HangLimit:
         who = f"rank {gone[0]} has" if len(gone) == 1 else f"ranks {', '.join(map(str, gone[:16]))} have"
         return f"{who} ended with exit code 0, and the others wait: {positions(seen, list(seen))}"
 
-    def _placed(self) -> dict[int, Seen]:
+    def _placed(self) -> dict[int, RankState]:
         """As last seen, with where their last stacks say that they are."""
         return {rank: replace(s, where=place_in(self._ranks[rank].stack)) for rank, s in self.progress.seen.items()}
 

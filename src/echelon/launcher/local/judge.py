@@ -17,7 +17,7 @@ from echelon.launcher.explain import Evidence, Verdict, explain
 from echelon.launcher.explain.rank import is_check
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import write_exit
-from echelon.launcher.local.signs import Seen
+from echelon.launcher.local.rank_state import RankState
 
 __all__ = ["HANGS", "HUNG", "record_end"]
 
@@ -33,7 +33,7 @@ def record_end(
     failures: Sequence[Failure] = (),
     stopped: str | None = None,
     *,
-    seen: Mapping[int, Seen | Mapping[str, Any]] | None = None,
+    seen: Mapping[int, RankState | Mapping[str, Any]] | None = None,
     hang_s: float | None = None,
     world_size: int | None = None,
 ) -> Failure | None:

@@ -1,4 +1,4 @@
-"""Whether the kernel has killed for want of memory: its counters, before and after."""
+"""Detects kills by the kernel's OOM killer: its counters, before and after."""
 
 from __future__ import annotations
 

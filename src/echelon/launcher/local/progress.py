@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from echelon.contracts.pulse import Phase, Standing
-from echelon.launcher.local.signs import Pulses, Seen, behind, is_stopped
+from echelon.launcher.local.rank_state import Pulses, RankState, behind, is_stopped
 
 __all__ = ["PATIENT", "Progress"]
 
@@ -39,7 +39,7 @@ class Progress:
     def _begin(self, pids: Mapping[int, int], now: float) -> None:
         self._pids, self.now = pids, now
         self.begun += 1
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[int, RankState] = {}
         self.known: dict[int, Standing] = {}
         self.since: dict[int, float] = {}
         self.longest_s: dict[int, float] = {}
@@ -58,7 +58,7 @@ class Progress:
         if self.gap:
             self.since = {rank: since + gap for rank, since in self.since.items()}
             self.stopped_at = {rank: since + gap for rank, since in self.stopped_at.items()}
-        self.seen = {rank: Seen(self._note(rank, pulses.read(rank)), is_stopped(pids[rank])) for rank in running}
+        self.seen = {rank: RankState(self._note(rank, pulses.read(rank)), is_stopped(pids[rank])) for rank in running}
         self.stopped_at = {rank: self.stopped_at.get(rank, now) for rank, s in self.seen.items() if s.stopped}
 
     def silent_s(self) -> dict[int, float]:

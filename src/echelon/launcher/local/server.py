@@ -4,7 +4,7 @@ The server is single-threaded when it forks and never touches CUDA, so that fork
 socket with its owner: requests `{"fork": {...}}`, `{"signal": [pid, number]}`, answers `{"forked": pid}`, `{"exited": pid, ...}`.
 While ranks run, it imports in a thread: it hears of their ends at once, and a fork waits for that thread's end.
 When the owner goes away, however it dies, the socket closes and the server kills every process it started; when the
-server itself is killed, the kernel kills the ranks (parent-death signal) and the owner what these had started.
+server itself is killed, the kernel kills the ranks (parent-death signal) and the owner kills the children of these.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from echelon.launcher.job import parse_duration
 from echelon.launcher.local.progress import Progress
-from echelon.launcher.local.signs import Pulses, Seen
+from echelon.launcher.local.rank_state import Pulses, RankState
 
 __all__ = ["STALL_VARIABLE", "Watch", "positions", "stall_after"]
 
@@ -74,7 +74,7 @@ class Watch:
         self._say(f"no step for {idle_s:.0f} s: {positions(seen, late)}")
 
 
-def positions(seen: Mapping[int, Seen], late: Sequence[int], *, works: bool = False) -> str:
+def positions(seen: Mapping[int, RankState], late: Sequence[int], *, works: bool = False) -> str:
     """Who is late first, then where the others stand; ranks that stand alike together.
 
     Args:

@@ -28,7 +28,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.contracts.times import TimeRecord
 from echelon.world import clock
 from echelon.world.clock import Clock, Group, Part
-from echelon.world.whereabouts import Kind, Whereabouts
+from echelon.world.thread_sampler import Kind, ThreadSampler
 
 __all__ = ["noted", "record_of"]
 
@@ -84,7 +84,7 @@ class _Writer(threading.Thread):
         super().__init__(name="echelon-times", daemon=True)
         self._clock, self._log, self._role, self._host = running, log, role, socket.gethostname()[:300]
         # On a GPU this thread sleeps there while another one, of autograd's, works.
-        self._where = Whereabouts(running, waits_in_backward=ranks > 1 and not torch.cuda.is_initialized())
+        self._where = ThreadSampler(running, waits_in_backward=ranks > 1 and not torch.cuda.is_initialized())
         self._alone = ranks == 1
         self._seen: dict[tuple[int, int, Kind], float] = {}
         self._ended, self._began = threading.Event(), time.perf_counter()
@@ -196,7 +196,7 @@ def record_of(groups: Sequence[Group], seen: Seen, *, alone: bool) -> dict[str, 
     looks that found it waiting.
 
     Args:
-        seen: see Whereabouts.
+        seen: see ThreadSampler.
         alone: there are no other ranks. Else the idle time of a part at which nobody looked is a wait for them, but for that
             of its data: nobody is accused without having been seen.
     """

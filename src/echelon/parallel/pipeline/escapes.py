@@ -26,7 +26,7 @@ __all__ = ["Escapes", "KeptByUnits"]
 
 _MARK = "echelon"
 
-# A thread that looks where this one is, such as world/whereabouts.py, holds its frames for a moment, with all that is in them.
+# A thread that looks where this one is, such as world/thread_sampler.py, holds its frames for a moment, with all that is in them.
 _PAUSES_S = (0.0, 0.01, 0.1, 0.5)
 
 

@@ -23,7 +23,7 @@ from echelon.launcher.failure import render
 from echelon.launcher.job import Failure, JobSpec, Outcome
 from echelon.launcher.local import companion
 from echelon.launcher.local.attempt import Attempt, write_exit
-from echelon.launcher.local.gather import Sight
+from echelon.launcher.local.gather import RankProbe
 from echelon.launcher.local.hang import HangLimit, hang_timeout
 from echelon.launcher.local.judge import HANGS, HUNG, record_end
 from echelon.launcher.local.nodes import free_port
@@ -155,7 +155,7 @@ class _HangLimit(_Limit):
     def __init__(self, run: RunDir, after_s: float) -> None:
         super().__init__("echelon-hang-timeout")
         self._run = RunDir(run.path.absolute(), run.attempt)  # the program may change into another folder
-        self._sight = Sight(lambda rank, number: os.kill(os.getpid(), number))
+        self._sight = RankProbe(lambda rank, number: os.kill(os.getpid(), number))
         shared = self._sight.pulses.make(0)
         pulse.join(shared)
         faulthandler.register(STACK_SIGNAL, file=shared, all_threads=True)

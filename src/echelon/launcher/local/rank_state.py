@@ -15,7 +15,7 @@ from echelon.contracts import pulse
 from echelon.contracts.pulse import Phase, Standing
 from echelon.launcher.explain.stacks import Frame, main_thread, user_frame
 
-__all__ = ["Pulses", "Seen", "behind", "has_handler", "is_debugged", "is_stopped", "place_in", "waits"]
+__all__ = ["Pulses", "RankState", "behind", "has_handler", "is_debugged", "is_stopped", "place_in", "waits"]
 
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(debugpy|pydevd[^/]*|IPython)/")
 # Of torch: files whose calls into C++ wait for other ranks, through which files they go, and what other files call so.
@@ -26,7 +26,7 @@ _CALLS, _BACKWARD = "/torch/distributed/rpc/", "/torch/autograd/"
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankState:
     """What is known of a rank at one moment.
 
     Args:
@@ -146,7 +146,7 @@ def waits(frames: Sequence[Frame], *, pending: bool) -> bool:
     return pending and (_BACKWARD in frame.file or _WAITING_CALL.search(linecache.getline(frame.file, frame.line)) is not None)
 
 
-def behind(seen: Mapping[int, Seen]) -> list[int]:
+def behind(seen: Mapping[int, RankState]) -> list[int]:
     """The ranks that have not come as far as others. None where all are equally far, or one's position is not known."""
     at = {rank: s.standing.position for rank, s in seen.items()}
     if not at or any(s.standing.phase is Phase.NONE for s in seen.values()):

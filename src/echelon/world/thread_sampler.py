@@ -22,7 +22,7 @@ import torch
 
 from echelon.world.clock import Clock, Part, open_proc
 
-__all__ = ["Whereabouts"]
+__all__ = ["ThreadSampler"]
 
 Kind = Literal["busy", "queued", "own", "wait", "disk"]
 
@@ -33,7 +33,7 @@ _PYTHON, _TORCH = "python", "torch"
 _OTHERS_FD = 3  # the first that is not standard input or output
 
 
-class Whereabouts:
+class ThreadSampler:
     """Looks at the thread of a clock.
 
     Attributes:
