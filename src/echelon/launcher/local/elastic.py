@@ -38,7 +38,7 @@ from echelon.launcher.local.rendezvous import NODES_WAIT_S, NodesRendezvous, One
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.local.silence import NodeSilentError
-from echelon.launcher.local.watch import Watch, stall_after
+from echelon.launcher.local.watch import Watch, positions, stall_after
 from echelon.launcher.local.worker import STACK_SIGNAL
 
 __all__ = ["ForkAgent"]
@@ -205,10 +205,11 @@ class ForkAgent(SimpleElasticAgent):
     def _end_hung(self, attempt: Attempt, idle_s: float) -> RunResult:
         self.seen = self.sight.gather(attempt, self._hang.silent_s(), self._meetings.all_gathered)
         self.hang_s, now = idle_s, time.monotonic_ns()
+        where = positions({rank: self.seen[rank] for rank in attempt.running}, attempt.running)
         headline = f"no rank made progress for {idle_s:.0f} s"
         own = {f.rank: f for f in attempt.failures()}  # one that has failed may wait in a function that it gave to atexit
         self.failures = [
-            own.get(rank) or Failure(rank, HUNG, now, HANGS, log=attempt.log_path(rank), headline=headline)
+            own.get(rank) or Failure(rank, HUNG, now, HANGS, where, log=attempt.log_path(rank), headline=headline)
             for rank in attempt.running
         ]
         self._plan_restart(attempt)
