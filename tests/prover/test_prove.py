@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from echelon.parallel.layouts import with_options_of
 from echelon.prover import show
 from echelon.prover.causes import CAUSES
 from echelon.prover.matrix import matrix
-from echelon.prover.micro import NotDivisible, NotJoinable, Samples, digest, join
+from echelon.prover.micro import NotDivisible, NotJoinable, Samples, digest, join, on_host
 from echelon.prover.proof import (
     IN_FLOAT64,
     IN_PART,
@@ -1189,17 +1190,19 @@ BOXES = [torch.ones(n, 4) for n in (1, 3, 2)]
         [{"image": torch.ones(3, 8, 8), "boxes": boxes} for boxes in BOXES],
         (tuple(torch.ones(3, 8, 8 + i) for i in range(3)), tuple({"boxes": boxes} for boxes in BOXES)),
         {"x": BOXES, "y": torch.arange(3), "names": ["a", "b", "c"], "split": "train"},
+        defaultdict(list, x=torch.ones(3, 2), y=torch.arange(3)),
         [torch.ones(3, 4), torch.arange(3)],
         [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)],
         np.arange(6).reshape(3, 2),
     ],
-    ids=["images and lists", "list of mappings", "zipped", "mapping", "fields", "scalars", "array"],
+    ids=["images and lists", "list of mappings", "zipped", "mapping", "with a default", "fields", "scalars", "array"],
 )
 def test_a_batch_is_what_its_samples_are_put_together(batch: Any) -> None:
     samples = Samples(batch, 3)
     assert samples.count == len(set(samples.checksums())) == 3 or not isinstance(batch, list)
     parts = [samples.part(0, 1), samples.part(1, 3)]
     assert digest(join(parts, [1, 2])) == digest(batch) and type(join(parts, [1, 2])) is type(batch)
+    assert digest(on_host(batch)) == digest(batch) and type(on_host(batch)) is type(batch)
     with pytest.raises(NotDivisible):
         Samples({"x": torch.ones(2), "y": torch.ones(3)}, 5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from echelon.common.errors import ProveError
 from echelon.loop.samples import are_images, samples_of
+from echelon.world.device import map_tensors, mapping_of
 
 __all__ = [
     "Micro",
@@ -208,8 +209,7 @@ def _inside(data: Any) -> list[Any] | None:
 def _rebuilt(data: Any, inside: list[Any]) -> Any:
     """The same container of other values."""
     if isinstance(data, Mapping):
-        changed = dict(zip(data, inside, strict=True))
-        return changed if type(data) is dict else type(data)(changed)  # type: ignore[call-arg]
+        return mapping_of(data, dict(zip(data, inside, strict=True)))
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*inside)
     if isinstance(data, (list, tuple)):
@@ -274,11 +274,8 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _mapped(data: Any, change: Any) -> Any:
-    if isinstance(data, torch.Tensor):
-        return change(data)
-    inside = _inside(data)
-    return data if inside is None else _rebuilt(data, [_mapped(each, change) for each in inside])
+def _mapped(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return map_tensors(data, lambda value: change(value) if isinstance(value, torch.Tensor) else value)
 
 
 def checksums(batch: Any, given: int | None = None) -> list[int]:

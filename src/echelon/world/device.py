@@ -25,6 +25,7 @@ __all__ = [
     "in_thread",
     "map_named",
     "map_tensors",
+    "mapping_of",
     "record_stream",
     "same_kernels",
     "set_threads",
@@ -173,17 +174,7 @@ def map_named(data: Any, fn: Any, name: str = "") -> Any:
     if isinstance(data, torch.Tensor):
         return fn(name, data)
     if isinstance(data, Mapping):
-        items = {k: map_named(v, fn, f"{below}{k}") for k, v in data.items()}
-        if type(data) is dict:
-            return items
-        if dataclasses.is_dataclass(data):  # as the outputs of transformers, which let nobody call their `update`
-            made: Any = copy.copy(data)
-            for key, value in items.items():
-                made[key] = value
-            return made
-        copied: Any = getattr(data, "copy", dict)()  # keeps a defaultdict's factory, an OrderedDict's kind
-        copied.update(items)
-        return copied
+        return mapping_of(data, {k: map_named(v, fn, f"{below}{k}") for k, v in data.items()})
     if isinstance(data, PackedSequence):  # a tuple, whose lengths torch wants in host memory
         rest = (map_named(v, fn, name) for v in data[2:])
         return type(data)(fn(f"{below}data", data.data), data.batch_sizes, *rest)
@@ -202,3 +193,17 @@ def map_named(data: Any, fn: Any, name: str = "") -> Any:
     if hasattr(data, "to") and callable(data.to):
         return fn(name, data)
     return data
+
+
+def mapping_of(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the same kind as `data`, with these items in place of its own."""
+    if type(data) is dict:
+        return items
+    if dataclasses.is_dataclass(data):  # as the outputs of transformers, which let nobody call their `update`
+        made: Any = copy.copy(data)
+        for key, value in items.items():
+            made[key] = value
+        return made
+    copied: Any = getattr(data, "copy", dict)()  # keeps a defaultdict's factory, an OrderedDict's kind
+    copied.update(items)
+    return copied
