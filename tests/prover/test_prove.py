@@ -203,6 +203,8 @@ def test_a_planted_mistake_is_named(script: str) -> None:
     assert row.verdict == "DIFFERS" and not proof.holds, row
     assert cause in [name for name, _ in row.causes], row
     assert phase is None or (row.first is not None and row.first.phase == phase), row.first
+    if row.first is not None and row.first.tolerance:
+        assert ("rounding of float64" in "".join(show.details(row))) == (row.first.tolerance < 1e-8), show.details(row)
     if cause not in ("unsynchronised buffers", "loss weighted per rank"):
         assert len(row.causes) == 1, row.causes  # and nothing else is
 
@@ -401,6 +403,20 @@ def test_what_hooks_do_around_steps_is_done_in_the_reference_too(tmp_path: Path,
     target = replace(_script(tmp_path, HOOKED), args=(who,))
     (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 3, False).results
     assert row.is_equal == (who != "by rank"), show.details(row)
+
+
+LOOKING = """
+class Looks(ech.Callback):
+    def on_train_step_end(self, state, unit):
+        state.train_state.dataloader.dataset[0]
+ech.train(Auto(module=model(), layout="ddp"), loader(), max_epochs=1, callbacks=[Looks()])
+"""
+
+
+def test_a_hook_that_one_process_cannot_call_is_named(tmp_path: Path) -> None:
+    """It was left out in silence, whatever else it would have done."""
+    proof = prove_target(_script(tmp_path, LOOKING), matrix(["ddp"], [2], [1], sgd=False), 2, False)
+    assert proof.holds and any("Looks.on_train_step_end (AttributeError: " in note for note in proof.notes), proof
 
 
 SAVING = """

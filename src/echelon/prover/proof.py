@@ -49,7 +49,7 @@ class Result:
         message: why it failed, is not possible or not decided; what float32 showed where float64 had to decide.
         notes: what else is to be said about it, such as which samples its ranks saw.
         yours: the script's own layout and accumulation, on any number of ranks.
-        precision: in which it computed. began: it trained before it failed.
+        precision: in which it computed; of a row that differs, in which `first` was measured. began: it trained before it failed.
     """
 
     label: str

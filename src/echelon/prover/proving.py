@@ -158,6 +158,8 @@ class Proving:
             )
         if len(updates) < self._on_ranks.updates_of(ran.row):
             self._say(f"The script ended after {len(updates)} of {self.updates} updates: no more were compared.")
+        for hook in facts["failed_hooks"]:
+            self._say(f"One process does not call this hook again, since it failed there: {hook}.")
         untrained = sorted(ran.records[0]["trainable"] - facts["held"])
         if untrained and not ran.records[0]["flattened"]:
             more = f" ({len(untrained) - 3} more)" if len(untrained) > 3 else ""
@@ -412,6 +414,7 @@ class Proving:
         differs = verdict.first is not None and (verdict.first.update < verdict.resolved or not verdict.resolved)
         if result.causes or differs:
             result.verdict, result.message = "DIFFERS", unconfirmed
+            result.precision = "float64" if final.ran.dtype is torch.float64 else result.precision
             self._explanation.explain(result, final)
             return
         said = [in_words(seen)] if final.ran.dtype is not self.dtype else []

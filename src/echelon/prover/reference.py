@@ -136,6 +136,7 @@ class Reference(ABC):
         self._epoch: int | None = None
         self.loader: Any = None  # the script's
         self.callbacks: Sequence[Callback] = ()  # the script's own: what they set before training and epochs, losses may read
+        self.failed_hooks: list[str] = []  # that are not called again
         self.by_sample: ConstantDraws | None = None  # where draws are constant
         self.constant_draws = False  # so that passes that drew can be joined
         self.restores: frozenset[str] = frozenset()  # of the state that the unit keeps, what is put back as the ranks had it
@@ -174,7 +175,7 @@ class Reference(ABC):
                 self._shake(k)
             values = self.update(k)
             torch.save({**values, **self._state_of_unit()}, self.folder / f"update-{k:03d}.pt")
-        facts = ("joined", "drew", "held", "rates", "draws")
+        facts = ("joined", "drew", "held", "rates", "draws", "failed_hooks")
         drawn = self.by_sample or ConstantDraws()
         return {name: getattr(self, name) for name in facts} | {"kinds": drawn.kinds, "shapes": drawn.shapes}
 
@@ -234,8 +235,12 @@ class Reference(ABC):
         for callback in self.callbacks:
             try:
                 getattr(callback, hook)(self.state, self.unit)
-            except Exception:  # it may want what only a whole loop has
+            except Exception as error:  # it may want what only a whole loop has
                 self.callbacks = [each for each in self.callbacks if each is not callback]
+                self._note_failure(f"{type(callback).__name__}.{hook}", error)
+
+    def _note_failure(self, hook: str, error: Exception) -> None:
+        self.failed_hooks.append(f"{hook} ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
 
     def _copy_initial(self, values: dict[str, Values]) -> None:
         with torch.no_grad():
@@ -369,8 +374,9 @@ class AutoReference(Reference):
         found = TrainStepResults(torch.tensor(loss), None if norm is None else torch.tensor(norm), None)
         try:
             unit.on_train_step_end(self.state, self.as_given(self.updates[k][-1].data), k, found)
-        except Exception:  # it may want what only a whole loop has
+        except Exception as error:  # it may want what only a whole loop has
             self.hears = False
+            self._note_failure(f"{type(unit).__name__}.on_train_step_end", error)
 
     def backward_of_all(self, k: int) -> float:
         """The gradient of the whole global batch, in one pass if that can be; returns its mean loss."""

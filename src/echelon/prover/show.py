@@ -67,9 +67,10 @@ def details(result: Result) -> list[str]:
         lines += [f"likely cause: {cause}", f"  seen: {seen}", f"  {CAUSES[cause]}"]
     if result.first is not None:
         f = result.first
+        of = " of float64" if result.precision == "float64" else ""
         lines.append(
             f"first difference: update {f.update}, {f.phase}, {f.tensor}: "
-            f"{f.relative:.1e} relative, rounding allows {f.tolerance:.1e}"
+            f"{f.relative:.1e} relative, rounding{of} allows {f.tolerance:.1e}"
         )
     if result.verdict == "DIFFERS" and result.first is not None and not result.causes:
         lines.append("no cause of the catalogue explains it")
