@@ -231,6 +231,7 @@ UNUSUAL = (
         "right_drawn_mask",
         "right_ramp_of_a_loop",
         "right_copied_teacher",
+        "right_nodes_of_graphs",
     ),
 )
 
@@ -403,6 +404,30 @@ def test_what_hooks_do_around_steps_is_done_in_the_reference_too(tmp_path: Path,
     target = replace(_script(tmp_path, HOOKED), args=(who,))
     (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 3, False).results
     assert row.is_equal == (who != "by rank"), show.details(row)
+
+
+PLANNED = """
+import echelon.compat.lightning as L
+class Planned(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = model()
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+options = {"devices": 2, "accelerator": "cpu", "strategy": "ddp", "max_epochs": 1, "accumulate_grad_batches": 2}
+trainer = L.Trainer(**options, logger=False, enable_checkpointing=False)
+trainer.fit(Planned(), torch.utils.data.DataLoader(Rows(), 4))
+"""
+
+
+def test_a_schedule_by_the_number_of_updates_is_that_of_the_ranks(tmp_path: Path) -> None:
+    """With a batch size for each rank one process has more updates: its rates were others, and each right row differed."""
+    proof = prove_target(_script(tmp_path, PLANNED), matrix(["ddp"], [2], [1], sgd=False, yours=True), 3, False)
+    assert [result.is_equal for result in proof.results] == [True, True], [show.details(r) for r in proof.results]
 
 
 LOOKING = """

@@ -44,6 +44,7 @@ class Micro:
         streams: by name (`generators.py`), the states before its forward pass of the RNGs that the pass drew from.
         epoch: of the loader.
         state: what the unit kept from earlier passes (`kept_state.py`), before this one, as far as it ever changed.
+        given: the samples that the loader put into it, where it says so.
     """
 
     plain: Any
@@ -56,6 +57,7 @@ class Micro:
     samples: int
     rows: list[int]
     state: dict[str, Any] = field(default_factory=dict)
+    given: int | None = None
 
     @classmethod
     def of(
@@ -69,9 +71,6 @@ class Micro:
         state: dict[str, Any] | None = None,
     ) -> Micro:
         """
-        Args:
-            given: the samples that the loader put into it, where it says so.
-
         Raises:
             UsageError: the batch cannot be pickled.
         """
@@ -85,7 +84,7 @@ class Micro:
                 "classes at the top level of a module."
             ) from error
         samples, rows = count_of(data, given), checksums(data, given)
-        return cls(plain(data), file.getvalue(), packer.tensors, weight, loss, streams, epoch, samples, rows, state or {})
+        return cls(plain(data), file.getvalue(), packer.tensors, weight, loss, streams, epoch, samples, rows, state or {}, given)
 
     @property
     def data(self) -> Any:

@@ -370,6 +370,7 @@ class Proving:
     def _take_over(self, result: Result, other: Result) -> None:
         result.verdict, result.first, result.causes, result.updates = other.verdict, other.first, other.causes, other.updates
         result.loss, result.gradient, result.parameter = other.loss, other.gradient, other.parameter
+        result.precision = other.precision or result.precision
         result.message = "; ".join(
             filter(None, ("compared with the same random numbers for a sample in any batch", other.message))
         )

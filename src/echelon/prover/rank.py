@@ -146,10 +146,9 @@ class Replay:
     def with_reference(self, work: Callable[[Reference], dict[str, Any]], how: How, shake: Shake | None) -> dict[str, Any]:
         """What `work` makes of a reference of the target's unit."""
 
-        draws = ConstantDraws()
+        draws, records = ConstantDraws(), load_records(self.data)
 
         def with_unit(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
-            records = load_records(self.data)
             reference = reference_of(unit, records, Path(self.folder), self.dtype, how, shake or Shake())
             reference.loader = dataloader
             reference.callbacks = [c for c in callbacks if getattr(c, "saves", False) is not True and _is_own(c)]
@@ -157,15 +156,21 @@ class Replay:
             draws.by_sample, draws.alike, reference.by_sample = records[0]["by_sample"], self.row.drawn_alike, draws
             return work(reference)
 
-        return self.instead_of_training(with_unit, torch.float64 if how == "wide" else self.dtype, draws)
+        ranks = sum(not record["is_replica"] for record in records)
+        return self.instead_of_training(with_unit, torch.float64 if how == "wide" else self.dtype, draws, ranks)
 
     def instead_of_training(
         self,
         work: Callable[[Any, Any, Sequence[Callback]], dict[str, Any]],
         dtype: torch.dtype,
         draws: ConstantDraws | None = None,
+        ranks: int | None = None,
     ) -> dict[str, Any]:
-        """Run the target up to where it would train, and return what `work(unit, dataloader, callbacks)` does there."""
+        """Run the target up to where it would train, and return what `work(unit, dataloader, callbacks)` does there.
+
+        Args:
+            ranks: whose global batches this process has, where batches are said for each: schedules go by their number.
+        """
         found: dict[str, Any] = {}
         turns: Turns | None = None
         head = contextlib.ExitStack()
@@ -183,7 +188,7 @@ class Replay:
             return []
 
         precision, compiled = self.row.imposed_precision(wide=dtype is torch.float64), None if self.compiled else False
-        decided = Overrides("noop", precision, 1, compiled, None, observes=True)
+        decided = Overrides("noop", precision, 1, compiled, None, ranks, observes=True)
         # Smaller than on the ranks: what did not overflow there does not here.
         scaled = scaling_losses(self.rescaled / 16, lambda: None, lambda: None)
         with _deciding(decided, self.row, dtype, self.seed), scaled, observing(work_and_end), head:

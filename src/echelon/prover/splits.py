@@ -53,23 +53,25 @@ def split(reference: Reference) -> dict[str, Any]:
 
 def _divisible(reference: Reference, found: dict[str, Any]) -> Iterator[tuple[int, Callable[[int, int], Any], Micro]]:
     """How many samples a batch has, and what gives it from one sample to before another one: of those that weigh most; or, if
-    none can be taken apart, of a batch that the loader's collate function makes of its first samples.
+    none has the loader's samples in its rows, of a batch that the loader's collate function makes of its first samples.
     """
     loader = reference.loader
     micros = sorted((m for u in reference.updates for m in u), key=lambda m: -m.weight)
-    divisible = 0
+    every: list[tuple[Samples, Micro]] = []
     for micro in micros[:_MOST_BATCHES]:
         try:
-            samples = Samples(micro.data, micro.samples)
+            every.append((Samples(micro.data, micro.samples), micro))
         except NotDivisible as why:
             found["why_not"] = str(why)
-            continue
-        divisible += 1
-        if samples.count > 1:
-            yield samples.count, samples.part, micro
-    if not divisible and reads_alike(loader):
+    # Rows that are not the loader's samples, such as nodes of graphs, may belong together.
+    told = [(samples, micro) for samples, micro in every if micro.given in (None, samples.count)]
+    if not told and reads_alike(loader):
         values = first_samples(loader)
         yield len(values), lambda begin, end: loader.collate_fn(values[begin:end]), micros[0]
+        return
+    for samples, micro in told or every:
+        if samples.count > 1:
+            yield samples.count, samples.part, micro
 
 
 _Pass = tuple[float, Values, float]  # loss, gradients, weight

@@ -163,7 +163,7 @@ class ModuleRuns(Running):
 
     @property
     def accumulate_grad_batches(self) -> int:
-        return self.unit_options.get("accumulate") or 1
+        return overrides().accumulation or self.unit_options.get("accumulate") or 1
 
     @property
     def gradient_clip_val(self) -> float | None:
