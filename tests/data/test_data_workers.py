@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -164,9 +165,9 @@ def test_a_worker_that_dies_during_a_step_is_named_by_the_loop() -> None:
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
 def test_a_connection_that_breaks_before_its_worker_is_known_to_be_dead_names_the_worker(error: Exception) -> None:
     """The kernel closes a process's sockets first and tells its parent afterwards."""
-    board = Board(1, " (here)")
+    board, before = Board(1, " (here)"), set(multiprocessing.active_children())
     batches = board.started(DataLoader(range(40), num_workers=1))
-    (worker,) = board._processes
+    (worker,) = set(multiprocessing.active_children()) - before
     assert worker.pid is not None
     killing = threading.Timer(0.2, os.kill, (worker.pid, signal.SIGKILL))
     killing.start()
