@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+from pathlib import Path
 
 from echelon.cli.script import check_script
 from echelon.common.errors import PlanError, require
@@ -19,7 +20,7 @@ __all__ = ["add_arguments", "execute"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", "--ranks", dest="ranks", type=int, metavar="N", help="on how many devices, a rank on each")
     parser.add_argument("--nodes", type=int, metavar="N", help="on how many machines these are (default: 8 devices on each)")
-    parser.add_argument("--device", metavar="NAME", help="a device whose memory is known: a100-80, h100-sxm, h200, ...")
+    parser.add_argument("--device", metavar="NAME", help="a device that is known: a100-80, h100-sxm, h200, ...; or FILE.toml")
     parser.add_argument("--cluster", metavar="NODESxDEVICESxNAME", help="all three in a word: 16x8xH100")
     parser.add_argument("--budget", metavar="SIZE", help="memory of a device, such as 80GiB; goes before --device")
     parser.add_argument(
@@ -33,17 +34,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--layers", action="store_true", help="what the layout does with each layer, in place of memory")
     parser.add_argument(
-        "script", help="a script that gives echelon a module to train; two updates of it are traced, without memory"
+        "--calibrate",
+        metavar="FILE.toml",
+        help="measure this machine with --gpus ranks (default: 1), for --device FILE.toml; no script is needed",
+    )
+    parser.add_argument(
+        "script", nargs="?", help="a script that gives echelon a module to train; two updates of it are traced, without memory"
     )
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    check_script(arguments.script)
     for name in ("ranks", "nodes"):
         given = getattr(arguments, name)
         require(given is None or given >= 1, f"--{name}", "at least 1", given, kind=PlanError)
+    if arguments.calibrate:
+        return _calibrate(arguments)
+    if arguments.script is None:
+        raise PlanError("plan needs a script, got none. Only --calibrate FILE.toml goes without.")
+    check_script(arguments.script)
     return _layers(arguments) if arguments.layers else _memory(arguments)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    file = Path(arguments.calibrate)
+    require(file.suffix == ".toml", "--calibrate", "a file whose name ends with .toml", arguments.calibrate, kind=PlanError)
+    from echelon.common.files import write_whole
+    from echelon.plan.calibrate import calibrate
+    from echelon.plan.devices import written
+
+    ranks = arguments.ranks or 1
+    device = calibrate(ranks, file.stem)
+    write_whole(file, written(device), 0o644)
+    print(f"{arguments.calibrate}: as each of {ranks} ranks has it, computing at a time")
+    for dtype, rate in device.peak.items():
+        print(f"  products in {dtype}: {rate / 1e9:,.1f} GFLOP/s")
+    print(f"  memory: {device.bandwidth / 1e9:,.1f} GB/s")
+    for each in device.collectives:
+        print(f"  {each.kind} of {each.ranks}: {each.latency * 1e6:,.0f} us + {each.bandwidth / 1e9:,.2f} GB/s")
+    return 0
 
 
 def _memory(arguments: argparse.Namespace) -> int:
@@ -59,7 +88,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     )
     cluster = Cluster.of(arguments.cluster) if arguments.cluster else None
     device = cluster.device if cluster else device_named(arguments.device) if arguments.device else None
-    budget = bytes_of(arguments.budget, "--budget") if arguments.budget else device.memory if device else None
+    budget = bytes_of(arguments.budget, "--budget") if arguments.budget else (device.memory or None) if device else None
     if cluster:
         ranks, per_node = cluster.nodes * cluster.per_node, cluster.per_node
     elif arguments.ranks:
@@ -75,7 +104,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     from echelon.plan.memory import lines, plan_memory
 
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
-    found = plan_memory(target, ranks, layouts=arguments.layout or (), per_node=per_node, budget=budget)
+    found = plan_memory(target, ranks, layouts=arguments.layout or (), per_node=per_node, budget=budget, device=device)
     if arguments.json:
         print(json.dumps({"ranks": ranks, "per_node": per_node, "budget": budget, "layouts": [each.to_json() for each in found]}))
     else:

@@ -1,56 +1,242 @@
-"""Devices that a plan is for, by name."""
+"""Devices that a plan is for, by name or from a file: their memory, how fast they compute, and the links between them."""
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+import tomllib
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
 from echelon.common.errors import PlanError
 
-__all__ = ["DEVICES", "Cluster", "Device", "bytes_of", "device_named"]
+__all__ = ["DEVICES", "Cluster", "Device", "Measured", "bytes_of", "device_named", "written"]
 
-GIB = 2**30
+
+@dataclass(frozen=True)
+class Measured:
+    """A collective of so many ranks on a machine: it takes `latency + bytes / bandwidth`.
+
+    Args:
+        kind: all-reduce, all-gather or reduce-scatter.
+        latency: seconds.
+        bandwidth: bytes of the whole tensor a second.
+    """
+
+    kind: str
+    ranks: int
+    latency: float
+    bandwidth: float
 
 
 @dataclass(frozen=True)
 class Device:
     """
     Args:
-        memory: bytes that its driver offers to programs.
+        memory: bytes that its driver offers to programs; 0 if nothing is said.
+        peak: FLOP/s of dense products by type: bfloat16, float16, tf32, float32, float8; as its data sheet says.
+        bandwidth: bytes/s of its memory, of the data sheet.
+        reached: share of the peak that large products reach.
+        copied: share of the bandwidth that a copy reaches.
+        attention: share of the peak that attention reaches, forward and backward.
+        processors: over which the tiles of a product are spread; 0 if nothing is known of that.
+        least: seconds that any operator takes.
+        node: bytes/s that a device sends within its node, by collectives.
+        network: bytes/s that a device sends to other nodes, all devices of a node at a time.
+        domain: devices that `node` joins; a node's, if 0.
+        overlaps: collectives run beside operators. On a CPU they take turns.
+        products: measured in place of `reached`: type, FLOP of a product, FLOP/s of it, in this order.
+        collectives: measured in place of `node` and `network`.
     """
 
     name: str
-    memory: int
+    memory: int = 0
+    peak: Mapping[str, float] = field(default_factory=dict)
+    bandwidth: float = 0.0
+    reached: float = 0.80
+    copied: float = 0.89
+    attention: tuple[float, float] = (0.35, 0.35)
+    processors: int = 0
+    least: float = 4e-6
+    node: float = 0.0
+    network: float = 0.0
+    domain: int = 0
+    overlaps: bool = True
+    products: tuple[tuple[str, float, float], ...] = ()
+    collectives: tuple[Measured, ...] = ()
+
+    @property
+    def is_timed(self) -> bool:
+        """Enough is known of it to say how long an update takes."""
+        return bool(self.peak and self.bandwidth)
+
+    def peak_of(self, dtype: str) -> float:
+        """FLOP/s at most in a type; of one that is not listed, what float32 has, or the least that is."""
+        known = self.peak
+        return known.get(dtype) or known.get("float32") or min(known.values())
+
+    def product_rate(self, dtype: str, flops: float, shape: tuple[int, ...]) -> float:
+        """FLOP/s of a product (batch, m, n, k), or of one whose shape says nothing, as of a convolution.
+
+        Measured: between the two nearest sizes, on a line over the logarithm. Else the share of the peak that large products
+        reach, less what is lost as tiles of 128 x 256, 256 x 128 or 128 x 128 do not fill the last round over all processors.
+        Source: NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
+        """
+        measured = [(size, rate) for kind, size, rate in self.products if kind == dtype]
+        if measured:
+            return _between(measured, flops)
+        return self.peak_of(dtype) * self.reached * (_filled(shape, self.processors) if self.processors and shape else 1.0)
 
 
-# What nvidia-smi shows as total memory, in MiB: less than the number on the box, which counts in 10**9 bytes or is rounded up.
-_MIB = {
-    "a100-40": 40_960,
-    "a100-80": 81_920,
-    "h100-sxm": 81_559,
-    "h100-pcie": 81_559,
-    "h100-96": 97_871,
-    "h200": 143_771,
-    "b200": 183_359,
-    "gb200": 189_471,
-    "l40s": 46_068,
-    "rtx4090": 24_564,
+def _between(measured: list[tuple[float, float]], size: float) -> float:
+    sizes = [each for each, _ in measured]
+    at = bisect_left(sizes, size)
+    if at == 0 or at == len(sizes):
+        return measured[min(at, len(sizes) - 1)][1]
+    (low, slow), (high, fast) = measured[at - 1], measured[at]
+    return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
+
+
+def _filled(shape: tuple[int, ...], processors: int) -> float:
+    batch, m, n, _ = shape
+    best = 0.0
+    for rows, columns in ((128, 256), (256, 128), (128, 128)):
+        tiles = batch * -(-m // rows) * -(-n // columns)
+        rounds = -(-tiles // processors)
+        best = max(best, batch * m * n / (rounds * processors * rows * columns))
+    return best
+
+
+def _device(name: str, mib: int, tflops: tuple[float, float, float], tb_s: float, **more: Any) -> Device:
+    sixteen, tf32, single = (each * 1e12 for each in tflops)
+    peak = {"bfloat16": sixteen, "float16": sixteen, "tf32": tf32, "float32": single}
+    return Device(name, mib << 20, peak, tb_s * 1e12, **more)
+
+
+# Memory: what nvidia-smi shows as total, less than the number on the box. Peaks (16 bits, TF32, float32) and bandwidths: NVIDIA's
+# data sheets, without sparsity; of the RTX 4090 its Ada whitepaper, with float32 accumulation.
+#
+# reached: bfloat16 on an A100 SXM 271.2 of 312, on an H100 SXM 794.5 of 989 TFLOP/s (Bekman, "Machine Learning Engineering",
+# table of maximum achievable matmul FLOPS); ours on an H100 798.5 (BENCHMARKS.md). Of the others nothing sourced is known: 0.80.
+# copied: 2,971 of 3,350 GB/s on an H100 (BENCHMARKS.md), taken for all.
+# attention: FlashAttention-2, which is torch's kernel, on an A100 73% forward and 63% backward (arXiv 2307.08691); on an H100
+# 35% (FlashAttention-3, arXiv 2407.08608), taken for newer ones, too.
+# least: 3.8 us of a short kernel that is launched behind another (Gray, "Getting Started with CUDA Graphs", NVIDIA 2019).
+# node: NCCL's own numbers for an NVLink, 20 GB/s of an A100's 12, 20.6 of a Hopper's 18, 40.1 of a Blackwell's 18
+# (src/graph/topo.h); else PCIe 4 or 5 of 16 lanes. network: an adapter of 200, 400 or 100 Gbit/s for each device, of which
+# 94 to 97% is data (SimAI's table of busbw: 23.5 and 48.5 GB/s).
+_AMPERE: dict[str, Any] = {"reached": 0.869, "attention": (0.73, 0.63), "processors": 108, "node": 240e9, "network": 23.5e9}
+_HOPPER: dict[str, Any] = {"reached": 0.803, "processors": 132, "node": 370.8e9, "network": 48.5e9}
+_BLACKWELL: dict[str, Any] = {"processors": 148, "node": 721.8e9, "network": 48.5e9}
+_ADA: dict[str, Any] = {"attention": (0.73, 0.63), "node": 24e9, "network": 11.8e9}
+DEVICES = {
+    each.name: each
+    for each in (
+        _device("a100-40", 40_960, (312, 156, 19.5), 1.555, **_AMPERE),
+        _device("a100-80", 81_920, (312, 156, 19.5), 2.039, **_AMPERE),
+        _device("h100-sxm", 81_559, (989.4, 494.7, 66.9), 3.35, **_HOPPER),
+        _device("h100-pcie", 81_559, (756, 378, 51.2), 2.0, **(_HOPPER | {"processors": 114, "node": 48e9})),
+        _device("h100-96", 97_871, (989.4, 494.7, 66.9), 3.35, **_HOPPER),
+        _device("h200", 143_771, (989.4, 494.7, 66.9), 4.8, **_HOPPER),
+        _device("b200", 183_359, (2250, 1125, 75), 7.7, **_BLACKWELL),
+        _device("gb200", 189_471, (2500, 1250, 80), 8.0, **(_BLACKWELL | {"domain": 72})),
+        _device("l40s", 46_068, (362.05, 183, 91.6), 0.864, processors=142, **_ADA),
+        _device("rtx4090", 24_564, (165.2, 82.6, 82.6), 1.008, processors=128, **_ADA),
+    )
 }
-DEVICES = {name: Device(name, mib << 20) for name, mib in _MIB.items()}
 _SHORT = {"a100": "a100-80", "h100": "h100-sxm", "rtx-4090": "rtx4090", "4090": "rtx4090"}
 
 
 def device_named(name: str) -> Device:
-    """
+    """A device of the table, or that of a file whose name ends with .toml.
+
     Raises:
-        PlanError: no such device is known.
+        PlanError: no such device is known; the file cannot be read, or says something else.
     """
+    if name.endswith(".toml"):
+        return _from_file(Path(name))
     word = name.strip().lower()
     if (found := DEVICES.get(_SHORT.get(word, word))) is None:
         raise PlanError(
-            f"device must be one of {', '.join(DEVICES)}, got {name!r}. For another one give its memory: --budget 64GiB."
+            f"device must be one of {', '.join(DEVICES)}, or a file such as mine.toml, got {name!r}. For another one give its "
+            "memory: --budget 64GiB."
         )
     return found
+
+
+# --- files
+
+
+_NUMBERS = ("bandwidth", "reached", "copied", "least", "node", "network")
+_TABLES = {"products": ("dtype", "flop", "rate"), "collectives": tuple(each.name for each in fields(Measured))}
+
+
+def _from_file(path: Path) -> Device:
+    try:
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--device must be a TOML file that can be read, got {str(path)!r}: {error}.") from error
+    known = [each.name for each in fields(Device)]
+    for name, value in said.items():
+        if name not in known:
+            raise PlanError(f"{path}: a key must be one of {', '.join(known)}, got {name!r}.")
+        _check(path, name, value)
+    if "memory" in said:
+        said["memory"] = bytes_of(str(said["memory"]), "memory")
+    if "attention" in said:
+        said["attention"] = tuple(said["attention"])
+    products = [tuple(row[each] for each in _TABLES["products"]) for row in said.pop("products", ())]
+    collectives = tuple(Measured(**row) for row in said.pop("collectives", ()))
+    return Device(**({"name": path.stem} | said), products=tuple(sorted(products)), collectives=collectives)
+
+
+def _check(path: Path, name: str, value: Any) -> None:
+    def needs(holds: bool, what: str, got: Any) -> None:
+        if not holds:
+            raise PlanError(f"{path}: {name} must be {what}, got {got!r}.")
+
+    if name == "name":
+        needs(isinstance(value, str) and bool(value), "a name", value)
+    elif name in _NUMBERS:
+        needs(_is_amount(value), "a number above 0", value)
+    elif name in ("processors", "domain"):
+        needs(type(value) is int and value >= 0, "a whole number", value)
+    elif name == "overlaps":
+        needs(type(value) is bool, "true or false", value)
+    elif name == "attention":
+        needs(isinstance(value, list) and len(value) == 2 and all(map(_is_amount, value)), "two shares, [0.7, 0.6]", value)
+    elif name == "peak":
+        needs(isinstance(value, dict) and bool(value) and all(map(_is_amount, value.values())), "FLOP/s by type", value)
+    elif name in _TABLES:
+        words, numbers = ("dtype", "kind"), _TABLES[name]
+        needs(isinstance(value, list), f"rows of {', '.join(numbers)}", value)
+        for row in value:
+            fits = isinstance(row, dict) and set(row) == set(numbers)
+            fits = fits and all(isinstance(row[key], str) if key in words else _is_amount(row[key]) for key in numbers)
+            needs(fits, f"rows of {', '.join(numbers)}", row)
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def written(device: Device) -> str:
+    """A device as its file."""
+    rows = [f'name = "{device.name}"']
+    rows += [f"memory = {device.memory}"] if device.memory else []
+    rows += [f"{name} = {getattr(device, name):.6g}" for name in _NUMBERS if getattr(device, name)]
+    rows += [f"{name} = {value}" for name in ("processors", "domain") if (value := getattr(device, name))]
+    rows += [f"overlaps = {str(device.overlaps).lower()}", "attention = [{:.4g}, {:.4g}]".format(*device.attention)]
+    rows += ["", "[peak]", *(f"{dtype} = {rate:.6g}" for dtype, rate in device.peak.items())]
+    for dtype, flop, rate in device.products:
+        rows += ["", "[[products]]", f'dtype = "{dtype}"', f"flop = {flop:.6g}", f"rate = {rate:.6g}"]
+    for each in device.collectives:
+        rows += ["", "[[collectives]]", f'kind = "{each.kind}"', f"ranks = {each.ranks}"]
+        rows += [f"latency = {each.latency:.6g}", f"bandwidth = {each.bandwidth:.6g}"]
+    return "\n".join(rows) + "\n"
 
 
 @dataclass(frozen=True)

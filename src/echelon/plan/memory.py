@@ -1,4 +1,4 @@
-"""What each layout would hold on a rank: every one traced in a process of its own, and whether it fits."""
+"""What each layout would hold on a rank, and how long it would take: each is traced in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from echelon.common.errors import EchelonError, PlanError
 from echelon.common.terminal import columns
 from echelon.common.traces import in_library
 from echelon.loop.target import Target
+from echelon.plan.devices import Device
+from echelon.plan.links import Links
+from echelon.plan.timeline import fused, simulate
 from echelon.plan.trace import KINDS
-from echelon.plan.update import trace_update
+from echelon.plan.update import Planned, trace_update
 
-__all__ = ["Answer", "layouts_for", "lines", "plan_memory"]
+__all__ = ["Answer", "duration", "layouts_for", "lines", "plan_memory"]
 
 # What a trace does not see. The caching allocator cannot use all that it reserves: a tenth is taken for that. CUDA's context, the
 # buffers of NCCL and the workspaces of cuBLAS lie beside it: a GiB is taken. Both are rules of thumb, and no measurements.
@@ -45,6 +48,11 @@ class Answer:
         flops: of matrix products and attention, of an update on a rank.
         sent: bytes that a rank sends in an update.
         read: how many values of tensors the script read; they were made up.
+        samples, tokens, micro_batches: of an update, on all ranks; micro-batches on each.
+        seconds: of an update; 0 without a device whose speed is known, as are the three below.
+        busy: seconds of operators: products, attention, memory.
+        waits: seconds in which these waited for collectives, by kind.
+        mfu: share of the device's peak that the model's own products and attention take, without what is computed again.
         verdict: fits, at risk, does not fit; "" without a budget.
         why: it could not be traced.
     """
@@ -60,8 +68,20 @@ class Answer:
     flops: int = 0
     sent: int = 0
     read: int = 0
+    samples: int = 0
+    tokens: int = 0
+    micro_batches: int = 0
+    seconds: float = 0.0
+    busy: dict[str, float] | None = None
+    waits: dict[str, float] | None = None
+    mfu: float = 0.0
     verdict: str = ""
     why: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second on all devices, or samples where there are no tokens."""
+        return (self.tokens or self.samples) / self.seconds if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,26 +99,34 @@ def layouts_for(ranks: int, per_node: int) -> list[str]:
 
 
 def plan_memory(
-    target: Target, ranks: int, *, layouts: Sequence[str] = (), per_node: int = 8, budget: int | None = None
+    target: Target,
+    ranks: int,
+    *,
+    layouts: Sequence[str] = (),
+    per_node: int = 8,
+    budget: int | None = None,
+    device: Device | None = None,
 ) -> list[Answer]:
     """Two updates of the script under each layout, traced as rank 0 of so many, and the script's own layout first.
 
     Args:
         layouts: those to try beside; by default `layouts_for`.
         budget: bytes of a device.
+        device: whose time is estimated.
     """
-    made = [_traced(target, None, ranks, per_node, budget)]
+    given = (ranks, per_node, budget, device)
+    made = [_traced(target, None, *given)]
     for layout in layouts or layouts_for(ranks, per_node):
         if layout != made[0].layout:
-            made.append(_traced(target, layout, ranks, per_node, budget))
+            made.append(_traced(target, layout, *given))
     return made
 
 
-def _traced(target: Target, layout: str | None, ranks: int, per_node: int, budget: int | None) -> Answer:
+def _traced(target: Target, layout: str | None, ranks: int, per_node: int, budget: int | None, device: Device | None) -> Answer:
     """In a process of its own, since what a script began stays begun. No daemon: its loader may have workers."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_trace, args=(there, target, layout, ranks, per_node))
+    child = context.Process(target=_trace, args=(there, target, layout, ranks, per_node, device))
     with warnings.catch_warnings(action="ignore"):  # threads of torch's, which the child does not use
         child.start()
     there.close()
@@ -112,7 +140,7 @@ def _traced(target: Target, layout: str | None, ranks: int, per_node: int, budge
     return Answer(**{**asdict(found), "verdict": _verdict(found.peak, budget)}) if budget and found.peak else found
 
 
-def _trace(there: Connection, target: Target, layout: str | None, ranks: int, per_node: int) -> None:
+def _trace(there: Connection, target: Target, layout: str | None, ranks: int, per_node: int, device: Device | None) -> None:
     told: dict[str, Any]
     os.dup2(2, 1)  # what the script prints is not the plan
     warnings.simplefilter("ignore")
@@ -131,6 +159,10 @@ def _trace(there: Connection, target: Target, layout: str | None, ranks: int, pe
             "flops": traced.flops,
             "sent": int(traced.sent()),
             "read": planned.read,
+            "samples": planned.samples,
+            "tokens": planned.tokens,
+            "micro_batches": planned.micro_batches,
+            **(_timed(planned, device, per_node) if device is not None and device.is_timed else {}),
         }
     except EchelonError as error:
         told = {"why": str(error)}
@@ -139,6 +171,16 @@ def _trace(there: Connection, target: Target, layout: str | None, ranks: int, pe
     there.send(told)
     there.close()
     os._exit(0)  # no exit function of a script's runs with tensors that have no memory
+
+
+def _timed(planned: Planned, device: Device, per_node: int) -> dict[str, Any]:
+    traced = planned.traced
+    steps = fused(traced.steps) if planned.is_compiled else traced.steps
+    time = simulate(steps, device, Links(device, per_node))
+    own = traced.flops - traced.repeated
+    peak = device.peak_of(traced.types.most_common(1)[0][0]) if traced.types else 0.0
+    mfu = own / time.seconds / peak if peak and time.seconds else 0.0
+    return {"seconds": time.seconds, "busy": dict(time.busy), "waits": dict(time.waits), "mfu": mfu}
 
 
 def _said(error: BaseException) -> str:
@@ -169,21 +211,33 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
     if not known:
         raise PlanError(f"nothing could be traced: {answers[0].why}")
     kinds = [kind for kind in KINDS if any((each.by_kind or {}).get(kind) for each in known)]
-    table = [["layout", "peak", *kinds, "sent", *(["verdict"] if budget else [])]]
+    timed, unit = any(each.seconds for each in known), "tokens" if known[0].tokens else "samples"
+    table = [["layout", "peak", *kinds, "sent"]]
+    table[0] += ["update", f"{unit}/s/device", "MFU", "waits"] if timed else []
+    table[0] += ["verdict"] if budget else []
     for each in known:
         sizes = [(each.by_kind or {}).get(kind, 0) for kind in kinds]
         name = f"{each.layout} (yours)" if each.is_own else each.layout
-        table.append([name, size(each.peak), *map(size, sizes), size(each.sent), *([each.verdict] if budget else [])])
+        table.append([name, size(each.peak), *map(size, sizes), size(each.sent)])
+        if timed:
+            table[-1] += [duration(each.seconds), f"{each.rate / ranks:,.4g}", f"{each.mfu:.1%}", _most_waited(each)]
+        table[-1] += [each.verdict] if budget else []
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     words = {0, len(widths) - 1} if budget else {0}  # the other columns are numbers
     table = [[cell if at in words else cell.rjust(widths[at]) for at, cell in enumerate(row)] for row in table]
     of = f" of {size(budget)}" if budget else ""
     first = known[0]
     on = f"{device or 'a device'}{of}"
-    made = [f"{first.model}, {first.parameters:,} parameters, on {ranks} ranks: memory of rank 0 in an update, on {on}"]
+    of_what = "memory and time" if timed else "memory"
+    made = [f"{first.model}, {first.parameters:,} parameters, on {ranks} ranks: {of_what} of rank 0 in an update, on {on}"]
     made += ["", *columns(table), ""]
     most = ", ".join(f"{name or 'outside of modules'} {size(much)}" for name, much in first.largest or [])
     made.append(f"{first.layout} is fullest in the {first.moment}; most activations then: {most or 'none'}.")
+    if first.seconds:
+        parts = {**(first.busy or {}), **{f"waiting for {kind}": much for kind, much in (first.waits or {}).items()}}
+        ordered = sorted(parts.items(), key=lambda part: -part[1])
+        took = ", ".join(f"{name} {much / first.seconds:.0%}" for name, much in ordered if much >= first.seconds / 200)
+        made.append(f"{first.layout}: {duration(first.seconds)} are {took}.")
     made += [f"Not traced: {each.layout or 'yours'}. {each.why}" for each in answers if not each.peak]
     if first.read:
         made.append(f"The script read {first.read} values of tensors, which a plan does not have: they were taken to be 1.")
@@ -195,6 +249,17 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
         least = min(known, key=lambda each: each.peak)
         made.append(f"None is sure to fit. {least.layout} needs least: {_remedy(least)}")
     return made
+
+
+def _most_waited(answer: Answer) -> str:
+    waits = answer.waits or {}
+    kind = max(waits, key=lambda each: waits[each], default="")
+    return f"{sum(waits.values()) / answer.seconds:.0%} {kind}" if kind else "0%"
+
+
+def duration(seconds: float) -> str:
+    """For people."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def _remedy(answer: Answer) -> str:

@@ -38,6 +38,7 @@ __all__ = [
     "is_backward",
     "is_plain",
     "pretended_world",
+    "ranks_of",
     "sync_ops",
     "without_values",
 ]
@@ -123,6 +124,11 @@ def _set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
 def is_plain(kind: type) -> bool:
     """Of a tensor's class: it has a storage of its own, and no other tensors within."""
     return kind in (torch.Tensor, nn.Parameter) or issubclass(kind, FakeTensor)
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Of a group, in the world."""
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def is_backward() -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -13,14 +14,12 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from echelon.parallel.shards import local
-from echelon.plan.pretended import CollectiveOp, TorchDispatchMode, collective_ops, is_backward, is_plain, sync_ops
+from echelon.plan.pretended import CollectiveOp, TorchDispatchMode, collective_ops, is_backward, is_plain, ranks_of, sync_ops
+from echelon.plan.steps import Collective, Operator, Step, flops_of, operator_of, tensors_in
 
 __all__ = ["KINDS", "Trace", "Traced"]
-
-aten = torch.ops.aten
 
 # What memory is for, in the order in which it is shown.
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "kept", "activations", "gathered", "communication", "temporary")
@@ -40,6 +39,9 @@ class Traced:
         calls, message: collectives and their bytes, by (kind, ranks that take part): of the whole tensor, which all-gathers make,
             reduce-scatters take and all-reduces sum up; of what a rank gives away by all-to-all or to a neighbour.
         flops: of matrix products and attention, also of those that are computed again.
+        repeated: of these, those of what is computed again.
+        types: of these, by type.
+        steps: operators and collectives, in order.
     """
 
     peak: int = 0
@@ -51,6 +53,9 @@ class Traced:
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
     message: Counter[tuple[str, int]] = field(default_factory=Counter)
     flops: int = 0
+    repeated: int = 0
+    types: Counter[str] = field(default_factory=Counter)
+    steps: list[Step] = field(default_factory=list)
 
     def sent(self) -> float:
         """Bytes that this rank sends if each collective sends as little as can be: in a ring, or to each its part."""
@@ -106,6 +111,8 @@ class Trace(TorchDispatchMode):
         self._rounding = rounding
         self._storages: weakref.WeakKeyDictionary[torch.UntypedStorage, _Storage] = weakref.WeakKeyDictionary()
         self._changes: list[tuple[_Storage, int, str, str]] = []  # what has how many bytes more, at which moment, in which module
+        self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        self._count_storages = itertools.count()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._inside: list[str] = []
         self._steps = False
@@ -186,32 +193,59 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(map(is_plain, types)):
             return NotImplemented  # what a wrapper does with its own parts comes by again
-        made = op(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        made = op(*args, **kwargs)
         kind = None
-        if op in collective_ops:
-            kind = self._communicates(op, made, args, kwargs) if op not in sync_ops else "communication"
-        elif (count := _FLOPS.get(op.overloadpacket)) is not None:
-            self._counts.flops += count(*args, **(kwargs or {}), out_val=made)
-        for tensor in _tensors(made):
+        if op in sync_ops:
+            kind = "communication"
+            numbers = tuple(map(self._number, tensors_in(args)))
+            self._counts.steps.append(Operator(op._schema.name, self._moment, numbers, (), 0))
+        elif op in collective_ops:
+            kind = self._communicates(op, made, args, kwargs)
+        else:
+            self._operates(op, made, args, kwargs)
+        for tensor in tensors_in(made):
             self._see(tensor, kind)
         return made
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage not in self._numbers:
+            self._numbers[storage] = next(self._count_storages)
+        return self._numbers[storage]
+
+    def _operates(self, op: Any, made: Any, args: Any, kwargs: Any) -> None:
+        is_repeated = bool(self._inside) and is_backward()  # a module's forward pass within the backward one
+        step = operator_of(op, made, args, kwargs, self._moment, self._number, is_repeated)
+        if step is not None:
+            self._counts.steps.append(step)
+        if flops := flops_of(op, made, args, kwargs):
+            self._counts.flops += flops
+            self._counts.types[step.dtype if step else ""] += flops
+            self._counts.repeated += flops if is_repeated else 0
 
     def _communicates(self, op: Any, made: Any, args: Any, kwargs: Any) -> str:
         name = op._schema.name
         kind = next(kind for word, kind in _COLLECTIVES.items() if word in name)
         whole = CollectiveOp.get_comm_tensor_size(op, made, args, kwargs)
         if "gather_into_tensor" in name and "out" not in name:
-            whole = sum(t.nbytes for t in _tensors(made))
+            whole = sum(t.nbytes for t in tensors_in(made))
         elif kind == "reduce-scatter" and "c10d_functional" in name:
-            whole = sum(t.nbytes for t in _tensors(args))
+            whole = sum(t.nbytes for t in tensors_in(args))
         elif kind in ("all-reduce", "all-to-all", "send", "receive"):
-            whole = sum(t.nbytes for t in _tensors(args[1] if "alltoall_base" in name else args[0]))
-        ranks = CollectiveOp.get_process_group(op, args).size()
+            whole = sum(t.nbytes for t in tensors_in(args[1] if "alltoall_base" in name else args[0]))
+        members = ranks_of(CollectiveOp.get_process_group(op, args))
+        ranks = len(members)
         self._counts.calls[kind, ranks] += 1
         self._counts.message[kind, ranks] += whole
+        reads = {self._number(t) for t in tensors_in(args)}
+        # Those of `torch.distributed` fill what they are given first; the functional ones make a tensor.
+        into = made if "c10d_functional" in name else () if kind == "send" else args[0]
+        written = {self._number(t) for t in tensors_in(into)}
+        self._counts.steps.append(Collective(kind, self._moment, tuple(reads), tuple(written), whole, members))
         label = "gathered" if kind == "all-gather" else "communication"
         if kind in ("all-gather", "reduce-scatter"):
-            for tensor in _tensors(args):
+            for tensor in tensors_in(args):
                 if (known := self._storages.get(tensor.untyped_storage())) is not None and known.kind in (
                     "temporary",
                     "activations",
@@ -267,35 +301,3 @@ class Trace(TorchDispatchMode):
         if self._changes:
             _, _, made.moment, made.module = self._changes[at]
         return made
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if is_plain(type(value)):
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
-def _grouped(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Rows by the matrices of their groups; or, of a weight's gradient, both sides by rows."""
-    return int(2 * rows.shape[0] * rows.shape[1] * other.shape[-1])
-
-
-# torch's formulas do not know grouped products, nor the CPU's kernel of attention. As theirs do, these count the whole square of
-# a causal mask.
-_FLOPS: dict[Any, Any] = {
-    **flop_registry,
-    aten._grouped_mm: _grouped,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}

@@ -15,10 +15,13 @@ from echelon.contracts.overrides import Overrides, impose
 from echelon.contracts.rank import RankInfo
 from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.callback import Callback
+from echelon.loop.records.utilization import tokens_of
 from echelon.loop.reporting.observer import observing
+from echelon.loop.samples import samples_of
 from echelon.loop.state import State
 from echelon.loop.target import Target
 from echelon.parallel.layouts import resolve, with_options_of
+from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
@@ -44,6 +47,9 @@ class Planned:
         parameters: of the whole model.
         traced: what the rank holds, sends and computes.
         read: values of tensors that the script read in the updates, which were made up.
+        samples, tokens: of an update, on all ranks; 0 tokens if its batches have no rows of whole numbers.
+        micro_batches: of an update on a rank.
+        is_compiled: the script compiles the module, which a trace leaves out.
     """
 
     layout: str
@@ -52,6 +58,10 @@ class Planned:
     parameters: int
     traced: Traced
     read: int
+    samples: int
+    tokens: int
+    micro_batches: int
+    is_compiled: bool
 
 
 @dataclass
@@ -123,7 +133,18 @@ def trace_update(target: Target, layout: str | None, ranks: int, *, per_node: in
                 "optimizer's state. Give it more updates or a smaller global batch."
             )
         last = chosen[-1]
-        return Planned(last.real.name, ranks, last.model, last.parameters, watcher.trace.result(), mode.read)
+        return Planned(
+            last.real.name,
+            ranks,
+            last.model,
+            last.parameters,
+            watcher.trace.result(),
+            mode.read,
+            watcher.samples,
+            watcher.tokens,
+            watcher.micro_batches,
+            watcher.is_compiled,
+        )
 
 
 class _Watcher(Callback):
@@ -131,6 +152,8 @@ class _Watcher(Callback):
 
     def __init__(self, mode: NoMemory, rounding: int) -> None:
         self.trace, self.updates = Trace(rounding), 0
+        self.samples = self.tokens = self.micro_batches = 0  # of the latest update
+        self.is_compiled = False
         self._modes = (mode, self.trace)
         self._step = contextlib.ExitStack()
 
@@ -147,6 +170,21 @@ class _Watcher(Callback):
         kept = [tensor for each in unit.tracked_modules().values() for tensor in (*each.parameters(), *each.buffers())]
         kept += unit.swa_model.state_dict().values() if unit.swa_model is not None else ()
         self.trace.watch(unit.prepared.unwrapped, unit.optimizers, kept)
+        self.is_compiled = bool(unit.compiles)
+        update, passes = unit._update, unit._update.passes
+
+        def seen(unit: Any, state: State, micro_batch: MicroBatch[Any]) -> Any:
+            self._count(unit, micro_batch.data)
+            return passes(unit, state, micro_batch)
+
+        update.passes = seen
+
+    def _count(self, unit: Any, data: Any) -> None:
+        """A micro-batch of this rank; others have as many, but for those that have a part of the same samples."""
+        tokens, (_, parts) = tokens_of(data), unit.prepared.place.part
+        self.micro_batches += 1
+        self.samples += samples_of(data, unit.samples_given)[0] * unit.prepared.dp_size
+        self.tokens += (tokens.numel() if tokens is not None else 0) * parts * unit.prepared.dp_size
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         for mode in self._modes:
@@ -160,6 +198,7 @@ class _Watcher(Callback):
             if self.updates >= 2:
                 raise _Enough
             self.trace.next_update()
+            self.samples = self.tokens = self.micro_batches = 0
 
     def close(self) -> None:
         self._step.close()

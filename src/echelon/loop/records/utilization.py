@@ -22,7 +22,7 @@ from torch import nn
 from echelon.loop.records.peaks import peak_flops
 from echelon.world.agree import is_joined
 
-__all__ = ["LanguageModel", "Utilization"]
+__all__ = ["LanguageModel", "Utilization", "tokens_of"]
 
 # The names that configurations of models use, the usual ones first.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -129,7 +129,7 @@ class LanguageModel:
             data: a batch with a tensor (rows, T) of whole numbers, of which the first are the tokens.
             parts: into how many each sequence is cut; `data` has one of them, and all are counted.
         """
-        tokens = None if self._by_parameters is None else _tokens(data)
+        tokens = None if self._by_parameters is None else tokens_of(data)
         if tokens is None or self._by_parameters is None:
             return None
         return float(tokens.numel() * parts * (self._by_parameters + self._by_pairs * tokens.shape[-1] * parts))
@@ -157,7 +157,7 @@ def _first(config: Any, names: Sequence[str]) -> int | None:
     return None
 
 
-def _tokens(data: Any) -> torch.Tensor | None:
+def tokens_of(data: Any) -> torch.Tensor | None:
     """The first tensor (rows, T) of whole numbers in a batch."""
     if isinstance(data, torch.Tensor):
         return data if data.dim() == 2 and not data.is_floating_point() and data.dtype is not torch.bool else None
@@ -165,4 +165,4 @@ def _tokens(data: Any) -> torch.Tensor | None:
         data = list(data.values())
     elif not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
         data = list(vars(data).values()) if hasattr(data, "__dict__") else []
-    return next((found for value in data if (found := _tokens(value)) is not None), None)
+    return next((found for value in data if (found := tokens_of(value)) is not None), None)

@@ -1,0 +1,88 @@
+"""How long a collective takes: NCCL's own model of its rings and trees, or what was measured on a machine.
+
+A ring sends (ranks - 1) / ranks of a tensor for each of its rounds, over as many channels as a node has adapters; a tree sends
+it up and down again. Each has three protocols, of which the first costs little time and much bandwidth. NCCL chooses by this very
+estimate, and so the least of them is taken. In-network reduction (NVLS, SHARP) is left out.
+
+Source: NVIDIA/nccl, src/graph/tuning.cc, 2.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from echelon.plan.devices import Device
+
+__all__ = ["Links"]
+
+# Seconds by protocol (LL, LL128, Simple): of any collective, and of each step within a node and between nodes.
+_RING = ((6.6e-6, 14.0e-6, 8.4e-6), (0.6e-6, 1.9e-6, 3.4e-6), (2.7e-6, 4.0e-6, 14.0e-6))
+_TREE = ((6.8e-6, 14.0e-6, 0.0), (0.6e-6, 1.25e-6, 28e-6), (5.0e-6, 8.5e-6, 28e-6))
+_SHARES = (1 / 4, 0.92, 1.0)  # of the bandwidth, by protocol
+_TREE_SHARE = 0.92 * 0.85
+_OF_TREE = (1 / 3.8, 120 / 128, 1.0)
+_ROUNDS = {"all-reduce": 2}  # of a ring
+
+
+@dataclass(frozen=True)
+class Links:
+    """Between the ranks of a cluster, which are numbered node by node.
+
+    Args:
+        per_node: ranks of a node.
+    """
+
+    device: Device
+    per_node: int
+
+    def seconds(self, kind: str, size: int, ranks: Sequence[int]) -> float:
+        """Of one collective of these ranks alone.
+
+        Args:
+            size: bytes: of the whole tensor, which all-gathers make, reduce-scatters take and all-reduces sum up; else of what a
+                rank gives away.
+        """
+        count = len(ranks)
+        if count <= 1:
+            return 0.0
+        if self.device.collectives:
+            return self._as_measured(kind, size, count)
+        domain = self.device.domain or self.per_node
+        together = [len(list(those)) for _, those in groupby(sorted(ranks), key=lambda rank: rank // domain)]
+        nodes = len(together)
+        # All devices of a node send to others at a time, each by its own adapter.
+        out = min(together) * self.device.network
+        bandwidth = self.device.node if nodes == 1 else min(self.device.node, out) if min(together) > 1 else out
+        if not bandwidth:
+            return 0.0
+        if kind in ("send", "receive"):
+            return _RING[0][0] + _RING[1 if nodes == 1 else 2][0] + size / bandwidth
+        if kind == "all-to-all":
+            outside = size * (count - max(together)) / count
+            inside = size * (max(together) - 1) / count
+            within = inside / self.device.node if self.device.node else 0.0
+            return _RING[0][0] + max(within, outside / self.device.network if outside else 0.0)
+        times = [self._ring(kind, size, count, nodes, bandwidth, protocol) for protocol in range(3)]
+        if kind == "all-reduce":
+            times += [self._tree(size, count, nodes, bandwidth, protocol) for protocol in range(3)]
+        return min(times)
+
+    def _ring(self, kind: str, size: int, count: int, nodes: int, bandwidth: float, protocol: int) -> float:
+        base, inside, between = (each[protocol] for each in _RING)
+        rounds = _ROUNDS.get(kind, 1)
+        steps, outer = rounds * (count - 1), rounds * (nodes - 1)
+        return base + (steps - outer) * inside + outer * between + size * steps / count / (bandwidth * _SHARES[protocol])
+
+    def _tree(self, size: int, count: int, nodes: int, bandwidth: float, protocol: int) -> float:
+        base, inside, between = (each[protocol] for each in _TREE)
+        latency = base + 2 * ((count / nodes - 1) * inside + (nodes.bit_length() - 1) * between)
+        return latency + 2 * size / (bandwidth * _TREE_SHARE * _OF_TREE[protocol])
+
+    def _as_measured(self, kind: str, size: int, count: int) -> float:
+        """With the nearest number of ranks, and as much longer as a ring of more has more steps."""
+        rows = [each for each in self.device.collectives if each.kind == kind] or list(self.device.collectives)
+        near = min(rows, key=lambda each: abs(each.ranks - count))
+        more = (count - 1) / (near.ranks - 1)
+        return near.latency * more + size / near.bandwidth * more * near.ranks / count

@@ -1,0 +1,223 @@
+"""How long an update takes on a device: a simulation of its operators and collectives, each begun when it can be.
+
+    operators       one after another, in the order in which they were traced; each waits for the collectives whose results it
+                    reads or overwrites
+    collectives     one after another within their group; each waits for the operators before it
+    `fully_shard`   gathers in a stream of its own, ahead of the operators: forward as soon as the last but one gathered
+                    parameters were copied out, backward the last ones. A reduction waits for the gradients; what is done with its
+                    result belongs to it; and the next one's operators wait for it
+
+An operator takes the longer of its arithmetic and its memory traffic, and no less than the device's least. Loading of data,
+checkpoints, and a host that is slower than its device are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from echelon.plan.devices import Device
+from echelon.plan.links import Links
+from echelon.plan.steps import COPY_IN, Collective, Operator, Step
+
+__all__ = ["Timeline", "fused", "operator_seconds", "simulate"]
+
+_REDUCE_IN = "fsdp::chunk_cat"
+
+
+@dataclass
+class Timeline:
+    """
+    Attributes:
+        seconds: of the update.
+        busy: seconds of operators: of products, attention, and memory.
+        waits: seconds in which operators waited for collectives, by kind.
+        communication: seconds of collectives, hidden or not.
+    """
+
+    seconds: float = 0.0
+    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    communication: float = 0.0
+
+
+def operator_seconds(step: Operator, device: Device) -> float:
+    moved = step.size / (device.bandwidth * device.copied)
+    least = device.least
+    if step.moment == "optimizer" and device.overlaps:
+        least = 0.0  # on a GPU one kernel for many parameters; traced on a CPU, where each has its own
+    if not step.flops:
+        return max(moved, least if step.size else 0.0)
+    if step.kind == "attention":
+        computed = step.flops / (
+            device.peak_of(step.dtype) * device.attention[step.moment == "backward" and not step.is_repeated]
+        )
+    else:
+        computed = step.flops / device.product_rate(step.dtype, step.flops, step.shape)
+    return max(moved, computed, least)
+
+
+def fused(steps: Sequence[Step]) -> list[Step]:
+    """Steps as a compiler leaves them: neighbours that only move memory are one, without what lives within them alone.
+
+    An upper bound of what torch's Inductor does: it fuses across views and within graphs, and recomputes cheap results.
+    """
+    last = {number: at for at, step in enumerate(steps) for number in (*step.reads, *step.writes)}
+    made: list[Step] = []
+    run: list[Operator] = []
+
+    def end(at: int) -> None:
+        if len(run) > 1:
+            sizes: Counter[int] = Counter()
+            for each in run:  # an operator's bytes, in equal parts to its tensors: most have one size
+                touched = (*each.reads, *each.writes)
+                for number in touched:
+                    sizes[number] = max(sizes[number], each.size // len(touched))
+            written = {number for each in run for number in each.writes}
+            inner = {number for number in written if last[number] < at}
+            reads = {number for each in run for number in each.reads} - written
+            size = sum(much for number, much in sizes.items() if number not in inner)
+            first = run[0]
+            made.append(
+                Operator("fused", first.moment, tuple(reads), tuple(written - inner), size, "", 0, "", (), first.is_repeated)
+            )
+        else:
+            made.extend(run)
+        run.clear()
+
+    for at, step in enumerate(steps):
+        if _is_pointwise(step) and (not run or run[-1].moment == step.moment):
+            assert isinstance(step, Operator)
+            run.append(step)
+            continue
+        end(at)
+        if _is_pointwise(step):
+            assert isinstance(step, Operator)
+            run.append(step)
+        else:
+            made.append(step)
+    end(len(steps))
+    return made
+
+
+def _is_pointwise(step: Step) -> bool:
+    return isinstance(step, Operator) and not step.flops and step.size > 0 and step.name.startswith("aten::")
+
+
+def simulate(steps: Iterable[Step], device: Device, links: Links) -> Timeline:
+    """An update whose predecessor is over."""
+    return _Simulation(device, links).of(list(steps))
+
+
+class _Simulation:
+    def __init__(self, device: Device, links: Links) -> None:
+        self._device, self._links = device, links
+        self._made = Timeline()
+        self._now = 0.0  # when the operators so far are over
+        self._free: dict[tuple[int, ...], float] = defaultdict(float)  # when a group's collectives are over
+        self._pending: dict[int, tuple[float, str, tuple[int, ...]]] = {}  # a storage that a collective fills: until when, which
+        self._written: dict[int, float] = defaultdict(float)  # when an operator filled a storage
+        self._gathers: set[int] = set()  # storages of `fully_shard`'s gathers, and of its reductions
+        self._reductions: set[int] = set()
+        self._copied_out = [0.0, 0.0]  # when gathered parameters were
+        self._last_reduction = 0.0
+
+    def of(self, steps: list[Step]) -> Timeline:
+        beside = _beside(steps)
+        for at, step in enumerate(steps):
+            if isinstance(step, Collective):
+                self._collective(step)
+            elif at in beside:
+                self._fills_a_gather(step)
+            else:
+                self._operator(step)
+        made = self._made
+        end = max([self._now, *(until for until, _, _ in self._pending.values())])
+        if end > self._now:
+            made.waits[max(self._pending.values())[1]] += end - self._now
+        made.seconds = end
+        return made
+
+    def _operator(self, step: Operator) -> None:
+        seconds = operator_seconds(step, self._device)
+        touched = [self._pending[number] for number in {*step.reads, *step.writes} if number in self._pending]
+        reduced = step.moment == "backward" and not step.flops and self._reductions.intersection(step.reads)
+        if reduced and touched and self._device.overlaps:  # what becomes of a reduction's result is done in its stream
+            until, kind, ranks = max(touched)
+            self._free[ranks] = max(self._free[ranks], until) + seconds
+            for number in step.writes:
+                self._pending[number] = self._free[ranks], kind, ranks
+                self._reductions.add(number)
+            return
+        for until, kind, _ in touched:
+            self._wait(until, kind)
+        for number in (*step.reads, *step.writes):
+            self._pending.pop(number, None)
+        if self._gathers.intersection(step.reads):
+            self._copied_out = [self._copied_out[1], self._now + seconds]
+            self._gathers.difference_update(step.reads)
+        self._now += seconds
+        if step.size:
+            self._made.busy[step.kind or "memory"] += seconds
+        for number in step.writes:
+            self._written[number] = self._now
+        if step.name == _REDUCE_IN:
+            self._reductions.update(step.writes)
+
+    def _fills_a_gather(self, step: Operator) -> None:
+        """In the stream of `fully_shard`'s gathers, when the parameters are there."""
+        seconds = operator_seconds(step, self._device)
+        if not self._device.overlaps:
+            self._now += seconds
+        ready = max([self._written[number] for number in step.reads], default=0.0)
+        for number in step.writes:
+            self._written[number] = ready + seconds
+        if step.name == COPY_IN:
+            self._gathers.update(step.writes)
+
+    def _collective(self, step: Collective) -> None:
+        seconds = self._links.seconds(step.kind, step.size, step.ranks)
+        self._made.communication += seconds
+        ready = self._now
+        if not self._device.overlaps:
+            self._wait(self._now + seconds, step.kind)
+            return
+        if self._gathers.intersection(step.reads):
+            filled = max(self._written[number] for number in step.reads)
+            ready = max(filled, self._copied_out[step.moment == "backward"])
+        elif self._reductions.intersection(step.reads):
+            if step.kind == "reduce-scatter":
+                self._wait(self._last_reduction, step.kind)
+                ready = self._now
+            self._reductions.update(step.writes)
+        ready = max([ready, *(self._pending[number][0] for number in step.reads if number in self._pending)])
+        end = max(ready, self._free[step.ranks]) + seconds
+        self._free[step.ranks] = end
+        if self._reductions.intersection(step.writes) and step.kind == "reduce-scatter":
+            self._last_reduction = end
+        for number in step.writes:
+            self._pending[number] = end, step.kind, step.ranks
+
+    def _wait(self, until: float, kind: str) -> None:
+        if until > self._now:
+            self._made.waits[kind] += until - self._now
+            self._now = until
+
+
+def _beside(steps: Sequence[Step]) -> set[int]:
+    """Places of the operators that fill the buffers of `fully_shard`'s gathers, and of the casts just before them."""
+    found: set[int] = set()
+    for at, step in enumerate(steps):
+        if isinstance(step, Operator) and step.name == COPY_IN:
+            found.add(at)
+            needed, before = set(step.reads), at - 1
+            while before >= 0 and _writes_only(steps[before], needed):
+                found.add(before)
+                needed.update(steps[before].reads)
+                before -= 1
+    return found
+
+
+def _writes_only(step: Step, needed: set[int]) -> bool:
+    return isinstance(step, Operator) and not step.flops and bool(step.writes) and needed.issuperset(step.writes)
