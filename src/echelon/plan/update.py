@@ -170,7 +170,7 @@ class _Watcher(Callback):
         kept = [tensor for each in unit.tracked_modules().values() for tensor in (*each.parameters(), *each.buffers())]
         kept += unit.swa_model.state_dict().values() if unit.swa_model is not None else ()
         self.trace.watch(unit.prepared.unwrapped, unit.optimizers, kept)
-        self.is_compiled = bool(unit.compiles)
+        self.is_compiled = unit._options.compile is not None
         update, passes = unit._update, unit._update.passes
 
         def seen(unit: Any, state: State, micro_batch: MicroBatch[Any]) -> Any:

@@ -52,7 +52,6 @@ class PreparedUnit(Unit):
         self.detect_anomaly, self.enable_prefetch = options.detect_anomaly, options.prefetch
         compiled: Any = options.compile if decided.compile is not False else None
         recomputed: Any = options.recompute  # values by now, not names
-        self.compiles = options.compile is not None  # or would, if a launch command did not leave it out
         recipe = Recipe(recomputed, compiled, self.computes)
         make: Callable[..., Prepared[Any]] = prepare_networks if self.has_several else parallelize
         self.prepared = make(module, options.layout, self.device, recipe, overridden=decided.layout)
