@@ -647,6 +647,39 @@ def _absolute(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
     return (outputs[0] - labels).abs().sum() / num_items_in_batch
 
 
+KINDS = ["GPT2LMHeadModel", "LlamaForCausalLM", "BertLMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_padded_batch_weigh_what_their_losses_are_means_over(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    from echelon.compat.transformers import Trainer
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 16}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    configs: dict[str, Any] = {
+        "GPT2": transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, **ends),
+        "Llama": transformers.LlamaConfig(**small, **ends),
+        "Bert": transformers.BertConfig(**small, is_decoder=kind == "BertLMHeadModel"),
+        "T5": transformers.T5Config(
+            d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16, decoder_start_token_id=0
+        ),
+    }
+    config = next(config for name, config in configs.items() if kind.startswith(name))
+    model = getattr(transformers, kind)(config).eval()
+    ids = torch.randint(3, 16, (4, 6))
+    labels = ids.clone()
+    for row, length in enumerate((1, 2, 4, 6)):
+        labels[row, length:] = -100
+    whole = {"input_ids": ids, "labels": labels}
+    trainer = Trainer(model=model, args=_arguments(tmp_path))
+    halves = [{name: each[rows] for name, each in whole.items()} for rows in (slice(0, 2), slice(2, 4))]
+    total, *parts = (float(trainer.weight(each) * model(**each).loss) for each in (whole, *halves))
+    assert sum(parts) == pytest.approx(total, rel=1e-5)
+
+
 def test_parts_of_a_scripts_own(ranks: Any, tmp_path: Path) -> None:
     [alone] = ranks(1, _own_parts, str(tmp_path))
     assert len(alone) == 9 and max(alone.values()) < 1e-6, alone

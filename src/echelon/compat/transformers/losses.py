@@ -35,8 +35,7 @@ class Losses:
         if self.label_names is None:
             self.label_names = find_labels(kind)
         self._returns_loss = bool(can_return_loss(kind))
-        causal = loss_utils.LOSS_MAPPING.get(getattr(inner, "loss_type", None)) is loss_utils.ForCausalLMLoss
-        self._shifts = causal and not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+        self._shifts = _is_causal(inner) and not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
         smoothing = self.args.label_smoothing_factor
         self._smoother = trainer_pt_utils.LabelSmoother(epsilon=smoothing) if smoothing else None
         self._passes_count = _takes(self.compute_loss, "num_items_in_batch")
@@ -110,6 +109,15 @@ class Losses:
                 f"{', '.join(inputs)}."
             )
         return (loss, outputs) if return_outputs else loss
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether it predicts a row's next token by transformers' loss, which is also that of models with no known `loss_type`."""
+    kind = getattr(model, "loss_type", None)
+    if kind in loss_utils.LOSS_MAPPING:
+        return loss_utils.LOSS_MAPPING[kind] is loss_utils.ForCausalLMLoss
+    forward = inspect.unwrap(type(model).forward)
+    return "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
 def _takes(function: Any, name: str) -> bool:
