@@ -198,19 +198,6 @@ def full_state_of_groups() -> None:
         assert [g["lr"] for g in again.param_groups] == [0.1, 0.01]
 
 
-@together("`reset_parameters()` on shards draws other values")
-def reset() -> None:
-    from echelon.compat.fairscale.nn import FullyShardedDataParallel
-
-    model = FullyShardedDataParallel(nn.Linear(5, 3), allow_reset_parameters=True)
-    torch.manual_seed(7 + dist.get_rank())
-    model.reset_parameters()
-    torch.manual_seed(7)
-    want = nn.Linear(5, 3)
-    with model.summon_full_params():
-        assert torch.equal(model.weight, want.weight) and torch.equal(model.bias, want.bias)
-
-
 @together("FSDP's parameters are one flat tensor for each wrapper")
 def parameters_stay() -> None:
     from echelon.compat.fairscale.nn import FullyShardedDataParallel

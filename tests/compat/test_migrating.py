@@ -27,7 +27,7 @@ IMPORTS, NOT_THERE = "compat/test_migrating.py::test_import_lines", "compat/test
 DDP, OSS = "compat/test_fairscale_ddp.py", "compat/test_fairscale_oss.py"
 FSDP, LOCAL = "compat/test_fairscale_fsdp.py", "compat/test_fairscale_local.py"
 FAIRSCALE = "compat/test_fairscale.py"
-ADASCALE, BY_HAND = "compat/test_fairscale_adascale.py", "compat/test_torchtnt_by_hand.py"
+BY_HAND = "compat/test_torchtnt_by_hand.py"
 LOOP, CONTROL, WATCH = "loop/test_loop.py", "loop/test_callbacks_control.py", "loop/test_callbacks_watch.py"
 PROCESS, LOGGERS, SAVED = "loop/test_callbacks_process.py", "observe/test_loggers.py", "compat/test_torchtnt_checkpoints.py"
 RANKS, PREPARE, DATA = "compat/test_torchtnt_distributed.py", "compat/test_torchtnt_prepare.py", "compat/test_torchtnt_data.py"
@@ -46,14 +46,17 @@ TESTED: dict[str, str] = {
     "`OSS.state_dict()` after further steps": f"{OSS}::test_state_is_the_plain_optimizers_and_goes_to_any_number_of_ranks",
     "`OSS.load_state_dict(state)` empties": f"{OSS}::test_state_is_the_plain_optimizers_and_goes_to_any_number_of_ranks",
     "the ranks of FullyShardedDataParallel start": f"{FSDP}::test_fsdp_trains_what_one_process_trains",
-    "weights shared by modules in wrappers": f"{LOCAL}::test_weights_that_wrappers_share_go_to_the_one_around_them",
-    "a pickled wrapped model": f"{LOCAL}::test_pickles_hold_a_ranks_own_part",
+    "weights shared by modules in wrappers": f"{LOCAL}::test_weights_that_wrappers_would_share_are_refused",
+    "a pickled wrapped model": f"{LOCAL}::test_what_is_left_out_says_what_to_take",
     "`local_state_dict` has equal parts": f"{LOCAL}::test_local_state_dicts_come_back_and_make_the_whole",
     "ShardedGradScaler is switched off on CPUs": "compat/test_fairscale.py::test_the_scaler_works_without_a_group",
     "... updates no statistics of a batch norm": f"{FAIRSCALE}::test_a_wrapped_module_is_the_same_object_and_counts_once",
-    "`AdaScaleWrapper(debias_ewma=False)` sets": f"{ADASCALE}::test_state_groups_schedules_and_errors_in_one_process",
-    "AdaScale's averages are NumPy arrays": f"{ADASCALE}::test_state_groups_schedules_and_errors_in_one_process",
     "`optim.layerwise_gradient_scaler`": NOT_THERE,
+    "`optim.AdaScale`": NOT_THERE,
+    "`nn.FlattenParamsWrapper`": NOT_THERE,
+    "`nn.checkpoint.is_checkpointing`": NOT_THERE,
+    "`nn.data_parallel.TrainingState`": NOT_THERE,
+    "FSDP's `append_shared_param`": f"{LOCAL}::test_what_is_left_out_says_what_to_take",
     "`nn.Pipe`": NOT_THERE,
     "`nn.model_parallel`": NOT_THERE,
     "`nn.MOELayer`": NOT_THERE,

@@ -20,7 +20,7 @@ __all__ = ["VERBS", "command", "main", "root_parser"]
 _OF_FILES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ESTALE)
 
 # What these have done is done, whether or not anybody read of it.
-_ACTS = ("run", "submit", "cancel", "dragon")
+_ACTS = ("run", "submit", "cancel", "dragon", "move")
 
 # Ranks come out of these processes.
 _STARTS_RANKS = ("run", "prove", "dragon")
@@ -40,6 +40,7 @@ VERBS = {
     "top": "show a run as it is now, until you leave",
     "doctor": "look at this machine, or the nodes of a Slurm allocation, for what would stop a run",
     "ckpt": "list, verify, compare and export checkpoints",
+    "move": "change the import lines of another library's script to echelon.compat's",
     "completion": "print what makes a shell complete these commands and their options",
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from echelon.compat.names import later, leave_out
 
-__all__ = ["absent"]
+__all__ = ["absent", "instead"]
 
 _NUMBERS = "a comparison where the number is logged; a loss that is nan or grows is looked at by echelon itself."
 _OWN = "a Callback of your own, of a few lines; or keep TorchTNT's file."
@@ -71,6 +71,20 @@ _NAMES = {
         "log_elapsed_time": "Timer(verbose=True).",
     },
 }
+
+
+def instead(module: str, name: str = "") -> str | None:
+    """What to take in place of a name of a module, or of a module, below `torchtnt`; None: it is in no table."""
+    if not name:
+        return _MODULES.get(module, (None, None))[1]
+    for where, (names, text) in _MODULES.items():
+        if where.rpartition(".")[0] == module and name in names.split():
+            return text
+    for where, lost in _NAMES.items():
+        for names, text in lost.items():
+            if module in (where, where.rpartition(".")[0]) and name in names.split():
+                return text
+    return None
 
 
 def absent(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:

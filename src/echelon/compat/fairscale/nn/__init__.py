@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.compat.fairscale.absent import EXPERTS, MODEL_PARALLEL, PIPELINE
+from echelon.compat.fairscale.absent import NAMES
 from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.nn.checkpoint import checkpoint_wrapper
 from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
@@ -12,10 +12,8 @@ from echelon.compat.fairscale.nn.wrap import auto_wrap, config_auto_wrap_policy,
 
 if TYPE_CHECKING:
     from echelon.compat.fairscale.nn.data_parallel import FullyShardedDataParallel
-    from echelon.compat.fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 
 __all__ = [
-    "FlattenParamsWrapper",
     "FullyShardedDataParallel",
     "ShardedDataParallel",
     "auto_wrap",
@@ -26,17 +24,4 @@ __all__ = [
     "wrap",
 ]
 
-__getattr__ = later(
-    "nn",
-    {
-        "FlattenParamsWrapper": "nn.misc.flatten_params_wrapper",
-        "FullyShardedDataParallel": "nn.data_parallel.fully_sharded_data_parallel",
-    },
-    {
-        "Pipe": PIPELINE,
-        "PipeRPCWrapper": PIPELINE,
-        "MOELayer": EXPERTS,
-        "Top2Gate": EXPERTS,
-        "model_parallel": MODEL_PARALLEL,
-    },
-)
+__getattr__ = later("nn", {"FullyShardedDataParallel": "nn.data_parallel.fully_sharded_data_parallel"}, NAMES["nn"])

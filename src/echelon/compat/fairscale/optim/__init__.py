@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from echelon.compat.fairscale.absent import NAMES
 from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.optim.oss import OSS
 
 if TYPE_CHECKING:
-    from echelon.compat.fairscale.optim.adascale import AdaScale, AdaScaleWrapper
     from echelon.compat.fairscale.optim.grad_scaler import GradScaler, ShardedGradScaler
 
-__all__ = ["OSS", "AdaScale", "AdaScaleWrapper", "GradScaler", "ShardedGradScaler"]
+__all__ = ["OSS", "GradScaler", "ShardedGradScaler"]
 
-__getattr__ = later(
-    "optim",
-    {
-        **dict.fromkeys(("AdaScale", "AdaScaleWrapper"), "optim.adascale"),
-        **dict.fromkeys(("GradScaler", "ShardedGradScaler"), "optim.grad_scaler"),
-    },
-    {
-        "Adam": "torch.optim.Adam(fused=True) on a GPU.",
-        "Precision": "echelon.AutoUnit(precision='fp16'), or torch.autocast.",
-    },
-)
+__getattr__ = later("optim", dict.fromkeys(("GradScaler", "ShardedGradScaler"), "optim.grad_scaler"), NAMES["optim"])

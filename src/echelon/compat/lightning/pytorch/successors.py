@@ -18,6 +18,7 @@ __all__ = [
     "DISPLAYS",
     "ENVIRONMENTS",
     "FABRIC",
+    "HOMES",
     "HOOKS",
     "LOGGERS",
     "MODULES",
@@ -26,6 +27,7 @@ __all__ = [
     "TRAINER",
     "UTILITIES",
     "complete",
+    "instead",
     "missing",
     "missing_of_trainer",
 ]
@@ -105,7 +107,7 @@ OTHERS = {
     **dict.fromkeys(("collect_init_args", "get_init_args", "clean_namespace"), _HPARAMS),
     **dict.fromkeys(("lightning_getattr", "lightning_setattr", "lightning_hasattr"), "getattr on the module and its hparams"),
     "EarlyStoppingReason": "EarlyStopping.stopped_epoch, which is 0 if it has not stopped",
-    **dict.fromkeys(("Accelerator", "ClusterEnvironment", "ParallelStrategy", "prepare_for_backward", "reset_seed"), _INSIDE),
+    **dict.fromkeys(("Accelerator", "ClusterEnvironment", "prepare_for_backward", "reset_seed"), _INSIDE),
     **dict.fromkeys(("Optimizable", "convert_tensors_to_scalars", "do_nothing_closure", "recursive_detach"), _INSIDE),
     **dict.fromkeys(("BType", "extract_batch_size", "has_iterable_dataset", "has_len_all_ranks", "sized_len"), _INSIDE),
     **dict.fromkeys(("is_cuda_out_of_memory", "is_cudnn_snafu", "is_out_of_cpu_memory"), "is_oom_error"),
@@ -289,22 +291,33 @@ def missing_of_trainer(name: str) -> AttributeError:
     return AttributeError(f"'Trainer' object has no attribute {name!r}")
 
 
+def instead(module: str, name: str = "") -> str | None:
+    """What to take in place of a name of any module, or of a module, below `lightning`; None: it is in no table."""
+    modules = FABRIC | {f"pytorch.{each}": told for each, told in MODULES.items()}
+    told = _named(name) if name else modules.get(module)
+    return f"{told}." if told is not None else None
+
+
+def _named(name: str) -> str | None:
+    tables = (OTHERS, CALLBACKS, LOGGERS, STRATEGIES, UTILITIES, NAMES)
+    return next((table[name] for table in tables if name in table), None)
+
+
 def missing(module: str, name: str, successors: Mapping[str, str]) -> Any:
     """For a module's `__getattr__`: what another module here has, as many of Lightning's import each other's names; or what says
     by which other thing it is replaced.
     """
-    for home in _HOMES:
+    for home in HOMES:
         if name in getattr(sys.modules.get(f"{__package__}{home}"), "__all__", ()):
             return getattr(sys.modules[f"{__package__}{home}"], name)
-    for table in (successors, OTHERS, CALLBACKS, LOGGERS, STRATEGIES, UTILITIES, NAMES):
-        if name in table:
-            return Missing(f"lightning.{name} is not part of echelon.compat. Instead: {table[name]}.")
+    if (told := successors.get(name) or _named(name)) is not None:
+        return Missing(f"lightning.{name} is not part of echelon.compat. Instead: {told}.")
     if name.startswith("_") and name.endswith("_AVAILABLE"):  # such as _TORCHVISION_AVAILABLE
         return importlib.util.find_spec(name.strip("_").removesuffix("_AVAILABLE").lower()) is not None
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
-_HOMES = (
+HOMES = (
     "",
     ".callbacks",
     ".loggers",

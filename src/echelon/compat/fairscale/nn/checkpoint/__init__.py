@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from echelon.compat.fairscale.nn.checkpoint.checkpoint_activations import checkpoint_wrapper, is_checkpointing, is_recomputing
+from echelon.compat.fairscale.absent import NAMES
+from echelon.compat.fairscale.names import later
+from echelon.nn import checkpoint_wrapper
 
-__all__ = ["checkpoint_wrapper", "is_checkpointing", "is_recomputing"]
+__all__ = ["checkpoint_wrapper"]
+
+__getattr__ = later("nn.checkpoint", {}, NAMES["nn.checkpoint"])

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.common.errors import CheckpointMismatchError, LayoutError
 from echelon.compat.collect import collect
-from echelon.compat.fairscale.nn.data_parallel.readable import get_fsdp_instances
-from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import Piece, pieces
+from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import Piece, pieces, wrappers
 
 __all__ = ["gathered", "sharded"]
 
@@ -26,10 +25,9 @@ def gathered(module: TorchFSDP, optimizer: torch.optim.Optimizer) -> dict[str, A
     Of a wrapper in a group of one rank it is that of rank 0: "uncollected_local_ids" has the number of the wrapper.
     """
     group = _one_group(module)
-    alone = {i for i, each in enumerate(get_fsdp_instances(module)) if _is_alone(each, module)}
-    wrappers = [each for each in module.modules() if isinstance(each, TorchFSDP)]
-    held: dict[torch.Tensor, Piece] = {piece.parameter: piece for each in wrappers for piece in pieces(each)}
-    owner: dict[torch.Tensor, int] = {p.parameter: i for i, each in enumerate(wrappers) for p in pieces(each)}
+    alone = {i for i, each in enumerate(wrappers(module)) if _is_alone(each, module)}
+    held: dict[torch.Tensor, Piece] = {piece.parameter: piece for each in wrappers(module) for piece in pieces(each)}
+    owner: dict[torch.Tensor, int] = {p.parameter: i for i, each in enumerate(wrappers(module)) for p in pieces(each)}
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
     numbers: dict[torch.Tensor, int] = {p: i for i, p in enumerate(parameters)}
     state = {p: each for p, each in optimizer.state.items() if p in held}
@@ -50,7 +48,7 @@ def gathered(module: TorchFSDP, optimizer: torch.optim.Optimizer) -> dict[str, A
 def sharded(module: TorchFSDP, full: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a whole state, as an optimizer over the module's parameters loads it."""
     _one_group(module)
-    held = {p.parameter: p for each in module.modules() if isinstance(each, TorchFSDP) for p in pieces(each)}
+    held = {p.parameter: p for each in wrappers(module) for p in pieces(each)}
     order = [held[p] for p in module.parameters() if p in held]
     numbers = [number for group in full["param_groups"] for number in group["params"]]
     if len(numbers) != len(order):
@@ -69,7 +67,7 @@ def _is_alone(wrapper: TorchFSDP, around: TorchFSDP) -> bool:
 
 
 def _one_group(module: TorchFSDP) -> dist.ProcessGroup | None:
-    groups = {id(m.process_group): m.process_group for m in get_fsdp_instances(module) if not _is_alone(m, module)}
+    groups = {id(m.process_group): m.process_group for m in wrappers(module) if not _is_alone(m, module)}
     if len(groups) > 1:
         raise LayoutError("an optimizer's state over several process groups: save it with echelon.DistributedCheckpointSaver.")
     return next(iter(groups.values()))

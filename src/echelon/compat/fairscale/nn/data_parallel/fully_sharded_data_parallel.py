@@ -5,9 +5,9 @@ For new programs `echelon`'s strategy "fsdp" is the better choice: it builds on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,32 +15,41 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
+from echelon.common.errors import LayoutError, NotHereError
+from echelon.compat.fairscale.absent import METHODS, NAMES
 from echelon.compat.fairscale.clip import clip_owned_
 from echelon.compat.fairscale.groups import outlive
 from echelon.compat.fairscale.names import later
 from echelon.compat.fairscale.nn.data_parallel import local_state
 from echelon.compat.fairscale.nn.data_parallel.fsdp_optim_utils import gathered, sharded
-from echelon.compat.fairscale.nn.data_parallel.options import Options, ProcessGroupName, check, own_parameters
-from echelon.compat.fairscale.nn.data_parallel.pickled import form_of
-from echelon.compat.fairscale.nn.data_parallel.readable import Readable, TrainingState, get_fsdp_instances
-from echelon.compat.fairscale.nn.data_parallel.shared import Owners
+from echelon.compat.fairscale.nn.data_parallel.options import Options, ProcessGroupName, check
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import (
     OwnOfBoth,
     around_conversion,
+    claim,
     divisors,
     forwards_may_precede_backwards,
+    is_summoned,
     plain,
     set_divisors,
     without_messages,
+    wrappers,
 )
 from echelon.world.init import World, ensure_group
 
-__all__ = ["FullyShardedDataParallel", "ProcessGroupName", "TrainingState", "get_fsdp_instances", "no_pre_load_state_dict_hook"]
+__all__ = ["FullyShardedDataParallel", "ProcessGroupName"]
 
-__getattr__ = later("nn.data_parallel.fully_sharded_data_parallel", {"auto_wrap_bn": "nn.wrap.batch_norm"}, {})
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    auto_wrap_bn: Callable[..., nn.Module]
+
+_MODULE = "nn.data_parallel.fully_sharded_data_parallel"
+
+__getattr__ = later(_MODULE, {"auto_wrap_bn": "nn.wrap.batch_norm"}, NAMES[_MODULE])
 
 
-class FullyShardedDataParallel(Readable, TorchFSDP):
+class FullyShardedDataParallel(TorchFSDP):
     """Parameters, gradients and optimizer state in shards, one flat parameter per wrapped module.
 
     Parameters keep their names (`use_orig_params`), and start from rank 0's values. Collective. Arguments are attributes.
@@ -59,17 +68,16 @@ class FullyShardedDataParallel(Readable, TorchFSDP):
             torch.device("cpu"); on all ranks, or on rank 0.
         force_input_to_fp32: half-precision inputs are cast, unless `mixed_precision`.
         gradient_predivide_factor: gradients are divided by it before ranks add them, and by the rest afterwards.
-        allow_reset_parameters: whether `reset_parameters()` reaches the module.
         disable_reshard_on_root, bucket_cap_mb, verbose: accepted; torch decides.
     Raises:
-        UsageError: `move_grads_to_cpu` alone; in a forward, a parameter that two wrappers share, and none around them has.
+        LayoutError: `move_grads_to_cpu` alone; a parameter that another wrapper has already.
     """
 
     mixed_precision: Any = OwnOfBoth("mixed_precision")
     cpu_offload: Any = OwnOfBoth("cpu_offload")
-    starts_from_rank0 = True
-    without: Iterable[nn.Parameter] = ()  # given to a wrapper around it (`shared`)
-    training_state: Any = OwnOfBoth("training_state", TrainingState.of)
+    append_shared_param: Any = METHODS["append_shared_param"]
+    reset_parameters: Any = METHODS["reset_parameters"]
+    set_gradient_divide_factors: Any = METHODS["set_gradient_divide_factors"]
 
     def __init__(
         self,
@@ -95,14 +103,12 @@ class FullyShardedDataParallel(Readable, TorchFSDP):
         cpu_offload: bool = False,
         state_dict_on_rank_0_only: bool = False,
         gradient_predivide_factor: float | None = None,
-        allow_reset_parameters: bool = False,
     ) -> None:
         given = Options(  # mypy knows the types of the first tuple only
             *(process_group_reduce_scatter, reshard_after_forward, disable_reshard_on_root, mixed_precision),
             *(fp32_reduce_scatter, flatten_parameters, move_params_to_cpu, compute_dtype, buffer_dtype, move_grads_to_cpu),  # type: ignore[arg-type]
             *(bucket_cap_mb, compute_device, no_broadcast_optim_state, state_dict_device, clear_autocast_cache),  # type: ignore[arg-type]
             *(force_input_to_fp32, verbose, cpu_offload, state_dict_on_rank_0_only, gradient_predivide_factor),  # type: ignore[arg-type]
-            allow_reset_parameters,
         )
         is_real = process_group is None or isinstance(process_group, dist.ProcessGroup)
         device = compute_device or World.current().device
@@ -111,20 +117,14 @@ class FullyShardedDataParallel(Readable, TorchFSDP):
             outlive(process_group)
         attributes = given.attributes(process_group, device)
         check(module, attributes, device)
-        shared = Owners.take_back(module, dict(own_parameters(module)))
-        self._build(module, process_group, given, device, is_real, [*shared, *self.without])
+        self._build(module, process_group, given, device, is_real)
         self._take(attributes)
-        self.options = vars(given)
-        if shared:
-            Owners.give_away(self, shared)
         self._set_form_of_state(given, device)
 
-    def _build(
-        self, module: nn.Module, group: Any, given: Options, device: torch.device, is_real: bool, without: list[nn.Parameter]
-    ) -> None:
+    def _build(self, module: nn.Module, group: Any, given: Options, device: torch.device, is_real: bool) -> None:
         """As torch's class."""
-        low, from_rank0 = given.low_precision, self.starts_from_rank0 and is_real
-        if device.type == "cpu" and from_rank0:  # where torch's `sync_module_states` refuses to work
+        low = given.low_precision
+        if device.type == "cpu" and is_real:  # where torch's `sync_module_states` refuses to work
             _send_from_rank0(module, group)
         super().__init__(
             module,
@@ -137,9 +137,8 @@ class FullyShardedDataParallel(Readable, TorchFSDP):
                 buffer_dtype=given.buffer_dtype or low,
             ),
             device_id=device,
-            sync_module_states=device.type != "cpu" and from_rank0,
+            sync_module_states=device.type != "cpu" and is_real,
             use_orig_params=True,
-            ignored_states=without or None,
         )
         if not is_real:
             without_messages(self)
@@ -160,15 +159,14 @@ class FullyShardedDataParallel(Readable, TorchFSDP):
         self.gradient_predivide_factor = float(before or divisors(self)[0])
         self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
         set_divisors(self, self.gradient_predivide_factor, self.gradient_postdivide_factor)
-        for each in get_fsdp_instances(self)[1:]:  # its optimizer state is another on every rank, as experts' is
+        for each in wrappers(self)[1:]:  # its optimizer state is another on every rank, as experts' is
             if each.world_size == 1 < self.world_size:
                 each.no_broadcast_optim_state = True  # type: ignore[assignment]
-        Owners.claim(self)
+        claim(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        Owners.check(self)
-        if self.training_state is TrainingState.SUMMON_FULL_PARAMS:
-            self.assert_state(TrainingState.IDLE)
+        if is_summoned(self):
+            raise LayoutError("FullyShardedDataParallel must run outside of summon_full_params, got a forward within it.")
         if self.force_input_to_fp32 and not self.mixed_precision:
             args, kwargs = _in_float32(args), _in_float32(kwargs)
         with forwards_may_precede_backwards(self):
@@ -178,9 +176,7 @@ class FullyShardedDataParallel(Readable, TorchFSDP):
         return outputs
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """This rank's part; it is unpickled on this rank, of as many, and takes their default process group."""
-        group = {"process_group_reduce_scatter": ProcessGroupName.reduce_scatter}  # which cannot be pickled
-        return form_of(self, self.options | group)
+        raise NotHereError("FullyShardedDataParallel cannot be pickled or copied: a process group cannot. Save state_dict().")
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """By the unwrapped module's names, where parameters are whole or not flattened."""
@@ -192,9 +188,8 @@ class FullyShardedDataParallel(Readable, TorchFSDP):
         """Backward passes inside only accumulate, on each rank.
 
         Raises:
-            StateError: an AssertionError; a wrapper is around this one.
+            RuntimeError: a wrapper is around this one.
         """
-        self.assert_outermost("no_sync on inner FSDP is not supported")
         with super().no_sync():
             yield
 
@@ -208,39 +203,13 @@ class FullyShardedDataParallel(Readable, TorchFSDP):
             self.compute_dtype = after.pop()
         return self
 
-    def reset_parameters(self) -> None:
-        """The module's own `reset_parameters`, on whole parameters, with rank 0's values. Collective.
-
-        Raises:
-            RuntimeError: without `allow_reset_parameters`.
-        """
-        if not self.allow_reset_parameters:
-            raise RuntimeError("reset parameters after FSDP wrapping is not allowed")
-        with self.summon_full_params():
-            self.module.reset_parameters()  # type: ignore[operator]
-            for tensor in self.module.parameters():
-                dist.broadcast(tensor.detach(), group_src=0, group=self.process_group)
-
-    def append_shared_param(self, p: nn.Parameter) -> None:
-        """Nothing is to be done: what two wrappers share goes to the one around them by itself."""
-
-    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
-        """Divide gradients by `pre` before ranks add them, and by `post` afterwards; `recursive` means wrappers in it, too."""
-        self.assert_state(TrainingState.IDLE)
-        for each in get_fsdp_instances(self) if recursive else [self]:
-            each.gradient_predivide_factor, each.gradient_postdivide_factor = pre, post  # type: ignore[assignment]
-            set_divisors(each, pre, post)
-
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:  # type: ignore[override]
         """Inside, parameters are whole; what is written to them is kept, unless `volatile`. Collective.
 
         Raises:
-            StateError: a ValueError; in a forward, a backward or another one of these.
+            AssertionError: in a forward, a backward or another one of these.
         """
-        for each in get_fsdp_instances(self) if recurse else [self]:
-            if isinstance(each, Readable):
-                each.assert_state(TrainingState.IDLE)
         with TorchFSDP.summon_full_params(self, recurse=recurse, writeback=not volatile):
             yield
 
@@ -249,10 +218,11 @@ class FullyShardedDataParallel(Readable, TorchFSDP):
 
         Raises:
             NotImplementedError: wrappers with several process groups.
-            StateError: an AssertionError; a wrapper is around this one.
+            LayoutError: a wrapper is around this one.
         """
-        self.assert_outermost("clip_grad_norm should only be called on the root (parent) instance")
-        if any(each.process_group is not self.process_group for each in get_fsdp_instances(self)):
+        if self._is_root is False:
+            raise LayoutError("clip_grad_norm_ must be called on the outermost FullyShardedDataParallel, got one within another.")
+        if any(each.process_group is not self.process_group for each in wrappers(self)):
             raise NotImplementedError(
                 "clip_grad_norm requires that all params share one process group. clip_grad_by_value_ should work"
             )
@@ -309,13 +279,7 @@ def _in_float32(value: Any) -> Any:
 
 @torch.no_grad()
 def _send_from_rank0(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    done = {id(p) for each in get_fsdp_instances(module) for p in (*each.parameters(), *each.buffers())}
+    done = {id(p) for each in wrappers(module) for p in (*each.parameters(), *each.buffers())}
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in done:
             dist.broadcast(tensor.detach(), group_src=0, group=group)
-
-
-@contextmanager
-def no_pre_load_state_dict_hook() -> Iterator[None]:
-    """Nothing changes inside: `load_state_dict` takes whole parameters by the unwrapped module's names anyway."""
-    yield

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.common.errors import LayoutError
+from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import claimed
 
 __all__ = ["Options", "ProcessGroupName", "check", "own_parameters"]
 
@@ -53,7 +54,6 @@ class Options:
     cpu_offload: bool
     state_dict_on_rank_0_only: bool
     gradient_predivide_factor: float | None
-    allow_reset_parameters: bool
 
     @property
     def offloads(self) -> bool:
@@ -99,6 +99,8 @@ def check(module: nn.Module, given: dict[str, Any], device: torch.device) -> Non
         raise ValueError("Expecting FP16 param type in pure FP16 mode.")
     if not half and any(p.dtype is torch.float16 for p in own.values()):
         raise ValueError("Expecting FP16 param type in FP32 & MP modes.")
+    if twice := claimed(own):
+        raise LayoutError(f"{', '.join(twice)}: another wrapper has the same parameters. Wrap what has all that use them.")
     changed = [name for name, usual in _HELD_ANYWAY.items() if given[name] != usual]
     if changed and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("FullyShardedDataParallel(%s=...) has no effect: torch decides", "=..., ".join(changed))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -24,21 +24,23 @@ __all__ = [
     "OwnOfBoth",
     "Piece",
     "around_conversion",
+    "claim",
+    "claimed",
     "divisors",
     "forget_whole",
     "forwards_may_precede_backwards",
-    "is_whole",
+    "is_summoned",
     "length",
-    "name_plainly",
     "pieces",
     "plain",
     "set_divisors",
     "shared_names",
-    "unignore",
     "without_messages",
+    "wrappers",
 ]
 
 _PREFIX = "_fsdp_wrapped_module"
+_alive: weakref.WeakSet[TorchFSDP] = weakref.WeakSet()  # wrappers that shard parameters
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,23 @@ class Piece:
         return self.parameter.detach().view(-1)
 
 
+def wrappers(module: nn.Module) -> list[TorchFSDP]:
+    """The module, if it is one, and those within it."""
+    return [each for each in module.modules() if isinstance(each, TorchFSDP)]
+
+
+def claim(wrapper: TorchFSDP) -> None:
+    """The wrapper has just been built: what it shards is no other's to shard (`claimed`), and is named plainly."""
+    _alive.add(wrapper)
+    _name_plainly(wrapper)
+
+
+def claimed(parameters: dict[str, nn.Parameter]) -> list[str]:
+    """Names of those that a wrapper shards already."""
+    held = {id(piece.parameter) for each in _alive for piece in pieces(each)}
+    return [name for name, parameter in parameters.items() if id(parameter) in held]
+
+
 def plain(name: str) -> str:
     """A module's or parameter's name as in the unwrapped module."""
     return ".".join(part for part in name.split(".") if part != _PREFIX)
@@ -80,17 +99,16 @@ def pieces(wrapper: TorchFSDP) -> list[Piece]:
     ]
 
 
+def is_summoned(wrapper: TorchFSDP) -> bool:
+    """Whether its parameters are whole, in `summon_full_params`."""
+    return bool(wrapper.training_state.name == "SUMMON_FULL_PARAMS")
+
+
 def length(wrapper: TorchFSDP) -> int:
     """Elements of a rank's part of this wrapper's parameters, with padding; the same on all ranks."""
     handle: Any = wrapper._handle
     sharded = handle.uses_sharded_strategy
     return int(handle.flat_param._sharded_size.numel()) if sharded else sum(p.parameter.numel() for p in pieces(wrapper))
-
-
-def is_whole(wrapper: TorchFSDP) -> bool:
-    """Whether the wrapper's own parameters are gathered at the moment."""
-    handle: Any = wrapper._handle
-    return handle is not None and handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param)
 
 
 def shared_names(wrapper: TorchFSDP) -> list[tuple[str, str]]:
@@ -187,13 +205,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(vars(value).values()))
 
 
-def unignore(wrapper: TorchFSDP, parameters: Iterable[nn.Parameter]) -> None:
-    """Parameters that a wrapper was built without may be sharded by one around it."""
-    ignored: set[nn.Parameter] = wrapper._ignored_params
-    ignored.difference_update(parameters)
-
-
-def name_plainly(wrapper: TorchFSDP) -> None:
+def _name_plainly(wrapper: TorchFSDP) -> None:
     """Parameters of modules within other wrappers are found in the state dict, whose names are the unwrapped module's."""
     handle: Any = wrapper._handle
     if handle is not None:
@@ -208,17 +220,13 @@ def name_plainly(wrapper: TorchFSDP) -> None:
 class OwnOfBoth:
     """An attribute that torch's class and FairScale's have with different values: torch's code gets the one it has set."""
 
-    def __init__(self, name: str, shown: Callable[[Any], Any] | None = None) -> None:
-        """`shown` makes FairScale's value from torch's, where it is no other one."""
-        self._name, self._shown = name, shown
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        key = self._key(sys._getframe(1).f_globals.get("__name__", ""))
-        if self._shown is not None and key not in instance.__dict__:
-            return self._shown(instance.__dict__[f"_torchs_{self._name}"])
-        return instance.__dict__[key]
+        return instance.__dict__[self._key(sys._getframe(1).f_globals.get("__name__", ""))]
 
     def __set__(self, instance: Any, value: Any) -> None:
         frame: Any = sys._getframe(1)

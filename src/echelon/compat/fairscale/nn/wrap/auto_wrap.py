@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import nn
@@ -77,58 +76,14 @@ def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: 
     return recurse or hasattr(module, "wrapper_config")
 
 
-@dataclass(frozen=True)
-class _Wrapping:
-    wrapper: Callable[..., nn.Module]
-    policy: WrapPolicy
-    half: bool = False
-    arguments: dict[str, Any] = field(default_factory=dict)
+class ConfigAutoWrap:
+    """What the surrounding `enable_wrap` says."""
 
-
-_current: list[_Wrapping] = []
-
-
-class _Read(type):
-    @property
-    def in_autowrap_context(cls) -> bool:
-        return bool(_current)
-
-    @property
-    def wrapper_cls(cls) -> Callable[..., nn.Module] | None:
-        return _current[-1].wrapper if _current else None
-
-    @property
-    def auto_wrap_policy(cls) -> WrapPolicy | None:
-        return _current[-1].policy if _current else None
-
-    @property
-    def move_module_cuda_half(cls) -> bool:
-        return bool(_current) and _current[-1].half
-
-    @property
-    def kwargs(cls) -> dict[str, Any]:
-        return dict(_current[-1].arguments) if _current else {}
-
-
-class ConfigAutoWrap(metaclass=_Read):
-    """What the surrounding `enable_wrap` says, if there is one; an object of it is such a context."""
-
-    def __init__(self, auto_wrap_policy: WrapPolicy | None = None, **kwargs: Any) -> None:
-        self._context = enable_wrap(auto_wrap_policy, **kwargs)
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        self._context.__exit__(*exc)
-
-    @staticmethod
-    def recursive_wrap(
-        module: nn.Module, auto_wrap_policy: WrapPolicy | None, module_is_root: bool, **kwargs: Any
-    ) -> tuple[nn.Module, int]:
-        """As `auto_wrap`; and how many parameters are in wrappers now."""
-        _check_unwrapped(module)
-        return _wrapped(module, auto_wrap_policy or _current[-1].policy, module_is_root, kwargs)
+    in_autowrap_context: ClassVar[bool] = False
+    wrapper_cls: ClassVar[Callable[..., nn.Module] | None] = None
+    auto_wrap_policy: ClassVar[WrapPolicy | None] = None
+    move_module_cuda_half: ClassVar[bool] = False
+    kwargs: ClassVar[dict[str, Any]] = {}
 
 
 @contextmanager
@@ -140,47 +95,44 @@ def enable_wrap(auto_wrap_policy: WrapPolicy | None = None, **wrapper_kwargs: An
         wrapper_kwargs: `wrapper_cls`, by default FullyShardedDataParallel, and its arguments. `move_module_cuda_half=True` moves
             modules to the GPU in half precision first.
     """
-    if _current:
+    if ConfigAutoWrap.in_autowrap_context:
         raise NestedWrapError(
             "You are already within an autowrap context and we currently do not supported nested autowrap. "
             "Leave the inner enable_wrap out."
         )
     from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
 
-    wrapper = wrapper_kwargs.pop("wrapper_cls", FullyShardedDataParallel)
-    half = wrapper_kwargs.pop("move_module_cuda_half", False)
-    _current.append(_Wrapping(wrapper, auto_wrap_policy or default_auto_wrap_policy, half, wrapper_kwargs))
+    ConfigAutoWrap.wrapper_cls = wrapper_kwargs.pop("wrapper_cls", FullyShardedDataParallel)
+    ConfigAutoWrap.move_module_cuda_half = wrapper_kwargs.pop("move_module_cuda_half", False)
+    ConfigAutoWrap.auto_wrap_policy, ConfigAutoWrap.kwargs = auto_wrap_policy or default_auto_wrap_policy, wrapper_kwargs
+    ConfigAutoWrap.in_autowrap_context = True
     try:
         yield
     finally:
-        _current.pop()
+        ConfigAutoWrap.in_autowrap_context, ConfigAutoWrap.move_module_cuda_half = False, False
+        ConfigAutoWrap.wrapper_cls, ConfigAutoWrap.auto_wrap_policy, ConfigAutoWrap.kwargs = None, None, {}
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """The module in the wrapper of the surrounding `enable_wrap`; these arguments go before its `wrapper_config`, and that before
     `enable_wrap`'s."""
-    if not _current:
+    if (wrapper := ConfigAutoWrap.wrapper_cls) is None:
         return module
-    now = _current[-1]
-    if now.half:
+    if ConfigAutoWrap.move_module_cuda_half:
         module = module.cuda().half()
-    return now.wrapper(module, **{**now.arguments, **getattr(module, "wrapper_config", {}), **wrap_overrides})
+    return wrapper(module, **{**ConfigAutoWrap.kwargs, **getattr(module, "wrapper_config", {}), **wrap_overrides})
 
 
 def auto_wrap(module: nn.Module, auto_wrap_policy: WrapPolicy | None = None, **kwargs: Any) -> nn.Module:
     """Wrap, innermost first, the submodules and the module that the policy chooses, in place; `kwargs` are for the wrapper."""
-    if not _current:
+    wrapper, policy = ConfigAutoWrap.wrapper_cls, auto_wrap_policy or ConfigAutoWrap.auto_wrap_policy
+    if wrapper is None or policy is None:
         return module
-    _check_unwrapped(module)
-    return _wrapped(module, auto_wrap_policy or _current[-1].policy, True, kwargs)[0]
-
-
-def _check_unwrapped(module: nn.Module) -> None:
-    wrapper = _current[-1].wrapper
     if isinstance(wrapper, type) and any(isinstance(each, wrapper) for each in module.modules()):
         raise WrappedAlreadyError(
             f"{type(module).__name__} has a {wrapper.__name__} in it already. Call auto_wrap before any wrap."
         )
+    return _wrapped(module, policy, True, kwargs)[0]
 
 
 def _wrapped(module: nn.Module, policy: WrapPolicy, is_root: bool, kwargs: dict[str, Any]) -> tuple[nn.Module, int]:

@@ -1,0 +1,177 @@
+"""What `echelon.compat` has of another library, and what it says to take in place of the rest: read from its files.
+
+Importing compat would import torch. The files are read as syntax; their tables of what is not here, which need no torch, are
+executed by themselves. `tests/cli/test_move.py` compares both with what an import gives.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["LIBRARIES", "Answer", "find", "library_of", "moved"]
+
+_COMPAT = Path(__file__).parents[1] / "compat"
+# As the library's programs write it -> below `echelon.compat`.
+LIBRARIES = {
+    "dragon": "dragon",
+    "fairscale": "fairscale",
+    "lightning": "lightning",
+    "nntool": "nntool",
+    "pytorch_lightning": "lightning.pytorch",
+    "torchtnt": "torchtnt",
+    "transformers": "transformers",
+}
+# The files with a function `instead(module, name)`, and what their modules are called from.
+_TABLES = {
+    "fairscale": "fairscale/absent.py",
+    "lightning": "lightning/pytorch/successors.py",
+    "torchtnt": "torchtnt/absent.py",
+}
+# Of these only some names are compat's: all others are the library's own, also where the same line imports both.
+_SOME = ("dragon", "nntool", "transformers")
+# Where transformers defines its Trainers and their arguments; compat has them at its top.
+_TRAINERS = ("", "trainer", "trainer_seq2seq", "training_args", "training_args_seq2seq")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What becomes of a name.
+
+    Args:
+        module: of echelon that has it, or that refuses its use; "" if the line stays as it is.
+        instead: what to take in its place, as compat says it; None if it is here, or is not compat's to have.
+        is_known: False for a name that compat does not know at all.
+    """
+
+    module: str
+    instead: str | None = None
+    is_known: bool = True
+
+
+def library_of(module: str) -> str | None:
+    """The library that a module belongs to, if compat has its names."""
+    root = module.partition(".")[0]
+    return root if root in LIBRARIES else None
+
+
+def moved(module: str) -> str:
+    """What a module is called below `echelon.compat`."""
+    root, point, rest = module.partition(".")
+    return f"echelon.compat.{LIBRARIES[root]}{point}{rest}"
+
+
+def find(module: str, name: str = "") -> Answer:
+    """What becomes of `from module import name`, or of `import module`.
+
+    Args:
+        module: whose library compat has.
+    """
+    root, _, rest = moved(module).removeprefix("echelon.compat.").partition(".")
+    if root == "transformers":
+        is_here = name in _names(root, "") and rest in _TRAINERS
+        return Answer("echelon.compat.transformers" if is_here else "")
+    file = _file(root, rest)
+    told = _told(root, rest)
+    if root == "fairscale" and told is not None and told == _told(root, "nn.model_parallel"):
+        return Answer("", told)
+    if file is None and told is None and not _is_alias(root, rest):
+        return Answer("", is_known=root in _SOME)
+    is_flag = root == "lightning" and name.startswith("_") and name.endswith("_AVAILABLE")
+    if not name or name == "*" or is_flag or name in _names(root, rest):
+        return Answer(moved(module), told if not name else None)
+    below = f"{rest}.{name}".strip(".")
+    if _file(root, below) is not None or _is_alias(root, below) or _told(root, below) is not None:
+        whole = find(f"{module}.{name}")
+        return Answer(moved(module) if whole.module else "", whole.instead)
+    told = _told(root, rest, name) or told
+    if told is None and root in _SOME:
+        return Answer("")
+    return Answer(moved(module) if told is not None else "", told, is_known=told is not None)
+
+
+def _file(library: str, module: str) -> Path | None:
+    """The file of a module below `echelon.compat.library`."""
+    path = _COMPAT.joinpath(library, *module.split(".")) if module else _COMPAT / library
+    return next((each for each in (path / "__init__.py", path.with_name(f"{path.name}.py")) if each.is_file()), None)
+
+
+@functools.cache
+def _table(library: str) -> Any:
+    if library not in _TABLES:
+        return None
+    path = _COMPAT / _TABLES[library]
+    name = ".".join(("echelon", "compat", *Path(_TABLES[library]).with_suffix("").parts))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    table: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    return table
+
+
+def _told(library: str, module: str, name: str = "") -> str | None:
+    table = _table(library)
+    told = table.instead(module, name) if table is not None else None
+    return str(told) if told is not None else None
+
+
+def _aliases(library: str) -> dict[str, str]:
+    """Modules that are another one of compat's, by the same library's names."""
+    if library != "lightning":
+        return {}
+    return {f"pytorch.{name}": f"pytorch.{same}".rstrip(".") for name, same in _table(library).ALIASES.items()}
+
+
+def _is_alias(library: str, module: str) -> bool:
+    return module in _aliases(library)
+
+
+@functools.cache
+def _names(library: str, module: str) -> frozenset[str]:
+    """What a module has."""
+    file = _file(library, _aliases(library).get(module, module))
+    found = set(_bound(file)) if file is not None else set()
+    if library == "lightning":  # each module there answers for what the others have
+        table = _table(library)
+        homes = [_file(library, f"pytorch{home}") for home in table.HOMES]
+        found |= {name for home in homes if home is not None for name in _exported(home)} | {*table.DISPLAYS}
+        if module.startswith("pytorch.plugins"):
+            found |= {"DDPPlugin", *table.ENVIRONMENTS}
+    return frozenset(found)
+
+
+def _bound(file: Path) -> Iterator[str]:
+    """Names that a file binds at its top, and keys of its `_HOMES`, which are loaded when they are asked for."""
+    for statement in _statements(ast.parse(file.read_text())):
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            yield statement.name
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            yield from (each.asname or each.name.partition(".")[0] for each in statement.names)
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+            yield from names
+            if names == ["_HOMES"] and isinstance(statement.value, (ast.Dict, ast.DictComp)):
+                yield from eval(compile(ast.Expression(statement.value), str(file), "eval"))
+
+
+def _exported(file: Path) -> Iterator[str]:
+    """Names in a file's `__all__`, but those that it takes from elsewhere by a star."""
+    for statement in ast.parse(file.read_text()).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            yield from (each.value for each in ast.walk(statement.value) if isinstance(each, ast.Constant))
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    for field in ("body", "handlers", "orelse", "finalbody"):
+        for each in getattr(tree, field, ()):
+            if isinstance(each, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
+                yield from _statements(each)
+            elif isinstance(each, ast.stmt):
+                yield each

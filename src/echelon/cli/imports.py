@@ -1,0 +1,280 @@
+"""A script's import lines, changed so that names of other libraries are `echelon.compat`'s; nothing else of it changes.
+
+libcst keeps every other character. What is here and what is not says `compat_names`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from echelon.cli.compat_names import Answer, find, library_of, moved
+
+__all__ = ["Moved", "Note", "move"]
+
+
+@dataclass(frozen=True, order=True)
+class Note:
+    """A name that stays, or whose use is refused.
+
+    Args:
+        line: where, from 1 on.
+        name: with its module.
+        why: what to do.
+    """
+
+    line: int
+    name: str
+    why: str
+
+
+@dataclass
+class Moved:
+    """A script, changed.
+
+    Args:
+        text: the new one.
+        encoding: that of both.
+        names: how many imported names are echelon's now.
+        notes: what is not.
+    """
+
+    text: bytes
+    encoding: str
+    names: int
+    notes: list[Note] = field(default_factory=list)
+
+
+def move(text: bytes) -> Moved:
+    """
+    Raises:
+        libcst.ParserSyntaxError: it is no Python; with the line.
+    """
+    before = cst.parse_module(text)
+    assert before.bytes == text, "every character is kept"
+    wrapper = MetadataWrapper(before, unsafe_skip_copy=True)
+    uses = _Uses()
+    wrapper.visit(uses)
+    change = _Change(uses)
+    new = wrapper.visit(change)
+    return Moved(new.bytes, new.encoding, change.names, sorted({*uses.notes, *change.notes}))
+
+
+class _Uses(cst.CSTVisitor):
+    """What is used by attribute of modules that are imported whole, anywhere in the script."""
+
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self) -> None:
+        self.bound: dict[str, str] = {}  # name -> module, of modules that are imported whole
+        self.chains: dict[str, int] = {}  # such as "fairscale.nn.Pipe" -> its first line
+        self.of_transformers: set[str] = set()  # names of that module, of which what compat has is used
+        self.is_moved: set[str] = set()  # names that a line binds to compat's module already
+        self.notes: list[Note] = []
+
+    def _line(self, node: cst.CSTNode) -> int:
+        return int(self.get_metadata(PositionProvider, node).start.line)
+
+    def visit_Import(self, node: cst.Import) -> None:
+        for each in node.names:
+            module = _name(each.name)
+            if library_of(module) is not None:
+                self.bound[_bound_by(each)] = module if each.asname is not None else module.partition(".")[0]
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        module = _module_of(node)
+        if isinstance(node.names, cst.ImportStar):
+            return False
+        if module == "echelon.compat":
+            self.is_moved |= {_bound_by(each) for each in node.names}
+        if library_of(module) is not None:
+            for each in node.names:
+                whole = f"{module}.{_name(each.name)}"
+                if not find(module, _name(each.name)).instead and find(whole).module:
+                    self.bound[_bound_by(each)] = whole
+        return False
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool | None:
+        whole = get_full_name_for_node(node) if _is_chain(node) else None
+        if whole is None:
+            return True
+        self.chains.setdefault(whole, self._line(node))
+        return False
+
+    def visit_Call(self, node: cst.Call) -> None:
+        called = get_full_name_for_node(node.func) or ""
+        if called.rpartition(".")[2] not in ("import_module", "__import__") or not node.args:
+            return
+        value = node.args[0].value
+        if isinstance(value, cst.SimpleString) and isinstance(module := value.evaluated_value, str) and library_of(module):
+            self.notes.append(
+                Note(self._line(node), f'{called}("{module}")', f"a name in a string stays. Here it is {moved(module)}.")
+            )
+
+    def leave_Module(self, original_node: cst.Module) -> None:
+        for chain, line in self.chains.items():
+            first, _, rest = chain.partition(".")
+            if first in self.bound:
+                self._look(self.bound[first], rest.split("."), first, line)
+
+    def _look(self, module: str, names: Sequence[str], bound: str, line: int) -> None:
+        if module.partition(".")[0] == "transformers":
+            if module == "transformers" and find(module, names[0]).module:
+                self.of_transformers |= {bound} - self.is_moved
+            return
+        for name in names:
+            answer = find(module, name)
+            if answer.instead is not None or not answer.is_known:
+                self.notes.append(_note(line, module, name, answer))
+                return
+            if not find(f"{module}.{name}").module:
+                return
+            module = f"{module}.{name}"
+
+
+class _Change(cst.CSTTransformer):
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self, uses: _Uses) -> None:
+        self.uses, self.names = uses, 0
+        self.notes: list[Note] = []
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        line = int(self.get_metadata(PositionProvider, original_node).start.line)
+        made: list[cst.BaseSmallStatement] = []
+        for each in updated_node.body:
+            if isinstance(each, cst.Import):
+                made += self._import(each, line)
+            elif isinstance(each, cst.ImportFrom):
+                made += self._import_from(each, line)
+            else:
+                made.append(each)
+        if len(made) == len(updated_node.body):
+            return updated_node.with_changes(body=made)
+        if len(updated_node.body) > 1:  # as many on the line as there were
+            return updated_node.with_changes(body=[each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in made])
+        lines = [updated_node.with_changes(body=[made[0]])]
+        return cst.FlattenSentinel([*lines, *(updated_node.with_changes(body=[each], leading_lines=()) for each in made[1:])])
+
+    def _import(self, node: cst.Import, line: int) -> list[cst.BaseSmallStatement]:
+        stay: list[cst.ImportAlias] = []
+        made: list[cst.BaseSmallStatement] = []
+        for each in node.names:
+            module = _name(each.name)
+            library, bound = library_of(module), _bound_by(each)
+            if library == "transformers" and bound in self.uses.of_transformers:
+                if module != "transformers":  # a module below it, which is loaded as before
+                    stay.append(each)
+                made.append(_binding("transformers", each.asname))
+                self.names += 1
+                continue
+            answer = find(module) if library is not None and library != "transformers" else None
+            if answer is not None and (answer.instead is not None or not answer.is_known):
+                self.notes.append(_note(line, module, "", answer))
+            if answer is None or not answer.module:
+                stay.append(each)
+                continue
+            self.names += 1
+            if each.asname is None and "." in module:
+                made.append(_import_of(moved(module)))  # loads it; the other binds the name
+            made.append(_binding(module if each.asname is not None else module.partition(".")[0], each.asname))
+        if not made:
+            return [node]
+        return [*([_with(node, stay)] if stay else []), *made]
+
+    def _import_from(self, node: cst.ImportFrom, line: int) -> list[cst.BaseSmallStatement]:
+        module = _module_of(node)
+        library = library_of(module)
+        if library is None:
+            return [node]
+        if isinstance(node.names, cst.ImportStar):
+            answer = find(module, "*")
+            if not answer.module or answer.instead is not None:
+                why = answer.instead or "name what the script uses of it: with a star it is not seen what that is."
+                self.notes.append(Note(line, f"{module}.*", why))
+            return [_from(node, answer.module) if answer.module else node]
+        stay: list[cst.ImportAlias] = []
+        moving: dict[str, list[cst.ImportAlias]] = {}
+        for each in node.names:
+            answer = find(module, _name(each.name))
+            if answer.instead is not None or not answer.is_known:
+                self.notes.append(_note(line, module, _name(each.name), answer))
+            if answer.module:
+                self.names += 1
+                moving.setdefault(answer.module, []).append(each)
+            else:
+                stay.append(each)
+        if not moving:
+            return [node]
+        first = [_with(node, stay)] if stay else []
+        return [*first, *(_from(_with(node, names), where) for where, names in moving.items())]
+
+
+def _note(line: int, module: str, name: str, answer: Answer) -> Note:
+    whole = f"{module}.{name}".rstrip(".")
+    if answer.instead is None:
+        return Note(line, whole, f"echelon.compat does not know it, and the line stays {library_of(module)}'s.")
+    return Note(line, whole, f"not part of echelon.compat. Instead: {answer.instead}")
+
+
+def _name(node: cst.BaseExpression) -> str:
+    return get_full_name_for_node(node) or ""
+
+
+def _module_of(node: cst.ImportFrom) -> str:
+    """Of an import that is not relative; else ""."""
+    return _name(node.module) if node.module is not None and not node.relative else ""
+
+
+def _bound_by(alias: cst.ImportAlias) -> str:
+    """The name that an import binds."""
+    return _name(alias.asname.name) if alias.asname is not None else _name(alias.name).partition(".")[0]
+
+
+def _is_chain(node: cst.BaseExpression) -> bool:
+    """a.b.c and nothing else."""
+    return isinstance(node, cst.Name) or (isinstance(node, cst.Attribute) and _is_chain(node.value))
+
+
+def _dotted(module: str) -> cst.Attribute | cst.Name:
+    around, _, last = module.rpartition(".")
+    return cst.Attribute(_dotted(around), cst.Name(last)) if around else cst.Name(last)
+
+
+def _import_of(module: str) -> cst.Import:
+    return cst.Import([cst.ImportAlias(_dotted(module))])
+
+
+def _binding(module: str, asname: cst.AsName | None) -> cst.BaseSmallStatement:
+    """What binds the name that `import module` would."""
+    here = moved(module)
+    if asname is not None:
+        return cst.Import([cst.ImportAlias(_dotted(here), asname)])
+    around, _, last = here.rpartition(".")
+    known = None if last == module else cst.AsName(cst.Name(module))
+    return cst.ImportFrom(_dotted(around), [cst.ImportAlias(cst.Name(last), known)])
+
+
+def _with(node: cst.Import | cst.ImportFrom, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallStatement:
+    """The same statement with some of its names."""
+    assert not isinstance(node.names, cst.ImportStar)
+    last, was_last = names[-1], node.names[-1]
+    if last is was_last:
+        return node.with_changes(names=names)
+    space = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else None
+    if isinstance(node, cst.ImportFrom) and node.rpar is not None and isinstance(space, cst.ParenthesizedWhitespace):
+        # A name a line: what stands behind it, as a comment, stays, and the bracket follows on the next line.
+        closing = cst.Comma(whitespace_after=space.with_changes(empty_lines=[], last_line=cst.SimpleWhitespace("")))
+        rpar = node.rpar if isinstance(was_last.comma, cst.Comma) else cst.RightParen()
+        return node.with_changes(names=[*names[:-1], last.with_changes(comma=closing)], rpar=rpar)
+    return node.with_changes(names=[*names[:-1], last.with_changes(comma=was_last.comma)])
+
+
+def _from(node: cst.BaseSmallStatement, module: str) -> cst.BaseSmallStatement:
+    return node.with_changes(module=_dotted(module))
