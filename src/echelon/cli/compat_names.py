@@ -165,7 +165,7 @@ def _exported(file: Path) -> Iterator[str]:
     """Names in a file's `__all__`, but those that it takes from elsewhere by a star."""
     for statement in ast.parse(file.read_text()).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
-            yield from (each.value for each in ast.walk(statement.value) if isinstance(each, ast.Constant))
+            yield from (str(each.value) for each in ast.walk(statement.value) if isinstance(each, ast.Constant))
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.stmt]:

@@ -15,7 +15,7 @@ from echelon.common.files import read_bytes, write_whole
 from echelon.common.terminal import printable, shortly
 
 if TYPE_CHECKING:
-    from echelon.cli.imports import Moved
+    from echelon.cli.imports import Moved, Note
 
 __all__ = ["add_arguments", "execute"]
 
@@ -36,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Run the command; returns 1 if a name is not here. No file is changed before all are understood."""
     found = {path: _moved(path) for path in dict.fromkeys(map(Path, arguments.files))}
     names = changed = 0
-    notes = []
+    notes: list[tuple[Path, Note]] = []
     for path, (before, after) in found.items():
         names, notes = names + after.names, [*notes, *((path, each) for each in after.notes)]
         if before == after.text:
@@ -80,8 +80,8 @@ def _moved(path: Path) -> tuple[bytes, Moved]:
 
 
 def _show(path: Path, before: bytes, after: Moved) -> None:
-    lines = [text.decode(after.encoding, "replace").splitlines() for text in (before, after.text)]
-    for line in difflib.unified_diff(*lines, str(path), str(path), lineterm=""):
+    old, new = (text.decode(after.encoding, "replace").splitlines() for text in (before, after.text))
+    for line in difflib.unified_diff(old, new, str(path), str(path), lineterm=""):
         print(printable(line))
 
 
