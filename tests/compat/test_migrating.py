@@ -47,7 +47,7 @@ TESTED: dict[str, str] = {
     "`OSS.load_state_dict(state)` empties": f"{OSS}::test_state_is_the_plain_optimizers_and_goes_to_any_number_of_ranks",
     "the ranks of FullyShardedDataParallel start": f"{FSDP}::test_fsdp_trains_what_one_process_trains",
     "weights shared by modules in wrappers": f"{LOCAL}::test_weights_that_wrappers_would_share_are_refused",
-    "a pickled wrapped model": f"{LOCAL}::test_what_is_left_out_says_what_to_take",
+    "a pickled or copied wrapped model": f"{LOCAL}::test_what_is_left_out_says_what_to_take",
     "`local_state_dict` has equal parts": f"{LOCAL}::test_local_state_dicts_come_back_and_make_the_whole",
     "ShardedGradScaler is switched off on CPUs": "compat/test_fairscale.py::test_the_scaler_works_without_a_group",
     "... updates no statistics of a batch norm": f"{FAIRSCALE}::test_a_wrapped_module_is_the_same_object_and_counts_once",
