@@ -676,7 +676,7 @@ def test_parts_of_a_padded_batch_weigh_what_their_losses_are_means_over(kind: st
     whole = {"input_ids": ids, "labels": labels}
     trainer = Trainer(model=model, args=_arguments(tmp_path))
     halves = [{name: each[rows] for name, each in whole.items()} for rows in (slice(0, 2), slice(2, 4))]
-    total, *parts = (float(trainer.weight(each) * model(**each).loss) for each in (whole, *halves))
+    total, *parts = (float(trainer.weight(each) * model(**each).loss.detach()) for each in (whole, *halves))
     assert sum(parts) == pytest.approx(total, rel=1e-5)
 
 
