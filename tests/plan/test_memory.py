@@ -217,3 +217,19 @@ def test_devices_and_sizes_are_checked() -> None:
     for text in ("", "0", "-1GiB", "80 parsecs", "1e9", "inf"):
         with refused(PlanError):
             bytes_of(text, "--budget")
+
+
+def test_a_search_names_the_command_that_runs_the_fastest(tmp_path: Path, echelon_command: Command) -> None:
+    (tmp_path / "train.py").write_text(LOOP.replace("WIDTH", "96").replace("DEPTH", "4"))
+    options = ("--cluster", "1x2xH100", "--search", "--goal", "1M samples", "--price", "2", "--mtbf", "50000")
+    done = echelon_command("plan", *options, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "echelon run --ranks 2 --layout" in done.stdout and "1M samples" in done.stdout
+    done = echelon_command("plan", *options, "--json", "train.py")
+    said = json.loads(done.stdout)
+    rates = [each["samples"] / each["seconds"] for each in said["layouts"]]
+    assert rates == sorted(rates, reverse=True) and said["bill"]["updates"] == 125_000 and said["bill"]["failures"] > 0
+    assert said["command"][:4] == ["echelon", "run", "--ranks", "2"] and {each["layout"] for each in said["layouts"]} >= {
+        "ddp",
+        "fsdp",
+    }

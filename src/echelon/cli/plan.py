@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
+import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echelon.cli.script import check_script
 from echelon.common.errors import PlanError, require
 from echelon.common.terminal import printable
 from echelon.contracts.rank import RankInfo
+
+if TYPE_CHECKING:
+    from echelon.plan.bill import Bill, Goal
+    from echelon.plan.memory import Answer
 
 __all__ = ["add_arguments", "execute"]
 
@@ -31,6 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "again (default: those that these devices allow)",
     )
     parser.add_argument("--strategy", dest="layout", action="append", help=argparse.SUPPRESS)  # the older word
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="all layouts of these devices, each with the fewest micro-batches that fit: the fastest first, and its command",
+    )
+    parser.add_argument("--goal", metavar="AMOUNT", help="the whole training, such as '300B tokens': days, device-hours")
+    parser.add_argument("--price", type=float, metavar="P", help="of a device for an hour: what the goal costs")
+    parser.add_argument("--mtbf", type=float, metavar="HOURS", help="between failures of a device: how many there will be")
+    parser.add_argument(
+        "--save-time", type=float, default=60.0, metavar="S", help="for which a save holds training up (default: 60)"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--layers", action="store_true", help="what the layout does with each layer, in place of memory")
     parser.add_argument(
@@ -48,6 +68,9 @@ def execute(arguments: argparse.Namespace) -> int:
     for name in ("ranks", "nodes"):
         given = getattr(arguments, name)
         require(given is None or given >= 1, f"--{name}", "at least 1", given, kind=PlanError)
+    for name in ("price", "mtbf", "save_time"):
+        given = getattr(arguments, name)
+        require(given is None or 0 < given < math.inf, f"--{name.replace('_', '-')}", "above 0", given, kind=PlanError)
     if arguments.calibrate:
         return _calibrate(arguments)
     if arguments.script is None:
@@ -101,16 +124,50 @@ def _memory(arguments: argparse.Namespace) -> int:
         raise PlanError("plan must know the devices, got none. Give --gpus 8, or --cluster 16x8xH100; or --layers.")
 
     from echelon.loop.target import Target
-    from echelon.plan.memory import lines, plan_memory
+    from echelon.plan.bill import Goal, bill_lines
+    from echelon.plan.memory import Setting, lines, plan_memory
+    from echelon.plan.search import command_of, search
 
+    goal = Goal.of(arguments.goal) if arguments.goal else None
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
-    found = plan_memory(target, ranks, layouts=arguments.layout or (), per_node=per_node, budget=budget, device=device)
-    if arguments.json:
-        print(json.dumps({"ranks": ranks, "per_node": per_node, "budget": budget, "layouts": [each.to_json() for each in found]}))
+    out: list[Answer] = []
+    if not arguments.search:
+        found = plan_memory(target, ranks, layouts=arguments.layout or (), per_node=per_node, budget=budget, device=device)
+    elif budget is None or device is None or not device.is_timed:
+        raise PlanError(f"--search must know a device's memory and speed, got {arguments.device}. Give --device, or --cluster.")
     else:
-        print(printable("\n".join(lines(found, ranks, device.name if device else "", budget))))
-    traced = [each.verdict for each in found if each.peak]
+        found, out = search(target, Setting(ranks, per_node, budget, device))
+    bill = _bill(arguments, goal, found, ranks) if goal and found else None
+    command = command_of(found[0], ranks, arguments.script, arguments.args) if arguments.search and found else None
+    if arguments.json:
+        layouts = [each.to_json() for each in (*found, *out)]
+        said = {"ranks": ranks, "per_node": per_node, "budget": budget, "layouts": layouts, "command": command}
+        print(json.dumps({**said, "bill": asdict(bill) if bill else None}))
+    else:
+        told = lines([*found, *out], ranks, device.name if device else "", budget)
+        if command:
+            many = found[0].micro_batches
+            told += ["", f"The fastest that fits: {shlex.join(command)}" + (f"  (with accumulate={many})" if many > 1 else "")]
+        told += bill_lines(bill, arguments.goal, found[0].layout) if bill else []
+        print(printable("\n".join(told)))
+    traced = [each.verdict for each in (*found, *out) if each.peak]
     return 2 if not traced else 1 if set(traced) == {"does not fit"} else 0
+
+
+def _bill(arguments: argparse.Namespace, goal: Goal, found: Sequence[Answer], ranks: int) -> Bill:
+    """Of the first layout."""
+    from echelon.plan.bill import bill_of
+
+    best = next((each for each in found if each.seconds), None)
+    if best is None:
+        raise PlanError("--goal must have a layout that could be timed, got none. Give --device, or --cluster.")
+    per_update = {"tokens": best.tokens, "samples": best.samples, "updates": 1}[goal.unit]
+    require(
+        per_update > 0, "--goal", "samples or updates, since the batches have no rows of tokens", arguments.goal, kind=PlanError
+    )
+    return bill_of(
+        goal, per_update, best.seconds, ranks, price=arguments.price or 0.0, mtbf=arguments.mtbf or 0.0, save=arguments.save_time
+    )
 
 
 def _layers(arguments: argparse.Namespace) -> int:

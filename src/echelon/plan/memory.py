@@ -26,7 +26,7 @@ from echelon.plan.timeline import fused, simulate
 from echelon.plan.trace import KINDS
 from echelon.plan.update import Planned, trace_update
 
-__all__ = ["Answer", "duration", "layouts_for", "lines", "plan_memory"]
+__all__ = ["Answer", "Setting", "duration", "layouts_for", "lines", "plan_memory", "size", "traced"]
 
 # What a trace does not see. The caching allocator cannot use all that it reserves: a tenth is taken for that. CUDA's context, the
 # buffers of NCCL and the workspaces of cuBLAS lie beside it: a GiB is taken. Both are rules of thumb, and no measurements.
@@ -53,6 +53,7 @@ class Answer:
         busy: seconds of operators: products, attention, memory.
         waits: seconds in which these waited for collectives, by kind.
         mfu: share of the device's peak that the model's own products and attention take, without what is computed again.
+        parameter_bytes: of the whole model.
         verdict: fits, at risk, does not fit; "" without a budget.
         why: it could not be traced.
     """
@@ -75,6 +76,7 @@ class Answer:
     busy: dict[str, float] | None = None
     waits: dict[str, float] | None = None
     mfu: float = 0.0
+    parameter_bytes: int = 0
     verdict: str = ""
     why: str = ""
 
@@ -85,6 +87,22 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a script would train.
+
+    Args:
+        per_node: ranks of a node.
+        budget: bytes of a device.
+        device: whose time is estimated.
+    """
+
+    ranks: int
+    per_node: int = 8
+    budget: int | None = None
+    device: Device | None = None
 
 
 def layouts_for(ranks: int, per_node: int) -> list[str]:
@@ -114,19 +132,24 @@ def plan_memory(
         budget: bytes of a device.
         device: whose time is estimated.
     """
-    given = (ranks, per_node, budget, device)
-    made = [_traced(target, None, *given)]
+    setting = Setting(ranks, per_node, budget, device)
+    made = [traced(target, None, setting)]
     for layout in layouts or layouts_for(ranks, per_node):
         if layout != made[0].layout:
-            made.append(_traced(target, layout, *given))
+            made.append(traced(target, layout, setting))
     return made
 
 
-def _traced(target: Target, layout: str | None, ranks: int, per_node: int, budget: int | None, device: Device | None) -> Answer:
-    """In a process of its own, since what a script began stays begun. No daemon: its loader may have workers."""
+def traced(target: Target, layout: str | None, setting: Setting, accumulation: int | None = None) -> Answer:
+    """In a process of its own, since what a script began stays begun. No daemon: its loader may have workers.
+
+    Args:
+        layout: None is the script's own.
+        accumulation: micro-batches of an update, in place of the script's own.
+    """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_trace, args=(there, target, layout, ranks, per_node, device))
+    child = context.Process(target=_trace, args=(there, target, layout, setting, accumulation))
     with warnings.catch_warnings(action="ignore"):  # threads of torch's, which the child does not use
         child.start()
     there.close()
@@ -137,32 +160,35 @@ def _traced(target: Target, layout: str | None, ranks: int, per_node: int, budge
         told = {"why": f"its process ended with exit code {child.exitcode}, as the kernel's OOM killer ends one with -9"}
     child.join()
     found = Answer(layout=told.pop("layout", layout or ""), is_own=layout is None, **told)
-    return Answer(**{**asdict(found), "verdict": _verdict(found.peak, budget)}) if budget and found.peak else found
+    return (
+        Answer(**{**asdict(found), "verdict": _verdict(found.peak, setting.budget)}) if setting.budget and found.peak else found
+    )
 
 
-def _trace(there: Connection, target: Target, layout: str | None, ranks: int, per_node: int, device: Device | None) -> None:
+def _trace(there: Connection, target: Target, layout: str | None, setting: Setting, accumulation: int | None) -> None:
     told: dict[str, Any]
     os.dup2(2, 1)  # what the script prints is not the plan
     warnings.simplefilter("ignore")
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            planned = trace_update(target, layout, ranks, per_node=per_node)
-        traced = planned.traced
+            planned = trace_update(target, layout, setting.ranks, per_node=setting.per_node, accumulation=accumulation)
+        found = planned.traced
         told = {
             "layout": planned.layout,
             "model": planned.model,
             "parameters": planned.parameters,
-            "peak": traced.peak,
-            "by_kind": traced.by_kind,
-            "largest": list(traced.by_module.items())[:3],
-            "moment": f"{traced.moment} pass" + (f" of {traced.module}" if traced.module else ""),
-            "flops": traced.flops,
-            "sent": int(traced.sent()),
+            "parameter_bytes": planned.parameter_bytes,
+            "peak": found.peak,
+            "by_kind": found.by_kind,
+            "largest": list(found.by_module.items())[:3],
+            "moment": f"{found.moment} pass" + (f" of {found.module}" if found.module else ""),
+            "flops": found.flops,
+            "sent": int(found.sent()),
             "read": planned.read,
             "samples": planned.samples,
             "tokens": planned.tokens,
             "micro_batches": planned.micro_batches,
-            **(_timed(planned, device, per_node) if device is not None and device.is_timed else {}),
+            **_timed(planned, setting),
         }
     except EchelonError as error:
         told = {"why": str(error)}
@@ -173,12 +199,15 @@ def _trace(there: Connection, target: Target, layout: str | None, ranks: int, pe
     os._exit(0)  # no exit function of a script's runs with tensors that have no memory
 
 
-def _timed(planned: Planned, device: Device, per_node: int) -> dict[str, Any]:
-    traced = planned.traced
-    steps = fused(traced.steps) if planned.is_compiled else traced.steps
-    time = simulate(steps, device, Links(device, per_node))
-    own = traced.flops - traced.repeated
-    peak = device.peak_of(traced.types.most_common(1)[0][0]) if traced.types else 0.0
+def _timed(planned: Planned, setting: Setting) -> dict[str, Any]:
+    device = setting.device
+    if device is None or not device.is_timed:
+        return {}
+    found = planned.traced
+    steps = fused(found.steps) if planned.is_compiled else found.steps
+    time = simulate(steps, device, Links(device, setting.per_node))
+    own = found.flops - found.repeated
+    peak = device.peak_of(found.types.most_common(1)[0][0]) if found.types else 0.0
     mfu = own / time.seconds / peak if peak and time.seconds else 0.0
     return {"seconds": time.seconds, "busy": dict(time.busy), "waits": dict(time.waits), "mfu": mfu}
 

@@ -44,7 +44,7 @@ class Planned:
         layout: as it is written for `layout=`.
         ranks: in the world.
         model: the module's class.
-        parameters: of the whole model.
+        parameters, parameter_bytes: of the whole model.
         traced: what the rank holds, sends and computes.
         read: values of tensors that the script read in the updates, which were made up.
         samples, tokens: of an update, on all ranks; 0 tokens if its batches have no rows of whole numbers.
@@ -56,6 +56,7 @@ class Planned:
     ranks: int
     model: str
     parameters: int
+    parameter_bytes: int
     traced: Traced
     read: int
     samples: int
@@ -72,7 +73,7 @@ class _WithoutValues(Strategy):
     mode: NoMemory
 
     def __post_init__(self) -> None:
-        self.model, self.parameters = "", 0
+        self.model, self.parameters, self.parameter_bytes = "", 0, 0
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -80,11 +81,20 @@ class _WithoutValues(Strategy):
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         self.model, self.parameters = type(module).__name__, sum(p.numel() for p in module.parameters())
+        self.parameter_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         without_values(module, self.mode)
         return self.real.prepare(module, world, recipe)
 
 
-def trace_update(target: Target, layout: str | None, ranks: int, *, per_node: int = 8, rounding: int = 512) -> Planned:
+def trace_update(
+    target: Target,
+    layout: str | None,
+    ranks: int,
+    *,
+    per_node: int = 8,
+    rounding: int = 512,
+    accumulation: int | None = None,
+) -> Planned:
     """Run the script up to its second update, as rank 0 of so many, with a model that has no memory.
 
     Compilation is left out. Only for a process of its own, which ends afterwards: what the script began stays begun.
@@ -93,6 +103,7 @@ def trace_update(target: Target, layout: str | None, ranks: int, *, per_node: in
         layout: in place of the script's own.
         per_node: ranks of a node.
         rounding: see `Trace`.
+        accumulation: micro-batches of an update on each rank, in place of the script's own.
     Raises:
         PlanError: the script gives echelon no module to train, or trains for no two updates.
         UsageError: what training would be refused for.
@@ -110,7 +121,7 @@ def trace_update(target: Target, layout: str | None, ranks: int, *, per_node: in
             return chosen[-1]
 
         watcher = _Watcher(mode, rounding)
-        impose(Overrides(choose, compile=False, observes=True))
+        impose(Overrides(choose, accumulation=accumulation, compile=False, observes=True))
         try:
             with observing(watcher.look_at):
                 target.run()
@@ -138,6 +149,7 @@ def trace_update(target: Target, layout: str | None, ranks: int, *, per_node: in
             ranks,
             last.model,
             last.parameters,
+            last.parameter_bytes,
             watcher.trace.result(),
             mode.read,
             watcher.samples,

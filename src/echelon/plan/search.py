@@ -1,0 +1,108 @@
+"""Which layout trains fastest on a cluster, of those that fit: each with the fewest micro-batches that its memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from echelon.loop.target import Target
+from echelon.plan.memory import Answer, Setting, size, traced
+
+__all__ = ["Candidate", "candidates", "command_of", "found_best", "search"]
+
+_SCALES = ("activations", "temporary")  # with the samples of a micro-batch; logits are among them
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout.
+
+    Args:
+        parameters, optimizer: over how many ranks it splits these.
+        ways: ranks that have other samples.
+    """
+
+    layout: str
+    parameters: int
+    optimizer: int
+    ways: int
+
+
+def candidates(ranks: int, per_node: int) -> list[Candidate]:
+    """dp_replicate x dp_shard x tp, where a node has the ranks of tp, and shards lie over all of the ways or over a node's."""
+    found = [Candidate("ddp", 1, 1, ranks), Candidate("zero1", 1, ranks, ranks)] if ranks > 1 else []
+    tensor = [tp for tp in (1, 2, 4, 8) if tp <= per_node and ranks % tp == 0 and ranks > tp]
+    for tp in tensor:
+        ways = ranks // tp
+        shards = {ways} | ({per_node // tp} if ranks > per_node and ranks % per_node == 0 and per_node > tp else set())
+        for shard in sorted(shards, reverse=True):
+            axes = {"dp_replicate": ways // shard, "dp_shard": shard, "tp": tp}
+            words = ",".join(f"{axis}={many}" for axis, many in axes.items() if many > 1)
+            found.append(Candidate("fsdp" if shard == ranks else words, shard * tp, shard * tp, ways))
+    return found
+
+
+def search(target: Target, setting: Setting) -> tuple[list[Answer], list[Answer]]:
+    """See `found_best`. A script that cannot be traced as it stands is all that falls out."""
+    first = traced(target, None, setting)
+    if first.why:
+        return [], [first]
+
+    def trace(layout: str, many: int) -> Answer:
+        if (layout, many) == (first.layout, first.micro_batches):
+            return first
+        return replace(traced(target, layout, setting, many), layout=layout)
+
+    return found_best(first, setting, trace)
+
+
+def found_best(first: Answer, setting: Setting, trace: Callable[[str, int], Answer]) -> tuple[list[Answer], list[Answer]]:
+    """Those that fit, the fastest first; and those that fall out, with `why`.
+
+    A layout is not traced if its shards of parameters and of the optimizer's state alone are too much. One that is traced and
+    does not fit is traced again with as many micro-batches as would make its activations fit, until a micro-batch has one sample.
+
+    Args:
+        first: the script's own.
+        setting: with a budget.
+        trace: a layout with so many micro-batches.
+    """
+    fit: list[Answer] = []
+    out: list[Answer] = []
+    budget, held = setting.budget or 0, (first.by_kind or {}).get("parameters", 0)
+    # Bytes for each of the parameters'; unknown where a layout splits the one and not the other.
+    optimizer = (first.by_kind or {}).get("optimizer", 0) / held if held and not first.layout.startswith("zero") else 0.0
+    for each in candidates(setting.ranks, setting.per_node):
+        least = int(first.parameter_bytes * (1 / each.parameters + optimizer / each.optimizer))
+        if least > budget and each.layout != first.layout:
+            why = f"parameters and the optimizer's state alone are {size(least)} on a rank"
+        elif first.samples % each.ways:
+            why = f"a global batch of {first.samples} has no equal parts for {each.ways} ways"
+        else:
+            found = _fewest(each.layout, first.samples // each.ways, budget, trace)
+            (out if found.why or found.verdict == "does not fit" else fit).append(found)
+            continue
+        out.append(Answer(each.layout, False, why=why))
+    if not any(each.is_own for each in (*fit, *out)):
+        (out if first.verdict == "does not fit" else fit).append(first)
+    return sorted(fit, key=lambda each: (each.verdict != "fits", -each.rate)), out
+
+
+def _fewest(layout: str, rows: int, budget: int, trace: Callable[[str, int], Answer]) -> Answer:
+    many = 1
+    while True:
+        found = trace(layout, many)
+        if found.why or found.verdict != "does not fit" or many == rows:
+            return found
+        kinds = found.by_kind or {}
+        scales = sum(kinds.get(kind, 0) for kind in _SCALES)
+        room = budget - (found.peak - scales)
+        if room <= 0:
+            return found
+        wanted = -(-scales * many // room)
+        many = next((each for each in range(max(many + 1, wanted), rows) if rows % each == 0), rows)
+
+
+def command_of(best: Answer, ranks: int, script: str, arguments: Sequence[str]) -> list[str]:
+    """That runs it."""
+    return ["echelon", "run", "--ranks", str(ranks), "--layout", best.layout, script, *arguments]
