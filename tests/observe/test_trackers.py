@@ -318,6 +318,35 @@ def test_a_tracker_that_does_not_answer_holds_no_training(
     assert all("waiting for" in each for each in said(caplog))
 
 
+BEGINS_SLOWLY = """
+import atexit, time
+import echelon as ech
+from echelon.observe.sinks import trackers
+from tests.kit.models import batch
+from tests.kit.units import Regression
+
+class Slow:
+    def log_dict(self, numbers, step):
+        if step == 1:
+            atexit.register(print, "the tracker ends by itself")
+            time.sleep(3)
+
+    def flush(self): pass
+
+    def close(self): print("all was given")
+
+trackers.TRACKERS["tensorboard"] = lambda run, config: Slow()
+trackers._FLUSH_S = 0.01
+ech.train(Regression(), [batch(4, i) for i in range(2)], max_epochs=1)
+"""
+
+
+def test_a_tracker_that_begins_as_the_process_ends_is_given_all_before_it_ends_itself(run: RunDir) -> None:
+    env = {**clean_environment(), **run.to_env(), "ECHELON_TRACK": "tensorboard", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", BEGINS_SLOWLY], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["all was given", "the tracker ends by itself"], done.stderr
+
+
 def test_a_training_that_fails_does_not_wait_for_its_tracker(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "_FLUSH_S", 20.0)
     begun = time.monotonic()

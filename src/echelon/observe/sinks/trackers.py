@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -48,9 +49,9 @@ TRACKERS: Mapping[str, Make] = {
 }
 # What a record says of itself.
 _NO_NUMBERS = ("step", "time", "update")
-# How long to wait for a tracker: as a training ends, without a word, as the process ends, and where that was not its own wish:
-# a rank that failed is killed after ten seconds.
-_FLUSH_S, _QUIET_S, _END_S, _HURRIED_S = 5.0, 5.0, 60.0, 5.0
+# How long to wait for a tracker: as a training ends; for one that has not begun then, before the process ends; as it ends,
+# without a word and in all; and where that was not its own wish: a rank that failed is killed after ten seconds.
+_FLUSH_S, _BEGIN_S, _QUIET_S, _END_S, _HURRIED_S = 5.0, 30.0, 5.0, 60.0, 5.0
 _AT_ONCE = frozenset({"csv"})  # files, whose lines are there when they are given
 
 
@@ -109,6 +110,10 @@ class TrackerSink:
         self._do(partial(self._try, self._logger.flush))
         if self._background is not None and not self._was_late and not self._hurries:  # a failure is first to be recorded
             self._was_late = not self._background.settle(_FLUSH_S)
+            if self._was_late and not self._begun:
+                # Python joins it before it calls exit functions. A tracker registers its own as it begins: were it still about to
+                # at the end of the process, that would be called before `end`, and cut off what it was given.
+                threading.Thread(target=self._background.settle, args=(_BEGIN_S,), name=f"echelon-{self._name}-begins").start()
 
     def end(self) -> None:
         """The process ends, or the tracker's run: waits for what it has not been told, and says what it will never be."""
