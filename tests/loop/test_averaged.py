@@ -17,7 +17,7 @@ from echelon.common.errors import LoopError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net
 from tests.kit.refusals import refused
-from tests.kit.units import EACH, Regression
+from tests.kit.units import EACH, KINDS, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -216,7 +216,7 @@ def test_evaluations_use_the_averages_if_asked_to() -> None:
     _check_evaluations(_evaluations(None))
 
 
-@pytest.mark.parametrize("layout", EACH)
+@pytest.mark.parametrize("layout", KINDS)
 def test_evaluations_on_two_ranks_use_the_averages_if_asked_to(ranks: Ranks, layout: str) -> None:
     for found in ranks(2, _evaluations, layout):
         _check_evaluations(found)
@@ -255,7 +255,7 @@ def _resume(layout: str | None, folder: str) -> dict[str, torch.Tensor]:
     return _averages(unit)
 
 
-@pytest.mark.parametrize("layout", EACH)
+@pytest.mark.parametrize("layout", [*KINDS, pytest.param("hsdp", marks=pytest.mark.full)])
 def test_averages_are_saved_and_restored_across_strategies_and_world_sizes(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     want = _reference(CASES["lit"])
     for resumed in (*ranks(2, _save_and_resume, layout, str(tmp_path)), [_resume(None, str(tmp_path))]):

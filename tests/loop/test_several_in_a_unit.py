@@ -122,7 +122,7 @@ def test_each_optimizer_of_a_unit_steps_on_its_own_loss(ranks: Ranks, layout: st
 
 @pytest.mark.parametrize(
     ("layout", "ranks_of_it"),
-    [("tp=2", 2), *(pytest.param(layout, 4, marks=pytest.mark.full) for layout in ("hsdp", "dp_shard=2,tp=2"))],
+    [("tp=2", 2), pytest.param("hsdp", 4, marks=pytest.mark.full)],
 )
 def test_where_ranks_share_samples_or_layers(ranks: Ranks, layout: str, ranks_of_it: int) -> None:
     want, _ = _plainly()
@@ -171,7 +171,7 @@ def _accumulated(layout: str) -> tuple[Tensors, list[list[Any]]]:
     return whole(unit.module), unit.seen[:-1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_accumulation_adds_up_each_optimizers_own_gradients(ranks: Ranks, layout: str) -> None:
     found = ranks(2, _accumulated, layout)
     module = _networks()
@@ -374,7 +374,7 @@ def _one_loss(layout: str) -> Tensors:
     return made
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["ddp", "zero1"])
 def test_all_optimizers_step_on_the_one_loss_of_a_unit_without_others(ranks: Ranks, layout: str) -> None:
     module = _Regression()
     made = _of_parts(module)
@@ -410,7 +410,7 @@ def _tempered(layout: str, folder: str, epochs: int) -> tuple[Tensors, float]:
     return whole_of_one(unit.module), float(unit.log_alpha.detach())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_an_optimizer_of_a_parameter_outside_the_module(ranks: Ranks, layout: str, tmp_path: Path) -> None:
     module, log_alpha = _Regression(), nn.Parameter(torch.zeros(1, dtype=torch.float64))
     made = [torch.optim.SGD(module.parameters(), 0.1), torch.optim.Adam([log_alpha], 0.1)]

@@ -18,7 +18,7 @@ from echelon.common.errors import CompileError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.refusals import refused
-from tests.kit.units import EACH, Regression
+from tests.kit.units import KINDS, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -279,7 +279,7 @@ def _trained(layout: str) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("layout", EACH)
+@pytest.mark.parametrize("layout", [*KINDS, pytest.param("zero2", marks=pytest.mark.full)])
 def test_recompute_under_every_strategy(ranks: Ranks, layout: str) -> None:
     for found in ranks(2, _trained, layout):
         plain = found.pop("plain")
@@ -327,7 +327,7 @@ def _masks(layout: str) -> list[tuple[int, list[torch.Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("layout", EACH)
+@pytest.mark.parametrize("layout", KINDS)
 def test_dropout_differs_between_data_parallel_ranks(ranks: Ranks, layout: str) -> None:
     """And rank 0 draws what plain PyTorch would; what is recomputed is masked as it was."""
     plain = _with_masks()

@@ -20,7 +20,7 @@ from tests.kit.units import Regression
 pytestmark = pytest.mark.standing_ranks
 
 CPU = torch.device("cpu")
-PARALLEL = ("ddp", "zero1", "fsdp", "fsdp2", "zero2", "hsdp")
+PARALLEL = ("ddp", "zero1", "fsdp", "zero2", "hsdp")
 
 
 class Queue(nn.Module):

@@ -146,7 +146,6 @@ def _far(kind: Callable[[], nn.Module], layout: Any, samples: int, options: dict
         (AtOnce, 2, "ep=2", 2, {}),
         pytest.param(AtOnce, 4, "dp_replicate=2,dp_shard=2,ep=2", 4, {}, marks=pytest.mark.full),
         pytest.param(Interleaved, 4, "ep=2", 4, {}, marks=pytest.mark.full),
-        pytest.param(Loop, 4, "ep=4", 4, {}, marks=pytest.mark.full),
         pytest.param(Loop, 4, "pp=2,dp_shard=2,ep=2", 2, {}, marks=pytest.mark.full),
     ],
 )

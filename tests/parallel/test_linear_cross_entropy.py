@@ -313,7 +313,7 @@ def test_training_on_one_rank_is_torchs(ranks: Ranks) -> None:
     ("size", "layouts"),
     [
         (2, {"ddp": "ddp", "fsdp": "fsdp", "zero2": "zero2", "tp": "tp"}),
-        pytest.param(4, {"tp two, fsdp two": ech.Layout(tp=2), "hsdp": "hsdp", "tp": "tp"}, marks=pytest.mark.full),
+        pytest.param(4, {"tp two, fsdp two": ech.Layout(tp=2), "tp": "tp"}, marks=pytest.mark.full),
     ],
 )
 def test_training_on_several_ranks_is_torchs(ranks: Ranks, size: int, layouts: dict[str, Any]) -> None:

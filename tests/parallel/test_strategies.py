@@ -20,7 +20,7 @@ from echelon.parallel.recipe.blocks import blocks_by_policy, without_shared
 from tests.conftest import Ranks
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.kit.refusals import refused
-from tests.kit.units import FORMS, KINDS, PARALLEL, Regression
+from tests.kit.units import FORMS, KINDS, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -99,8 +99,7 @@ def _plain(case: str, ranks: int) -> Trained:
     ("size", "layouts", "cases"),
     [
         pytest.param(2, KINDS, list(CASES), id="2"),
-        pytest.param(2, FORMS, list(CASES), id="2, other forms", marks=pytest.mark.full),
-        pytest.param(4, PARALLEL, ["tied"], id="4", marks=pytest.mark.full),
+        pytest.param(4, FORMS, ["tied"], id="4, other forms", marks=pytest.mark.full),
     ],
 )
 def test_tied_weights_and_batches_of_ones_own_under_every_strategy(
