@@ -24,7 +24,6 @@ from tests.kit.standing import StandingRanksBySize
 pytestmark = pytest.mark.standing_ranks
 
 UPDATES = 8  # over three epochs, two of which end with a short batch
-OPTIMIZERS = ("SGD", "AdamW")
 
 
 def _model() -> Language:
@@ -51,10 +50,9 @@ class _Unit(Noting, Unit):
     """Keeps what is compared."""
 
 
-def _run(layout: Any, root: str) -> list[list[float]]:
-    """On each rank: the norms of all updates, by optimizer."""
-    units = [(kind, _Unit(optimizer=kind, module=_model(), layout=layout)) for kind in OPTIMIZERS]
-    return [trained(unit, _data(2), Path(root) / kind, UPDATES) for kind, unit in units]
+def _run(layout: Any, kind: str, folder: Path) -> list[float]:
+    """On each rank: the norms of all updates."""
+    return trained(_Unit(optimizer=kind, module=_model(), layout=layout), _data(2), folder, UPDATES)
 
 
 def _loss(module: nn.Module, data: Any, update: int) -> torch.Tensor:
@@ -65,7 +63,7 @@ def _plain() -> dict[str, Curve]:
     """By optimizer, on the global batches, which are those of any number of ranks."""
     unit, curves = _Unit(optimizer="SGD", module=_model(), layout="none"), {}
     ech.train(unit, _data(1), max_updates=UPDATES)
-    for kind in OPTIMIZERS:
+    for kind in ("SGD", "AdamW"):
         module = _model()
         unit.kind = kind
         optimizer, _ = unit.configure_optimizers_and_lr_scheduler(module)
@@ -79,6 +77,7 @@ def plain(standing_ranks: StandingRanksBySize) -> Callable[[], dict[str, Curve]]
 
 
 P = ech.Layout
+# The schedules of two stages alone are test_pipeline.py's.
 WAYS: dict[str, tuple[int, Any]] = {
     "tp on 4": (4, "tp=4"),
     "copies x shards": (4, "dp_replicate=2,dp_shard=2"),
@@ -90,10 +89,6 @@ WAYS: dict[str, tuple[int, Any]] = {
     "cp x tp": (4, "cp=2,tp=2"),
     "tp, sequence parallel": (2, P(tp=2, sequence_parallel=True)),
     "pp": (2, P(pp=2)),
-    "pp, gpipe": (2, P(pp=2, schedule="gpipe")),
-    "pp, interleaved": (2, P(pp=2, schedule="interleaved")),
-    "pp, zero bubble": (2, P(pp=2, schedule="zero_bubble")),
-    "pp, zbv": (2, P(pp=2, schedule="zbv")),
     "pp on 4": (4, P(pp=4)),
     "shards x pp": (4, P(dp_shard=2, pp=2)),
     "tp x pp": (4, P(tp=2, pp=2)),
@@ -108,7 +103,8 @@ FIRST = ("shards x pp",)  # the others are in `make test-all`
 def test_eight_updates_equal_one_process(
     standing_ranks: StandingRanksBySize, plain: Callable[[], dict[str, Curve]], tmp_path: Path, way: str
 ) -> None:
+    """With SGD, which hides no gradient of a wrong size; each third way with AdamW, whose state is divided, too."""
     ranks, layout = WAYS[way]
-    for norms in standing_ranks(ranks, _run, layout, str(tmp_path), timeout_s=240):
-        for kind, mine in zip(OPTIMIZERS, norms, strict=True):
-            check_curve(plain()[kind], tmp_path / kind, mine, 1e-11, 1e-11, f"{way}, {kind}")
+    kind = "AdamW" if list(WAYS).index(way) % 3 == 1 else "SGD"
+    for norms in standing_ranks(ranks, _run, layout, kind, tmp_path, timeout_s=240):
+        check_curve(plain()[kind], tmp_path, norms, 1e-11, 1e-11, f"{way}, {kind}")
