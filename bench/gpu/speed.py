@@ -67,7 +67,7 @@ def run(setting: Setting, notes: Notes, variant: str) -> None:
     chosen = VARIANTS[variant]
     # Before anything is allocated: it configures the allocator, as in a user's script.
     device = torch.device(setting.device) if chosen.by_hand else ech.init_from_env(setting.device)
-    if chosen.chunked and not hasattr(ech, "linear_cross_entropy"):
+    if chosen.chunked and not hasattr(ech.nn, "linear_cross_entropy"):
         if variant == "chunked loss" or chosen.precision == "float8":
             raise LeftOut("not there: ech.nn.linear_cross_entropy")
         notes("without", "the chunked loss", remark="not there: ech.nn.linear_cross_entropy")

@@ -18,7 +18,8 @@ cd "$1"
 touch begun
 while [ ! -e go ]; do sleep 0.1; done
 {DOCTOR} >said.json 2>told
-echo $? >code
+echo $? >code.whole
+mv code.whole code
 """
 
 

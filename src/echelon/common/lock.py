@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import pwd
@@ -34,6 +35,7 @@ _FRESH_S = 600.0
 _TEXT_BYTES = 1 << 16
 # Times in a row that a text which was written is not there: another is seldom faster twice.
 _MOST_LOST = 8
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 # Of this process: its locks by the file's path, and the descriptors that a child closes.
@@ -330,32 +332,52 @@ class _File:
             return None
 
     def create(self, text: bytes) -> bool:
+        """Written under a name of its own first: nobody reads half of it, and takes it for nobody's."""
+        whole = self._beside(os.urandom(8).hex())
         try:
-            file = open_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode)
+            self._write_new(whole, text)
+            os.link(whole, self._path)
+            return True
         except FileExistsError:
             return False
-        with open(file, "wb") as stream:
-            stream.write(text)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                whole.unlink()
+        try:
+            self._write_new(self._path, text)
+        except FileExistsError:
+            return False
         return True
 
     def replace(self, text: bytes) -> None:
         write_whole(self._path, text, self._mode)
 
     def set_aside(self, text: bytes) -> bool:
-        """Under a name of its own first: of two that found the same text, one moves it, and the other may move a new one."""
-        aside = self._path.with_name(f".{self._path.name}.{os.urandom(8).hex()}")
+        """Of many that found the same text, one may remove it: who has the lock of that name. The others would remove a new one."""
+        of_this_text = _File(self._beside(hashlib.sha256(text).hexdigest()[:16]), self._mode)
         try:
-            self._path.rename(aside)
-        except FileNotFoundError:
+            mine = _by_text(of_this_text, Holder.myself())
+        except HeldError:
             return False
-        moved = b""
-        with contextlib.suppress(OSError):
-            moved = read_bytes(aside, _TEXT_BYTES)
-        if moved != text:
-            with contextlib.suppress(OSError):  # whose it was takes it again, or is told at its next `refresh`
-                os.link(aside, self._path)
-        aside.unlink()
-        return moved == text
+        if mine is None:
+            return False
+        try:
+            if self.read() != text:
+                return False
+            self._path.unlink()
+            return True
+        finally:
+            of_this_text.remove()
+
+    def _beside(self, name: str) -> Path:
+        return self._path.with_name(f".{self._path.name}.{name}")
+
+    def _write_new(self, path: Path, text: bytes) -> None:
+        with open(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode), "wb") as stream:
+            stream.write(text)
 
     def remove(self) -> None:
         self._path.unlink()
