@@ -356,7 +356,7 @@ class _File:
         write_whole(self._path, text, self._mode)
 
     def set_aside(self, text: bytes) -> bool:
-        """Of many that found the same text, one may remove it: who has the lock of that name. The others would remove a new one."""
+        """Of many that found this text one may remove it, who has the lock of its name: another would remove a new text."""
         of_this_text = _File(self._beside(hashlib.sha256(text).hexdigest()[:16]), self._mode)
         try:
             mine = _by_text(of_this_text, Holder.myself())
