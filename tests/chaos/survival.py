@@ -44,7 +44,7 @@ def survive(
     folder: Path, library: Path, kills: int, seed: int, ways: str, timeout_s: float, layout: str = "ddp"
 ) -> dict[str, Any]:
     """A run that is killed `kills` times, and the same run undisturbed: what was lost, and what it took."""
-    steps = str(30 * kills + 48)
+    steps = str(20 * kills + 40)
     undisturbed, killed = folder / "undisturbed", folder / "killed"
     undisturbed.mkdir()
     killed.mkdir()

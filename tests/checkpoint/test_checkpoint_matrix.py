@@ -7,6 +7,7 @@ batches, so that batch norm, too, has one right answer under every layout.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any, ClassVar
@@ -139,6 +140,7 @@ def _save(folder: Path, kinds: list[str]) -> None:
         ech.train(Everything(kind, 0), [_data(i) for i in range(SAVED)], max_epochs=1, callbacks=[Saver(folder / name)])
 
 
+@functools.lru_cache  # many kinds read the same one
 def _wholes(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """All tensors and all other values of a checkpoint's states by name, by one process."""
     with local_files(folder) as files:

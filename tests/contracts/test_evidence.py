@@ -142,7 +142,7 @@ def _records() -> Any:
     during, record = flight.called(), flight.flight_record()
     dist.send(torch.ones(1), 1)  # only now does the other one come
     work.wait()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while flight.called() == during and time.monotonic() < until:  # gloo's thread notes the end after it has woken this one
         time.sleep(0.01)
     return before, during, flight.called(), record
@@ -331,11 +331,11 @@ def test_a_small_pickle_does_not_become_a_large_record(tmp_path: Path) -> None:
     shapes = [(2**61,) * 16] * 1000
     wide = [
         _nccl_entry(collective_seq_id=n, process_group=("0", "x" * 900), input_sizes=shapes, output_sizes=shapes)
-        for n in range(30_000)
+        for n in range(20_500)
     ]
     record = _flight(_dumped(RunDir(tmp_path), nccl_rank0=pickle.dumps({"entries": wide})))
-    assert record is not None and record["0"].last == 29_999 and len(record["0"].calls) <= 20_000  # the newest are kept
-    assert len(record["0"].calls[29_999].alike) <= 64 and len(record["0"].description) <= 80
+    assert record is not None and record["0"].last == 20_499 and len(record["0"].calls) <= 20_000  # the newest are kept
+    assert len(record["0"].calls[20_499].alike) <= 64 and len(record["0"].description) <= 80
     for bad in ({"input_sizes": [(-1,)]}, {"input_sizes": [(2**2000,)]}, {"input_dtypes": [None]}):
         record = _flight(_dumped(RunDir(tmp_path), nccl_rank0=pickle.dumps({"entries": [_nccl_entry(**bad)]})))
         assert record is not None and record["0"].calls[1].tensors == (), bad

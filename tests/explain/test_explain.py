@@ -697,8 +697,8 @@ def test_a_rank_that_ends_well_because_it_is_asked_to_after_a_hang_did_not_leave
 def test_what_records_hold_beyond_what_is_used_is_not_kept_and_all_that_is_read_has_a_limit(
     left: Left, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One file of 3 MB under five names, say, took 374 MB."""
-    left.end(1, failed(0)).rank(0, 0, x=[{}] * 50_000)
+    """One file of some MB under many names took a hundred times as much."""
+    left.end(1, failed(0)).rank(0, 0, x=[{}] * 25_000)
     for rank in range(1, 24):
         os.link(left.here / "exit.rank0.json", left.here / f"exit.rank{rank}.json")
     tracemalloc.start()
