@@ -60,7 +60,7 @@ class Forks:
         )
         return self
 
-    def __call__(self, fn: str, jobs: Sequence[Sequence[Any]], timeout_s: float = 300.0) -> list[Any]:
+    def __call__(self, fn: str, jobs: Sequence[Sequence[Any]], timeout_s: float = 600.0) -> list[Any]:
         """`fn(*job)` for each job, `fn` named like "module:function"; their values, which JSON can hold.
 
         Raises:
@@ -79,7 +79,7 @@ class Forks:
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.close()
         try:
-            self._server.wait(10)
+            self._server.wait(60)
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()
@@ -102,7 +102,7 @@ def calls() -> str:
     return text.decode()
 
 
-def run(fn: Callable[..., Any], *args: Any, ranks: int = 1, timeout_s: float = 30.0) -> list[dict[str, Any]]:
+def run(fn: Callable[..., Any], *args: Any, ranks: int = 1, timeout_s: float = 120.0) -> list[dict[str, Any]]:
     """`fn(*args)` in new processes, which have a gloo group if they are several. How each ended, by rank.
 
     {"value": ...}, {"error": traceback} or {"signal": number}, with "hung" if it had to be killed.

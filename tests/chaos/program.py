@@ -100,8 +100,8 @@ class Watch(ech.Callback):
 
 
 def written() -> None:
-    """Wait for the thread of an asynchronous save, but not for ever: rank 0's may wait for what another rank could not write."""
-    end = time.monotonic() + 0.3
+    """Wait for the thread of an asynchronous save. Not for ever: of two ranks, 0 may wait for what the other could not write."""
+    end = time.monotonic() + (1.0 if dist.is_initialized() else 60.0)
     while any(t.name.startswith("echelon-save") for t in threading.enumerate()) and time.monotonic() < end:
         time.sleep(0.001)
 

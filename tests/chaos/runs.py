@@ -62,7 +62,7 @@ class Survived:
 
 
 def until_done(
-    folder: Path, ranks: int, kills: int, *script: str, library: Path | None = None, timeout_s: float = 90.0
+    folder: Path, ranks: int, kills: int, *script: str, library: Path | None = None, timeout_s: float = 240.0
 ) -> Survived:
     """Run until the script ends by itself, with as many launchers as it takes."""
     began, launchers = time.monotonic(), 0

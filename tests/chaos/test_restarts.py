@@ -17,7 +17,7 @@ from tests.chaos.survival import join
 def test_sixteen_of_sixteen_restarts_join(tmp_path: Path) -> None:
     """Ranks start up to half a second apart; either is killed within 20 ms after they met."""
     seed = random.randrange(10**6)
-    first, took = join(tmp_path, 8, 2, seed, 120)
+    first, took = join(tmp_path, 8, 2, seed, 240)
     print(f"seed {seed}: {len(took)} joined, median {median(took):.2f} s, longest {max(took):.2f} s; the first ones {first}")
     assert len(first + took) == 16
 
@@ -36,4 +36,4 @@ def test_the_second_run_hears_at_once_whose_the_folder_is(forks: Forks) -> None:
     """Once the first has had its two seconds to be a run that is just dying."""
     (answer,) = forks("tests.chaos.program:second", [()])
     text, seconds, pid = answer
-    assert f"is being written by another run: process {pid} of " in text and seconds < 20
+    assert f"is being written by another run: process {pid} of " in text and seconds < 60

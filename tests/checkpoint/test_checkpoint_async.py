@@ -35,7 +35,7 @@ def _slowly(monkeypatch: pytest.MonkeyPatch | None, released: threading.Event) -
     real = Snapshot.write
 
     def write(self: Any, folder: Any) -> Any:
-        released.wait(30)
+        released.wait(300)
         return real(self, folder)
 
     if monkeypatch is not None:

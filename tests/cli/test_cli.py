@@ -167,13 +167,13 @@ def test_a_module_sees_what_python_m_would_show_it(tmp_path: Path, echelon_comma
 
 def test_one_rank_runs_in_the_launchers_own_process(started: Started) -> None:
     process = started.run("--ranks", "1", started.script("import os; print(os.getpid())"))
-    out, _ = process.communicate(timeout=50)
+    out, _ = process.communicate(timeout=120)
     assert int(out) == process.pid
 
 
 def test_one_rank_can_ask_the_person_at_the_terminal(started: Started) -> None:
     process = started.run("--ranks", "1", started.script("print('hello', input('name? '))"), stdin=subprocess.PIPE)
-    out, _ = process.communicate(b"Ada\n", timeout=50)
+    out, _ = process.communicate(b"Ada\n", timeout=120)
     assert out == b"name? hello Ada\n"
 
 
@@ -181,13 +181,13 @@ def test_a_logger_that_outlives_a_program_of_one_rank_can_still_write(started: S
     script = started.script(
         "import atexit, logging\nlogging.basicConfig(level='INFO')\natexit.register(lambda: logging.info('good' 'bye'))\n"
     )
-    _, err = started.run("--ranks", "1", script, fresh=True).communicate(timeout=50)
+    _, err = started.run("--ranks", "1", script, fresh=True).communicate(timeout=120)
     assert b"INFO:root:goodbye" in err and b"Error" not in err
 
 
 def test_a_child_that_a_program_forks_does_not_end_the_run_twice(started: Started) -> None:
     process = started.run("--ranks", "1", started.script("import os\nif os.fork(): os.wait()"), fresh=True)
-    _, err = process.communicate(timeout=50)
+    _, err = process.communicate(timeout=120)
     assert err.count(b"report     ") == 1
 
 
@@ -209,16 +209,18 @@ else:
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes, float]:
-    """What a rank 0 that writes 10 MB, and bytes that are no text, sends through the launcher; and the seconds."""
+    """What a rank 0 that writes 10 MB, and bytes that are no text, sends through the launcher; and the seconds of computing."""
     folder = tmp_path_factory.mktemp("output")
     (folder / "script.py").write_text(OUTPUT)
-    began = time.monotonic()
-    done = forked.run(
+    before = os.times()
+    done = subprocess.run(
         [sys.executable, "-m", "echelon", "run", "--ranks", "2", "script.py"],
-        cwd=folder, env=clean_environment(), capture_output=True, timeout=60,
+        cwd=folder, env=clean_environment(), capture_output=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr, time.monotonic() - began
+    after = os.times()
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    return done.stdout, done.stderr, spent
 
 
 def test_output_arrives_byte_for_byte(output: tuple[bytes, bytes, float]) -> None:
@@ -231,7 +233,7 @@ def test_a_last_line_without_an_end_arrives(output: tuple[bytes, bytes, float]) 
 
 
 def test_ten_megabytes_take_seconds(output: tuple[bytes, bytes, float]) -> None:
-    assert output[2] < 20  # 2.5 s on two free cores, most of it for importing torch
+    assert output[2] < 20  # 4 s, most of it for importing torch; by the clock it would depend on what else the machine does
 
 
 def test_a_reader_that_goes_away_does_not_harm_the_run(started: Started) -> None:
@@ -241,7 +243,7 @@ def test_a_reader_that_goes_away_does_not_harm_the_run(started: Started) -> None
     os.read(launcher.stdout.fileno(), 10)
     launcher.stdout.close()
     err = launcher.stderr.read()
-    assert launcher.wait(30) == 0, err
+    assert launcher.wait(120) == 0, err
     assert (started.folder / "finished").exists()
     assert b"Error" not in err and b"Exception" not in err
 
@@ -315,7 +317,7 @@ def _in_terminal(
         **({"preexec_fn": _take_terminal} if fresh else {}),
     )
     os.close(theirs)
-    terminal, data, deadline, rest = Terminal(width), b"", time.monotonic() + 40, list(typed)
+    terminal, data, deadline, rest = Terminal(width), b"", time.monotonic() + 120, list(typed)
     while time.monotonic() < deadline:
         if rest and rest[0][0] in data:
             keys = rest.pop(0)[1]
@@ -332,7 +334,7 @@ def _in_terminal(
             data += chunk
     os.close(ours)
     terminal.feed(data.decode())
-    return terminal, process.wait(40)  # a busy machine may need the ranks' whole grace time, which is 30 s
+    return terminal, process.wait(120)  # a busy machine may need the ranks' whole grace time, which is 30 s
 
 
 LIVE = """
@@ -426,7 +428,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(started: Started, e
         f"import os, signal, sys, time\ndef work():\n    {end}\nif os.environ['RANK'] == '1': work()\ntime.sleep(600)\n"
     )
     launcher = started.run("--ranks", "2", script)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=120)
     text = err.decode()
     assert launcher.returncode == code, text
     assert "rank 1 failed first" in text and says in text
@@ -473,16 +475,15 @@ def test_a_rank_is_found_by_its_name_and_when_it_is_killed_the_last_words_say_wh
 )
 def test_the_exit_code_of_one_rank_is_what_python_gives(started: Started, end: str, code: int) -> None:
     launcher = started.run("--ranks", "1", started.script(f"import sys\n{end}"), fresh=True)
-    launcher.communicate(timeout=50)
+    launcher.communicate(timeout=120)
     assert launcher.returncode == code
 
 
 def test_a_failure_shows_the_users_frames_first_and_no_frame_of_ours(started: Started) -> None:
     script = started.script("import json\ndef read():\n    json.loads('{')\nread()\n")
-    _, err = started.run("--ranks", "1", script).communicate(timeout=50)
-    head = err.decode().split("log: ")[0].splitlines()
-    assert head[0] == "echelon: rank 0 failed (exit code 1)"
-    assert head[1:] == [
+    _, err = started.run("--ranks", "1", script).communicate(timeout=120)
+    head = err.decode().split("log: ")[0].partition("echelon: rank 0 failed (exit code 1)\n")[2].splitlines()
+    assert head == [
         f'  File "{started.folder}/script.py", line 4, in <module>',
         "      read()",
         f'  File "{started.folder}/script.py", line 3, in read',
@@ -494,7 +495,7 @@ def test_a_failure_shows_the_users_frames_first_and_no_frame_of_ours(started: St
 
 def test_the_whole_traceback_is_in_the_log(started: Started) -> None:
     script = started.script("import json\njson.loads('{')\n")
-    started.run("--ranks", "1", script).communicate(timeout=50)
+    started.run("--ranks", "1", script).communicate(timeout=120)
     (log,) = started.folder.glob("runs/*/attempts/000/rank0.log")
     assert log.read_text().startswith("Traceback") and "json/decoder.py" in log.read_text()
 
@@ -504,11 +505,12 @@ def test_a_restart_is_announced_and_its_output_follows(started: Started) -> None
         "import os, signal, time\n"
         "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "print('attempt', attempt, flush=True)\n"
-        "if attempt == '0' and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if attempt == '0': time.sleep(600)\n"
+        "open('said' + os.environ['RANK'], 'w').close()\n"
+        "while attempt == '0' and (os.environ['RANK'] == '0' or not os.path.exists('said0')): time.sleep(0.01)\n"
+        "if attempt == '0': os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     launcher = started.run("--ranks", "2", "--max-restarts", "1", "--name", "again", script)
-    out, err = launcher.communicate(timeout=60)
+    out, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0 and out == b"attempt 0\nattempt 1\n", err.decode()
     assert "rank 1 failed first" in err.decode() and "echelon: restart 1 of 1" in err.decode()
     assert (started.folder / "runs/again/attempts/001/rank1.log").read_text() == "attempt 1\n"
@@ -520,9 +522,9 @@ def test_a_killed_server_is_said_and_is_no_usage_error(started: Started) -> None
     _ranks_run(started)
     (server,) = [p for p in started.alive() if p.ppid() == launcher.pid]
     server.kill()
-    _, err = launcher.communicate(timeout=50)
+    _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 1
-    assert err.decode().startswith("echelon: the process that forks the ranks is gone"), err.decode()
+    assert "\nechelon: the process that forks the ranks is gone" in "\n" + err.decode(), err.decode()
     started.all_gone()
 
 
@@ -550,16 +552,16 @@ def _ranks_run(started: Started, count: int = 2) -> None:
 
 
 def test_sigterm_stops_the_ranks_and_all_that_they_started(started: Started) -> None:
-    launcher = started.run("--ranks", "2", started.script(BUSY))
+    launcher = started.run("--ranks", "2", "--grace", "300", started.script(BUSY))
     _ranks_run(started)
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=29)  # before the grace time is over
+    _, err = launcher.communicate(timeout=120)  # before the grace time is over
     assert launcher.returncode == 143, err.decode()
     assert b"Traceback" not in err
     started.all_gone()
     (run,) = (started.folder / "runs").iterdir()
     verdict = explain(Evidence.of(run, 0))  # as of one that seems to hang
-    assert verdict.cause == "interrupted" and re.fullmatch(r"ranks 0, 1 stood at script\.py:1[34]", *verdict.seen), verdict
+    assert verdict.cause == "interrupted" and re.fullmatch(r"ranks 0, 1 stood at script\.py:1\d", *verdict.seen), verdict
 
 
 def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_time(started: Started) -> None:
@@ -567,7 +569,7 @@ def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_time(started: S
     _ranks_run(started)
     began = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
-    launcher.communicate(timeout=50)
+    launcher.communicate(timeout=120)
     assert launcher.returncode == 143
     assert time.monotonic() - began >= 0.5
     started.all_gone()
@@ -589,7 +591,7 @@ def test_a_rank_that_saves_when_it_is_asked_to_stop_keeps_its_data_workers_until
     launcher = started.run("--ranks", "2", script)
     _ranks_run(started)
     launcher.send_signal(signal.SIGTERM)
-    out, err = launcher.communicate(timeout=50)
+    out, err = launcher.communicate(timeout=120)
     assert out == b"saved\n", err.decode()
     started.all_gone()
 
@@ -610,7 +612,7 @@ def test_a_launcher_that_was_told_to_ignore_hang_ups_ignores_them(started: Start
     _ranks_run(started)
     launcher.send_signal(signal.SIGHUP)
     (started.folder / "go").touch()
-    _, err = launcher.communicate(timeout=50)
+    _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, err.decode()
 
 
@@ -618,7 +620,7 @@ def test_ctrl_c_while_the_command_still_starts_leaves_no_traceback(started: Star
     launcher = started.run("--ranks", "2", "--name", "early", started.script("import time; time.sleep(600)"), fresh=True)
     wait_until(lambda: (started.folder / "runs/early/run.json").exists(), "the run folder is there")
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=50)
+    _, err = launcher.communicate(timeout=120)
     # Python ends itself by the signal if it came while C code ran Python code, such as torch's import; a shell says 130 of both.
     assert launcher.returncode in (130, -signal.SIGINT), err.decode()
     assert b"Traceback" not in err
@@ -703,7 +705,7 @@ def test_a_script_that_can_be_read_only_once_is_refused(
             stdin=program,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
     assert done.returncode == 2 and says in done.stderr and "to a file" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
@@ -720,14 +722,14 @@ def test_a_script_from_a_substitution_of_the_shell_is_refused(tmp_path: Path, fo
         pass_fds=[end],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     os.close(end)
     assert done.returncode == 2 and "got a pipe" in done.stderr, done.stderr
 
 
 def test_a_script_without_a_statement_is_mentioned(started: Started) -> None:
-    _, err = started.run("--ranks", "1", started.script("# not yet\n")).communicate(timeout=50)
+    _, err = started.run("--ranks", "1", started.script("# not yet\n")).communicate(timeout=120)
     assert b"is empty, so nothing runs" in err
 
 
@@ -742,7 +744,7 @@ def test_a_report_takes_the_place_of_no_device_and_no_stream(started: Started, c
 
 def test_a_tilde_that_the_shell_left_is_the_home_folder(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     done = started.run("--ranks", "1", "--runs=~/kept", "--name", "a", started.script(OK), env={"HOME": str(started.folder)})
-    done.communicate(timeout=50)
+    done.communicate(timeout=120)
     assert (started.folder / "kept/a/attempts/000").is_dir() and not (started.folder / "~").exists()
 
 
@@ -828,7 +830,7 @@ def test_a_plain_script_shows_the_users_frames_and_not_ours(
     (tmp_path / "train.py").write_text(TRACED)
     env = clean_environment() | ({"ECHELON_FULL_TRACEBACK": "1"} if full else {})
     words = [sys.executable, "train.py", *arguments]
-    done = forked.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = forked.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     ours = [line for line in done.stderr.splitlines() if line.startswith(f'  File "{Path(echelon.__file__).parent}{os.sep}')]
     assert done.returncode == 1 and says in done.stderr and "in main" in done.stderr
     assert ("in compute_loss" in done.stderr) == (arguments[0] == "3")
@@ -862,14 +864,14 @@ def test_without_a_command_the_help_is_shown_and_the_exit_code_says_that_nothing
 
 def test_a_script_of_ours_in_utf_8_with_a_byte_order_mark_runs(started: Started) -> None:
     (started.folder / "bom.py").write_bytes("\ufeff# coding: utf-8\nprint('ä')\n".encode())
-    out, _ = started.run("--ranks", "1", "bom.py").communicate(timeout=50)
+    out, _ = started.run("--ranks", "1", "bom.py").communicate(timeout=120)
     assert out.decode() == "ä\n"
 
 
 def test_a_name_used_again_gets_one_more_attempt(started: Started) -> None:
     script = started.script(OK)
     for _ in range(2):
-        started.run("--ranks", "1", "--name", "twice", script).communicate(timeout=50)
+        started.run("--ranks", "1", "--name", "twice", script).communicate(timeout=120)
     assert sorted(p.name for p in (started.folder / "runs/twice/attempts").iterdir()) == ["000", "001"]
 
 
@@ -879,13 +881,13 @@ def test_a_run_that_is_under_way_has_its_folder_to_itself(started: Started, rank
     first = started.run("--ranks", ranks, "--name", "busy", script)
     wait_until(lambda: list(started.folder.glob("runs/busy/attempts/000/rank0.log")), "it has begun")
     second = started.run("--ranks", ranks, "--name", "busy", script)
-    _, err = second.communicate(timeout=50)
+    _, err = second.communicate(timeout=120)
     assert second.returncode == 2 and f"run busy is under way: process {first.pid} on " in err.decode()
     assert [p.name for p in (started.folder / "runs/busy/attempts").iterdir()] == ["000"]
     (started.folder / "go").touch()
-    first.communicate(timeout=50)
+    first.communicate(timeout=120)
     third = started.run("--ranks", ranks, "--name", "busy", script)
-    third.communicate(timeout=50)
+    third.communicate(timeout=120)
     assert (first.returncode, third.returncode) == (0, 0)
 
 
@@ -944,7 +946,7 @@ def test_help_imports_no_torch(helps: dict[str, tuple[int, bool, str]], argument
 
 def test_a_run_of_one_rank_imports_no_torch_that_the_script_does_not(started: Started) -> None:
     run = started.run("--ranks", "1", started.script("import sys; print('torch' in sys.modules)"), fresh=True)
-    assert run.communicate(timeout=50)[0] == b"False\n"
+    assert run.communicate(timeout=120)[0] == b"False\n"
 
 
 def test_sets_of_strings_have_one_order_in_every_start(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -952,7 +954,7 @@ def test_sets_of_strings_have_one_order_in_every_start(started: Started, monkeyp
     script = started.script("print(list(set('abcdefghijklmnop')))")
     for chosen in ({}, {"PYTHONHASHSEED": "random"}):
         runs = [started.run("--ranks", "1", script, fresh=True, env=chosen) for _ in range(2)]
-        one, other = (run.communicate(timeout=50)[0] for run in runs)
+        one, other = (run.communicate(timeout=120)[0] for run in runs)
         assert one.endswith(b"]\n") and (one == other) is (not chosen)
 
 

@@ -6,7 +6,7 @@ S2  a pickled call is loaded only if its checksum matches, a value only with its
 S3  the store: test_store.py (token, restarts, nothing unpickled), test_elastic_seam.py (loopback); the address of
     several nodes: here
 S4  no collectives of objects: here
-S5  no servers beyond the store: tests/launcher/test_elastic_seam.py (ranks_listen_on_loopback_only); in the source: here
+S5  no servers beyond the store: tests/launcher/test_elastic_seam.py (listen_on_loopback_only); in the source: here
 S6  no shell: tests/launcher/test_submit.py (paths, values, names, `bash -n`); in the source: here
 S7  no way out of a folder: run names in test_submit.py; the files of a checkpoint: here, test_checkpoint_hostile.py
 S8  secrets: here; not in a batch script: test_submit.py. `job/job.json` alone holds a job's arguments, which it needs
@@ -566,7 +566,7 @@ def _planted_job(run: RunDir, pid: int, **changes: Any) -> None:
 
 def test_s4_cancel_ends_no_process_that_another_user_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor one that was given the same number since: after a start of the machine, or by chance; nor one of another machine."""
-    victim = subprocess.Popen(["sleep", "100"])
+    victim = subprocess.Popen(["sleep", "600"])
     try:
         cases = {"foreign": {}, "boot": {"boot": "x"}, "ticks": {"ticks": 1}, "host": {"host": "elsewhere"}, "dashed": {}}
         for name, changes in cases.items():
@@ -581,7 +581,7 @@ def test_s4_cancel_ends_no_process_that_another_user_names(tmp_path: Path, capsy
             assert (victim.poll() is None and not (run.path / "job" / "cancelled").exists()) or name == "host"
         run = RunDir.create(tmp_path, "mine", begin=False)
         _planted_job(run, victim.pid)
-        assert main(["cancel", "--runs", str(tmp_path), "mine"]) == 0 and victim.wait(20) == -signal.SIGTERM
+        assert main(["cancel", "--runs", str(tmp_path), "mine"]) == 0 and victim.wait(60) == -signal.SIGTERM
     finally:
         victim.kill()
         victim.wait()
@@ -589,7 +589,7 @@ def test_s4_cancel_ends_no_process_that_another_user_names(tmp_path: Path, capsy
 
 def test_a_step_of_the_clock_loses_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """psutil tells when a process began by the clock; after a step of that it is another time."""
-    (tmp_path / "train.py").write_text("import time\ntime.sleep(100)\n")
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
     job = LocalLauncher(cwd=tmp_path).submit(JobSpec(str(tmp_path / "train.py")), RunDir.create(tmp_path, "a", begin=False))
     try:
         before = psutil.Process.create_time

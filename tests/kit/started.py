@@ -18,7 +18,7 @@ from tests.kit import forked
 from tests.kit.forked import MARK
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> Any:
     """Poll until the condition is true; fail by name if that takes too long."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -69,7 +69,7 @@ class Started:
     def alive(self) -> list[psutil.Process]:
         return processes_with(self.mark)
 
-    def all_gone(self, timeout_s: float = 20.0) -> None:
+    def all_gone(self, timeout_s: float = 60.0) -> None:
         wait_until(lambda: not self.alive(), "every process has ended", timeout_s)
 
     def end(self) -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from echelon.common.errors import ClusterError, RankFailedError, RankTimeoutErro
 from tests.compat.reference import check_dragon_training
 from tests.conftest import clean_environment
 from tests.kit.refusals import refused
+from tests.kit.started import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -53,14 +53,14 @@ def meet(factor: float, *, more: float = 0.0) -> tuple[Any, ...]:
 
 def stand(path: str) -> None:
     (Path(path) / f"{os.getpid()}").touch()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def fall() -> None:
     sys.stderr.write("said before\n")
     if ech.RankInfo().my_rank == 1:
         raise ValueError("a fault in the training function")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def run(group: ech.launching.CollectiveGroup) -> list[Any]:
@@ -101,11 +101,9 @@ def test_without_policies_there_is_a_rank_per_core(policies: Any) -> None:
 
 def test_a_failing_ranks_own_traceback_arrives_and_close_closes() -> None:
     group = ech.launching.CollectiveGroup(fall, policies=[ech.launching.Policy()] * 2)
-    began = time.monotonic()
     with pytest.raises(RankFailedError, match="a fault in the training function") as error:
-        run(group)
+        run(group)  # though the other rank sleeps for ten minutes
     assert error.value.rank == 1 and "in fall" in str(error.value)
-    assert time.monotonic() - began < 50  # which is shorter than what the other rank sleeps
     group.close()
 
 
@@ -124,7 +122,7 @@ def test_close_ends_ranks_that_still_run_and_the_next_group_works(tmp_path: Path
     with pytest.raises(RankTimeoutError, match=r"not finished after 0\.1 s"):
         group.join(timeout=0.1)
     group.close()
-    eventually(lambda: not any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir()), 60)
+    wait_until(lambda: not any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir()), "the ranks have ended")
     with ech.launching.CollectiveGroup(meet, (1.0,), policies=[ech.launching.Policy()] * 2) as again:
         again.join()
     assert again.values is not None and again.values[0][4] == 3.0
@@ -144,8 +142,8 @@ def test_two_groups_at_once_do_not_wait_for_each_other(tmp_path: Path) -> None:
     first = ech.launching.CollectiveGroup(await_file, (str(tmp_path / "go"),), policies=[ech.launching.Policy()])
     second = ech.launching.CollectiveGroup(touch, (str(tmp_path / "go"),), policies=[ech.launching.Policy()] * 2)
     with first, second:
-        second.join(60)
-        first.join(60)
+        second.join(120)
+        first.join(120)
     assert second.values == [None, None]
 
 
@@ -161,7 +159,7 @@ def test_a_ctrl_c_while_joining_leaves_a_group_that_closes(tmp_path: Path) -> No
         thread.start()
         group.join()
     thread.join()
-    eventually(lambda: not any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir()), 60)
+    wait_until(lambda: not any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir()), "the ranks have ended")
 
 
 def test_calls_that_are_repeated() -> None:
@@ -298,22 +296,15 @@ def test_signals_and_a_kill_end_dragon_with_all_that_it_started(tmp_path: Path) 
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     started = [start_dragon(folder, "stand", str(folder / "stands"), **quiet) for folder in folders]
     try:
-        eventually(lambda: all(len(list((folder / "stands").iterdir())) == 2 for folder in folders), 120)
+        wait_until(lambda: all(len(list((folder / "stands").iterdir())) == 2 for folder in folders), "as it should be", 120)
         for process, number in zip(started, numbers, strict=True):
             process.send_signal(number)
         for process, number in zip(started, numbers, strict=True):
-            assert process.wait(60) == (128 + number if number != signal.SIGKILL else -number)
+            assert process.wait(120) == (128 + number if number != signal.SIGKILL else -number)
     finally:
         for process in started:
             process.kill()
     pids = [int(path.name) for folder in folders for path in (folder / "stands").iterdir()]
-    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), 30)
-    eventually(lambda: shared_memory() <= before, 30)
-    eventually(lambda: all([path.name for path in folder.iterdir()] == ["stands"] for folder in folders), 30)
-
-
-def eventually(holds: Callable[[], bool], timeout_s: float) -> None:
-    until = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < until, "it did not come about"
-        time.sleep(0.05)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "as it should be", 120)
+    wait_until(lambda: shared_memory() <= before, "as it should be", 120)
+    wait_until(lambda: all([path.name for path in folder.iterdir()] == ["stands"] for folder in folders), "as it should be", 120)

@@ -433,7 +433,7 @@ def test_a_run_that_hangs_is_ended_with_the_evidence_in_its_folder(
 ) -> None:
     monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "1")
     with pytest.raises(RankFailedError) as caught:
-        launch(_hangs, ranks=2, args=(how,), run_dir=tmp_path, timeout_s=60)
+        launch(_hangs, ranks=2, args=(how,), run_dir=tmp_path, timeout_s=120)
     assert f"echelon: {headline}" in str(caught.value) and caught.value.exit_code == 124, str(caught.value)
     (run,) = tmp_path.iterdir()
     ended = exit_record(run / "attempts" / "000" / "exit.json") or {}
@@ -489,7 +489,7 @@ def _is_slow(how: str) -> None:
 @pytest.mark.parametrize("how", [pytest.param("all sleep", marks=pytest.mark.full), "one works"])
 def test_slow_ranks_in_a_loop_of_their_own_go_on(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "0.5")
-    launch(_is_slow, ranks=2, args=(how,), timeout_s=60)
+    launch(_is_slow, ranks=2, args=(how,), timeout_s=120)
 
 
 HANGS_ON_NODE_1 = """
@@ -529,7 +529,7 @@ def test_on_several_nodes_the_evidence_of_all_is_one(
         )
         for node in (0, 1)
     ]
-    assert ends_of(nodes, 60) == [124, 124]
+    assert ends_of(nodes, 120) == [124, 124]
     assert conclude(run, 124, "7.0") == 124
     assert f"echelon: {said}" in capfd.readouterr().err
     ended = exit_record(run.path / "attempts" / "000" / "exit.json") or {}

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -104,7 +105,7 @@ def _close_connections() -> None:
 
 
 def _await_traceback_of_rank_0(run_dir: Path) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while time.monotonic() < until and not any("Error" in log.read_text() for log in run_dir.glob("*/attempts/*/rank0.log")):
         time.sleep(0.01)
 
@@ -124,7 +125,7 @@ def _die_once(folder: str, skew_ms: int) -> tuple[int, int]:
     value = torch.tensor(float(rank + 1))
     dist.all_reduce(value)
     if attempt == 0:
-        time.sleep(60)  # until the launcher ends this attempt
+        time.sleep(600)  # until the launcher ends this attempt
     return int(value), attempt
 
 
@@ -236,14 +237,14 @@ def test_classes_of_the_main_script_travel_both_ways(started: Started) -> None:
         "    try: echelon.launch(fail, ranks=1)\n"
         "    except echelon.EchelonError as e: print(type(e.__cause__) is Bad, e.__cause__)\n"
     )
-    out, err = started.python(script).communicate(timeout=60)
+    out, err = started.python(script).communicate(timeout=120)
     assert out.decode().splitlines() == ["[6, 6]", "True mine"], err.decode()
 
 
 def test_a_launch_at_a_scripts_top_level_is_refused_instead_of_starting_ranks_for_ever(started: Started) -> None:
     script = started.script("import echelon\ndef f(): return 1\nprint(echelon.launch(f, ranks=1))\n")
     process = started.python(script)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert 'if __name__ == "__main__"' in err.decode()
 
@@ -254,7 +255,7 @@ def test_rank_0_is_shown_and_rank_1_is_not(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_an_idle_executor_does_not_keep_a_rank() -> None:
-    assert launch(_leave_an_executor_idle, ranks=1, timeout_s=30) == [3]
+    assert launch(_leave_an_executor_idle, ranks=1, timeout_s=120) == [3]
 
 
 def test_a_file_left_open_is_not_cut_off(tmp_path: Path) -> None:
@@ -302,7 +303,7 @@ def test_a_lambda_and_a_closure_are_sent_by_value() -> None:
 def test_a_function_typed_into_a_session_is_sent_by_value(started: Started, how: str) -> None:
     code = "import echelon\ndef f(): return 40 + 2\nprint(echelon.launch(f, ranks=1))"
     process = started.python(how, *([code] if how == "-c" else []), stdin=subprocess.PIPE)
-    out, err = process.communicate(code.encode(), timeout=60)
+    out, err = process.communicate(code.encode(), timeout=120)
     assert out.decode().strip() == "[42]", err.decode()
 
 
@@ -430,7 +431,14 @@ def _break_off_before_the_worker_is_dead() -> None:
     batches = iter(DataLoader(range(8), num_workers=1))
     next(batches)
     (worker,) = multiprocessing.active_children()
-    threading.Timer(0.2, os.kill, (worker.pid, signal.SIGKILL)).start()
+    here, main = sys._getframe(), threading.main_thread().ident
+
+    def kill_it() -> None:
+        while here in [frame for frame, _ in traceback.walk_stack(sys._current_frames()[main or 0])]:
+            time.sleep(0.001)
+        os.kill(worker.pid or 0, signal.SIGKILL)
+
+    threading.Thread(target=kill_it).start()
     raise ConnectionResetError(104, "Connection reset by peer")
 
 
@@ -503,7 +511,7 @@ def test_a_failure_that_holds_a_whole_file_leaves_room_for_the_rest_on_a_termina
 
 @pytest.mark.parametrize("skew_ms", [0, 3, 15, 40, 130])
 def test_a_restart_joins_whenever_a_rank_is_killed(tmp_path: Path, skew_ms: int) -> None:
-    values = launch(_die_once, ranks=2, args=(str(tmp_path), skew_ms), max_restarts=1, timeout_s=30, run_dir=tmp_path)
+    values = launch(_die_once, ranks=2, args=(str(tmp_path), skew_ms), max_restarts=1, timeout_s=120, run_dir=tmp_path)
     assert values == [(3, 1), (3, 1)]
 
 
@@ -519,7 +527,7 @@ def _meet_at_attempt_2() -> tuple[str, ...]:
 def third_attempt(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[str, ...]], Path]:
     """A job that fails twice: its values and its run folder."""
     folder = tmp_path_factory.mktemp("third")
-    values = launch(_meet_at_attempt_2, ranks=2, max_restarts=3, timeout_s=30, run_dir=folder)
+    values = launch(_meet_at_attempt_2, ranks=2, max_restarts=3, timeout_s=120, run_dir=folder)
     (run,) = folder.iterdir()
     return values, run
 
@@ -603,11 +611,23 @@ def test_what_a_rank_started_ends_with_it_even_in_a_session_of_its_own() -> None
     wait_until(lambda: not (psutil.pid_exists(in_group) or psutil.pid_exists(in_session)), "the children have ended")
 
 
-def test_a_killed_server_fails_the_launch_and_the_next_one_works() -> None:
+def _stay(folder: str) -> None:
+    (Path(folder) / f"began{os.environ['RANK']}").touch()
+    time.sleep(600)
+
+
+def test_a_killed_server_fails_the_launch_and_the_next_one_works(tmp_path: Path) -> None:
     server = function.shared_server()
-    threading.Timer(0.3, os.kill, (server.pid, signal.SIGKILL)).start()
-    with refused(EchelonError):
-        launch(time.sleep, ranks=2, args=(600,))
+
+    def kill_it() -> None:
+        wait_until(lambda: len(list(tmp_path.glob("began*"))) == 2, "the ranks run")
+        os.kill(server.pid, signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as killer:
+        killed = killer.submit(kill_it)
+        with refused(EchelonError):
+            launch(_stay, ranks=2, args=(str(tmp_path),))
+        killed.result()
     assert launch(_who, ranks=1) == [(0, 1, (), {})]
 
 
@@ -634,7 +654,7 @@ def test_killing_the_launcher_or_the_server_leaves_nothing_running(started: Star
     (server,) = psutil.Process(launcher.pid).children()
     for pid in {"launcher": [launcher.pid], "server": [server.pid], "both": [launcher.pid, server.pid]}[who]:
         os.kill(pid, signal.SIGKILL)
-    launcher.wait(20)
+    launcher.wait(60)
     started.all_gone()
 
 
@@ -655,7 +675,7 @@ def test_a_signal_to_the_callers_process_takes_its_ordinary_course_after_the_ran
     launcher.send_signal(signal.SIGINT)
     wait_until(lambda: all(p.exists() for p in ready), "the second launch runs")
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(20) == -signal.SIGTERM
+    assert launcher.wait(60) == -signal.SIGTERM
     assert launcher.stdout is not None and launcher.stdout.read() == b"interrupted\n"
     started.all_gone()
 
@@ -686,7 +706,7 @@ def _request(folder: Path, script: str) -> bytes:
 def _answers(sock: socket.socket, count: int) -> list[dict[str, Any]]:
     data = b""
     while data.count(b"\n") < count:
-        assert select.select([sock], [], [], 20)[0], f"only {data!r}"
+        assert select.select([sock], [], [], 60)[0], f"only {data!r}"
         data += sock.recv(65536)
     return [json.loads(line) for line in data.splitlines()]
 
@@ -729,7 +749,7 @@ def test_the_server_ends_when_the_owner_goes_in_the_middle_of_a_message(
     sock, process = raw_server
     sock.sendall(_request(tmp_path, "pass")[:40])
     sock.close()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 def test_a_message_that_makes_no_sense_ends_the_server_and_its_ranks(
@@ -739,7 +759,7 @@ def test_a_message_that_makes_no_sense_ends_the_server_and_its_ranks(
     sock.sendall(_request(tmp_path, "import time; time.sleep(600)"))
     (forked,) = _answers(sock, 1)
     sock.sendall(b"nonsense\n")
-    process.wait(20)
+    process.wait(60)
     assert not psutil.pid_exists(forked["forked"])
 
 
@@ -781,7 +801,7 @@ def _through_relay(screen: _Screen, log: Path, data: bytes) -> None:
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(20)
+        writer.join(60)
         assert not writer.is_alive(), "the relay no longer empties its pipes"
     relay.stop()
 
@@ -818,7 +838,7 @@ def test_ranks_that_import_a_script_find_the_command_line_it_was_started_with(st
         "if __name__ == '__main__':\n    print(echelon.launch(rate, ranks=2))\n"
     )
     launcher = started.python(script, "0.25")
-    out, err = launcher.communicate(timeout=60)
+    out, err = launcher.communicate(timeout=120)
     assert out == b"[0.25, 0.25]\n", err.decode()
 
 

@@ -39,7 +39,7 @@ PROGRAMS = {
 def test_ranks_that_train_without_each_other_are_told_so_and_no_others(started: Started, name: str) -> None:
     text, said = PROGRAMS[name]
     launcher = started.run("--ranks", "2", started.script(text))
-    _, err = launcher.communicate(timeout=90)
+    _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == (1 if name == "fails" else 0), err.decode()
     assert (WORD in err.decode()) == said, err.decode()
 
@@ -47,5 +47,5 @@ def test_ranks_that_train_without_each_other_are_told_so_and_no_others(started: 
 def test_a_program_whose_own_module_knows_of_ranks_is_not_told(started: Started) -> None:
     (started.folder / "mine.py").write_text("import os\nSEED = int(os.environ['RANK'])\n")
     launcher = started.run("--ranks", "2", started.script("import mine\n" + TRAIN + "main()\n"))
-    _, err = launcher.communicate(timeout=90)
+    _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0 and WORD not in err.decode(), err.decode()

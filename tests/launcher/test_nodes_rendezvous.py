@@ -54,7 +54,7 @@ def in_threads(acts: list[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     return found
 
 

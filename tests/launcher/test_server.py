@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +18,7 @@ from echelon.common.errors import EchelonError
 from echelon.launcher.local.processes import runs, signal_if
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.worker import Start
+from tests.kit.started import wait_until
 
 SLEEPS = "import time\ntime.sleep(600)\n"
 
@@ -37,14 +37,8 @@ def rank_of(server: ForkServer, folder: Path, text: str) -> int:
     return server.fork(asdict(start))
 
 
-def until(probe: Callable[[], bool], server: ForkServer | None = None, limit_s: float = 60.0) -> None:
-    end = time.monotonic() + limit_s
-    while not probe():
-        assert time.monotonic() < end
-        if server is not None:
-            server.poll(0.05)
-        else:
-            time.sleep(0.02)
+def until(probe: Callable[[], bool]) -> None:
+    wait_until(probe, "as it should be")
 
 
 def test_while_the_server_imports_it_hears_of_ends_and_passes_signals_on(server: ForkServer, tmp_path: Path) -> None:
@@ -58,13 +52,13 @@ def test_while_the_server_imports_it_hears_of_ends_and_passes_signals_on(server:
     server.preload(["json"])
     until((tmp_path / "begun").exists)
     os.kill(first, signal.SIGKILL)
-    until(lambda: first in server.poll(), server)
+    until(lambda: first in server.poll(0.05))
     server.signal(second, signal.SIGKILL)
-    until(lambda: second in server.poll(), server)
+    until(lambda: second in server.poll(0.05))
     assert server.poll()[first][1] < server.poll()[second][1]
     (tmp_path / "go").touch()
     third = rank_of(server, tmp_path, "import sys\nassert 'slow_one' in sys.modules\n")
-    until(lambda: third in server.poll(), server)
+    until(lambda: third in server.poll(0.05))
     assert server.poll()[third][0] == 0, (tmp_path / "log").read_text()
 
 
@@ -91,11 +85,11 @@ def test_what_a_rank_started_ends_with_it(server: ForkServer, tmp_path: Path, di
     other = int((tmp_path / "other").read_text())
     if dies == "rank":
         server.signal(rank, signal.SIGTERM, group=False)
-        until(lambda: rank in server.poll(), server)
+        until(lambda: rank in server.poll(0.05))
     else:
         server.kill()
         with pytest.raises(EchelonError, match="is gone"):
-            until(lambda: False, server)
+            until(lambda: bool(server.poll(0.05)) and False)
     until(lambda: not runs(other))
 
 
@@ -129,7 +123,7 @@ def many_open_files(count: int) -> Iterator[None]:
 def test_a_process_with_thousands_of_open_files_starts_ranks(tmp_path: Path) -> None:
     with many_open_files(1500), contextlib.closing(ForkServer.start(())) as server:
         rank = rank_of(server, tmp_path, "")
-        until(lambda: rank in server.poll(), server)
+        until(lambda: rank in server.poll(0.05))
         assert server.poll()[rank][0] == 0, (tmp_path / "log").read_text()
 
 

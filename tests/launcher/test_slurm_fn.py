@@ -215,15 +215,15 @@ def test_the_script_is_what_the_config_says_and_a_name_is_a_name(tmp_path: Path)
 def test_ranks_in_the_background_give_values_and_the_failing_ones_exception(tmp_path: Path) -> None:
     config = SlurmConfig(mode="local", tasks_per_node=2, pack_code=False).set_output_path(tmp_path / "runs")
     good, bad = joined[config](5), joined[config](-5)  # a second job in the same process is one
-    assert good.result(60) == [(5, 0, 2), (5, 1, 2)] and good.ranks == 2 and good.state() is JobState.DONE
+    assert good.result(120) == [(5, 0, 2), (5, 1, 2)] and good.ranks == 2 and good.state() is JobState.DONE
     with pytest.raises(RankFailedError, match="rank 1 failed first") as raised:
-        bad.result(60)
+        bad.result(120)
     assert raised.value.rank == 1 and "in joined" in str(raised.value)
     assert isinstance(raised.value.__cause__, ValueError) and raised.value.__cause__.args == ("planted on rank", 1)
     assert job_of(good.run).result().exit_code == 0  # a run like others
     one = double.configure(config, tasks_per_node=1)
     after = one.afterok(good).afternotok(bad)
-    assert after(4).result(60) == 8 and one.conditions == ()  # a new one: the other waits for nothing
+    assert after(4).result(120) == 8 and one.conditions == ()  # a new one: the other waits for nothing
     with refused(ClusterError):
         one.afterok([bad])(1)
     for path in (tmp_path / "runs").rglob("*"):
@@ -252,11 +252,11 @@ def test_a_call_that_was_tampered_with_is_not_loaded(tmp_path: Path) -> None:
     file.write_bytes(pickle.dumps(_Touches(str(evidence))))
     job = FunctionJob(LocalLauncher(cwd=tmp_path).submit(JobSpec(str(file), "call", sha256=sha256), run))
     with pytest.raises(RankFailedError, match="is not the call that was submitted"):
-        job.result(60)
+        job.result(120)
     assert not evidence.exists()
     job = FunctionJob(LocalLauncher(cwd=tmp_path).submit(JobSpec(str(file), "call"), run))
     with pytest.raises(RankFailedError, match="only with --call-sha256"):
-        job.result(60)
+        job.result(120)
     assert not evidence.exists()
     pickle.loads(file.read_bytes())  # and it would have run
     assert evidence.exists()
@@ -326,17 +326,17 @@ HEARD = signal.getsignal(signal.SIGUSR1)
 def main(x, *, how="ends"):
     Path("traces").mkdir(exist_ok=True)
     (Path("traces") / f"{x}-{os.getpid()}").touch()
+    if how == "waits":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     print("in", x, sys.argv[1:], getattr(HEARD, "name", None), flush=True)
     if how == "raises":
         raise ValueError("planted", x)
     if how == "exits":
         os._exit(0)
-    if how == "waits":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     while how == "waits":
         time.sleep(0.01)
     if how == "submits":
-        return other[config](x).result(60)
+        return other[config](x).result(120)
     run = ech.evidence.RunDir.current()
     return x, ech.RankInfo().rank, os.path.basename(os.path.dirname(os.path.abspath(__file__))), str(run.path)
 
@@ -351,14 +351,14 @@ def test_a_launch_command_runs_the_script_again_as_far_as_its_own_call(program: 
     body = """
     before = dict(os.environ)
     first = main[config](1)                  # a job without a command is counted, too
-    second = main[alone](first.result(60)[0] + 1)
+    second = main[alone](first.result(120)[0] + 1)
     two = main.configure(config, tasks_per_node=2, distributed_launch_command=%r)(3)
     bad = main[alone](4, how="raises")
     last = main[alone](5, how="submits")
     (Path(__file__)).write_text("raise SystemExit('edited after it was submitted')")
     values = [job.result(100) for job in (first, second, two, last)]
     try:
-        bad.result(60)
+        bad.result(120)
     except ech.EchelonError as error:
         failure = [str(error), repr(error.__cause__)]
     assert dict(os.environ) == before
@@ -390,7 +390,7 @@ def test_a_launch_command_is_of_the_interpreter_that_submits_not_of_the_shell(pr
     body = """
     commands = {"python": "python main.py", "a shell": "sh -c 'python main.py'", "torchrun": %r}
     jobs = {k: main.configure(config, processes_per_task=1, distributed_launch_command=c)(0) for k, c in commands.items()}
-    print(json.dumps({name: job.results(60) for name, job in jobs.items()}))
+    print(json.dumps({name: job.results(120) for name, job in jobs.items()}))
     """
     values = program(body % TORCHRUN, prelude=LAUNCHED, path=tmp_path / "bin")
     assert {name: [v[:2] for v in value] for name, value in values.items()} == {name: [[0, 0]] for name in values}
@@ -409,7 +409,7 @@ def test_a_launch_command_that_comes_to_nothing_says_why(program: Program) -> No
     said = {}
     for name, job in jobs.items():
         try:
-            said[name] = str(job.result(60))
+            said[name] = str(job.result(120))
         except ech.EchelonError as error:
             said[name] = str(error)
     print(json.dumps(said))
@@ -497,7 +497,7 @@ def test_a_script_that_comes_to_another_call_on_the_nodes_is_refused(program: Pr
     body = """
     job = (other if "ECHELON_CALL" in os.environ else main)[alone](0)
     try:
-        print(json.dumps(str(job.result(60))))
+        print(json.dumps(str(job.result(120))))
     except ech.EchelonError as error:
         print(json.dumps(str(error)))
     """
@@ -514,7 +514,7 @@ def test_signals_reach_the_ranks_of_a_launch_command(program: Program) -> None:
             time.sleep(0.05)
     os.kill(int(jobs[0].id), signal.SIGUSR1)
     jobs[1].cancel()
-    outcomes = [job.wait(60) for job in jobs]
+    outcomes = [job.wait(120) for job in jobs]
     print(json.dumps([[outcome.exit_code, job.state().value, str(job.run.path)] for outcome, job in zip(outcomes, jobs)]))
     """
     asked, cancelled = program(body, prelude=LAUNCHED)
@@ -526,7 +526,7 @@ def test_signals_reach_the_ranks_of_a_launch_command(program: Program) -> None:
 def test_a_map_in_the_background_has_a_job_for_each_element_also_under_a_launch_command(program: Program) -> None:
     body = """
     jobs = main[alone].map([4, 5])
-    print(json.dumps([job.result(60)[0] for job in jobs]))
+    print(json.dumps([job.result(120)[0] for job in jobs]))
     """
     assert program(body, prelude=LAUNCHED) == [4, 5]
 
@@ -534,7 +534,7 @@ def test_a_map_in_the_background_has_a_job_for_each_element_also_under_a_launch_
 def test_the_copy_of_the_code_has_no_runs_in_it(program: Program, tmp_path: Path) -> None:
     body = """
     jobs = [main.configure(alone, exclude_code_folders=["data"], code_file_suffixes=[".py", ".txt"])(n) for n in range(2)]
-    print(json.dumps([[*job.result(60), str(job.run.path)] for job in jobs]))
+    print(json.dumps([[*job.result(120), str(job.run.path)] for job in jobs]))
     """
     for file in ("data/a.txt", "more/b.txt", "more/c.bin"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -551,10 +551,10 @@ import echelon as ech
 factor = 3
 @ech.slurm_fn
 def times(x): return factor * x if x < 10 else times(x - 10)
-print(times[{"mode": "local"}](14).result(60))
+print(times[{"mode": "local"}](14).result(120))
 """
     said = subprocess.run(
-        [sys.executable, "-"], input=body, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=90
+        [sys.executable, "-"], input=body, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=120
     )
     assert said.stdout == "12\n", said.stderr
 
@@ -562,10 +562,10 @@ print(times[{"mode": "local"}](14).result(60))
 def test_a_script_without_a_guard_does_not_submit_for_ever(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(
         "import echelon as ech\n@ech.slurm_fn\ndef main(): return 1\n"
-        "try: print(main[{'mode': 'local'}]().result(60))\nexcept ech.EchelonError as error: print(error); raise\n"
+        "try: print(main[{'mode': 'local'}]().result(120))\nexcept ech.EchelonError as error: print(error); raise\n"
     )
     said = subprocess.run(
-        [sys.executable, "main.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=90
+        [sys.executable, "main.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=120
     )
     assert 'under `if __name__ == "__main__":`' in said.stdout and len(list((tmp_path / "slurm").iterdir())) == 1
 

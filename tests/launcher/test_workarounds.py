@@ -51,7 +51,7 @@ def _free_a_model_while_its_group_wants_the_interpreter(kept: bool) -> bool:
 
 
 def test_a_function_returns_when_its_destroyed_group_is_kept() -> None:
-    assert launch(_free_a_model_while_its_group_wants_the_interpreter, ranks=2, args=(True,), quiet=True, timeout_s=60) == [
+    assert launch(_free_a_model_while_its_group_wants_the_interpreter, ranks=2, args=(True,), quiet=True, timeout_s=120) == [
         True,
         True,
     ]
@@ -59,9 +59,13 @@ def test_a_function_returns_when_its_destroyed_group_is_kept() -> None:
 
 @pytest.mark.full
 def test_torch_still_hangs_when_a_destroyed_group_is_freed() -> None:
-    """If it does not: take `keep_process_groups` away."""
-    with pytest.raises(RankFailedError):
-        launch(_free_a_model_while_its_group_wants_the_interpreter, ranks=2, args=(False,), quiet=True, timeout_s=60)
+    """If it does not: take `keep_process_groups` away. On a busy machine a rank may come too late for the other to hang."""
+    for _ in range(5):
+        try:
+            launch(_free_a_model_while_its_group_wants_the_interpreter, ranks=2, args=(False,), quiet=True, timeout_s=120)
+        except RankFailedError:
+            return
+    raise AssertionError("both ranks returned, five times")
 
 
 FREED_IN_A_SCRIPT = """
@@ -93,7 +97,7 @@ print("returned", flush=True)
 @pytest.mark.usefixtures("forked_programs")
 def test_a_script_s_main_returns_after_it_destroyed_all_groups(started: Started) -> None:
     launcher = started.run("--ranks", "2", started.script(FREED_IN_A_SCRIPT))
-    out, err = launcher.communicate(timeout=60)
+    out, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0 and out == b"returned\n", err.decode()
 
 
@@ -164,7 +168,7 @@ def ends(program: str, *args: Path) -> str:
     before = "import atexit, os, sys, time\nfrom concurrent.futures import ThreadPoolExecutor\n"
     before += "from echelon.launcher.workarounds import *\n"
     command = [sys.executable, "-c", before + program, *map(str, args)]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
 
 
 def test_a_fork_that_ends_at_once_still_skips_its_exit_functions() -> None:
@@ -205,12 +209,10 @@ def test_only_python_itself_can_end_idle_executors() -> None:
 def test_a_failed_rank_does_not_wait_for_its_threads() -> None:
     program = (
         "import threading\n"
-        "threading.Thread(target=time.sleep, args=(50,)).start()\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
         "run_exit_functions(join_threads=False)\nprint('ended', flush=True)\nos._exit(0)\n"
     )
-    began = time.monotonic()
     assert ends(program) == "ended\n"
-    assert time.monotonic() - began < 40
 
 
 def test_a_fork_that_ends_at_once_still_loses_what_is_not_flushed(tmp_path: Path) -> None:

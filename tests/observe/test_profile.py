@@ -167,7 +167,7 @@ print("trained", flush=True)
 def test_steps_that_do_not_come_are_said_once_when_the_process_ends(started: Started) -> None:
     profile = ("--ranks", "1", "--name", "r", "--profile", "steps=5")
     run = started.run(*profile, started.script(TRAINS), env={"PYTHONPATH": os.getcwd()}, stderr=subprocess.STDOUT)
-    said = run.communicate(timeout=60)[0].decode()
+    said = run.communicate(timeout=120)[0].decode()
     assert run.returncode == 0 and said.count("--profile") == 1, said
     told = said.index("--profile steps=5:5,ranks=0: training ended after step 4, so nothing is traced")
     assert told > said.index("trained\n")

@@ -307,7 +307,7 @@ def test_a_script_without_a_launcher_says_where_it_goes_on_why_it_ends_and_where
         (tmp_path / folder).mkdir(exist_ok=True)
         command = [sys.executable, "-c", script, *args]
         env = clean_environment()
-        done = subprocess.run(command, cwd=tmp_path / folder, capture_output=True, text=True, timeout=90, env=env)
+        done = subprocess.run(command, cwd=tmp_path / folder, capture_output=True, text=True, timeout=120, env=env)
         assert done.returncode == 0 and done.stdout == "", done.stderr
         return done.stderr.splitlines()
 

@@ -297,9 +297,9 @@ def test_json_in_a_script_cannot_end_it(value: object) -> None:
 def test_a_hundred_thousand_records_are_less_than_a_megabyte_and_quick(tmp_path: Path) -> None:
     records = [training(s, 2.0 + s % 7 / 10 + 50.0 * (s == 77_777), grad_norm=1e3 / (s + 1)) for s in range(100_000)]
     run = make_run(tmp_path, [*records, *(evaluation(s, 2.0) for s in range(0, 100_000, 50))])
-    began = time.perf_counter()
+    began = time.process_time()
     html = report.render(run)
-    took = time.perf_counter() - began
+    took = time.process_time() - began
     assert len(html.encode()) < 1_000_000
     assert took < 20, f"{took:.1f} s"  # about 1 s on an idle machine
     line = Page(html).charts()[0]["series"][0]

@@ -169,10 +169,10 @@ def test_a_real_run_is_seen_while_it_runs_and_afterwards(started: Started) -> No
     seen = read_until(ours, b"running  1 ranks")
     (started.folder / "go").touch()
     seen += read_until(ours, b"r  finished  1 ranks")
-    run.communicate(timeout=60)
+    run.communicate(timeout=120)
     os.write(ours, b"q")
     seen += read_until(ours, b"\x1b[?1049l")
-    assert top.wait(30) == 0 and run.returncode == 0
+    assert top.wait(60) == 0 and run.returncode == 0
     assert seen.startswith(b"\x1b[?1049h\x1b[?25l") and seen.endswith(b"\x1b[?25h\x1b[?1049l")
     os.close(ours)
 
@@ -184,7 +184,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(started: Started) -> None:
     os.close(theirs)
     read_until(ours, b"running")
     top.send_signal(signal.SIGINT)
-    assert read_until(ours, b"\x1b[?1049l").endswith(b"\x1b[?25h\x1b[?1049l") and top.wait(30) == 0
+    assert read_until(ours, b"\x1b[?1049l").endswith(b"\x1b[?25h\x1b[?1049l") and top.wait(60) == 0
     os.close(ours)
 
 

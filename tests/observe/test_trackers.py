@@ -30,6 +30,7 @@ from echelon.observe.sinks.folder import FolderSink, default_sinks
 from tests.conftest import clean_environment
 from tests.kit.models import batch
 from tests.kit.refusals import refused
+from tests.kit.started import wait_until
 from tests.kit.units import Regression
 
 RECORDS = [
@@ -279,7 +280,7 @@ class Slow:
 
     def log_dict(self, payload: Any, step: int) -> None:
         self.threads.add(threading.current_thread())
-        self.answers.wait(20)
+        self.answers.wait(600)
         self.steps.append(step)
 
     def flush(self) -> None: ...
@@ -311,7 +312,7 @@ def test_a_tracker_that_does_not_answer_holds_no_training(
     ech.train(Regression(), [batch(4, i) for i in range(3)], max_epochs=2)
     assert [r["step"] for r in read_lines(run.metrics)] == [1, 2, 3, 4, 5, 6] and slow.steps == []
     slow.answers.set()
-    monkeypatch.setattr(trackers, "_END_S", 20.0)
+    monkeypatch.setattr(trackers, "_END_S", 120.0)
     end_trackers(run, monkeypatch)
     assert slow.steps == [1, 2, 3, 4, 5, 6] and slow.closed
     assert len(slow.threads) == 1 and threading.main_thread() not in slow.threads
@@ -348,11 +349,11 @@ def test_a_tracker_that_begins_as_the_process_ends_is_given_all_before_it_ends_i
 
 
 def test_a_training_that_fails_does_not_wait_for_its_tracker(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_FLUSH_S", 20.0)
+    monkeypatch.setattr(trackers, "_FLUSH_S", 600.0)
     begun = time.monotonic()
     with pytest.raises(ZeroDivisionError):
         ech.train(Regression(), (batch(4, 1 // (2 - i)) for i in range(5)), max_epochs=1)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 300
 
 
 def test_what_a_tracker_has_not_taken_at_the_end_is_said_to_be_cut_off(
@@ -369,14 +370,13 @@ def test_a_tracker_that_is_far_behind_says_so_and_leaves_out_the_oldest(caplog: 
     slow, behind = Slow(), BackgroundCalls("wandb", most=3)
     sink = trackers.TrackerSink("wandb", slow, behind)
     sink.records([{"step": 0, "loss": 1.0}])
-    while not slow.threads:
-        time.sleep(0.001)
+    wait_until(lambda: slow.threads, "it is given the first")
     for step in range(1, 8):
         sink.records([{"step": step, "loss": 1.0}])
     (full,) = said(caplog)
     assert full.startswith("wandb is 3 records behind: from now on the oldest")
     slow.answers.set()
-    assert behind.settle(20)
+    assert behind.settle(120)
     sink.end()
     assert slow.steps == [0, 5, 6, 7]
     assert said(caplog)[1:] == ["wandb was too slow: 4 records were left out there. metrics.jsonl has them."]
@@ -403,7 +403,7 @@ sink.records([{"step": n, "loss": 1.0} for n in range(3, 300)])
 
 
 def test_at_the_end_of_a_process_a_tracker_ends_once_and_after_all_it_was_given() -> None:
-    done = subprocess.run([sys.executable, "-c", OWN_END], env=clean_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", OWN_END], env=clean_environment(), capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == [*map(str, range(300)), "closed"] and done.stderr == ""
 
 

@@ -205,7 +205,7 @@ def test_the_time_limit_warns_and_the_job_goes_on_bit_equal(fleet: Fleet) -> Non
 @pytest.mark.full
 def test_logs_follow_a_job_through_its_starts_to_its_end(fleet: Fleet) -> None:
     fleet.final("limit")
-    assert fleet.followed is not None and fleet.followed.wait(60) == 0
+    assert fleet.followed is not None and fleet.followed.wait(150) == 0
     said = (fleet.home / "followed.out").read_text()
     last = len(fleet.job("limit").attempts) - 1
     assert "step 0 of attempt 0" in said and f"step {UPDATES - 1} of attempt {last}" in said and "is done" in said
@@ -231,7 +231,7 @@ def test_a_node_that_dies_is_left_out_and_the_job_goes_on_bit_equal(fleet: Fleet
 @pytest.mark.full
 def test_a_cancelled_job_saves_ends_and_resolves(fleet: Fleet) -> None:
     assert fleet.cancelled == f"job {fleet.job('stop').id} is cancelled\n"
-    outcome = fleet.job("stop").wait(100)
+    outcome = fleet.job("stop").wait(150)
     assert fleet.job("stop").state() is JobState.CANCELLED and outcome.exit_code != 0
     with pytest.raises(RankFailedError, match="cancelled"):
         fleet.job("stop").result(1)
@@ -241,7 +241,7 @@ def test_a_cancelled_job_saves_ends_and_resolves(fleet: Fleet) -> None:
 
 @pytest.mark.full
 def test_a_job_that_is_cancelled_before_it_begins_resolves(fleet: Fleet) -> None:
-    assert fleet.job("waits").wait(30).exit_code == 143 and fleet.job("waits").state() is JobState.CANCELLED
+    assert fleet.job("waits").wait(120).exit_code == 143 and fleet.job("waits").state() is JobState.CANCELLED
     assert not fleet.job("waits").attempts
 
 

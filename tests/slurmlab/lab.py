@@ -149,7 +149,7 @@ class Lab(Nodes):
         self.spawn("slurmctld", network.on_head(self, ["slurmctld", "-D", "-c", "-f", self.conf]))
         for name in self.node_names:
             self._start_node(name)
-        self.wait_for_daemon("slurmctld", 20, lambda: " is UP" in self.client("scontrol", "ping", check=False, timeout=20).stdout)
+        self.wait_for_daemon("slurmctld", 60, lambda: " is UP" in self.client("scontrol", "ping", check=False, timeout=20).stdout)
         self.wait_nodes(wait, ("idle",))
         self.state["ready"] = True
         self.save()

@@ -40,7 +40,7 @@ class Nodes(Daemons):
                     f"{n['addr']}/24",
                 ],
             )
-            init = wait_for(f"{name} to start", 10, lambda: self.init_pid(name))
+            init = wait_for(f"{name} to start", 60, lambda: self.init_pid(name))
             sw = ["nsenter", "-t", self.pid("switch"), "-n", "ip", "link"]
             # the kernel may take its time to clear away a dead node's
             run(*sw, "del", name, check=False)
@@ -49,7 +49,7 @@ class Nodes(Daemons):
         else:
             self.spawn(name, ["slurmd", "-D", "-N", name, "-f", self.conf])
 
-    def _resume(self, names, seconds=20):
+    def _resume(self, names, seconds=60):
         """Wait until slurmctld hears from the nodes and let it use them again."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -78,9 +78,9 @@ class Nodes(Daemons):
         if not init:
             raise LabError(f"{name} is not running; boot it first")
         os.kill(init, signal.SIGUSR1)  # node-init.sh starts a new slurmd
-        wait_for(f"slurmd on {name}", 10, lambda: self._slurmd_pid(name))
+        wait_for(f"slurmd on {name}", 60, lambda: self._slurmd_pid(name))
 
-    def _wait_listening(self, names, seconds=20):
+    def _wait_listening(self, names, seconds=60):
         """Until the slurmds accept connections (slurmctld may not have missed them,
         so what it says of the nodes does not tell)."""
         for name in names:

@@ -15,7 +15,7 @@ def sweep(lab):
     was killed between starting and recording one).  The mark in their environment,
     which job processes do not have, says that we started them."""
     mark = f"{MARK}={lab.dir}".encode()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         found = []
         for entry in os.listdir("/proc"):
