@@ -292,11 +292,12 @@ _OF_PYTHON = ("forkserver", "resource_tracker")
 
 def _is_left(pid: int, before: set[int]) -> bool:
     """Whether a process is new, and not the business of one that was there before: a module's job that asks Slurm, say.
-    Nor one of the two that Python keeps to the end once it has started processes without forking, as from 3.14 on by default.
+    Nor one of the two that Python keeps to the end once it has started processes without forking, as from 3.14 on by default,
+    nor one that names places in C++ for torch, which keeps one for each library.
     """
     try:
         command = " ".join(psutil.Process(pid).cmdline())
-        if any(f"from multiprocessing.{name} import main" in command for name in _OF_PYTHON):
+        if any(f"from multiprocessing.{name} import main" in command for name in _OF_PYTHON) or command.startswith("addr2line "):
             return False
         return not any(parent.pid in before for parent in psutil.Process(pid).parents())
     except psutil.NoSuchProcess:

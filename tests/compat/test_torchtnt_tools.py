@@ -96,6 +96,7 @@ def test_snapshots_of_a_gpu(tmp_path: Path) -> None:
         torch.empty(2**45, device="cuda")
     assert is_out_of_cuda_memory(error.value)
     log_memory_snapshot(str(tmp_path), "mine")
+    torch.cuda.memory._record_memory_history(enabled=None)
     del kept
     for folder in ("oom_rank0", "mine_rank0"):
         snapshot = pickle.loads((tmp_path / folder / "snapshot.pickle").read_bytes())

@@ -368,6 +368,9 @@ class Quiet(Regression):
         if step == 3:  # the first steps allocate and estimate
             torch.cuda.set_sync_debug_mode("error")
 
+    def on_train_end(self, state: ech.State) -> None:
+        torch.cuda.set_sync_debug_mode("default")  # `train` gives back numbers, for which it waits once
+
 
 @only_gpu
 def test_training_and_watching_never_wait_for_the_device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
