@@ -40,7 +40,7 @@ ROWS: dict[tuple[str, str, str], list[str]] = {
     ("Dragon", "the same", "ranks of this machine"): [f"{PROGRAMS}.test_dragons_page_without_dragon"],
     ("FairScale", "OSS and ShardedDataParallel under mp.spawn", "2 ranks"): [f"{FAIRSCALE}.test_oss_and_sharded_ddp_under_spawn"],
     ("FairScale", "a block in checkpoint_wrapper; ShardedGradScaler with autocast", "2 ranks"): [
-        f"{FAIRSCALE}.test_checkpoint_wrapper_and_sharded_grad_scaler_under_spawn"
+        f"{FAIRSCALE}.test_checkpoint_wrapper_and_sharded_grad_scaler"
     ],
     ("PyTorch", "nn.DataParallel; DDP with init_method env://", "2 ranks of echelon run, and of torchrun"): [
         f"{PROGRAMS}.test_data_parallel_and_ddp_of_plain_pytorch_under_two_launchers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -21,31 +22,34 @@ from tests.kit.models import largest_difference
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def _run(program: str, ranks: int, out: Path) -> list[Any]:
+def _run(program: str, out: Path) -> list[Any]:
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS / f"{program}.py"), str(ranks), str(out)],
+        [sys.executable, str(PROGRAMS / f"{program}.py"), "2", str(out)],
         env={**clean_environment(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    return [torch.load(out / f"rank{rank}.pt") for rank in range(ranks)]
-
-
-def _on_forked_ranks(out: Path) -> list[Any]:
-    """The program's function on ranks of ours, which have torch loaded: its own, under `mp.spawn`, each import it anew."""
-    launch(_train, ranks=2, args=(str(out),), run_dir=out / "run")
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
 
 
-def _train(out: str) -> None:
-    sharded.train(int(os.environ["RANK"]), 2, sharded.EPOCHS, out)
+def _on_forked_ranks(program: str, out: Path, *args: Any) -> list[Any]:
+    """The program's function on ranks of ours, which have torch loaded: its own, under `mp.spawn`, each import it anew."""
+    launch(_train, ranks=2, args=(program, *args, str(out)), run_dir=out / "run")
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
+
+
+def _train(program: str, *args: Any) -> None:
+    importlib.import_module(f"tests.compat.programs.{program}").train(int(os.environ["RANK"]), 2, *args)
 
 
 @pytest.mark.parametrize("how", ["forked", pytest.param("spawned", marks=pytest.mark.full)])
 def test_oss_and_sharded_ddp_under_spawn(tmp_path: Path, how: str) -> None:
-    everyones = _on_forked_ranks(tmp_path) if how == "forked" else _run("fairscale_sharded_ddp", 2, tmp_path)
+    if how == "forked":
+        everyones = _on_forked_ranks("fairscale_sharded_ddp", tmp_path, sharded.EPOCHS)
+    else:
+        everyones = _run("fairscale_sharded_ddp", tmp_path)
     model = sharded.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(sharded.EPOCHS):
@@ -61,9 +65,8 @@ def test_oss_and_sharded_ddp_under_spawn(tmp_path: Path, how: str) -> None:
         assert float((state["state"][number]["momentum_buffer"] - each["momentum_buffer"]).abs().max()) <= 1e-6
 
 
-@pytest.mark.full
-def test_checkpoint_wrapper_and_sharded_grad_scaler_under_spawn(tmp_path: Path) -> None:
-    everyones = _run("fairscale_checkpoint_scaler", 2, tmp_path)
+def test_checkpoint_wrapper_and_sharded_grad_scaler(tmp_path: Path) -> None:
+    everyones = _on_forked_ranks("fairscale_checkpoint_scaler", tmp_path)
     model = with_scaler.CheckpointModel(wrapped=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scale, scales, since = 2.0**10, [], 0

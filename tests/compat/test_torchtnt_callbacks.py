@@ -8,8 +8,6 @@ import inspect
 import json
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch import nn
 import echelon as ech
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver, TorchSnapshotSaver
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobOptions
-from tests.conftest import clean_environment
+from tests.compat.reference import run_programs
 from tests.kit.models import batch
 from tests.kit.units import Regression
 
@@ -38,13 +36,12 @@ def run_program(name: str, folder: Path) -> str:
     text = Path(__file__).with_name(name).read_text()
     (folder / name).write_text(re.sub(r"^from torchtnt\.", f"from {HERE}.", text, flags=re.M))
     (folder / "out").mkdir()
-    command = [sys.executable, "-m", "echelon", "run", "--ranks", "2", name, "out"]
-    done = subprocess.run(command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    [said] = run_programs(folder, ("-m", "echelon", "run", "--ranks", "2", name, "out"))
+    return said
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("forked_programs")
 def test_a_program_of_torchtnts_runs_when_its_imports_are_changed(tmp_path: Path) -> None:
     """Callbacks, loggers, checkpoints; its parameters are those of one plain process."""
     printed = run_program("torchtnt_program.py", tmp_path)
@@ -78,6 +75,7 @@ def _plain() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("forked_programs")
 def test_two_optimizers_in_a_unit_of_ones_own(tmp_path: Path) -> None:
     run_program("torchtnt_gan.py", tmp_path)
     there = torch.load(tmp_path / "out" / "gan.pt")

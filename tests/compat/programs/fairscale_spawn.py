@@ -1,6 +1,6 @@
 """Ranks of torch.multiprocessing.spawn that send everything that FairScale's classes send, and then end.
 
-python -m tests.compat.programs.fairscale_spawn {destroyed,left} FOLDER
+python -m tests.compat.programs.fairscale_spawn FOLDER: three that leave their groups, and two that destroy them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def rank_of(rank: int, size: int, init: str, is_destroyed: bool) -> None:
         dist.destroy_process_group()
 
 
-def main(end: str, folder: str) -> None:
+def main(folder: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         tcp = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    for size, init in ((2, tcp), (3, f"file://{folder}/store")):
-        context: Any = torch.multiprocessing.spawn(rank_of, (size, init, end == "destroyed"), nprocs=size, join=False)
+    for size, init, is_destroyed in ((2, tcp, True), (3, f"file://{folder}/store", False)):
+        context: Any = torch.multiprocessing.spawn(rank_of, (size, init, is_destroyed), nprocs=size, join=False)
         last = time.monotonic() + PATIENCE_S
         while not context.join(timeout=1):
             if time.monotonic() > last:
