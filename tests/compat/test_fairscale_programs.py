@@ -28,7 +28,7 @@ def _run(program: str, out: Path) -> list[Any]:
         env={**clean_environment(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]

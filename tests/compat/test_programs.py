@@ -6,7 +6,6 @@ FairScale's are in test_fairscale_programs, nntool's page in tests/slurm, Dragon
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from echelon.cli.imports import move
 from tests.compat.programs import lightning_trainer, pytorch_raw, torchtnt_auto_unit, torchtnt_by_hand
 from tests.compat.reference import check_dragon_training, in_order, plain
 from tests.compat.reference import run_programs as run
@@ -74,9 +74,9 @@ def test_an_auto_unit_is_restored_at_another_world_size(on_two_ranks: Path, tmp_
 
 
 def test_digits_of_torchtnt_02_by_import_change_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = re.sub(r"^from torchtnt\.", "from echelon.compat.torchtnt.", (HERE / "torchtnt_mnist.py").read_text(), flags=re.M)
-    assert text.count("echelon") == 5
-    (tmp_path / "digits.py").write_text(text)
+    text = move((HERE / "torchtnt_mnist.py").read_bytes()).text
+    assert text.count(b"echelon") == 5
+    (tmp_path / "digits.py").write_bytes(text)
     run(tmp_path, (*ECHELON, "2", "digits.py", "out.pt", "--max-epochs", "3"))
     parameters, logged = torch.load(tmp_path / "out.pt")
     monkeypatch.syspath_prepend(tmp_path)

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import json
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 import echelon as ech
+from echelon.cli.imports import move
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver, TorchSnapshotSaver
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobOptions
 from tests.compat.reference import run_programs
@@ -32,9 +32,8 @@ def test_the_loops_are_functions_though_modules_have_their_names() -> None:
 
 
 def run_program(name: str, folder: Path) -> str:
-    """A program of the folder of this file, with the imports changed and nothing else, on two ranks; what it printed."""
-    text = Path(__file__).with_name(name).read_text()
-    (folder / name).write_text(re.sub(r"^from torchtnt\.", f"from {HERE}.", text, flags=re.M))
+    """A program of the folder of this file, after `echelon move`, on two ranks; what it printed."""
+    (folder / name).write_bytes(move(Path(__file__).with_name(name).read_bytes()).text)
     (folder / "out").mkdir()
     [said] = run_programs(folder, ("-m", "echelon", "run", "--ranks", "2", name, "out"))
     return said

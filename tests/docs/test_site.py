@@ -203,19 +203,18 @@ def test_a_broken_link_fails_the_build(tmp_path: Path, planted: dict[str, str]) 
 @pytest.mark.full
 @pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)
 def test_pages_open_in_a_browser_without_an_error(site: Path, tmp_path: Path) -> None:
-    """Light and dark, wide and phone: nothing in the console, nothing asked of another host, nothing wider than the window."""
+    """Wide and light, a phone and dark: nothing in the console, nothing asked of another host, nothing wider than the window."""
     with browser.served(site) as address, browser.browser(tmp_path) as chromium:
         for page in OPENED:
-            for dark in (False, True):
-                for width in (1280, 390):
-                    seen = chromium.open(f"{address}/{page}", width=width, dark=dark)
-                    where = f"{page}, {width} wide, {'dark' if dark else 'light'}"
-                    assert seen.errors == [], where
-                    assert [url for url in seen.requests if browser.host_of(url) not in ("127.0.0.1", "")] == [], where
-                    assert len(seen.requests) > 3, where
-                    assert seen.overflow == 0, where
-                    assert seen.scheme == ("dark" if dark else "light"), where
-                    assert chromium.run("return document.querySelector('h1').offsetHeight") > 0, where
+            for dark, width in ((False, 1280), (True, 390)):
+                seen = chromium.open(f"{address}/{page}", width=width, dark=dark)
+                where = f"{page}, {width} wide, {'dark' if dark else 'light'}"
+                assert seen.errors == [], where
+                assert [url for url in seen.requests if browser.host_of(url) not in ("127.0.0.1", "")] == [], where
+                assert len(seen.requests) > 3, where
+                assert seen.overflow == 0, where
+                assert seen.scheme == ("dark" if dark else "light"), where
+                assert chromium.run("return document.querySelector('h1').offsetHeight") > 0, where
 
 
 _TYPE = """
@@ -254,10 +253,9 @@ def test_the_report_of_a_run_opens_in_a_browser(echelon_command: Command, tmp_pa
     done = echelon_command("run", "--ranks", "2", "--name", "first", "train.py")
     assert done.returncode == 0, done.stderr
     with browser.browser(tmp_path) as chromium:
-        for dark in (False, True):
-            for width in (1280, 390):
-                seen = chromium.open((tmp_path / "runs/first/report.html").as_uri(), width=width, dark=dark)
-                assert (seen.errors, seen.overflow, len(seen.requests)) == ([], 0, 1)
+        for dark, width in ((False, 1280), (True, 390)):
+            seen = chromium.open((tmp_path / "runs/first/report.html").as_uri(), width=width, dark=dark)
+            assert (seen.errors, seen.overflow, len(seen.requests)) == ([], 0, 1)
 
 
 @pytest.mark.full
