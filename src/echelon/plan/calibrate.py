@@ -41,7 +41,7 @@ def calibrate(ranks: int, name: str, *, quick: bool = False) -> Device:
         found["bandwidth"],
         reached=1.0,
         copied=1.0,
-        attention=tuple(rate / peak["float32"] for rate in found["attention"]),
+        attention=tuple(rate / peak[found["attends in"]] for rate in found["attention"]),
         least=found["least"],
         overlaps=found["overlaps"],
         products=tuple(sorted(rates)),
@@ -85,13 +85,15 @@ def _measure(quick: bool) -> dict[str, Any]:
     source = torch.randn((1 if quick else 256 if on_gpu else 16) << 20 >> 2, device=device)
     copy = torch.empty_like(source)
     small = torch.ones(16, device=device)
+    attends = torch.bfloat16 if on_gpu else torch.float32  # a GPU's fast kernels know no float32
     return {
         "memory": torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total // ranks,
         "overlaps": on_gpu,
         "products": products,
         "bandwidth": 2 * source.nbytes / seconds(lambda: copy.copy_(source), 4),
         "least": seconds(lambda: small + small, 200),
-        "attention": _attention(device, seconds),
+        "attention": _attention(device, attends, quick, seconds),
+        "attends in": str(attends).removeprefix("torch."),
         "collectives": _collectives(ranks, device, seconds, 1 << 12 if quick else 1 << 22),
     }
 
@@ -101,17 +103,20 @@ def _product(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], A
     return lambda: left @ right
 
 
-def _attention(device: torch.device, seconds: Callable[..., float]) -> tuple[float, float]:
-    """FLOP/s forward and backward, of a causal mask's half."""
-    heads, length, width = 8, 512, 64
-    query, key, value = (torch.randn(2, heads, length, width, device=device, requires_grad=True) for _ in range(3))
-    flops = 2 * heads * 4 * length * length * width / 2
+def _attention(device: torch.device, dtype: torch.dtype, quick: bool, seconds: Callable[..., float]) -> tuple[float, float]:
+    """FLOP/s forward and backward, of a causal mask's half: four sequences of a model on a GPU, of a small one on a CPU."""
+    rows, heads, length, width = (4, 16, 4096, 128) if device.type == "cuda" and not quick else (2, 8, 512, 64)
+    query, key, value = (
+        torch.randn(rows, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+    ahead = torch.ones_like(query)
+    flops = rows * heads * 4 * length * length * width / 2
 
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    once = seconds(forward)
-    both = seconds(lambda: forward().sum().backward())
+    once = seconds(forward, 10)
+    both = seconds(lambda: torch.autograd.grad(forward(), (query, key, value), ahead), 10)
     return flops / once, 2.5 * flops / max(both - once, once)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,23 +18,25 @@ __all__ = ["Recorder"]
 
 # Often enough for a live line, seldom enough to cost nothing: at a thousand updates a second a batch holds two hundred.
 _FLUSH_S = 0.2
-# Of an update: its number, loss, weight, learning rate, gradient norm, when, FLOPs, more by name, and what its numbers on the
-# host wait for.
-_Row = tuple[int, Any, Any, Any, Any, float, float, Mapping[str, Any] | None, Any]
+# Of an update: its number, [loss, weight, gradient norm, more by name ...], learning rate, when, FLOPs, the names of more, and
+# those numbers that are on a device, in one tensor there.
+_Row = tuple[int, list[Any], Any, float, float, tuple[str, ...], torch.Tensor | None]
+_ELSEWHERE = object()  # in place of a number that is on a device
 _MEMORY_S = 1.0  # between two looks at the allocator's counters, which take a fraction of a millisecond
 
 
 class Recorder:
     """Collects the records of updates and gives them to the sinks a few times a second.
 
-    What lives on a GPU is copied to the host beside the computation and read when it has arrived: watching a run never
-    makes it wait for its device.
+    What lives on a GPU is copied to the host beside the computation, that of many updates at once, and read when it has arrived:
+    watching a run never makes it wait for its device.
     """
 
     def __init__(self, sinks: list[Sink], weight_unit: str) -> None:
         self._sinks = sinks
         self._rate_key = f"{weight_unit}_per_s"
         self._pending: list[_Row] = []
+        self._copied: tuple[list[_Row], torch.Tensor, torch.cuda.Event | None] | None = None
         self.utilization: Utilization | None = None  # set at the first step that can tell
         self.counts_flops = True  # until that step tells that there is no peak to compare them with
         self._looked_at = 0.0
@@ -51,16 +53,15 @@ class Recorder:
 
     def update(self, step: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, more: Mapping[str, Any] | None = None) -> None:
         """Update `step`, counted from 1: mean loss and weight of its global batch, and more by name. Numbers or 0-dim tensors."""
-        now, arrival = time.perf_counter(), None
-        if isinstance(loss, torch.Tensor):
-            if not loss.is_cpu:
-                more = more or {}
-                (loss, weight, grad_norm, *rest), arrival = _to_host([loss, weight, grad_norm, *more.values()])
-                more = dict(zip(more, rest, strict=True))
-            else:  # a number at once: hundreds of tensors kept until the flush would push the model's out of the cache
-                loss = loss.item()
+        now, there = time.perf_counter(), None
+        if isinstance(loss, torch.Tensor) and loss.is_cpu:
+            loss = loss.item()  # at once: hundreds of tensors kept until the flush would push the model's out of the cache
+        given = [loss, weight, grad_norm, *(more.values() if more else ())]
+        if isinstance(loss, torch.Tensor):  # the norm of offloaded gradients is on the host
+            there = torch.stack([value.detach().double() for value in given if _is_elsewhere(value)])
+            given = [_ELSEWHERE if _is_elsewhere(value) else value for value in given]
         flops = self.utilization.take() if self.counts_flops and self.utilization is not None else 0.0
-        self._pending.append((step, loss, weight, lr, grad_norm, now, flops, more, arrival))
+        self._pending.append((step, given, lr, now, flops, tuple(more or ()), there))
         if now - self._flushed_at >= _FLUSH_S:
             self._write_arrived()
             self._flushed_at = now
@@ -86,17 +87,20 @@ class Recorder:
 
     def flush(self) -> None:
         """Write all records, waiting for the device if need be."""
-        if self._pending and self._pending[-1][-1] is not None:
-            self._pending[-1][-1].synchronize()
-        self._write_arrived()
+        self._write_arrived(wait=True)
 
-    def _write_arrived(self) -> None:
-        arrived = len(self._pending)
-        while arrived and (late := self._pending[arrived - 1][-1]) is not None and not late.query():
-            arrived -= 1
-        records = self._read(self._pending[:arrived])
-        del self._pending[:arrived]
-        if records:
+    def _write_arrived(self, *, wait: bool = False) -> None:
+        """Write what was copied at the last call, if it has arrived; copy what came since, which without a device is at once."""
+        while self._copied is not None or self._pending:
+            if self._copied is None:
+                self._copied, self._pending = _to_host(self._pending), []
+            rows, values, arrival = self._copied
+            if wait and arrival is not None:
+                arrival.synchronize()
+            elif arrival is not None and not arrival.query():
+                return
+            self._copied = None
+            records = self._read(rows, iter(values.tolist()))
             self._add_memory(records[-1])
             for sink in self._sinks:
                 sink.records(records)
@@ -107,9 +111,10 @@ class Recorder:
             self._looked_at = now
             record |= self.utilization.memory()
 
-    def _read(self, rows: Sequence[_Row]) -> list[dict[str, Any]]:
+    def _read(self, rows: Sequence[_Row], values: Iterator[float]) -> list[dict[str, Any]]:
         used, rate_key, offset, last_at, records = self.utilization, self._rate_key, self._wall_offset, self._last_at, []
-        for step, loss, weight, lr, grad_norm, at, flops, more, _ in rows:
+        for step, given, lr, at, flops, names, _ in rows:
+            loss, weight, grad_norm, *more = (next(values) if value is _ELSEWHERE else value for value in given)
             elapsed, last_at = at - last_at, max(at, last_at)
             rate = float(weight) / elapsed if elapsed > 0 else None
             record = {
@@ -120,8 +125,8 @@ class Recorder:
                 rate_key: rate,
                 "time": at + offset,
             }
-            if more:
-                record |= {name: float(value) for name, value in more.items()}
+            if names:
+                record |= {name: float(value) for name, value in zip(names, more, strict=True)}
             if used is not None and rate is not None:
                 if used.devices > 1:
                     record[f"{rate_key}_per_device"] = rate / used.devices
@@ -141,8 +146,7 @@ def _is_elsewhere(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_cpu
 
 
-def _to_host(given: list[Any]) -> tuple[list[Any], torch.cuda.Event | None]:
-    """Start copying what is on the device; the event tells when it is there. The norm of offloaded gradients is not."""
-    here, arrival = to_host(torch.stack([v.detach().double() for v in given if _is_elsewhere(v)]))
-    values = iter(here)
-    return [next(values) if _is_elsewhere(v) else v for v in given], arrival
+def _to_host(rows: list[_Row]) -> tuple[list[_Row], torch.Tensor, torch.cuda.Event | None]:
+    """Start copying what is on the device; the event tells when it is there."""
+    there = [row[-1] for row in rows if row[-1] is not None]
+    return rows, *to_host(torch.cat(there) if there else torch.empty(0))
