@@ -52,10 +52,10 @@ def test_two_ranks_equal_one_process(ranks: Ranks, layout: str) -> None:
             assert largest_difference(ours, want) < 1e-12, name
 
 
-@pytest.mark.parametrize("layout", KINDS)
-def test_four_ranks_equal_one_process(ranks: Ranks, layout: str) -> None:
+def test_four_ranks_equal_one_process(ranks: Ranks) -> None:
+    """Under ddp; the others are test_equivalence.py's."""
     shape = SHAPES["all at once"]
-    for ours, norms in ranks(4, _train, layout, shape, clip_grad_norm=float("inf")):
+    for ours, norms in ranks(4, _train, "ddp", shape, clip_grad_norm=float("inf")):
         want, want_norms = _reference(shape, 4)
         assert norms == pytest.approx(want_norms, rel=1e-12)
         assert largest_difference(ours, want) < 1e-12

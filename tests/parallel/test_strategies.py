@@ -151,6 +151,9 @@ NEWER: Any = {"batched_grad_copy": True} if "batched_grad_copy" in inspect.signa
 OPTIONS: dict[str, Any] = {
     "ddp": lambda: ech.DDPStrategy(init_sync=True, forward_sync_buffers=False, bucket_cap_mb_list=[1], **NEWER),
     "ddp mesh": lambda: ech.DDPStrategy(device_mesh=_mesh(dist.get_world_size()), skip_all_reduce_unused_params=True),
+    "ddp static": lambda: ech.DDPStrategy(static_graph=True, find_unused_parameters=True, bucket_cap_mb=1),
+    "ddp checked": lambda: ech.DDPStrategy(broadcast_buffers=False, check_reduction=True),
+    "ddp device_ids": lambda: ech.DDPStrategy(device_ids=[CPU.index], output_device=CPU.index),  # as TorchTNT's page has it
     "ddp hook": lambda: ech.DDPStrategy(comm_hook=_mean_hook, comm_state=HOOKED),
     "fsdp group": lambda: FSDPStrategy(process_group=dist.group.WORLD, backward_prefetch=None, use_orig_params=False),
     "fsdp groups": lambda: ech.FSDPStrategy(process_group=_groups(), sharding_strategy="HYBRID_SHARD"),
@@ -160,6 +163,7 @@ OPTIONS: dict[str, Any] = {
     "fsdp offload": lambda: ech.FSDPStrategy(cpu_offload=True, forward_prefetch=True),
     "fsdp offload 1": lambda: ech.FSDPStrategy(cpu_offload=_torch("CPUOffload")(offload_params=True)),
     "fsdp float64": lambda: ech.FSDPStrategy(mixed_precision=_torch("MixedPrecision")(param_dtype=torch.float64)),
+    "fsdp one block whole": lambda: ech.FSDPStrategy(reshard_after_forward={"blocks.1": False}),
     "fsdp2 all": lambda: FSDP2Strategy(modules_to_shard="all", shard_on_largest_dim=True),
     "fsdp2 names": lambda: FSDP2Strategy(modules_to_shard=["first"], shard_predicates=[lambda n, m: n == "blocks.0"]),
     "fsdp2 offload": lambda: FSDP2Strategy(cpu_offload=_torch("CPUOffloadPolicy")(pin_memory=True), mesh=_mesh(2, 2)),
@@ -206,7 +210,8 @@ def _with_options(names: list[str]) -> dict[str, Any]:
 def test_options_change_no_number(ranks: Ranks, size: int) -> None:
     windows = [[batch(4, 10 * i + r) for r in range(size)] for i in range(3)]
     want, _, _ = plain_training(windows, clip=0.3, optimizer="AdamW")
-    for done in ranks(size, _with_options, [name for name in OPTIONS if (name in NEEDS_FOUR) == (size == 4)]):
+    names = [name for name in OPTIONS if (name in NEEDS_FOUR) == (size == 4)]
+    for done in ranks(size, _with_options, names, timeout_s=240):
         for name, got in done.items():
             difference = max(float((got[n] - want[n]).abs().max()) for n in want)
             assert difference < 1e-11, (name, difference)
