@@ -27,6 +27,8 @@ from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.refusals import refused
 from tests.kit.units import SEVERAL, Hooks, Numbers, Regression, under_each
 
+pytestmark = pytest.mark.standing_ranks
+
 tqdm.tqdm.monitor_interval = 0  # no thread that watches progress bars, and stays
 
 

@@ -25,6 +25,8 @@ from tests.kit.models import batch, net
 from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 
 class Plain(ech.TrainUnit[int], ech.EvalUnit[int], ech.PredictUnit[int], ech.units.TestUnit[int]):
     """Writes down what it was given."""

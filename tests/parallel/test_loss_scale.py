@@ -16,6 +16,8 @@ import echelon as ech
 from tests.conftest import Ranks
 from tests.kit.own_loops import own_loop, told
 
+pytestmark = pytest.mark.standing_ranks
+
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _SUMS: dict[str, Loss] = {

@@ -18,6 +18,8 @@ from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net
 from tests.kit.units import KINDS, Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 
 class Holder(nn.Module):
     """Its author calls a layer `module`, as DistributedDataParallel calls what it wraps."""

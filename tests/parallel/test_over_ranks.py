@@ -16,6 +16,8 @@ from echelon.parallel.over_ranks import all_mean, gather, gathered_rows
 from tests.conftest import Ranks
 from tests.kit.models import whole
 
+pytestmark = pytest.mark.standing_ranks
+
 ROWS, BATCH = 22, 8  # the last global batch has 6 rows, and on four ranks some have fewer than others
 
 

@@ -14,6 +14,8 @@ from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 DATA = torch.utils.data.TensorDataset(*batch(96, 0))
 SAVED_AT, STEPS = 3, 9
 

@@ -15,6 +15,8 @@ from echelon.world import agree, first, rng
 from tests.conftest import Ranks
 from tests.kit.refusals import refused
 
+pytestmark = pytest.mark.standing_ranks
+
 
 def _gather() -> list[Any]:
     rank = dist.get_rank()

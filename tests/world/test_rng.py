@@ -18,6 +18,8 @@ from tests.conftest import Ranks
 from tests.kit.models import net, whole
 from tests.kit.units import Regression
 
+pytestmark = pytest.mark.standing_ranks
+
 Saver = ech.DistributedCheckpointSaver
 
 
@@ -145,6 +147,7 @@ def _bitwise(saved: Path | None, layout: str, stop: int, seed: int = 4) -> dict[
     return whole(unit.module)
 
 
+@pytest.mark.fresh_ranks  # the mode is the process's
 def test_in_bitwise_mode_numpy_and_python_draw_by_the_part_too(ranks: Ranks, tmp_path: Path) -> None:
     def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
         return all(torch.equal(a[name], b[name]) for name in a)
