@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -26,9 +26,9 @@ EACH = [pytest.param(name, marks=() if name in KINDS else pytest.mark.full) for 
 SEVERAL = [pytest.param(KINDS, id="kinds"), pytest.param(FORMS, id="forms", marks=pytest.mark.full)]
 
 
-def under_each(layouts: list[str], fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """`fn(layout, *args)` for each of them: all in one launch."""
-    return {layout: fn(layout, *args) for layout in layouts}
+def under_each(names: Iterable[str], fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """`fn(name, *args)` for each layout, or whatever else has names: all in one launch."""
+    return {name: fn(name, *args) for name in names}
 
 
 class Regression(ech.AutoUnit[Batch]):

@@ -113,18 +113,18 @@ def _error_of(kind: type, folder: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (OneMore, "about what they log in an update: rank 0: a, rank 1: a, b."),
-        (OneLess, "about what they log in an update: rank 0: a, rank 1: nothing."),
-        (Otherwise, "about what they log in an update: rank 0: a (mean), rank 1: a (sum)."),
-        (OneInEvaluation, "about what was logged in the eval epoch: rank 0: nothing, rank 1: c."),
-    ],
-)
-def test_ranks_that_log_different_names_are_told_which(ranks: Ranks, tmp_path: Path, kind: type, said: str) -> None:
-    for error in ranks(2, _error_of, kind, str(tmp_path)):
-        assert said in error and "Log the same names on all ranks" in error
+TOLD: list[tuple[type, str]] = [
+    (OneMore, "about what they log in an update: rank 0: a, rank 1: a, b."),
+    (OneLess, "about what they log in an update: rank 0: a, rank 1: nothing."),
+    (Otherwise, "about what they log in an update: rank 0: a (mean), rank 1: a (sum)."),
+    (OneInEvaluation, "about what was logged in the eval epoch: rank 0: nothing, rank 1: c."),
+]
+
+
+def test_ranks_that_log_different_names_are_told_which(ranks: Ranks, tmp_path: Path) -> None:
+    for errors in ranks(2, lambda: [_error_of(kind, str(tmp_path / kind.__name__)) for kind, _ in TOLD]):
+        for (_, said), error in zip(TOLD, errors, strict=True):
+            assert said in error and "Log the same names on all ranks" in error
 
 
 class Accuracy(Regression):

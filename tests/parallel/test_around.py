@@ -14,7 +14,7 @@ import echelon as ech
 from echelon.common.errors import UsageError
 from tests.conftest import Ranks
 from tests.kit.models import Batch, Net, batch, largest_difference, net, plain_training, whole
-from tests.kit.units import Regression
+from tests.kit.units import Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -239,13 +239,11 @@ def _odd(what: str, may_stop: bool) -> str:
 
 
 @pytest.mark.parametrize("may_stop", [True, False])
-@pytest.mark.parametrize(
-    ("what", "why"),
-    [("backward", "another followed"), ("closure", "another followed"), ("last", "another followed"), ("thaws", "it was frozen")],
-)
-def test_what_one_rank_alone_does_is_told_on_all(ranks: Ranks, what: str, why: str, may_stop: bool) -> None:
-    first, second = ranks(2, _odd, what, may_stop)
-    assert first == second and why in first and "differs between ranks" in first
+def test_what_one_rank_alone_does_is_told_on_all(ranks: Ranks, may_stop: bool) -> None:
+    first, second = ranks(2, under_each, ["backward", "closure", "last", "thaws"], _odd, may_stop)
+    assert first == second
+    for what, said in first.items():
+        assert ("it was frozen" if what == "thaws" else "another followed") in said and "differs between ranks" in said, what
 
 
 class Searches(ech.TrainUnit[Any]):

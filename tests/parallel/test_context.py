@@ -22,11 +22,11 @@ from tests.kit import models
 from tests.kit.context_models import LM, Language, lm, plain, tokens
 from tests.kit.models import largest_difference, whole
 from tests.kit.refusals import refused
-from tests.kit.units import Regression
+from tests.kit.units import Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
 
-UPDATES = 20
+UPDATES = 8
 
 
 class Reentrant(LM):
@@ -197,9 +197,8 @@ def _attention(cp: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_attention_of_parts_is_that_of_the_whole(ranks: Ranks, cp: int) -> None:
-    for found in ranks(cp, _attention, cp):
+def test_attention_of_parts_is_that_of_the_whole(ranks: Ranks) -> None:
+    for found in ranks(4, _attention, 4):
         assert max(found.values()) < 1e-13, found
 
 
@@ -459,10 +458,10 @@ def _refused(case: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_split_is_refused(ranks: Ranks, case: str) -> None:
-    for message in ranks(2, _refused, case):
-        assert re.search(REFUSED[case][2], message), message
+def test_what_cannot_be_split_is_refused(ranks: Ranks) -> None:
+    for messages in ranks(2, under_each, [*REFUSED], _refused, timeout_s=180):
+        for case, message in messages.items():
+            assert re.search(REFUSED[case][2], message), (case, message)
 
 
 class Weighs(Language):
@@ -496,12 +495,12 @@ def _weighs(name: str) -> tuple[float, str]:
     return largest_difference(whole(unit.module), want), ""
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_of_parts_that_are_not_those_of_the_whole_are_refused(ranks: Ranks, name: str) -> None:
+def test_weights_of_parts_that_are_not_those_of_the_whole_are_refused(ranks: Ranks) -> None:
     """Within a part a row's first target is no row's first."""
-    for far, said in ranks(2, _weighs, name):
-        assert far < 1e-11
-        assert re.search(WEIGHTS[name][2] or "^$", said), said
+    for found in ranks(2, under_each, [*WEIGHTS], _weighs):
+        for name, (far, said) in found.items():
+            assert far < 1e-11, name
+            assert re.search(WEIGHTS[name][2] or "^$", said), (name, said)
 
 
 def _compiled() -> tuple[str, float]:
@@ -571,11 +570,11 @@ def _no_sequence(phase: str) -> tuple[str, bool]:
     return str(caught.value), any("in compute_loss" in line for line in lines)
 
 
-@pytest.mark.parametrize("phase", ["train", "evaluate"])
-def test_features_taken_for_a_sequence_are_named_with_the_line_of_the_user(ranks: Ranks, phase: str) -> None:
-    for said, shows_line in ranks(2, _no_sequence, phase):
-        assert "0 (dim 1)" in said and "Layout(sequence_dim=...)" in said and "torch says: mat1 and mat2" in said
-        assert shows_line
+def test_features_taken_for_a_sequence_are_named_with_the_line_of_the_user(ranks: Ranks) -> None:
+    for found in ranks(2, under_each, ["train", "evaluate"], _no_sequence):
+        for said, shows_line in found.values():
+            assert "0 (dim 1)" in said and "Layout(sequence_dim=...)" in said and "torch says: mat1 and mat2" in said
+            assert shows_line
 
 
 def _recomputed_elsewhere() -> float:

@@ -20,6 +20,7 @@ from echelon.common.errors import UsageError
 from tests.conftest import Ranks
 from tests.kit.context_models import LM, VOCABULARY, Language, lm, loss_of, plain, tokens
 from tests.kit.models import largest_difference, whole
+from tests.kit.units import under_each
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -147,10 +148,9 @@ def _hidden(name: str, layout: str) -> str:
     return _refused(HIDDEN[name](), layout=layout)
 
 
-@pytest.mark.parametrize("name", HIDDEN)
-def test_what_begins_at_zero_is_seen(ranks: Ranks, name: str) -> None:
-    for said in ranks(2, _hidden, name, "cp=2"):
-        assert "would change the model" in said, said
+def test_what_begins_at_zero_is_seen(ranks: Ranks) -> None:
+    for found in ranks(2, under_each, [*HIDDEN], _hidden, "cp=2", timeout_s=180):
+        assert {name: said for name, said in found.items() if "would change the model" not in said} == {}
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2,cp=2", "tp=2,cp=2"])
@@ -249,10 +249,10 @@ def _loss_refused(name: str) -> str:
     return _refused(make(), loss)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_that_are_no_means_over_tokens_are_refused(ranks: Ranks, name: str) -> None:
-    for said in ranks(2, _loss_refused, name):
-        assert re.search(r"would change the loss: .*mean over tokens", said), said
+def test_losses_that_are_no_means_over_tokens_are_refused(ranks: Ranks) -> None:
+    for found in ranks(2, under_each, [*LOSSES], _loss_refused, timeout_s=180):
+        wrong = {name: said for name, said in found.items() if not re.search(r"would change the loss: .*mean over tokens", said)}
+        assert wrong == {}
 
 
 class Transposed(LM):
@@ -324,16 +324,18 @@ def test_an_evaluation_is_refused_too(ranks: Ranks) -> None:
     assert all("would change the loss" in said for said in ranks(2, _evaluates))
 
 
-def _normalised(by_tokens: bool) -> str:
-    unit = Language(module=lm(), layout="cp=2", loss=_by_sequence, by_tokens=by_tokens)
-    with pytest.raises(UsageError) as raised:
-        ech.train(unit, [tokens(3, 32, seed, ignored=0.4) for seed in range(2)], max_epochs=1)
-    return str(raised.value)
+def _normalised() -> list[str]:
+    said = []
+    for by_tokens in (False, True):
+        unit = Language(module=lm(), layout="cp=2", loss=_by_sequence, by_tokens=by_tokens)
+        with pytest.raises(UsageError) as raised:
+            ech.train(unit, [tokens(3, 32, seed, ignored=0.4) for seed in range(2)], max_epochs=1)
+        said.append(str(raised.value))
+    return said
 
 
-@pytest.mark.parametrize("by_tokens", [False, True])
-def test_a_mean_for_each_sequence_is_refused_where_targets_are_ignored(ranks: Ranks, by_tokens: bool) -> None:
-    assert all("would change the loss" in said for said in ranks(2, _normalised, by_tokens))
+def test_a_mean_for_each_sequence_is_refused_where_targets_are_ignored(ranks: Ranks) -> None:
+    assert all("would change the loss" in each for said in ranks(2, _normalised) for each in said)
 
 
 # --- what is right stays right
@@ -371,9 +373,9 @@ def _trains(name: str) -> float:
     return largest_difference(whole(unit.module), plain(lm(), [[b] for b in batches], loss=loss, by_tokens=True)[0])
 
 
-@pytest.mark.parametrize("name", FINE)
-def test_means_over_tokens_are_taken(ranks: Ranks, name: str) -> None:
-    assert max(ranks(2, _trains, name)) < 1e-11
+def test_means_over_tokens_are_taken(ranks: Ranks) -> None:
+    for found in ranks(2, under_each, [*FINE], _trains):
+        assert max(found.values()) < 1e-11, found
 
 
 class Counts(Language):
@@ -485,13 +487,10 @@ def _own_loop(name: str) -> str:
 SEEN_IN_A_LOOP = ["last token", "first token", "of the mean", "neighbours", "perplexity", "contrastive"]
 
 
-@pytest.mark.parametrize("name", SEEN_IN_A_LOOP)
-def test_in_a_loop_of_ones_own_derivatives_tell(ranks: Ranks, name: str) -> None:
-    for said in ranks(2, _own_loop, name):
-        assert "would change the loss: it must be a mean over tokens" in said, said
-
-
-@pytest.mark.parametrize("name", ["label smoothing", "z-loss"])
-def test_in_a_loop_of_ones_own_means_over_tokens_are_taken(ranks: Ranks, name: str) -> None:
-    for said in ranks(2, _own_loop, name):
-        assert said.startswith("far by "), said
+def test_in_a_loop_of_ones_own_derivatives_tell_and_means_over_tokens_are_taken(ranks: Ranks) -> None:
+    for found in ranks(2, under_each, [*SEEN_IN_A_LOOP, "label smoothing", "z-loss"], _own_loop, timeout_s=180):
+        for name, said in found.items():
+            if name in SEEN_IN_A_LOOP:
+                assert "would change the loss: it must be a mean over tokens" in said, (name, said)
+            else:
+                assert said.startswith("far by "), (name, said)

@@ -21,7 +21,7 @@ from echelon.contracts.run_dir import RunDir
 from tests.conftest import Ranks
 from tests.kit.models import batch, whole
 from tests.kit.refusals import refused
-from tests.kit.units import Regression
+from tests.kit.units import Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -428,11 +428,11 @@ def _biases(layout: str) -> tuple[int, torch.Tensor]:
     return sent, bias.clone()
 
 
-@pytest.mark.parametrize("layout", ["ep=2", "fsdp"])
-def test_biases_are_equal_on_all_ranks_without_being_sent(ranks: Ranks, layout: str) -> None:
+def test_biases_are_equal_on_all_ranks_without_being_sent(ranks: Ranks) -> None:
     """They follow from sums over all ranks: a broadcast before each forward pass would be in vain."""
-    (sent, one), (_, other) = ranks(2, _biases, layout)
-    assert sent == 0 and one.abs().sum() > 0 and torch.equal(one, other)
+    first, second = ranks(2, under_each, ["ep=2", "fsdp"], _biases)
+    for layout, (sent, one) in first.items():
+        assert sent == 0 and one.abs().sum() > 0 and torch.equal(one, second[layout][1]), layout
 
 
 def test_what_a_mask_leaves_out_is_computed_and_not_counted() -> None:
@@ -495,10 +495,9 @@ def _forgotten_on_one(layout: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "ep=2"])
-def test_an_auxiliary_loss_that_one_rank_forgets_is_told_on_all(ranks: Ranks, layout: str) -> None:
-    first, second = ranks(2, _forgotten_on_one, layout)
-    assert first == second and "must be in the loss of every rank" in first
+def test_an_auxiliary_loss_that_one_rank_forgets_is_told_on_all(ranks: Ranks) -> None:
+    first, second = ranks(2, under_each, ["ddp", "fsdp", "ep=2"], _forgotten_on_one)
+    assert first == second and all("must be in the loss of every rank" in said for said in first.values())
 
 
 def test_router_statistics_are_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,23 +621,23 @@ def _refused(model: str, **sizes: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("model", "sizes", "said"),
-    [
-        ("moe", {"ep": 4}, "ep 4 does not divide the 6 experts of Model.blocks.0.1. Use an ep that divides 6."),
-        ("moe", {"ep": 3}, "ep must divide dp_shard x cp, the ranks that share parameters, got ep=3"),
-        ("dense", {"ep": 2}, "ep must be 1 for Model, which has no layer of experts that ep can divide, got 2."),
-        (
-            "foreign",
-            {"ep": 2},
-            "1 is a MixtralExperts, whose parameters are not stacked, with one for each expert in their first dim",
-        ),
-        ("auxiliary", {"pp": 2}, "pp must be 1 for Model, whose blocks.0.1 is an echelon.nn.MoE with balance='auxiliary', got 2"),
-    ],
-    ids=["experts do not divide", "ranks do not divide", "no experts", "another library's experts", "auxiliary losses in stages"],
-)
-def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: Ranks, model: str, sizes: dict[str, int], said: str) -> None:
-    assert all(said in each for each in ranks(4, _refused, model, **sizes))
+REFUSED: list[tuple[str, dict[str, int], str]] = [
+    ("moe", {"ep": 4}, "ep 4 does not divide the 6 experts of Model.blocks.0.1. Use an ep that divides 6."),
+    ("moe", {"ep": 3}, "ep must divide dp_shard x cp, the ranks that share parameters, got ep=3"),
+    ("dense", {"ep": 2}, "ep must be 1 for Model, which has no layer of experts that ep can divide, got 2."),
+    (
+        "foreign",
+        {"ep": 2},
+        "1 is a MixtralExperts, whose parameters are not stacked, with one for each expert in their first dim",
+    ),
+    ("auxiliary", {"pp": 2}, "pp must be 1 for Model, whose blocks.0.1 is an echelon.nn.MoE with balance='auxiliary', got 2"),
+]
+
+
+def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    for found in ranks(4, lambda: [_refused(model, **sizes) for model, sizes, _ in REFUSED]):
+        for (_, _, said), text in zip(REFUSED, found, strict=True):
+            assert said in text
 
 
 class Norm(nn.Module):
