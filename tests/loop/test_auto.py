@@ -156,60 +156,6 @@ def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks, layouts
             assert 0 < largest_difference(full[layout][0], trained) < 0.05, layout
 
 
-class Overflows(Regression):
-    """An inf in the gradient of the blocks, on rank 1 only, at the second step."""
-
-    def compute_loss(self, state: ech.State, data: Any) -> Any:
-        loss, out = super().compute_loss(state, data)
-        if self.train_progress.num_steps_completed == 1 and ech.launching.World.current().rank == 1:
-            loss = loss * 1e30 * 1e30
-        return loss, out
-
-
-def _overflow(layout: str) -> tuple[dict[str, torch.Tensor], float]:
-    unit = Overflows(module=net(dtype=torch.float32), layout=layout, precision=FP16)
-    ech.train(unit, [batch(64, i, torch.float32) for i in range(3)], max_epochs=1)
-    assert unit.grad_scaler is not None
-    return whole(unit.module), unit.grad_scaler.get_scale()
-
-
-def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: Ranks) -> None:
-    one, other = ranks(2, under_each, PARALLEL, _overflow)
-    for layout, (first, scale) in one.items():
-        second, scale_1 = other[layout]
-        assert scale == scale_1 == 512, layout  # halved once
-        assert largest_difference(first, second) == 0, layout
-        assert all(v.isfinite().all() for v in first.values()), layout
-
-
-def test_recompute_changes_no_gradient_and_no_name() -> None:
-    data = [batch(4, i) for i in range(3)]
-    unit = Regression(recompute=ech.layouts.ActivationCheckpointParams())
-    ech.train(unit, data, max_epochs=1)
-    want, _, _ = plain_training([[b] for b in data])
-    assert largest_difference(whole(unit.module), want) < 1e-12
-
-
-def _recompute_sharded() -> dict[str, torch.Tensor]:
-    unit = Regression(layout="fsdp", recompute=ech.layouts.ActivationCheckpointParams())
-    ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
-    return whole(unit.module)
-
-
-def test_recompute_works_under_sharding(ranks: Ranks) -> None:
-    want, _, _ = plain_training([[batch(4, i)] for i in range(3)])
-    assert largest_difference(ranks(2, _recompute_sharded)[0], want) < 1e-12
-
-
-def test_recompute_really_forgets_activations() -> None:
-    calls = []
-    module = net()
-    module.blocks[0][0].register_forward_hook(lambda *a: calls.append(1))
-    unit = Regression(module=module, recompute=ech.layouts.ActivationCheckpointParams())
-    ech.train(unit, [batch(4, 0)], max_epochs=1)
-    assert len(calls) == 2
-
-
 def test_compile_changes_no_name_and_no_number() -> None:
     """With dynamo's own "eager" backend: what inductor makes of a graph is torch's business, and takes half a minute."""
     data = [batch(4, i) for i in range(3)]
@@ -217,29 +163,6 @@ def test_compile_changes_no_name_and_no_number() -> None:
     ech.train(unit, data, max_epochs=1)
     want, _, _ = plain_training([[b] for b in data])
     assert largest_difference(whole(unit.module), want) < 1e-12
-
-
-def _dropout_masks(layout: str) -> tuple[list[float], list[float]]:
-    ech.seed(5)
-    unit = Regression(module=net(dropout=0.5), layout=layout)
-    before = whole(unit.module)["blocks.0.0.weight"].flatten().tolist()
-    masks = []
-    hook = nn.Dropout(0.5)
-    unit.on_train_step_end = lambda *a: masks.append(hook(torch.ones(64)).tolist())  # type: ignore[method-assign]
-    ech.train(unit, [batch(4, 0)], max_epochs=1)
-    return before, masks[0]
-
-
-def test_ranks_start_alike_and_drop_differently(ranks: Ranks) -> None:
-    """Accelerate, Lightning and TorchTNT drop the same units on every rank."""
-    ech.seed(5)
-    alone = _dropout_masks("none")
-    first, second = ranks(2, under_each, PARALLEL, _dropout_masks)
-    for layout, (params_1, mask_1) in second.items():
-        params_0, mask_0 = first[layout]
-        assert params_0 == params_1, layout
-        assert mask_0 != mask_1, layout
-        assert alone == (params_0, mask_0), layout  # rank 0 draws what one process would
 
 
 def _unequal_start(layout: str) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -11,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import echelon as ech
-from echelon.common.errors import LoaderError, LoopError, RanksDisagreeError, UsageError
+from echelon.common.errors import LoaderError, LoopError, UsageError
 from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
@@ -429,14 +427,3 @@ def test_the_accumulation_is_said_once() -> None:
     for accumulation in (4, 2, 4):  # of whatever loader comes
         ech.train(unit, ech.Loader(DATA, 8, accumulate=accumulation), max_updates=unit.train_progress.num_updates_completed + 2)
     assert unit.train_progress.num_updates_completed == 6 and unit.window.updates == 6
-
-
-def _disagree() -> str:
-    with contextlib.suppress(RanksDisagreeError):
-        ech.train(Regression(layout="ddp"), [batch(2, 0)] * 9, max_updates=3 + dist.get_rank())
-        return "trained"
-    return "refused"
-
-
-def test_ranks_with_other_limits_are_refused(ranks: Ranks) -> None:
-    assert ranks(2, _disagree) == ["refused"] * 2

@@ -379,16 +379,6 @@ def test_what_cannot_be_split_is_an_error_before_any_collective(module: Any, lay
     assert message in str(caught.value)
 
 
-def _untied() -> str:
-    with pytest.raises(UsageError) as caught:
-        Regression(module=_tied(), layout=ech.Layout(tp=-1, plan={"bytes": "rowwise"}))
-    return str(caught.value)
-
-
-def test_a_plan_for_one_of_two_tied_names_is_an_error(ranks: Ranks) -> None:
-    assert all("bytes.weight and head.weight are one tied parameter" in text for text in ranks(2, _untied))
-
-
 @pytest.mark.parametrize(
     ("world", "sizes", "want"),
     [
