@@ -172,7 +172,7 @@ def made(name: str) -> nn.Module:
     return (OWN[name]() if name in OWN else _of_transformers(name)).double()
 
 
-UPDATES = 20
+UPDATES = 6  # all pairs of lengths and of targets that do not count
 
 
 def windows(ranks: int) -> list[list[list[torch.Tensor]]]:
@@ -277,7 +277,6 @@ OTHERS = [
     *("qwen2, tied", "qwen2, tied", "gpt2", "small", "llama", "small, frozen", "gpt2 of 51 words", "mistral", "qwen3"),
     *("phi3", "olmo2", "gpt-neox"),
 ]
-FEW = ["qwen2, tied", "gpt2", "small"]
 
 
 @pytest.mark.parametrize(
@@ -291,11 +290,7 @@ FEW = ["qwen2, tied", "gpt2", "small"]
         pytest.param("tp", ["shared", *OTHERS, "bert", "examples/gpt.py"], id="tp, others", marks=pytest.mark.full),
         pytest.param("tp + sp", OTHERS, id="tp + sp, others", marks=pytest.mark.full),
         # Shards of what is split; the plans are those of two ranks.
-        *(
-            pytest.param(name, ["qwen2, tied", "gpt2", "small"], id=name, marks=pytest.mark.full)
-            for name in SETUPS
-            if "fsdp" in name
-        ),
+        *(pytest.param(name, ["qwen2, tied", "small"], id=name, marks=pytest.mark.full) for name in SETUPS if "fsdp" in name),
     ],
 )
 def test_plans_that_nobody_wrote_give_plain_numbers(ranks: Ranks, setup: str, names: list[str]) -> None:
@@ -572,20 +567,10 @@ def test_fewer_heads_of_keys_than_ranks_are_refused_by_name(ranks: Ranks) -> Non
             False,
             "layer.self_attn.out_proj is a part of torch's MultiheadAttention",
         ),
-        (Encoder, None, 2, False, 'a dict such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'),
         (Normed, None, 2, False, "none can be inferred"),
         (Normed, {"up": "colwise"}, 2, False, "weight or bias of Normed.up is no parameter but computed from others"),
-        (Small, {"h.*.attn": "colwise"}, 2, False, "Small.h.0.attn is a FusedAttention"),
-        (
-            Small,
-            {"h.*.mlp.c_fc": "colwise"},
-            3,
-            False,
-            "over 3 ranks does not divide dimension 0 of Small.h.0.mlp.c_fc.weight (64, 16)",
-        ),
         (Small, {"wte": "rowwise"}, 2, False, "wte.weight and lm_head.weight are one tied parameter"),
         (Small, {"wpe": "rowwise_split"}, 2, False, "Small.wpe is an Embedding that cannot be 'rowwise_split'"),
-        (Small, {"lm_head": "sharded"}, 2, False, "got 'sharded' for 'lm_head'"),
         (InOneForward, None, 2, True, "InOneForward.blocks.0.q_proj must lie in a child of the block blocks.0"),
         (Small, {"lm_head": "colwise_gather", "wte": "rowwise"}, 2, True, "must have one ModuleList or Sequential of blocks"),
     ],
