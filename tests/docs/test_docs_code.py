@@ -51,7 +51,7 @@ def test_what_stands_before_a_block_is_used() -> None:
 
 @pytest.mark.parametrize("name", [name for name in _NAMES if name not in (*QUICK, *LONG) and _runs(name, commands=False)])
 def test_the_python_of_a_page_runs(name: str, tmp_path: Path) -> None:
-    run_page(ROOT / name, tmp_path, only_python=True)
+    run_page(ROOT / name, tmp_path, commands=False)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -62,7 +62,7 @@ def test_a_page_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in _NAMES if name in LONG or (name not in QUICK and _runs(name, commands=True))])
 def test_a_whole_page_runs(name: str, tmp_path: Path) -> None:
-    run_page(ROOT / name, tmp_path)
+    run_page(ROOT / name, tmp_path, python=name in LONG)  # that of the others has run above
 
 
 @pytest.mark.parametrize(

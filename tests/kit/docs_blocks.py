@@ -106,10 +106,10 @@ def _block(page: Path, line: int, info: str, text: str, before: str) -> Block:
 # Running a page
 
 
-def run_page(page: Path, folder: Path, *, only_python: bool = False) -> None:
-    """All blocks of a page, in order; `only_python`: the programs, without commands and the files that these start."""
+def run_page(page: Path, folder: Path, *, python: bool = True, commands: bool = True) -> None:
+    """All blocks of a page, in order, perhaps without its programs, or without commands and the files that these start."""
     files: dict[str, Block] = {}
-    commands = ""
+    started = ""
     for block in blocks_of(page):
         if block.reason is not None:
             check(block)
@@ -117,15 +117,15 @@ def run_page(page: Path, folder: Path, *, only_python: bool = False) -> None:
             compile(block.text, str(block), "exec")
             files[block.title] = block
             (folder / block.title).write_text(block.text)
-        elif block.language == "python":
+        elif block.language == "python" and python:
             _run_python(block, folder)
-        elif block.language == "bash" and not only_python:
+        elif block.language == "bash" and commands:
             for name, text in FILES.get(block.after or "", {}).items():
                 (folder / name).write_text(text)
             _run_commands(block, folder)
-            commands += block.text
-    idle = [str(block) for name, block in files.items() if name not in commands]
-    if idle and not only_python:
+            started += block.text
+    idle = [str(block) for name, block in files.items() if name not in started]
+    if idle and commands:
         raise Wrong(f"no command of the page runs the file of {', '.join(idle)}")
 
 
