@@ -93,16 +93,23 @@ def test_the_loop_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: p
 
 
 def test_a_busy_save_is_waited_for_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for on_busy, names in (("wait", [1, 2, 3, 4]), ("skip", [1, 4])):
+    for on_busy, after, names in (("wait", 1, [1, 2, 3, 4]), ("skip", 3, [1, 4])):
         released = threading.Event()
         patch = pytest.MonkeyPatch()
         _slowly(patch, released)
-        timer = threading.Timer(0.5, released.set)
-        timer.start()
+        timer = threading.Timer(0.2, released.set)
+
+        class Release(ech.Callback):
+            """A while after this step, however long the steps take."""
+
+            def on_train_step_end(self, state: ech.State, unit: Any, after: int = after, timer: Any = timer) -> None:
+                if unit.train_progress.num_steps_completed == after:
+                    timer.start()
+
         options = ech.callbacks.SaveOptions(on_busy=on_busy)  # type: ignore[arg-type]
         saver = Saver(tmp_path / on_busy, save_every_n_updates=1, async_checkpoint=True, options=options)
         with caplog.at_level(logging.WARNING):
-            ech.train(make_unit("none"), make_loader(), max_updates=4, callbacks=[saver])
+            ech.train(make_unit("none"), make_loader(), max_updates=4, callbacks=[saver, Release()])
         timer.join()
         patch.undo()
         assert _names(tmp_path / on_busy) == names

@@ -188,7 +188,10 @@ def test_two_ranks_share_the_reading_and_both_know_the_result(ranks: Ranks, two:
 # --- one run per folder
 
 
-def test_a_second_run_is_refused_while_the_first_lives_and_takes_over_when_it_died(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_while_the_first_lives_and_takes_over_when_it_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echelon.checkpoint.lease._PATIENCE_S", 0.0)
     first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
@@ -210,6 +213,7 @@ def no_locks(*_: Any) -> None:
 
 def test_without_locks_the_text_of_the_lease_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fcntl.fcntl", no_locks)
+    monkeypatch.setattr("echelon.checkpoint.lease._PATIENCE_S", 0.0)
     mine = Lease(tmp_path)
     mine.acquire()
     text = json.loads((tmp_path / ".lease").read_text())

@@ -134,6 +134,7 @@ def _no_locks(*_: Any) -> None:
 
 def test_the_text_of_a_lease_does_nothing_to_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fcntl.fcntl", _no_locks)
+    monkeypatch.setattr("echelon.checkpoint.lease._PATIENCE_S", 0.0)
     theirs = {"host": EVIL, "boot": "", "pid": 1, "start": "1", "user": EVIL, "since": 0, "seen": time.time()}
     (tmp_path / ".lease").write_text(json.dumps(theirs))
     with refused(CheckpointInUseError) as caught:

@@ -78,8 +78,8 @@ def _seen_after_a_while() -> int:
 @pytest.mark.parametrize(
     ("layout", "value", "accumulation", "asynchronous"),
     [
-        pytest.param("ddp", math.nan, 1, False, marks=pytest.mark.full),
-        pytest.param("fsdp", math.inf, 2, True, marks=pytest.mark.full),
+        pytest.param("ddp", math.nan, 2, False, marks=pytest.mark.full),
+        pytest.param("fsdp", math.inf, 1, True, marks=pytest.mark.full),
         ("ddp", 1e3, 1, True),
     ],
 )

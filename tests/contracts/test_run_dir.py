@@ -103,22 +103,26 @@ def test_without_a_launcher_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     """A reader that looks all the time never sees half of it, nor the file absent, while another process rewrites it."""
-    path = tmp_path / "exit.json"
+    path, fork = tmp_path / "exit.json", multiprocessing.get_context("fork")
     write_json(path, {"n": 0, "text": ""})
-    writer = multiprocessing.get_context("fork").Process(target=_rewrite, args=(path,))
+    enough = fork.Event()
+    writer = fork.Process(target=_rewrite, args=(path, enough))
     writer.start()
     try:
-        seen = 0
-        while (value := read_json(path)) is not None and value["n"] < 299:
-            assert len(value["text"]) == value["n"] * 100
-            seen += 1
+        seen = set[int]()
+        while len(seen) < 50 or max(seen) < 299:
+            value = read_json(path)
+            assert value is not None and len(value["text"]) == value["n"] * 100
+            seen.add(value["n"])
     finally:
+        enough.set()
         writer.join()
-    assert seen > 1 and value is not None
 
 
-def _rewrite(path: Path) -> None:
-    for n in range(300):
+def _rewrite(path: Path, enough: Any) -> None:
+    for n in itertools.count():
+        if enough.is_set():
+            break
         write_json(path, {"n": n, "text": "x" * 100 * n})
 
 

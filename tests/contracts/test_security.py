@@ -99,7 +99,7 @@ def _names_in(folder: Path) -> Iterator[tuple[Path, ast.AST, str]]:
                 continue
             if isinstance(node, ast.Attribute):
                 yield path, node, node.attr
-                yield path, node, ast.unparse(node)
+                yield path, node, _dotted(node)
             elif isinstance(node, ast.Name):
                 yield path, node, node.id
             elif isinstance(node, ast.alias):
@@ -109,6 +109,13 @@ def _names_in(folder: Path) -> Iterator[tuple[Path, ast.AST, str]]:
                 yield from ((path, node, f"{node.module}.{each.name}") for each in node.names)
             elif isinstance(node, ast.keyword) and node.arg:
                 yield path, node, f"{node.arg}={ast.unparse(node.value)}"
+
+
+def _dotted(node: ast.expr) -> str:
+    """As `ast.unparse` writes names with dots between them, in a tenth of its time; nothing of what is longer."""
+    if isinstance(node, ast.Attribute):
+        return f"{before}.{node.attr}" if (before := _dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _of_arguments(function: ast.AST) -> Iterator[ast.Name]:

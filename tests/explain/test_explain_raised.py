@@ -359,9 +359,9 @@ def told(tmp_path: Path) -> Verdict:
 def test_a_rank_that_raised_and_hangs_is_named_with_its_error_and_line(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "1" if how != "gives up" else "30")
+    monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "2" if how != "gives up" else "30")
     with pytest.raises(RankFailedError) as caught:
-        launch(_raises, ranks=2, args=(how,), run_dir=tmp_path, timeout_s=60)
+        launch(_raises, ranks=2, args=(how,), run_dir=tmp_path, timeout_s=120)
     verdict = told(tmp_path)
     assert verdict.guilty == (1,) and verdict.cause == "exception", verdict
     assert verdict.headline.startswith("rank 1 raised LookupError at ") and "in _bad_label" in verdict.headline
@@ -370,7 +370,7 @@ def test_a_rank_that_raised_and_hangs_is_named_with_its_error_and_line(
 
 def test_of_ranks_that_print_their_errors_and_leave_by_themselves_the_first_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError):
-        launch(_raises, ranks=2, args=("prints",), run_dir=tmp_path, timeout_s=60)
+        launch(_raises, ranks=2, args=("prints",), run_dir=tmp_path, timeout_s=120)
     verdict = told(tmp_path)
     assert (
         verdict.guilty == (1,) and verdict.cause == "exit" and "its log tells of LookupError: no label 7 at" in verdict.paragraph
@@ -379,7 +379,7 @@ def test_of_ranks_that_print_their_errors_and_leave_by_themselves_the_first_is_n
 
 def test_a_rank_that_may_open_no_more_files_says_so(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="Too many open files"):
-        launch(_raises, ranks=2, args=("files",), run_dir=tmp_path, timeout_s=60)
+        launch(_raises, ranks=2, args=("files",), run_dir=tmp_path, timeout_s=120)
     assert told(tmp_path).cause == "too many open files"
 
 
@@ -421,7 +421,7 @@ def test_what_a_parser_of_arguments_said_is_told(left: Left, said: str) -> None:
 
 def test_a_rank_that_ends_itself_is_told_with_the_line(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError):
-        launch(_raises, ranks=2, args=("exits",), run_dir=tmp_path, timeout_s=60)
+        launch(_raises, ranks=2, args=("exits",), run_dir=tmp_path, timeout_s=120)
     verdict = told(tmp_path)
     assert verdict.guilty == (1,) and verdict.cause == "exit"
     assert verdict.headline.startswith("rank 1 ended itself with exit code 3 at ") and verdict.headline.endswith(" in _raises")

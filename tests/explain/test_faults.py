@@ -99,6 +99,7 @@ OF_LOOPS = [
     Planted("fewer_batches", "ranks disagree", ": 6", "all", wait_s=30),
 ]
 SLOW = ["slow_data", "slow_step", "slow_between_epochs"]
+OF_MORE = ("step_stands", "further_collective", "nan", "data_stands", "worker_killed", "fewer_batches")  # a cause each
 EACH_RANK = ("killed", "raises", "leaves", "stops", "another_operation", "another_shape")  # the others at a rank by chance
 
 
@@ -166,7 +167,7 @@ def test_in_a_loop_of_ours_the_guilty_one_of_two_is_named(planted: Planted, tmp_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("planted", [pytest.param(p, id=p.fault) for p in OF_LOOPS])
+@pytest.mark.parametrize("planted", [pytest.param(p, id=p.fault) for p in OF_LOOPS if p.fault in OF_MORE])
 def test_in_a_loop_of_ours_the_guilty_one_of_four_is_named(planted: Planted, tmp_path: Path) -> None:
     _check_loop(tmp_path, planted, random.randrange(4), 4)
 

@@ -431,13 +431,13 @@ def _hangs(how: str) -> None:
 def test_a_run_that_hangs_is_ended_with_the_evidence_in_its_folder(
     how: str, headline: str, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "1")
+    monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "2")
     with pytest.raises(RankFailedError) as caught:
         launch(_hangs, ranks=2, args=(how,), run_dir=tmp_path, timeout_s=120)
     assert f"echelon: {headline}" in str(caught.value) and caught.value.exit_code == 124, str(caught.value)
     (run,) = tmp_path.iterdir()
     ended = exit_record(run / "attempts" / "000" / "exit.json") or {}
-    assert ended["hang"]["after_s"] > 1 and ended["exit_code"] == 124
+    assert ended["hang"]["after_s"] > 2 and ended["exit_code"] == 124
     assert all(f"rank {rank} waited in {call} at " in str(caught.value) for rank, call in enumerate(calls) if call)
     assert [ended["seen"][rank]["stopped"] for rank in "01"] == [False, how == "stopped"]
     for rank in (0, 1):  # also of the one that was stopped
@@ -469,7 +469,7 @@ for epoch in ech.epochs(loader, 2):
 
 def test_a_loop_of_ones_own_that_one_rank_leaves_is_ended_with_both_calls_and_lines(tmp_path: Path, echelon_command: Any) -> None:
     (tmp_path / "train.py").write_text(OWN_LOOP)
-    done = echelon_command("run", "--ranks", "2", "--hang-timeout", "1", "train.py")
+    done = echelon_command("run", "--ranks", "2", "--hang-timeout", "2", "train.py")
     assert done.returncode == 124, done.stderr
     assert "rank 0 called all_gather" in done.stderr and "rank 1 called all_reduce" in done.stderr, done.stderr
     assert "(rank 0 at train.py:12, rank 1 at train.py:17)" in done.stderr, done.stderr
@@ -480,15 +480,15 @@ def _is_slow(how: str) -> None:
     for _ in range(20):
         dist.all_reduce(torch.ones(4))
     if how == "all sleep" or dist.get_rank() == 1:
-        until = time.monotonic() + 2.0
+        until = time.monotonic() + 4.0
         while time.monotonic() < until:
-            time.sleep(2.0) if how == "all sleep" else sum(range(20000))
+            time.sleep(4.0) if how == "all sleep" else sum(range(20000))
     dist.all_reduce(torch.ones(4))
 
 
 @pytest.mark.parametrize("how", [pytest.param("all sleep", marks=pytest.mark.full), "one works"])
 def test_slow_ranks_in_a_loop_of_their_own_go_on(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "0.5")
+    monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "1")
     launch(_is_slow, ranks=2, args=(how,), timeout_s=120)
 
 
@@ -518,7 +518,7 @@ def test_on_several_nodes_the_evidence_of_all_is_one(
 ) -> None:
     (tmp_path / "train.py").write_text(HANGS_ON_NODE_1)
     run = RunDir.create(tmp_path / "runs", "two", begin=False)
-    spec = JobSpec(str(tmp_path / "train.py"), args=(how,), ranks=1, nodes=2, hang_timeout_s=1.0, grace_s=1.0)
+    spec = JobSpec(str(tmp_path / "train.py"), args=(how,), ranks=1, nodes=2, hang_timeout_s=2.0, grace_s=1.0)
     write_spec(run, spec, launcher="slurm", id="7")
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,127.0.0.1"}
     nodes = [
@@ -534,7 +534,7 @@ def test_on_several_nodes_the_evidence_of_all_is_one(
     assert f"echelon: {said}" in capfd.readouterr().err
     ended = exit_record(run.path / "attempts" / "000" / "exit.json") or {}
     assert ended["first_failure"]["rank"] == 1 or how != "stopped"
-    assert ended["hang"]["after_s"] > 1 and ended["world_size"] == 2 and set(ended["seen"]) == {"0", "1"}
+    assert ended["hang"]["after_s"] > 2 and ended["world_size"] == 2 and set(ended["seen"]) == {"0", "1"}
     dumps = {path.name for path in (run.path / "dumps" / "000").iterdir()} | {"flight.rank1.json"}  # not of one that is stopped
     assert dumps == {f"{kind}.rank{rank}.{end}" for kind, end in (("stack", "txt"), ("flight", "json")) for rank in (0, 1)}
 
@@ -554,7 +554,7 @@ print("done")
 @pytest.mark.full
 def test_after_a_hang_the_ranks_are_started_again_and_each_attempt_has_its_evidence(tmp_path: Path, echelon_command: Any) -> None:
     (tmp_path / "train.py").write_text(HANGS_ONCE)
-    ended = echelon_command("run", "--ranks", "2", "--max-restarts", "1", "--hang-timeout", "1s", "--name", "a", "train.py")
+    ended = echelon_command("run", "--ranks", "2", "--max-restarts", "1", "--hang-timeout", "2s", "--name", "a", "train.py")
     assert ended.returncode == 0 and "done" in ended.stdout, ended.stderr
     assert "echelon: rank 1 did not come to all_reduce #9" in ended.stderr and "restart 1 of 1" in ended.stderr
     attempts = tmp_path / "runs" / "a" / "attempts"

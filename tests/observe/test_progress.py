@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import echelon as ech
-from echelon.contracts.events import LineReader, encode, read_lines
+from echelon.contracts.events import encode, read_lines
 from echelon.observe.amounts import clock
 from echelon.observe.sinks.model import ProgressModel, _count
 from echelon.observe.sinks.progress import ProgressSink, RunScreen
@@ -145,22 +145,6 @@ def test_without_a_terminal_there_are_lines_and_no_control_characters() -> None:
     lines = stream.getvalue().splitlines()
     assert lines[0] == "training from update 0 of 2" and lines[-1].startswith("update 2/2")
     assert all(c.isprintable() or c == "\n" for c in stream.getvalue())
-
-
-def test_a_reader_follows_a_growing_file_by_whole_lines(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    reader = LineReader(path)
-    assert reader.read() == []
-    path.write_text('{"a": 1}\n{"b"')
-    assert reader.read() == [{"a": 1}]
-    with open(path, "a") as file:
-        file.write(': 2}\nnonsense\n{"c": 3}\n')
-    assert reader.read() == [{"b": 2}, {"c": 3}]
-
-
-def test_numbers_that_json_lacks_become_words() -> None:
-    text = encode({"a": float("nan"), "b": float("-inf"), "c": 1.5})
-    assert json.loads(text, parse_constant=pytest.fail) == {"a": "nan", "b": "-inf", "c": 1.5}
 
 
 def test_a_run_folder_gets_a_record_for_every_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
