@@ -279,7 +279,7 @@ def test_every_strategy_and_size_reads_what_every_other_wrote(ranks: Ranks, tmp_
     plainly = {(before, after): _plainly(before, after) for before in (False, True) for after in (False, True)}
     _save(tmp_path, ["plain"])
     for size in SIZES:
-        ranks(size, _save, tmp_path, KINDS)
+        ranks(size, _save, tmp_path, KINDS, timeout_s=600)
     for cell in CELLS:  # what was written is the state of plain PyTorch, whoever wrote it
         tensors, numbers = _wholes(tmp_path / cell / f"step-{SAVED:08d}")
         reference = plainly["fsdp1" in cell, False][0]
@@ -294,7 +294,7 @@ def test_every_strategy_and_size_reads_what_every_other_wrote(ranks: Ranks, tmp_
         layouts.setdefault(_layout(tmp_path / cell), []).append(cell)
     assert 7 <= len(layouts) <= 12, layouts
     for size in SIZES:
-        for each in ranks(size, _load, tmp_path, KINDS, list(layouts.values()), final, timeout_s=120):
+        for each in ranks(size, _load, tmp_path, KINDS, list(layouts.values()), final, timeout_s=600):
             wrong |= each
     assert wrong == {}
 

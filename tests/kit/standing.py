@@ -34,7 +34,7 @@ from echelon.contracts.stopping import SIGNALS
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.worker import Start
 
-JOIN_S = 60.0
+JOIN_S = 180.0
 GRACE_S = 2.0  # that the others have once a rank has failed: they wait for it
 
 
