@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "pp x fsdp": (4, "dp_shard=2,pp=2"),
     "tp x pp": (4, "tp=2,pp=2"),
 }
-GOES_ON = ("tp x fsdp", "cp x fsdp", "pp x fsdp")
+GOES_ON = ["pp x fsdp", *(pytest.param(name, marks=pytest.mark.full) for name in ("tp x fsdp", "cp x fsdp"))]
 
 
 def _data() -> ech.Loader:
