@@ -117,25 +117,18 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert (tmp_path / "table.md").read_text() == "# Others\n", "a table of half a day does not replace a whole one"
 
 
-def test_results_that_cannot_be_written_go_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("out", "says"), [("file/results.json", "file/results.json cannot be written ("), ("pipe", "it is no file")]
+)
+def test_results_that_cannot_be_written_go_elsewhere_and_replace_no_device(tmp_path: Path, out: str, says: str) -> None:
     (tmp_path / "file").write_text("")
-    day = start_bad(tmp_path, "--only", "is_well", "--out", str(tmp_path / "file" / "results.json"), parts="waits")
-    shown, _ = day.communicate(timeout=60)
-    assert day.returncode == 0, shown
-    assert "file/results.json cannot be written (" in shown
-    other = Path(shown.partition("the results go to ")[2].splitlines()[0])
-    assert "is_well" in other.read_text()
-    other.unlink()
-    other.parent.rmdir()
-
-
-def test_a_device_is_not_replaced_by_results(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    day = start_bad(tmp_path, "--only", "is_well", "--out", str(tmp_path / "pipe"), parts="waits")
+    day = start_bad(tmp_path, "--only", "is_well", "--out", str(tmp_path / out), parts="waits")
     shown, _ = day.communicate(timeout=60)
-    assert day.returncode == 0 and "it is no file" in shown
+    assert day.returncode == 0 and says in shown, shown
     assert (tmp_path / "pipe").is_fifo()
     other = Path(shown.partition("the results go to ")[2].splitlines()[0])
+    assert "is_well" in other.read_text()
     other.unlink()
     other.parent.rmdir()
 
