@@ -110,6 +110,8 @@ MISTAKES = {
     "projection_without_a_seed": ("an RNG without a seed", "forward"),
     "one_norm_of_a_batch": ("an operation over the whole batch", "forward"),
     "balanced_by_a_batch": ("an operation over the whole batch", "gradient"),
+    "spread_of_a_critic": ("an operation over the whole batch", "forward"),
+    "covariance_of_a_rank": ("parameters that drift apart", None),
 }
 # What is said of where a cause was seen.
 SEEN = {
@@ -222,9 +224,20 @@ def test_a_planted_mistake_is_named(script: str) -> None:
 
 
 @pytest.mark.full
-def test_what_is_apart_only_later_is_not_the_first_cause() -> None:
-    (row,) = _prove("easy_of_a_batch", ["ddp"], [2]).results
-    assert [name for name, _ in row.causes] == ["an operation over the whole batch", "the forward pass keeps state"], row
+def test_what_an_optimizer_keeps_of_a_ranks_own_rows_is_named() -> None:
+    (row,) = _prove("covariance_of_a_rank", ["ddp"], [2], updates=1).results
+    ((_, seen),) = row.causes
+    assert "Turned.covariance was not" in seen, row
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "later"),
+    [("easy_of_a_batch", "the forward pass keeps state"), ("sharpness_of_a_rank", "parameters that drift apart")],
+)
+def test_what_is_apart_only_later_is_not_the_first_cause(script: str, later: str) -> None:
+    (row,) = _prove(script, ["ddp"], [2]).results
+    assert [name for name, _ in row.causes] == ["an operation over the whole batch", later], row
     assert row.first is not None and row.first.update == 0, row.first
 
 

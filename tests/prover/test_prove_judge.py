@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import echelon as ech
 from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.judge import compare
+from echelon.prover.kept_state import KeptState
 from echelon.prover.micro import Micro
+from echelon.prover.objects import Objects
 from echelon.prover.values import wholes
 from echelon.prover.verdict import Verdict
 from echelon.world.init import init_from_env
@@ -168,6 +171,28 @@ def test_every_generator_that_a_unit_holds_is_found_by_its_path_and_put_back() -
     assert drawn_between(before, sources.states()).keys() == {"draw.hidden", "held", "inside.a.0"}
     sources.restore(before)
     assert (unit.draw(), unit.held.random(), unit.inside["a"][0].random()) == drawn
+
+
+class _WithLists(ech.TrainUnit[None]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(2, 1)
+        self.trained, self.averages = list(self.module.parameters()), [torch.zeros(2), torch.zeros(1)]
+
+    def train_step(self, state: ech.State, data: None) -> None:
+        """Nothing is trained."""
+
+
+def test_lists_of_tensors_keep_their_tensors_when_state_is_put_back() -> None:
+    """A loop's list of all parameters had copies in their place: what it did to them reached no model."""
+    unit = _WithLists()
+    average = unit.averages[0]
+    kept = KeptState(Objects(unit))
+    before = kept.values()
+    average += 1
+    kept.restore(before)
+    assert unit.averages[0] is average and not average.any()
+    assert unit.trained[0] is unit.module.weight and "trained" not in before
 
 
 @pytest.mark.parametrize(

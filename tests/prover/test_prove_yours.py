@@ -61,6 +61,20 @@ def test_compiled_code_that_no_row_ran_is_said() -> None:
     assert proof.holds and any("Compiled code was not tested" in note for note in proof.notes), proof
 
 
+@pytest.mark.full
+def test_the_scripts_own_layout_with_options_is_one_row(tmp_path: Path) -> None:
+    """A row keeps the script's options: it would be the first one again."""
+    (tmp_path / "train.py").write_text(f"""
+import sys
+sys.path.insert(0, {str(PLANTED)!r})
+from common import Auto, ech, loader, model
+ech.train(Auto(module=model(), layout=ech.DDPStrategy(bucket_cap_mb=1)), loader(), max_epochs=1)
+""")
+    rows = matrix(["ddp"], [2], [1], sgd=False, yours=True)
+    proof = prove_target(Target(script=str(tmp_path / "train.py")), rows, 1, False)
+    assert [row.yours for row in proof.results] == [True], [row.label for row in proof.results]
+
+
 def test_the_scripts_own_configuration_comes_first() -> None:
     rows = matrix(["ddp"], [1, 2, 4], [1], sgd=False, yours=True)
     assert rows[0].yours and rows[0].ranks == 2 and not any(row.yours for row in rows[1:])

@@ -35,6 +35,7 @@ __all__ = [
     "of_step",
     "of_underflow",
     "of_variables",
+    "parameters_apart",
     "state_apart",
     "state_moves",
 ]
@@ -188,7 +189,9 @@ def _differing(records: list[dict[str, Any]]) -> list[Cause]:
     if other is not None:
         seen = f"update {k}: {_rates(rates[other])} on rank {other}, on rank 0 {_rates(rates[0])}"
         return [("another learning rate", seen)]
-    return [("parameters that drift apart", f"update {k}: the parameter {names[0]} is not the same on all ranks")]
+    kept = _unlike([r["attribute_digests"][k] for r in records])
+    why = f"; {kept[0]} was not, when the optimizer stepped" if kept else ""
+    return [("parameters that drift apart", f"update {k}: the parameter {names[0]} is not the same on all ranks{why}")]
 
 
 def _apart(records: list[dict[str, Any]], what: str) -> tuple[int, list[str]] | None:
@@ -401,7 +404,11 @@ def from_mistakes(
         mistakes: the same by way, as the reference computed it.
     """
     record = records[0]
-    batch_norms = record["batch_norms"]
+    batch_norms, is_of_several = record["batch_norms"], record["kind"].is_of_several
+    if is_of_several:  # a later loss comes after a step, and was tried before it
+        mine, right = ({**each, "gradients": _only(each["gradients"], record["held_first"])} for each in (mine, right))
+        if _distance(mine["gradients"], right["gradients"]) <= 1e-6 * _size(right["gradients"]):
+            return None
     gap = _distance(mine["gradients"], right["gradients"])
     loss_gap = abs(mine["loss"] - right["loss"]) if mine["loss"] is not None and right["loss"] is not None else 0.0
 
@@ -410,7 +417,7 @@ def from_mistakes(
         if way not in mistakes:
             return False
         nearer = _distance(mine["gradients"], mistakes[way]["gradients"])
-        if first.tensor == "loss":
+        if first.tensor == "loss" and not is_of_several:
             return abs(mine["loss"] - mistakes[way]["loss"]) * 10 <= loss_gap and nearer * 10 <= max(gap, 1e-30)
         return nearer * 10 <= gap
 
@@ -432,7 +439,7 @@ def from_mistakes(
         )
     scale = _wrong_scale(mine, right, gap)
     if not record["communicates"]:
-        return scale or _by_rank(mistakes, records, first.update)
+        return scale or (None if is_of_several else _by_rank(mistakes, records, first.update))
     # A rank's loss is another with what others send than without; and what a step of one's own sends may be the gradients.
     if first.phase != "gradient" or (scale and record["kind"] is UnitKind.STEP):
         return scale
@@ -482,7 +489,10 @@ def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], first: Differ
         return "gradients that each rank changes", f"{seen}, nor has half of a loss half of its gradient: by a hook"
     best = mistakes.get("best weights")
     if best is None or best["misses"] * 10 > mistakes["weighted"]["misses"]:
-        return "an operation over the whole batch", "no weights of the micro-batches give the gradient of the whole batch"
+        seen = "no weights of the micro-batches give the gradient of the whole batch"
+        without = next((rank for (rank, *_), norm in zip(mistakes["weighted"]["losses"], norms, strict=True) if not norm), None)
+        left_out = "" if without is None else f"; one of rank {without} has none, as if it were left out"
+        return "an operation over the whole batch", seen + left_out
     if len(best["shares"]) > 1 and all(abs(share - 1) < 1e-3 for share in best["shares"]):
         return "loss weighted per rank", "the loss of the whole batch is the sum of those of its parts: return a mean"
     if abs(sum(best["shares"]) - 1) > 1e-4:
@@ -491,6 +501,12 @@ def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], first: Differ
     of_whom = "an AutoUnit's or Trainer's: its weight; a loop's: window's weight="
     seen = f"other weights of the micro-batches give the right gradient ({of_whom})"
     return "loss weighted per rank", seen
+
+
+def parameters_apart(records: list[dict[str, Any]]) -> int:
+    """The first update after which parameters are not the same on all ranks; -1 if there is none."""
+    apart = _apart(records, "parameter")
+    return apart[0] if apart else -1
 
 
 def gradients_apart(records: list[dict[str, Any]]) -> int | None:
@@ -507,9 +523,10 @@ def is_of_one_rank(
     alone = mistakes.get(f"rank {records[0]['rank']} alone")
     if alone is None or not names:
         return True
-    own, right_ones, of_alone = (
-        {n: each["gradients"][n] for n in names if n in each["gradients"]} for each in (mine, right, alone)
-    )
+    names = [n for n in names if n in alone["gradients"]]
+    if not names:
+        return True
+    own, right_ones, of_alone = (_only(each["gradients"], {*names}) for each in (mine, right, alone))
     return _distance(own, of_alone) * 10 <= _distance(own, right_ones)
 
 
@@ -519,6 +536,14 @@ def _wrong_scale(mine: Mapping[str, Any], right: Mapping[str, Any], gap: float) 
     if factor is None and all(norms) and abs(norms[0] / norms[1] - 1) > 1e-3 and gap < 1e-3 * min(norms):
         factor, where = norms[0] / norms[1], ", before clipping"
     return ("a wrong scale", f"the gradients are {factor:.4g} times what they should be{where}") if factor is not None else None
+
+
+def _only(tensors: Mapping[str, torch.Tensor], names: set[str]) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in tensors.items() if n in names}
+
+
+def _size(tensors: Mapping[str, torch.Tensor]) -> float:
+    return _distance(tensors, {n: torch.zeros(()) for n in tensors}) if tensors else 0.0
 
 
 def _distance(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:

@@ -45,6 +45,9 @@ class Explanation:
             result.causes = [earlier, found] if earlier and earlier[0] == "an operation over the whole batch" else [found]
             return
         if known == {DRIFT}:
+            # What is apart behind a step does not say why its loss or its gradients were others.
+            if first is not None and first.phase in ("forward", "gradient") and first.update <= causes.parameters_apart(records):
+                result.causes[:0] = [cause for cause in (self._of_first(final, first, known=True),) if cause]
             return
         if not ran.is_auto and not known and any(m.streams for r in records for u in r["updates"] for m in u):
             result.verdict, result.first = "not possible", None

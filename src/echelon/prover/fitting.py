@@ -120,7 +120,7 @@ class Fitting:
         elif row.yours and self.kind:
             own = record["own_layout"]
             if not (ran.row.half or (ran.row.compiles and ran.row.is_compiled)):  # in which no other row is as the script's own
-                self._yours = own, row.ranks, accumulation
+                self._yours = record["own_row"], row.ranks, accumulation
             result.label = Row(own, row.ranks, None, accumulation).label
         elif self._yours is not None:
             is_script = row.optimizer == "script" and not (row.precision or row.parts)

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from echelon.parallel.shards import local
 from echelon.parallel.state.partition import Partition
 from echelon.prover.micro import digest
+from echelon.prover.objects import is_library, is_state, set_by
 from echelon.prover.values import prepared_of, wholes
 
 __all__ = ["GradientWatch", "rates_of"]
@@ -27,6 +28,8 @@ class GradientWatch:
         self._handle = register_optimizer_step_pre_hook(self._before_step)
         self.looks = True
         self.held: set[str] = set()
+        self.held_first: set[str] = set()  # by the optimizer that stepped first
+        self.attributes: list[dict[str, int]] = []  # by update: checksums of what the script's optimizers keep
         self.owners: dict[str, int] = {}  # the rank that steps for a parameter, where ranks divide them
         self.strangers = 0  # parameters in an optimizer that belong to no module of the unit
         self.rates: list[list[float]] = []  # by update: of the groups of the optimizer that stepped first
@@ -76,6 +79,9 @@ class GradientWatch:
         self._values.update(wholes(seen))
         if not self._stepped:
             self.rates.append(rates_of(optimizer))
+            self.attributes.append({})
+            self.held_first = self.held_first or {name for name, p, _ in named if id(p) in mine}
+        self.attributes[-1].update(_attributes_of(optimizer))
         self._stepped = True
 
 
@@ -87,6 +93,14 @@ def _name(unit: Any, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
     """The learning rates of its groups."""
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Checksums of what a class of the script's own keeps in itself, by name: slow weights, averages of gradients."""
+    kind = type(optimizer)
+    own = {} if is_library(kind.__module__) else vars(optimizer)
+    names = own.keys() - set_by(torch.optim.Optimizer)
+    return {f"{kind.__name__}.{name}": digest(own[name]) for name in sorted(names) if is_state(own[name])}
 
 
 def _parameters_in(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:

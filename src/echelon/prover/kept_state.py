@@ -157,7 +157,11 @@ def _put(names: Any, name: Any, value: Any) -> None:
             return
         value = value.to(torch.get_default_dtype()) if value.is_floating_point() else value
     if isinstance(current, list) and isinstance(value, list):
-        current[:] = value
+        if len(current) == len(value):
+            for i, each in enumerate(value):
+                _put(current, i, each)
+        else:
+            current[:] = value
     elif isinstance(current, (deque, set, dict)) and type(current) is type(value):
         current.clear()
         extend: Any = current.extend if isinstance(current, deque) else current.update

@@ -33,6 +33,11 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
     else:
         assert isinstance(reference, OwnReference)
         parts, right = _of_own(reference, k)
+    if reference.records[0]["kind"].is_of_several:  # at the parameters of before the first step, as nothing steps here
+        first = reference.records[0]["held_first"]
+        right = {n: g for n, g in right.items() if n in first}
+        for part in parts:
+            part.gradients = {n: g for n, g in part.gradients.items() if n in first}
     total = sum(p.weight for p in parts)
     ways = {"weighted": [p.weight / total for p in parts], "unweighted": [1 / len(parts)] * len(parts)}
     ranks = sorted({p.rank for p in parts})

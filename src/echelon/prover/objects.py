@@ -83,7 +83,7 @@ class Objects:
                 inner = names[name]
                 if id(inner) in trained:
                     continue
-                if keeps and is_state(inner):
+                if keeps and is_state(inner) and not _holds(inner, trained):
                     self.places.setdefault(inner_path, (names, name))
                 elif depth < _DEEPEST and _is_opened(inner) and id(inner) not in seen:
                     (waiting if keeps and not isinstance(inner, closed) else others).append((inner_path, inner, depth + 1))
@@ -143,6 +143,13 @@ def is_state(value: Any) -> bool:
     if type(value) is dict:
         return len(value) < _LONGEST and all(isinstance(k, (str, int)) for k in value) and all(map(is_state, value.values()))
     return isinstance(value, _VALUES)
+
+
+def _holds(value: Any, tensors: set[int]) -> bool:
+    """Whether a container has one of them, as a list of all parameters does."""
+    if not isinstance(value, (list, tuple, deque, dict)):
+        return id(value) in tensors
+    return any(_holds(each, tensors) for each in (value.values() if isinstance(value, dict) else value))
 
 
 def _is_opened(value: Any) -> bool:

@@ -21,6 +21,7 @@ from echelon.prover.values import near, parameters_of
 __all__ = ["UNKNOWN", "probe"]
 
 _MOST_STATES = 50
+_ROUNDINGS = 32
 UNKNOWN: dict[str, Any] = {"narrowest": None, "repeatable": True, "per_sample": None, "state": {}, "writes": None, "kept": {}}
 
 
@@ -65,9 +66,14 @@ def _written(reference: Reference) -> str | None:
             before = {name: p.detach().clone() for name, p in parameters_of(reference.unit)}
             reference.try_pass([Pass(micro.data, 1.0, micro.streams)])
             now = parameters_of(reference.unit)
-            left.append({name: p.detach().clone() for name, p in now if not torch.equal(p, before[name])})
+            left.append({name: p.detach().clone() for name, p in now if _is_set(p, before[name])})
     one, other = left or ({}, {})
     return next((name for name in one if name in other and not torch.equal(one[name], other[name])), None)
+
+
+def _is_set(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """More than rounding leaves of a step and its opposite, as in sharpness-aware minimisation."""
+    return not near(now, before, _ROUNDINGS * torch.finfo(now.dtype).eps)
 
 
 def _narrowest_kept(reference: AutoReference, micro: Micro) -> torch.dtype | None:

@@ -87,6 +87,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         if chosen is not None and chosen.used:
             record = recorder.record
             record.overridable, record.own_layout, record.is_own = True, chosen.own, chosen.is_own
+            record.own_row = chosen.own_row
         # A few updates: there is nothing to keep.
         return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 

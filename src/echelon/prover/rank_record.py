@@ -24,6 +24,7 @@ class RankRecord:
     stage: tuple[int, int] = (0, 1)  # of the layers
     overridable: bool = False
     own_layout: str = ""  # the script's, by name
+    own_row: str = ""  # the same without its options: the name of a row that would repeat it
     is_own: bool = False  # the row has the script's own layout, with its options
     accumulation: int = 1
     loader: str = ""
@@ -35,10 +36,12 @@ class RankRecord:
     updates: list[list[Micro]] = field(default_factory=list)
     gradient_digests: list[dict[str, int]] = field(default_factory=list)
     parameter_digests: list[dict[str, int]] = field(default_factory=list)
+    attribute_digests: list[dict[str, int]] = field(default_factory=list)  # of the script's own optimizers, as they step
     buffer_digests: list[dict[str, int]] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     limits: list[float | None] = field(default_factory=list)  # to which norms were clipped
     held: set[str] = field(default_factory=set)  # parameters that some optimizer of this rank holds
+    held_first: set[str] = field(default_factory=set)  # those of the optimizer that stepped first
     strangers: int = 0  # parameters in an optimizer that belong to no module of the unit
     trainable: set[str] = field(default_factory=set)
     owners: dict[str, Any] = field(default_factory=dict)  # the rank of each element, of parameters that are split

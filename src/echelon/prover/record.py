@@ -448,7 +448,8 @@ class StepRecorder(Callback):
         if self._gradients is not None:
             self._gradients.remove()
             self.record.held, self.record.strangers = self._gradients.held, self._gradients.strangers
-            self.record.rates = self._gradients.rates
+            self.record.rates, self.record.attribute_digests = self._gradients.rates, self._gradients.attributes
+            self.record.held_first = self._gradients.held_first
             self.record.owners.update(self._gradients.owners)
         self.record.unknown_draw, self.record.by_sample = self._draws.unknown, self._draws.by_sample
         self.record.kinds, self.record.shapes = self._draws.kinds, self._draws.shapes

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from echelon.common.errors import ProveError
+from echelon.parallel.composed import Layout
 from echelon.parallel.fsdp.fsdp import FSDPStrategy
-from echelon.parallel.layouts import in_words, resolve, with_options_of
+from echelon.parallel.layouts import LAYOUTS, in_words, resolve, with_options_of
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
 from echelon.prover.matrix import Row
 from echelon.prover.values import widen
@@ -23,13 +24,14 @@ class RowLayout(Strategy):
 
     Attributes:
         own: the name of the script's.
+        own_row: of the row that has the same layout, since a row keeps the script's options.
         is_own: it is the script's, with all its options.
     """
 
     def __init__(self, row: Row, dtype: torch.dtype) -> None:
         self._row, self._given = row, resolve(row.layout)
         self._layout: Strategy = self._given or NOOPStrategy()
-        self.name, self.own = self._layout.name, ""
+        self.name, self.own, self.own_row = self._layout.name, "", ""
         self.used, self.is_own, self._dtype = False, True, dtype
 
     def __call__(self, own: Strategy | None) -> Strategy:
@@ -43,6 +45,7 @@ class RowLayout(Strategy):
         if isinstance(self._row.layout, str):
             self._layout = with_options_of(mine, self._layout)
         self.name, self.own = self._layout.name, in_words(own)
+        self.own_row = _row_of(own, mine) or self.own
         self.is_own = self.is_own and self._layout == mine
         return self
 
@@ -51,3 +54,10 @@ class RowLayout(Strategy):
         if self._dtype is torch.float64:
             widen(module)  # which may be in half precision
         return self._layout.prepare(module, world, recipe)
+
+
+def _row_of(own: Strategy, mine: Strategy) -> str | None:
+    """The name of a layout that becomes the script's with its options; of one with mixed precision there is none."""
+    if isinstance(own, Layout):
+        return own.text
+    return next((word for word in LAYOUTS if with_options_of(mine, LAYOUTS[word]()) == own), None)

@@ -31,6 +31,11 @@ class UnitKind(StrEnum):
         return self in (UnitKind.LOOP, UnitKind.LOOP_OF_SEVERAL)
 
     @property
+    def is_of_several(self) -> bool:
+        """Whether a loss can come after another optimizer's step."""
+        return self in (UnitKind.LOSSES, UnitKind.LOOP_OF_SEVERAL)
+
+    @property
     def draws_by_itself(self) -> bool:
         """Whether the user's code decides what dropout draws, so that nobody can repeat it."""
         return self.is_loop or self is UnitKind.STEP
