@@ -348,7 +348,7 @@ def _other_lengths(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["sized", "unsized", "unsized, in a window", "evaluate"])
 def test_ranks_with_other_numbers_of_batches_are_named_not_hung(ranks: Ranks, kind: str) -> None:
-    for text in ranks(2, _other_lengths, kind, timeout_s=20):
+    for text in ranks(2, _other_lengths, kind):
         assert "rank 0" in text and "rank 1" in text
         assert ("3" in text and "2" in text) or kind.startswith("unsized")
 
@@ -360,7 +360,7 @@ def _other_limits() -> str:
 
 
 def test_ranks_with_other_limits_are_named_not_hung(ranks: Ranks) -> None:
-    for text in ranks(2, _other_limits, timeout_s=20):
+    for text in ranks(2, _other_limits):
         assert "'max_updates': 3" in text and "'max_updates': 4" in text
 
 
