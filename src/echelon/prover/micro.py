@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -128,6 +128,19 @@ def plain(data: Any) -> Any:
     if is_dataclass(data) and not isinstance(data, type):
         return {f.name: plain(getattr(data, f.name)) for f in fields(data)}
     return f"{type(data).__qualname__} {zlib.crc32(pickle.dumps(data))}"
+
+
+def widths(records: Sequence[Mapping[str, Any]]) -> set[tuple[torch.Size, ...]]:
+    """Of all micro-batches of these ranks: the shapes of their tensors, each without its first dimension, the samples."""
+    return {tuple(_widths(m.plain)) for record in records for update in record["updates"] for m in update}
+
+
+def _widths(data: Any) -> Iterator[torch.Size]:
+    if isinstance(data, torch.Tensor):
+        yield data.shape[1:]
+    elif isinstance(data, (list, dict)):
+        for each in data.values() if isinstance(data, dict) else data:
+            yield from _widths(each)
 
 
 class NotJoinable(Exception):

@@ -25,6 +25,7 @@ from echelon.prover.fitting import Fitting
 from echelon.prover.judge import compare
 from echelon.prover.kept_state import VARIABLE
 from echelon.prover.matrix import Row
+from echelon.prover.micro import widths
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import IN_PART, Proof, Result, by_float64
 from echelon.prover.ran import (
@@ -389,6 +390,11 @@ class Proving:
         elif found["error"] > found["allowed"]:
             result.verdict = "DIFFERS"
             result.causes = [causes.of_split(found["best"], found["error"], seen.ran.records[0]["batch_norms"])]
+        elif len(widths(seen.ran.records)) > 1:
+            self._say(
+                "Batches are padded to other widths, and were taken apart as wide as they are: what the padding itself adds to a "
+                "loss was not tested."
+            )
 
     def _leave_untested(self, result: Result, why: str) -> None:
         result.verdict = IN_PART
