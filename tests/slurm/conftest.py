@@ -31,7 +31,7 @@ class Cluster(slurmlab.Cluster):
         return clean_environment()
 
     def echelon(
-        self, *words: object, cwd: Path, timeout_s: float = 60, env: Mapping[str, str] | None = None
+        self, *words: object, cwd: Path, timeout_s: float = 300, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Our command, as a user of the cluster types it."""
         return subprocess.run(

@@ -29,11 +29,11 @@ def _looked(slurm: Cluster, tmp_path: Path, nodes: int, cut: str = "") -> tuple[
     script.write_text(SCRIPT)
     job = ("--no-kill", f"--nodes={nodes}", "--cpus-per-task=2", f"--output={tmp_path}/out", str(script), str(tmp_path))
     slurm.command("sbatch", "--parsable", *job)
-    wait_until((tmp_path / "begun").exists, "the job runs")
+    wait_until((tmp_path / "begun").exists, "the job runs", 600.0)
     if cut:
         slurm.lab("node", cut, "cut")
     (tmp_path / "go").touch()
-    wait_until((tmp_path / "code").exists, "the doctor ends", 240.0)
+    wait_until((tmp_path / "code").exists, "the doctor ends", 600.0)
     return int((tmp_path / "code").read_text()), json.loads((tmp_path / "said.json").read_text()), (tmp_path / "told").read_text()
 
 

@@ -64,7 +64,7 @@ class Fleet:
 
     def final(self, name: str) -> dict[str, Any]:
         job = self.job(name)
-        job.result(timeout_s=150)
+        job.result(timeout_s=600)
         made: dict[str, Any] = json.loads((job.run.path / "final.json").read_text())
         return made["final"]
 
@@ -165,7 +165,7 @@ def test_two_nodes_of_two_ranks_train_what_one_process_trains(fleet: Fleet, layo
 @pytest.mark.full
 def test_an_exception_arrives_with_its_own_traceback(fleet: Fleet) -> None:
     with pytest.raises(RankFailedError, match="planted on rank 3") as raised:
-        fleet.job("raises").result(timeout_s=150)
+        fleet.job("raises").result(timeout_s=600)
     assert raised.value.rank == 3 and "in compute_loss" in str(raised.value)
     assert "rank 3 failed first" in fleet.output("raises") and "ValueError: planted on rank 3" in fleet.output("raises")
     assert fleet.job("raises").state() is JobState.FAILED
@@ -175,7 +175,7 @@ def test_an_exception_arrives_with_its_own_traceback(fleet: Fleet) -> None:
 @pytest.mark.full
 def test_a_rank_killed_by_a_signal_is_named(fleet: Fleet) -> None:
     with pytest.raises(RankFailedError, match="killed by SIGKILL") as raised:
-        fleet.job("killed").result(timeout_s=150)
+        fleet.job("killed").result(timeout_s=600)
     assert (raised.value.rank, raised.value.exit_code) == (1, 137)
     assert len(fleet.job("killed").attempts) == 1  # a failure is no reason to start again
 
@@ -184,7 +184,7 @@ def test_a_rank_killed_by_a_signal_is_named(fleet: Fleet) -> None:
 def test_a_sweep_is_an_array_with_a_table_of_results(fleet: Fleet) -> None:
     tasks = tasks_of(fleet.home / "runs" / "sweep")
     for task in tasks:
-        job_of(RunDir(task)).result(timeout_s=150)
+        job_of(RunDir(task)).result(timeout_s=600)
     table = fleet.cluster.echelon("jobs", "sweep", cwd=fleet.home).stdout.splitlines()
     rows = [line.split() for line in table]
     assert rows[0] == ["run", "job", "state", "ranks", "starts", "lr", "steps", "step", "loss"]

@@ -29,7 +29,7 @@ from tests.slurm.conftest import Cluster
 HERE = Path(__file__).parent
 NAME = "a\"b'c\\d; touch planted #x $HOME %j é"
 SECRET = "canary-5f3a"
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 
 
 class Fleet:
@@ -47,7 +47,7 @@ class Fleet:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         assert said.returncode == 0, said.stderr
         self.paths: dict[str, str] = json.loads(said.stdout)
