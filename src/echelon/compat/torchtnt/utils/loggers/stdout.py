@@ -33,10 +33,9 @@ class StdoutLogger:
         if rank() != 0:
             return
         numbers = "".join(f" {name}={scalar_to_float(data):.{self._precision}f}" for name, data in payload.items())
-        if step != self._step:
-            print(f"\n[Step {step}]", end="")
-            self._step = step
-        print(numbers, end="", flush=True)
+        begin = f"\n[Step {step}]" if step != self._step else ""
+        self._step = step
+        print(begin + numbers, end="", flush=True)  # at once: beside other programs' lines it would be cut in two
 
     def close(self) -> None:
         """End the line, and leave one empty."""
