@@ -369,8 +369,11 @@ class _File:
                 return False
             self._path.unlink()
             return True
+        except FileNotFoundError:  # its holder lived, and has given it back
+            return False
         finally:
-            of_this_text.remove()
+            with contextlib.suppress(OSError):  # gone with its folder
+                of_this_text.remove()
 
     def _beside(self, name: str) -> Path:
         return self._path.with_name(f".{self._path.name}.{name}")
