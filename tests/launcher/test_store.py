@@ -19,6 +19,8 @@ from echelon.launcher.calls import checksum
 from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.explain import Evidence, explain
 from echelon.launcher.job import JobSpec
+from echelon.launcher.local import silence
+from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.protocol import write_spec
 from tests.conftest import clean_environment, ends_of
 from tests.kit.started import wait_until
@@ -195,7 +197,7 @@ def test_a_link_that_goes_dead_ends_both_sides_and_the_job_is_queued_again(tmp_p
                 process.kill()
                 process.wait()
     texts = [path.read_text() for path in said]
-    assert all(codes), (codes, texts)  # None: it did not end
+    assert all(codes), f"{codes}: None did not end\n" + "\n".join(texts)
     for node, other in ((0, "node 1 (10.77.0.2)"), (1, "node 0 (10.77.0.1)")):
         assert f"nothing was heard of {other}" in texts[node]
         record = read_json(RunDir(run.path).node_exit(node)) or {}
@@ -233,6 +235,52 @@ def test_ranks_that_come_on_are_not_ended_while_a_launcher_is_silent(tmp_path: P
         (tmp_path / "go").touch()
         codes = ends_of(nodes)
     assert codes == [0, 0], (tmp_path / "said").read_text()
+
+
+MISSES = """
+import os, sys, time
+from echelon.launcher.local import silence
+from echelon.launcher.local.nodes import Meeting
+class Runs:
+    silent, hang_limit_s = "", 0.0
+    attempt = {"answers once": None, "never answers": 0}[sys.argv[1]]
+    moves, end_at_once = dict, print
+silence.SILENT_S = 1.0
+here = silence.Silence(Meeting(1, 2, 0, "127.0.0.1", int(sys.argv[2]), "token", "lo", hosts=("a", "b")), print, Runs(), print)
+here.start()
+while not here.words(): time.sleep(0.05)
+print(here.words(), flush=True)
+os._exit(0)
+"""
+SERVES = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+while not store.add("token/beat/1", 0): time.sleep(0.05)
+print("heard", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("first_node", ["answers once", "never answers"])
+def test_a_first_node_that_never_beat_is_missed(first_node: str) -> None:
+    """A link that goes dead in the first seconds, when its launcher has not begun to beat: no rank would come on, for ever."""
+    with subprocess.Popen([sys.executable, "-c", SERVES], stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        port = serving.stdout.readline().strip()
+        if first_node == "never answers":
+            serving.send_signal(signal.SIGSTOP)
+        missing = subprocess.Popen([sys.executable, "-c", MISSES, first_node, port], stdout=subprocess.PIPE, text=True)
+        try:
+            if first_node == "answers once":
+                assert serving.stdout.readline() == "heard\n"
+                serving.send_signal(signal.SIGSTOP)
+            said, _ = missing.communicate(timeout=120.0)
+        finally:
+            missing.kill()
+            serving.kill()
+    assert "nothing was heard of node 0 (a)" in said
 
 
 TRAINS_ON = """

@@ -163,7 +163,6 @@ class _Command:
         gave_up: ranks, or the command, ended by themselves while another node was silent, in words.
     """
 
-    attempt = None  # when the launchers have met is the command's own affair: a node is missed once it was heard of
     silent = gave_up = ""
     end_at_once = staticmethod(kill_children)
 
@@ -181,6 +180,11 @@ class _Command:
         self.cut_short = False
         self.hang_limit_s = hang_timeout(spec.hang_timeout_s)[0]
         self.silence = Silence(meeting, say, self, self.record_silence, serves=True)
+
+    @property
+    def attempt(self) -> object:
+        """The ranks that have begun their call: a command starts them when its nodes have met, so others are missed from then on."""
+        return self.pids or None
 
     def moves(self) -> dict[tuple[str, int], object]:
         """How much the ranks of this node have printed."""

@@ -140,7 +140,7 @@ class Silence:
         if beats >= _ENDED:
             self._unheard.discard(node)
             self._heard.pop(node, None)
-        elif beats and (self._meeting.node or beats != self._beats.get(node)):
+        elif self._meeting.node or beats != self._beats.get(node, 0):  # the first node is heard of by its answer alone
             self._heard[node], self._beats[node] = time.monotonic(), beats
 
     def _watch(self) -> None:
