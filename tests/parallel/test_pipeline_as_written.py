@@ -15,6 +15,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 import echelon as ech
+from echelon.common.errors import RankFailedError
+from echelon.parallel.pipeline.escapes import Escapes
+from echelon.parallel.pipeline.stages import Unit
 from tests.conftest import Ranks
 from tests.kit.models import Batch, Net, batch, largest_difference, net
 from tests.kit.units import Regression
@@ -252,6 +255,55 @@ def test_what_a_stage_keeps_beside_its_outputs_is_refused(ranks: Ranks) -> None:
 def test_what_a_sharded_stage_keeps_is_refused_too(ranks: Ranks) -> None:
     for found in ranks(4, _kept, "pp=2,dp_shard=2"):
         assert all("stage 0 of _Kept keeps something that" in said for said in found.values())
+
+
+def _held_by_a_thread_for_moments() -> int:
+    """A thread builds and drops graphs over the parameters, as one that samples frames holds them for a moment."""
+    module, escaped, done = net(), 0, threading.Event()
+    units = [Unit("blocks.0", module.blocks[0], stage=0, cost=1)]
+
+    def hold() -> None:
+        while not done.is_set():
+            _graphs = [parameter * 2 for parameter in module.blocks[0].parameters()]
+            del _graphs
+
+    thread, interval = threading.Thread(target=hold), sys.getswitchinterval()
+    thread.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            escapes = Escapes(units)
+            with escapes.watched():
+                module.blocks[0](torch.randn(2, 8, dtype=torch.float64))
+            escaped += 1
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        thread.join()
+    return escaped
+
+
+def test_a_graph_that_another_thread_lets_go_of_ends_no_pass(ranks: Ranks) -> None:
+    """A KeyError on one rank, once in some hundred runs; the ranks that computed the stage with it waited for ever."""
+    assert ranks(1, _held_by_a_thread_for_moments) == [300]
+
+
+class _FailsOnOne(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise KeyError("planted")
+        return super().forward(x)
+
+
+def _fails_on_one() -> None:
+    ech.train(Regression(module=_FailsOnOne().double(), layout="pp=2,dp_shard=2"), DATA, max_epochs=1)
+
+
+def test_what_fails_on_one_of_a_stages_ranks_alone_ends_it(ranks: Ranks) -> None:
+    """It waited for the others to hear of it, and they waited for its shards."""
+    with pytest.raises(RankFailedError) as caught:
+        ranks(4, _fails_on_one, timeout_s=60)
+    assert caught.value.rank == 1 and isinstance(caught.value.__cause__, KeyError)
 
 
 def _kept_for_looking() -> nn.Module:

@@ -71,7 +71,7 @@ class Escapes:
                 continue
             _metadata(parameter)[_MARK] = True
             if _is_marked(parameter):  # somebody holds the node itself, as for a hook: it outlives graphs
-                del _metadata(parameter)[_MARK]
+                _metadata(parameter).pop(_MARK, None)  # gone by now where another thread let go of it, such as a sampler's
                 continue
             nodes.append(get_gradient_edge(parameter).node)
             _metadata(parameter)[_MARK] = True

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.common.errors import PipelineError
+from echelon.common.errors import EchelonError, PipelineError
 from echelon.parallel.names import plain_buffers
 from echelon.parallel.pipeline.absent import Absent, Needed, Sources
 from echelon.parallel.pipeline.collectives import RefuseCollectives
@@ -291,6 +291,8 @@ class Walk:
             try:
                 told = act()
             except Exception as error:  # of the user's code: the other ranks must not wait for this one
+                if not isinstance(error, EchelonError) and dist.get_world_size() > dist.get_world_size(self.group):
+                    raise  # it may be this rank's alone: those that compute the stage with it wait within, and would not come here
                 own, told = error, {"error": [agree.rank(), *agree.in_json(error)]}
         every = agree.gather(told, None if everywhere else self.group)
         if own is not None:
