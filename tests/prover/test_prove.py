@@ -110,6 +110,7 @@ MISTAKES = {
     "projection_without_a_seed": ("an RNG without a seed", "forward"),
     "one_norm_of_a_batch": ("an operation over the whole batch", "forward"),
     "balanced_by_a_batch": ("an operation over the whole batch", "gradient"),
+    "mean_over_padded_places": ("an operation over the whole batch", None),
     "spread_of_a_critic": ("an operation over the whole batch", "forward"),
     "covariance_of_a_rank": ("parameters that drift apart", None),
 }

@@ -377,9 +377,10 @@ def of_step(first: Difference, owners: Mapping[str, Any]) -> Cause | None:
     return "an optimizer that computes with its shard alone" if split else "another step of the optimizer", seen
 
 
-def of_split(has_better_weights: bool, error: float, batch_norms: list[str]) -> Cause:
-    """Why a batch, taken apart in one process, is not the weighted mean of its parts."""
-    seen = f"one batch, taken apart in one process, differs from the weighted mean of its parts by {error:.1e}"
+def of_split(has_better_weights: bool, error: float, batch_norms: list[str], *, padded: bool) -> Cause:
+    """Why a batch, taken apart in one process, is not the weighted mean of its parts, which may be padded by themselves."""
+    parts = "its parts, each padded to a width of its own," if padded else "its parts"
+    seen = f"one batch, taken apart in one process, differs from the weighted mean of {parts} by {error:.1e}"
     if batch_norms:
         return "batch norm over the local batch", f"{seen}; {batch_norms[0]} normalises each micro-batch by itself"
     if has_better_weights:

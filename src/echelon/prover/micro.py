@@ -28,6 +28,8 @@ __all__ = [
     "on_host",
     "plain",
     "widened",
+    "widths",
+    "widths_of",
 ]
 
 
@@ -132,15 +134,16 @@ def plain(data: Any) -> Any:
 
 def widths(records: Sequence[Mapping[str, Any]]) -> set[tuple[torch.Size, ...]]:
     """Of all micro-batches of these ranks: the shapes of their tensors, each without its first dimension, the samples."""
-    return {tuple(_widths(m.plain)) for record in records for update in record["updates"] for m in update}
+    return {tuple(widths_of(m.plain)) for record in records for update in record["updates"] for m in update}
 
 
-def _widths(data: Any) -> Iterator[torch.Size]:
+def widths_of(data: Any) -> Iterator[torch.Size]:
+    """The same of one batch, as `plain` has it."""
     if isinstance(data, torch.Tensor):
         yield data.shape[1:]
     elif isinstance(data, (list, dict)):
         for each in data.values() if isinstance(data, dict) else data:
-            yield from _widths(each)
+            yield from widths_of(each)
 
 
 class NotJoinable(Exception):

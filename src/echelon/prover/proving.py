@@ -389,8 +389,9 @@ class Proving:
             self._leave_untested(result, f"{why}, and {found['why_not']}")
         elif found["error"] > found["allowed"]:
             result.verdict = "DIFFERS"
-            result.causes = [causes.of_split(found["best"], found["error"], seen.ran.records[0]["batch_norms"])]
-        elif len(widths(seen.ran.records)) > 1:
+            norms = seen.ran.records[0]["batch_norms"]
+            result.causes = [causes.of_split(found["best"], found["error"], norms, padded=found["padded"])]
+        elif not found["padded"] and len(widths(seen.ran.records)) > 1:
             self._say(
                 "Batches are padded to other widths, and were taken apart as wide as they are: what the padding itself adds to a "
                 "loss was not tested."

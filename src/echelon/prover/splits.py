@@ -11,12 +11,13 @@ hardest ones: under a layout such a program trains another model than one proces
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from echelon.prover.micro import Micro, NotDivisible, Samples, on_host
+from echelon.prover.micro import Micro, NotDivisible, Samples, on_host, plain, widths_of
 from echelon.prover.mistakes import best_shares
 from echelon.prover.reference import AutoReference, Pass, Reference, Values
 from echelon.prover.samples import first_samples, reads_alike
@@ -33,22 +34,51 @@ def split(reference: Reference) -> dict[str, Any]:
 
     Returns:
         `why_not`: why nothing could be tested, else None; `error`: how far the loss or the gradient of the whole is from that of
-        its parts, relative; `allowed`: what rounding may do; `best`: whether other weights of the parts give the gradient.
+        its parts, relative; `allowed`: what rounding may do; `best`: whether other weights of the parts give the gradient;
+        `padded`: whether parts that are padded by themselves were tried, as ranks have them.
     """
     if not isinstance(reference, AutoReference):
         return {"why_not": "its train_step takes its own steps"}
     reference.begin(write=False)
     reference.enter_epoch(reference.updates[0][0].epoch)
-    found: dict[str, Any] = {"why_not": "no batch has two samples", "error": 0.0, "best": False, "allowed": 0.0}
-    for count, part, micro in _divisible(reference, found):
-        whole = _pass(reference, part(0, count), count, micro)
-        for cut in sorted({1, count // 2}):
-            parts = [_pass(reference, part(*ends), ends[1] - ends[0], micro) for ends in ((0, cut), (cut, count))]
-            error = _error(whole, parts)
-            if error > found["error"]:
-                found["error"], found["best"] = error, _has_better_weights(whole, parts)
+    found: dict[str, Any] = {"why_not": "no batch has two samples", "error": 0.0, "best": False, "allowed": 0.0, "padded": False}
+    for divisible in _divisible(reference, found):
+        _take_apart(reference, *divisible, found)
         found["why_not"], found["allowed"] = None, _TOLERANCE["wide" if reference.how == "wide" else "right"]
+    if found["why_not"] is None and found["error"] <= found["allowed"]:
+        with contextlib.suppress(Exception):  # what rows show is known; samples of a user's own can be anything
+            found["padded"] = _take_apart_padded(reference, found)
     return found
+
+
+def _take_apart(reference: AutoReference, count: int, part: Callable[[int, int], Any], micro: Micro, found: dict[str, Any]) -> None:
+    whole = _pass(reference, part(0, count), count, micro)
+    for cut in sorted({1, count // 2}):
+        parts = [_pass(reference, part(*ends), ends[1] - ends[0], micro) for ends in ((0, cut), (cut, count))]
+        error = _error(whole, parts)
+        if error > found["error"]:
+            found["error"], found["best"] = error, _has_better_weights(whole, parts)
+
+
+def _take_apart_padded(reference: AutoReference, found: dict[str, Any]) -> bool:
+    """Rows of a padded batch are as wide as that one; on a rank the loader pads a part by itself, to another width.
+
+    Returns:
+        whether it could be tried: samples that are read alike are padded to several widths, and what is drawn is dropout, of which
+        all samples and places then have the same row.
+    """
+    loader, draws = reference.loader, reference.by_sample
+    if (draws is not None and any("dropout" not in name for name, *_ in draws.kinds)) or not reads_alike(loader):
+        return False
+    values = first_samples(loader)
+    count = len(values)
+    if count < 2 or len({tuple(widths_of(plain(loader.collate_fn(each)))) for each in (values, values[:1], values[: count // 2])}) == 1:
+        return False
+    if draws is not None:
+        draws.end()
+        reference.by_sample = None
+    _take_apart(reference, count, lambda begin, end: loader.collate_fn(values[begin:end]), reference.updates[0][0], found)
+    return True
 
 
 def _divisible(reference: Reference, found: dict[str, Any]) -> Iterator[tuple[int, Callable[[int, int], Any], Micro]]:
