@@ -99,7 +99,9 @@ class StandingRanks:
         return RankTimeoutError(f"after {timeout_s:g} s the ranks are at\n{self._logs()}", rank=0, exit_code=1)
 
     def _logs(self) -> str:
-        return "\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-20_000:]}" for log in sorted(self._folder.glob("*.log")))
+        return "\n".join(
+            f"{log.name}:\n{log.read_text(errors='replace')[-20_000:]}" for log in sorted(self._folder.glob("*.log"))
+        )
 
     def close(self) -> None:
         for connection in self._connections:

@@ -19,8 +19,6 @@ from echelon.launcher.calls import checksum
 from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.explain import Evidence, explain
 from echelon.launcher.job import JobSpec
-from echelon.launcher.local import silence
-from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.protocol import write_spec
 from tests.conftest import clean_environment, ends_of
 from tests.kit.started import wait_until

@@ -51,7 +51,9 @@ def split(reference: Reference) -> dict[str, Any]:
     return found
 
 
-def _take_apart(reference: AutoReference, count: int, part: Callable[[int, int], Any], micro: Micro, found: dict[str, Any]) -> None:
+def _take_apart(
+    reference: AutoReference, count: int, part: Callable[[int, int], Any], micro: Micro, found: dict[str, Any]
+) -> None:
     whole = _pass(reference, part(0, count), count, micro)
     for cut in sorted({1, count // 2}):
         parts = [_pass(reference, part(*ends), ends[1] - ends[0], micro) for ends in ((0, cut), (cut, count))]
@@ -64,15 +66,18 @@ def _take_apart_padded(reference: AutoReference, found: dict[str, Any]) -> bool:
     """Rows of a padded batch are as wide as that one; on a rank the loader pads a part by itself, to another width.
 
     Returns:
-        whether it could be tried: samples that are read alike are padded to several widths, and what is drawn is dropout, of which
-        all samples and places then have the same row.
+        whether it could be tried: samples that are read alike are padded to several widths, and what is drawn is dropout, of
+        which all samples and places then have the same row.
     """
     loader, draws = reference.loader, reference.by_sample
     if (draws is not None and any("dropout" not in name for name, *_ in draws.kinds)) or not reads_alike(loader):
         return False
     values = first_samples(loader)
     count = len(values)
-    if count < 2 or len({tuple(widths_of(plain(loader.collate_fn(each)))) for each in (values, values[:1], values[: count // 2])}) == 1:
+    if (
+        count < 2
+        or len({tuple(widths_of(plain(loader.collate_fn(each)))) for each in (values, values[:1], values[: count // 2])}) == 1
+    ):
         return False
     if draws is not None:
         draws.end()

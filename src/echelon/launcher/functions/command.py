@@ -183,7 +183,7 @@ class _Command:
 
     @property
     def attempt(self) -> object:
-        """The ranks that have begun their call: a command starts them when its nodes have met, so others are missed from then on."""
+        """The ranks that have begun their call: a command starts them when its nodes have met, which are missed from then on."""
         return self.pids or None
 
     def moves(self) -> dict[tuple[str, int], object]:

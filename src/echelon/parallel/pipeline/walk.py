@@ -292,7 +292,7 @@ class Walk:
                 told = act()
             except Exception as error:  # of the user's code: the other ranks must not wait for this one
                 if not isinstance(error, EchelonError) and dist.get_world_size() > dist.get_world_size(self.group):
-                    raise  # it may be this rank's alone: those that compute the stage with it wait within, and would not come here
+                    raise  # perhaps it alone: those that compute the stage with it wait within, and would not come here
                 own, told = error, {"error": [agree.rank(), *agree.in_json(error)]}
         every = agree.gather(told, None if everywhere else self.group)
         if own is not None:
