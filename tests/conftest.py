@@ -27,8 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.launcher.functions import run as function
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions import launch as functions
+from echelon.launcher.functions.launch import launch
 from echelon.launcher.local.server import ForkServer
 from tests.kit import forked, refusals
 from tests.kit.standing import StandingRanksBySize
@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    server = function.running_server()
+    server = functions.running_server()
     if server is not None:
         server.close()
     forked.close()
@@ -183,7 +183,7 @@ def standing_ranks(request: pytest.FixtureRequest) -> Iterator[StandingRanksBySi
 @pytest.fixture(autouse=True)
 def launched_ranks_are_loaded() -> None:
     """Also those that a test starts by `launch` itself."""
-    server = function.running_server()
+    server = functions.running_server()
     if server is not None and server.alive():
         server.preload(LOADED)
 
@@ -191,7 +191,7 @@ def launched_ranks_are_loaded() -> None:
 def server_with(module: str) -> ForkServer:
     """The server, which imports the test's module, and all that this imports, once for all ranks."""
     with forked.instead_of_new():
-        server = function.shared_server()
+        server = functions.shared_server()
     server.preload([*LOADED, module])
     return server
 
@@ -261,7 +261,7 @@ _NOT_OURS = {
 
 
 def _children() -> set[int]:
-    server = function.running_server()
+    server = functions.running_server()
     known = {pid for ranks in STANDING for pid in ranks.pids} | ({server.pid} if server is not None else set())
     return {pid for pid in _descendants() - known - forked.server_pids() if _runs(pid)}
 
@@ -310,7 +310,7 @@ def leak_police() -> Iterator[None]:
     environment, directory = dict(os.environ), os.getcwd()
     threads, children = set(threading.enumerate()), _children()
     files = len(psutil.Process().open_files())
-    server = function.running_server()
+    server = functions.running_server()
     yield
     leaks = []
     changed = {k for k in {*environment, *os.environ} if environment.get(k) != os.environ.get(k)} - _NOT_OURS
@@ -330,7 +330,7 @@ def leak_police() -> Iterator[None]:
         thread.join(2.0)
     leaks += [f"thread {t.name}" for t in left if t.is_alive()]
     leaks += [f"process {pid}" for pid in _children() - children if _is_left(pid, children)]
-    if len(psutil.Process().open_files()) > files and function.running_server() is server:
+    if len(psutil.Process().open_files()) > files and functions.running_server() is server:
         gc.collect()
         if len(psutil.Process().open_files()) > files:
             leaks.append(f"open files: {[f.path for f in psutil.Process().open_files()]}")

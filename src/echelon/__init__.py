@@ -66,7 +66,7 @@ Evidence:
     RankFailedError             a rank raised, exited or was killed  [common.errors]
 
 Launch:
-    launch                      run a function on local ranks  [launcher.functions.run]
+    launch                      run a function on local ranks  [launcher.functions.launch]
     slurm_fn                    run a function as a Slurm job  [launcher.cluster.slurm_fn]
     SlurmConfig                 what that job asks for  [launcher.cluster.slurm_config]
     init_from_env               pick the device and join the ranks  [world.init]
@@ -117,7 +117,7 @@ if TYPE_CHECKING:
     from echelon.data.views import Mixture as Mixture
     from echelon.launcher.cluster.slurm_config import SlurmConfig as SlurmConfig
     from echelon.launcher.cluster.slurm_fn import slurm_fn as slurm_fn
-    from echelon.launcher.functions.run import launch as launch
+    from echelon.launcher.functions.launch import launch as launch
     from echelon.loop.auto.auto import AutoUnit as AutoUnit
     from echelon.loop.auto.unit_options import UnitOptions as UnitOptions
     from echelon.loop.callback import Callback as Callback

@@ -2,7 +2,7 @@
 
 from echelon.launcher.dragon.group import CollectiveGroup
 from echelon.launcher.dragon.system import Policy, System
-from echelon.launcher.functions.run import spawn
+from echelon.launcher.functions.launch import spawn
 from echelon.world.init import World
 
 __all__ = ["CollectiveGroup", "Policy", "System", "World", "spawn"]

@@ -24,7 +24,7 @@ from echelon.common.errors import LauncherEnvironmentError, RankFailedError, Usa
 from echelon.compat.torchtnt import utils
 from echelon.compat.torchtnt.utils import device, distributed, env, rank_zero_log, test_utils
 from echelon.compat.torchtnt.utils.distributed import PGWrapper, rank_zero_read_and_broadcast, sync_bool
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.parallel.ddp.sync_batchnorm import LocalBatchNorm, sync_batchnorm
 from tests.conftest import Ranks
 from tests.kit.refusals import refused

@@ -23,9 +23,9 @@ from echelon.common.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.launcher.explain import Evidence
 from echelon.launcher.explain.flight import Flight
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.launcher.job import Failure, JobSpec
-from echelon.launcher.local import flight, judge
+from echelon.launcher.local import flight_recorder, judge
 from echelon.launcher.local import run as local
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Answer, Companions
@@ -122,37 +122,39 @@ def test_of_a_rank_that_holds_the_interpreters_lock_the_stack_is_kept_and_that_i
 
 
 def test_torchs_private_record_is_as_it_was_when_it_was_first_read(ranks: Any) -> None:
-    """If this fails after an upgrade of torch, read launcher/local/flight.py again with its new FlightRecorder beside it."""
+    """If this fails after an upgrade of torch, read launcher/local/flight_recorder.py again with its new FlightRecorder."""
     before, during, after, record = ranks(2, _records)[0]
     assert before == (0, False) or before[0] > 0
     assert during[1] and after[0] > during[0]
     entry = record["entries"][-1]
     assert entry["process_group"][0] == "0" and entry["profiling_name"] == "gloo:all_reduce"
     assert entry["input_sizes"] == [[4]] and entry["input_dtypes"] == ["Float"]
-    assert flight.last_calls(record)["0"] == f"all_reduce #{entry['collective_seq_id']}"
+    assert flight_recorder.last_calls(record)["0"] == f"all_reduce #{entry['collective_seq_id']}"
 
 
 def _records() -> Any:
-    before = flight.called()
+    before = flight_recorder.called()
     if dist.get_rank() == 1:
         dist.recv(torch.ones(1), 0)
         dist.all_reduce(torch.ones(4))
         return None
     work = dist.all_reduce(torch.ones(4), async_op=True)
-    during, record = flight.called(), flight.flight_record()
+    during, record = flight_recorder.called(), flight_recorder.flight_record()
     dist.send(torch.ones(1), 1)  # only now does the other one come
     work.wait()
     until = time.monotonic() + 60
-    while flight.called() == during and time.monotonic() < until:  # gloo's thread notes the end after it has woken this one
+    while (
+        flight_recorder.called() == during and time.monotonic() < until
+    ):  # gloo's thread notes the end after it has woken this one
         time.sleep(0.01)
-    return before, during, flight.called(), record
+    return before, during, flight_recorder.called(), record
 
 
 def test_a_record_is_cut_to_the_last_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(calls: int, groups: int) -> list[int]:
         given = [{"process_group": [str(n % groups), "pg"], "collective_seq_id": n} for n in range(calls)]
-        monkeypatch.setattr(flight, "_dumps", lambda *, entries: [{"entries": given, "pg_status": {}}])
-        return [entry["collective_seq_id"] for entry in (flight.flight_record() or {})["entries"]]
+        monkeypatch.setattr(flight_recorder, "_dumps", lambda *, entries: [{"entries": given, "pg_status": {}}])
+        return [entry["collective_seq_id"] for entry in (flight_recorder.flight_record() or {})["entries"]]
 
     assert kept(1000, groups=2) == [*range(600, 1000, 2), *range(601, 1001, 2)]
     assert len(kept(30000, groups=300)) == 300 * 20

@@ -24,7 +24,7 @@ from echelon.common.errors import RankFailedError
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.explain import Evidence, Verdict, explain
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.judge import record_end

@@ -14,7 +14,7 @@ import pytest
 from echelon.common.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.cluster.jobs import job_of
-from echelon.launcher.dragon.job import DragonLauncher
+from echelon.launcher.dragon.launcher import DragonLauncher
 from echelon.launcher.job import JobSpec
 from echelon.launcher.protocol import JobState
 

@@ -25,8 +25,8 @@ from echelon.contracts.overrides import Overrides, impose
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.parts import Padding, Pieces, joined
-from echelon.launcher.functions import run as function
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions import launch as functions
+from echelon.launcher.functions.launch import launch
 from echelon.launcher.job import Failure, JobSpec, Outcome, parse_duration, parse_rank_range
 from echelon.launcher.local import rendezvous
 from echelon.launcher.local import run as local
@@ -140,7 +140,7 @@ def _run_local(folder: Path, least: int, monkeypatch: pytest.MonkeyPatch) -> tup
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     job = JobSpec(str(folder / "dies.py"), ranks=3, max_restarts=1, min_ranks=least, grace_s=1.0)
     run = RunDir.create(folder, "x")
-    return local.run_local(job, run, screen=SilentScreen(), server=function.shared_server()), run
+    return local.run_local(job, run, screen=SilentScreen(), server=functions.shared_server()), run
 
 
 def test_a_restart_with_fewer_ranks_gives_each_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.launcher.local.elastic import ForkAgent
 from echelon.launcher.local.rendezvous import OneNodeRendezvous
 

@@ -24,7 +24,7 @@ from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.explain.stacks import main_thread
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.launcher.job import JobSpec, parse_hang_timeout
 from echelon.launcher.local import hang, progress
 from echelon.launcher.local.attempt import Attempt

@@ -33,8 +33,8 @@ from echelon.cli.main import main
 from echelon.common.errors import EchelonError, LaunchError, RankFailedError, RunFolderError, UsageError
 from echelon.launcher.explain.stacks import Frame
 from echelon.launcher.failure import render
-from echelon.launcher.functions import run as function
-from echelon.launcher.functions.run import launch, spawn
+from echelon.launcher.functions import launch as functions
+from echelon.launcher.functions.launch import launch, spawn
 from echelon.launcher.job import Failure, auto_ranks, parse_ranks
 from echelon.launcher.local.relay import Relay
 from echelon.launcher.records import rank_record
@@ -348,7 +348,7 @@ def test_a_rank_that_cannot_even_start_says_why(tmp_path: Path, monkeypatch: pyt
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
-    function.shared_server()
+    functions.shared_server()
     monkeypatch.setattr(os, "getcwd", lambda: str(tmp_path / "never"))
     with pytest.raises(RankFailedError, match="FileNotFoundError"):
         launch(_who, ranks=1, run_dir=tmp_path)
@@ -581,7 +581,7 @@ def test_a_launch_that_could_not_begin_leaves_no_folder(monkeypatch: pytest.Monk
 
 def test_many_launches_leak_no_descriptor_no_thread_and_no_zombie() -> None:
     launch(_nothing, ranks=1)
-    server = psutil.Process(function.shared_server().pid)
+    server = psutil.Process(functions.shared_server().pid)
     before = (psutil.Process().num_fds(), threading.active_count(), server.num_fds())
     for _ in range(15):
         launch(_nothing, ranks=1)
@@ -593,7 +593,7 @@ def test_the_server_has_one_thread_so_that_forking_it_is_safe(tmp_path: Path) ->
     program = tmp_path / "program.py"
     program.write_text(
         "import psutil\n"
-        "from echelon.launcher.functions.run import launch, shared_server\n"
+        "from echelon.launcher.functions.launch import launch, shared_server\n"
         "def loads():\n"
         "    import echelon.loop.auto.auto\n"
         "if __name__ == '__main__':\n"
@@ -617,7 +617,7 @@ def _stay(folder: str) -> None:
 
 
 def test_a_killed_server_fails_the_launch_and_the_next_one_works(tmp_path: Path) -> None:
-    server = function.shared_server()
+    server = functions.shared_server()
 
     def kill_it() -> None:
         wait_until(lambda: len(list(tmp_path.glob("began*"))) == 2, "the ranks run")

@@ -17,7 +17,7 @@ from echelon.common.errors import LaunchError
 from echelon.common.machine import usable_cores, visible_devices
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir
-from echelon.launcher.functions import run as function
+from echelon.launcher.functions import launch as functions
 from echelon.launcher.job import JobSpec
 from echelon.launcher.local import placement
 from echelon.launcher.local.placement import (
@@ -165,7 +165,7 @@ def test_each_rank_sees_its_own_device_if_asked(tmp_path: Path, four_gpus: Path,
     for own, seen in ((True, ["3", "1"]), (False, ["3,1,0"] * 2)):
         run = RunDir.create(tmp_path / "runs", f"own-{own}")
         job = JobSpec(str(tmp_path / "sees.py"), ranks=2, own_device=own)
-        assert run_local(job, run, screen=SilentScreen(), server=function.shared_server()).exit_code == 0
+        assert run_local(job, run, screen=SilentScreen(), server=functions.shared_server()).exit_code == 0
         assert [run.log(rank).read_text() for rank in range(2)] == [f"{text}\n" for text in seen]
 
 

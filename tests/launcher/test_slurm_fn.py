@@ -26,7 +26,7 @@ from echelon.launcher.calls import Call, load_value, pack, write_call, write_val
 from echelon.launcher.cluster.background import LocalLauncher
 from echelon.launcher.cluster.function_job import FunctionJob
 from echelon.launcher.cluster.jobs import job_of
-from echelon.launcher.functions import command
+from echelon.launcher.functions import launch_command
 from echelon.launcher.job import JobSpec
 from echelon.launcher.protocol import JobState, write_spec
 from tests.conftest import clean_environment
@@ -169,15 +169,17 @@ def test_what_cannot_work_is_said_when_the_config_is_made(fields: dict[str, Any]
 
 
 def test_a_launch_command_is_words_in_which_five_names_mean_something() -> None:
-    words = command.parse(
+    words = launch_command.parse(
         """accelerate launch --ip={main_process_ip} --json '{"a": {"b": [1]}, "c": "{x.__class__}"}' "a b; rm -rf ~" """
     )
     values = {"main_process_ip": "{machine_rank}; x", "machine_rank": 1}
-    made = command.substitute(words, values)
+    made = launch_command.substitute(words, values)
     assert made == ["accelerate", "launch", "--ip={machine_rank}; x", "--json", words[4], "a b; rm -rf ~"]
     assert json.loads(words[4]) == {"a": {"b": [1]}, "c": "{x.__class__}"}  # str.format would raise, or look attributes up
-    assert command.substitute(["/home/{me}/main.py"], values) == ["/home/{me}/main.py"]  # a path that has braces
-    every = command.substitute([f"{{{name}}}" for name in command.PLACEHOLDERS], dict.fromkeys(command.PLACEHOLDERS, 7))
+    assert launch_command.substitute(["/home/{me}/main.py"], values) == ["/home/{me}/main.py"]  # a path that has braces
+    every = launch_command.substitute(
+        [f"{{{name}}}" for name in launch_command.PLACEHOLDERS], dict.fromkeys(launch_command.PLACEHOLDERS, 7)
+    )
     assert every == ["7"] * 5
 
 

@@ -21,7 +21,7 @@ from echelon.contracts import pulse
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.launcher.job import Failure
 from echelon.launcher.local import elastic, progress, watch
 from echelon.launcher.local.attempt import Attempt

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import echelon
 from echelon.common.errors import RankFailedError
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from tests.kit.started import Started
 
 SOURCES = Path(echelon.__file__).parent

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from echelon.common.errors import EchelonError, LauncherEnvironmentError, RanksDisagreeError
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo, said_by
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.launcher.local.nodes import free_port
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.run import train

@@ -26,7 +26,7 @@ import echelon as ech
 from echelon.common.errors import DeviceError, EchelonError, LauncherEnvironmentError, UsageError
 from echelon.common.machine import missing_interface
 from echelon.contracts.rank import RankInfo
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.world.device import copy_data_to_device, device_of, set_threads, use
 from echelon.world.init import World, ensure_group, init_from_env
 from echelon.world.meeting import Facts, meet

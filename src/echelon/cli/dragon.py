@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from echelon.launcher.dragon.command import run_on_dragon
+    from echelon.launcher.dragon.runtime import run_on_dragon
 
     check_script(arguments.script)
     return run_on_dragon(arguments.script, arguments.args, nodes=arguments.nodes, grace_s=arguments.grace)

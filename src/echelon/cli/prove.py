@@ -67,7 +67,7 @@ def execute(arguments: argparse.Namespace) -> int:
         return _not_python(arguments, str(error))
     ranks, accumulation = _numbers("--ranks", arguments.ranks), _numbers("--accumulate", arguments.accumulate)
 
-    from echelon.launcher.functions.run import preload
+    from echelon.launcher.functions.launch import preload
 
     preload("torch", "torch._dynamo", "torch.distributed.fsdp", "echelon.prover.rank")  # while this process imports the same
 

@@ -257,7 +257,7 @@ def _with_copy(spec: JobSpec, run: RunDir, arguments: argparse.Namespace) -> Job
 
 def _submit_here(spec: JobSpec, arguments: argparse.Namespace) -> int:
     from echelon.launcher.cluster.background import LocalLauncher
-    from echelon.launcher.dragon.job import DragonLauncher
+    from echelon.launcher.dragon.launcher import DragonLauncher
 
     if other := [n for n in (*_SLURM, "time", "exclusive", "no_requeue", "sweep", "dry_run") if getattr(arguments, n)]:
         option = other[0].replace("_", "-")

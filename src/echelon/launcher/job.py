@@ -39,7 +39,7 @@ class JobSpec:
         target: path of a Python script; with `module`, a dotted module name; with `call`, the file of a call; with `command`,
             the path of the script that the command runs.
         kind: which of them `target` is: "script", "module", "call" or "command".
-        args: the program's own arguments; the words of a command that starts each node's ranks (`launcher.functions.command`).
+        args: the program's own arguments; of a launch command (`launcher.functions.launch_command`), its words.
         ranks: how many processes, on each node.
         min_ranks: when ranks were lost, a restart may have fewer, down to so many; None always has `ranks`.
         max_restarts: how often the whole group is started again after a rank failed.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.plan.devices import Device, Measured
 from echelon.world.init import init_from_env
 

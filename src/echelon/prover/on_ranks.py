@@ -13,7 +13,7 @@ import torch
 
 from echelon.common.errors import RankFailedError, UsageError
 from echelon.common.files import read_end
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.loop.target import Target
 from echelon.prover.matrix import Row
 from echelon.prover.parts import load_records

@@ -28,7 +28,7 @@ from echelon.common.older_words import renames, translated, unknown
 from echelon.compat.trainer.rank import BETWEEN_PROCESSES, OLDER, Plan, Work, in_order, save, work_here, work_in_rank
 from echelon.compat.trainer.rebuild import pack, recall
 from echelon.launcher.calls import end_bootstrap
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.launcher.job import auto_ranks
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import OLDER_WORDS, AutoOptions, changes_of

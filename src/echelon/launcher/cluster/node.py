@@ -123,7 +123,7 @@ def run_node(
 
 def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None, task: int, key: str) -> Outcome:
     if spec.kind == "command":
-        from echelon.launcher.functions.command import run_command
+        from echelon.launcher.functions.launch_command import run_command
 
         return run_command(spec, here, meeting, task, key)
     from echelon.launcher.local.run import run_local
@@ -132,7 +132,7 @@ def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None,
         return run_local(spec, here, meeting=meeting)
     if call_sha256 is None:
         raise ClusterError("a call is run only with --call-sha256, the checksum of what was submitted.")
-    from echelon.launcher.functions.run import call_fields
+    from echelon.launcher.functions.launch import call_fields
 
     return run_local(spec, here, meeting=meeting, start_fields=call_fields(call_sha256, key, task))
 

@@ -12,8 +12,8 @@ from typing import Any
 from echelon.common.arguments import flags_of, mapping
 from echelon.common.errors import ClusterError, require
 from echelon.launcher.cluster.slurm.render import SlurmOptions
-from echelon.launcher.functions.command import parse
-from echelon.launcher.functions.run import check_environment
+from echelon.launcher.functions.launch import check_environment
+from echelon.launcher.functions.launch_command import parse
 
 __all__ = ["SlurmConfig"]
 
@@ -48,8 +48,8 @@ class SlurmConfig:
         exclude_code_folders: names of folders that are not copied.
         use_distributed_env: run the launch command; True without one is refused.
         distributed_launch_command: starts the ranks of a node, once on every node, such as `accelerate launch` or `torchrun`. A
-            list of words for no shell; `launcher.functions.command.PLACEHOLDERS` are replaced. A word that names a copied file
-            means the copy, and the script's own arguments are appended.
+            list of words for no shell; `launcher.functions.launch_command.PLACEHOLDERS` are replaced. A word that names a copied
+            file means the copy, and the script's own arguments are appended.
         extra_params_kwargs: other options of sbatch, by name; True is an option without a value.
         array_parallelism: of `map_array`, how many jobs run at a time; None leaves it to Slurm.
         extra_task_kwargs: variables for the ranks. Their values are kept in job.json, which only you can read.

@@ -30,9 +30,9 @@ from echelon.launcher.cluster.slurm.job import SlurmJob, SlurmLauncher
 from echelon.launcher.cluster.slurm.render import exported
 from echelon.launcher.cluster.slurm_config import SlurmConfig
 from echelon.launcher.cluster.snapshot import Copy, copy_code
-from echelon.launcher.functions.command import parse
 from echelon.launcher.functions.inside import call_site, run_call
-from echelon.launcher.functions.run import check_function
+from echelon.launcher.functions.launch import check_function
+from echelon.launcher.functions.launch_command import parse
 from echelon.launcher.job import JobSpec
 from echelon.launcher.local.raised import in_library
 from echelon.launcher.protocol import FolderJob

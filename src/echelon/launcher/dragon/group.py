@@ -15,7 +15,7 @@ from echelon.common.arguments import flags, mapping, several
 from echelon.common.errors import ClusterError, RankTimeoutError
 from echelon.common.numbers import number, whole
 from echelon.launcher.dragon.system import System, on_dragon
-from echelon.launcher.functions.run import Cancel, call, check_function
+from echelon.launcher.functions.launch import Cancel, call, check_function
 from echelon.launcher.job import auto_ranks
 from echelon.launcher.local.worker import set_threads
 

@@ -25,7 +25,7 @@ from echelon.common.terminal import printable
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import write_json
 from echelon.launcher.calls import load_exception, load_values
-from echelon.launcher.dragon.command import FOLDER_VARIABLE
+from echelon.launcher.dragon.runtime import FOLDER_VARIABLE
 from echelon.launcher.failure import render
 from echelon.launcher.job import Failure
 from echelon.launcher.local.nodes import free_port

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from echelon.common.files import parse_object
-from echelon.launcher.local.flight import called, write_flight
+from echelon.launcher.local.flight_recorder import called, write_flight
 from echelon.launcher.local.raised import describe
 from echelon.launcher.records import raised_record
 

@@ -31,7 +31,7 @@ from echelon.contracts.stopping import REQUEUE, SIGNALS, heard, is_ours, leave
 from echelon.launcher.calls import load_call, write_value
 from echelon.launcher.local import companion
 from echelon.launcher.local.alone import has_trained_alone
-from echelon.launcher.local.flight import flight_record, last_calls, write_flight
+from echelon.launcher.local.flight_recorder import flight_record, last_calls, write_flight
 from echelon.launcher.local.output import redirect
 from echelon.launcher.local.raised import cut, describe
 from echelon.launcher.workarounds import keep_process_groups, run_exit_functions, write_open_files

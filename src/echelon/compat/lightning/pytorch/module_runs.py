@@ -29,7 +29,7 @@ from echelon.compat.trainer.rebuild import recall, remembered
 from echelon.compat.trainer.trainer import is_launched, visible
 from echelon.contracts.overrides import overrides
 from echelon.launcher.calls import end_bootstrap
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.loop.state import EntryPoint, State
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.names import without_compile

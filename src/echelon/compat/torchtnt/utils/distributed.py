@@ -23,7 +23,7 @@ from echelon.compat.torchtnt.utils.exchange import (
     sync_bool,
 )
 from echelon.contracts.rank import RankInfo
-from echelon.launcher.functions.run import launch
+from echelon.launcher.functions.launch import launch
 from echelon.parallel.ddp import sync_batchnorm
 from echelon.world.init import init_from_env
 

@@ -31,7 +31,7 @@ __all__ = ["DragonLauncher"]
 class DragonLauncher(LocalLauncher):
     """Starts jobs in the background on Dragon's runtime: on this node, or with `spec.nodes` over an allocation's."""
 
-    name, program = "dragon", "echelon.launcher.dragon.job"
+    name, program = "dragon", "echelon.launcher.dragon.launcher"
 
     def check(self, spec: JobSpec) -> None:
         if spec.kind == "call":
@@ -48,7 +48,7 @@ def run(run: RunDir, sha256: str) -> int:
     Args:
         sha256: of the folder's job.json, from the command line; every process that reads it compares.
     """
-    from echelon.launcher.dragon.command import run_on_dragon
+    from echelon.launcher.dragon.runtime import run_on_dragon
 
     spec, _ = read_spec(run, sha256)
     run.hold()
@@ -150,6 +150,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from echelon.launcher.dragon import job as dragon_job
+    from echelon.launcher.dragon import launcher as dragon_launcher
 
-    sys.exit(dragon_job.main())  # functions that are sent to ranks belong to a module that can be imported
+    sys.exit(dragon_launcher.main())  # functions that are sent to ranks belong to a module that can be imported
