@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -17,6 +18,8 @@ import pytest
 from echelon.cli.compat_names import find, moved
 from echelon.cli.imports import move
 from echelon.cli.main import main
+from echelon.cli.move import execute
+from echelon.common.errors import CommandError
 from echelon.compat.names import Missing
 
 PUBLISHED = Path(__file__).parents[1] / "compat"
@@ -109,6 +112,7 @@ def test_what_is_not_compats_stays(text: str) -> None:
         ("import lightning as L\nL.pytorch.callbacks.Timer()", 2, "lightning.pytorch.callbacks.Timer", "--stop-after"),
         ("from lightning.pytorch import callbacks as c\nc.Timer()", 2, "lightning.pytorch.callbacks.Timer", "--stop-after"),
         ("from lightning.fabric import Fabric", 1, "lightning.fabric.Fabric", "prepare_module"),
+        ("from lightning_fabric import Fabric", 1, "lightning_fabric.Fabric", "prepare_module"),
         ("from torchtnt.utils.nan import register_nan_hooks_on_whole_graph", 1, "torchtnt.utils.nan.register", "detect_anomaly"),
         ("from torchtnt.nothing import x", 1, "torchtnt.nothing.x", "does not know it"),
         ("from pytorch_lightning import Nothing", 1, "pytorch_lightning.Nothing", "does not know it"),
@@ -196,6 +200,19 @@ def test_nothing_is_changed_unless_all_files_are_understood(tmp_path: Path, caps
     assert main(["move", "--write", str(good), str(link)]) == 2
     assert f"got a link to {good}" in capsys.readouterr().err
     assert good.read_text() == "import lightning as L\n" and link.is_symlink()
+
+
+def test_what_was_saved_meanwhile_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import lightning as L\n")
+
+    def shown(*lines: object, **options: object) -> None:
+        script.write_text("import lightning as L  # saved in an editor\n")
+
+    monkeypatch.setattr("builtins.print", shown)
+    with pytest.raises(CommandError, match="saved meanwhile"):
+        execute(argparse.Namespace(files=[str(script)], write=True))
+    assert "saved in an editor" in script.read_text()
 
 
 def test_the_exit_code_says_whether_all_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ LIBRARIES = {
     "dragon": "dragon",
     "fairscale": "fairscale",
     "lightning": "lightning",
+    "lightning_fabric": "lightning.fabric",
     "nntool": "nntool",
     "pytorch_lightning": "lightning.pytorch",
     "torchtnt": "torchtnt",

@@ -44,7 +44,7 @@ def execute(arguments: argparse.Namespace) -> int:
         changed += 1
         _show(path, before, after)
         if arguments.write:
-            _write(path, after.text)
+            _write(path, before, after.text)
     sys.stdout.flush()
     for path, note in notes:
         print(printable(f"{path}:{note.line}: E-NOT-HERE {note.name}: {note.why}"), file=sys.stderr)
@@ -85,8 +85,14 @@ def _show(path: Path, before: bytes, after: Moved) -> None:
         print(printable(line))
 
 
-def _write(path: Path, text: bytes) -> None:
-    """In one step: whoever reads the file meanwhile has the old or the new one. Its mode stays."""
+def _write(path: Path, before: bytes, text: bytes) -> None:
+    """In one step: whoever reads the file meanwhile has the old or the new one. Its mode stays.
+
+    Raises:
+        CommandError: somebody, such as an editor, has saved it since it was read.
+    """
     mode = stat.S_IMODE(path.stat().st_mode)
+    if read_bytes(path) != before:
+        raise CommandError(f"{path} must be as it was read, got another text, saved meanwhile. Run the command again.")
     write_whole(path, text, durable=True)
     path.chmod(mode)
