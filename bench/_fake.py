@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -25,11 +24,11 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from echelon.plan.pretended import Chunks
+from echelon.plan.steps import flops_of
 
 __all__ = ["Step", "Traced", "even_loads", "fake_tensors", "fake_world"]
-
-aten = torch.ops.aten
 
 
 @contextlib.contextmanager
@@ -45,7 +44,7 @@ def fake_world(size: int, rank: int = 0, per_node: int = 8) -> Iterator[None]:
             mock.patch("echelon.world.agree.channel", lambda group: (group, torch.device("cpu"))),
             # Fake tensors have no values to compare: buffers are taken not to change.
             mock.patch("echelon.parallel.fsdp.buffers._checksums", lambda module: {}),
-            mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", _Chunks),
+            mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", Chunks),
         ):
             yield
     finally:
@@ -67,21 +66,6 @@ def even_loads(rows: int) -> Iterator[None]:
 
     with mock.patch.object(FakeTensor, "tolist", tolist), mock.patch("torch.bincount", bincount):
         yield
-
-
-class _Chunks:
-    """What torch's `_chunk_with_empty` gives, made when it is asked for: `fully_shard` makes the parts of all ranks and takes
-    one, which with fake tensors is nearly all of the time.
-    """
-
-    def __init__(self, tensor: torch.Tensor, number: int, dim: int) -> None:
-        self._tensor, self._dim, self._each = tensor, dim, math.ceil(tensor.shape[dim] / number)
-
-    def __getitem__(self, at: int) -> torch.Tensor:
-        begin = at * self._each
-        if begin >= self._tensor.shape[self._dim]:
-            return self._tensor.new_empty(0)
-        return self._tensor.narrow(self._dim, begin, min(self._each, self._tensor.shape[self._dim] - begin))
 
 
 @contextlib.contextmanager
@@ -181,8 +165,8 @@ class Step(TorchDispatchMode):
         if op in collective_ops:
             if op not in sync_ops:
                 self._communicates(op, made, args, kwargs)
-        elif (count := _FLOPS.get(op.overloadpacket)) is not None:
-            self.traced.flops += count(*args, **(kwargs or {}), out_val=made)
+        else:
+            self.traced.flops += flops_of(op, made, args, kwargs or {}) or 0
         for tensor in _tensors(made):
             self._see(tensor)
         return made
@@ -238,26 +222,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _tensors(each)
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
-def _grouped(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Rows by the matrices of their groups; or, of a weight's gradient, both sides by rows."""
-    return int(2 * rows.shape[0] * rows.shape[1] * other.shape[-1])
-
-
-# torch's formulas do not know grouped products, nor the CPU's kernel of attention. As theirs do, these count the whole square of
-# a causal mask.
-_FLOPS: dict[Any, Any] = {
-    **flop_registry,
-    aten._grouped_mm: _grouped,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
