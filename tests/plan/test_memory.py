@@ -109,8 +109,9 @@ def test_a_loop_of_ones_own_is_traced_and_values_are_made_up(plan: Callable[...,
     assert layouts["fsdp"]["peak"] < layouts["ddp"]["peak"] and layouts["fsdp"]["read"] >= 6
 
 
-def test_recomputed_blocks_hold_less(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    blocks = UNIT.replace("randn(64", "randn(4096").replace("=8", "=1024").replace("layers = [", "layers = [torch.nn.Sequential(")
+def test_recomputed_blocks_hold_less_and_a_search_tries_them(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """Of a rank's one sample, which no micro-batch divides."""
+    blocks = UNIT.replace("randn(64", "randn(64, 512").replace("=8", "=2").replace("layers = [", "layers = [torch.nn.Sequential(")
     blocks = blocks.replace(f"torch.nn.Linear({WIDTH}, {WIDTH}) for", f"torch.nn.Linear({WIDTH}, {WIDTH}), torch.nn.GELU()) for")
     train = "ech.train(Fit(module=torch.nn.Sequential(*layers), layout='ddp'{}), loader, max_updates=3)"
     kept, recomputed = (
@@ -118,6 +119,9 @@ def test_recomputed_blocks_hold_less(plan: Callable[..., subprocess.CompletedPro
         for more in ("", ", recompute='blocks'")
     )
     assert recomputed["by_kind"]["activations"] < kept["by_kind"]["activations"] and recomputed["flops"] > kept["flops"]
+    budget = f"{(recomputed['peak'] + kept['peak']) / 2**21:.3f}MiB"
+    searched = plan(blocks + train.format(""), "--cluster", "1x2xH100", "--budget", budget, "--search")
+    assert searched.returncode == 0 and "(with recompute='blocks')" in searched.stdout, searched.stdout + searched.stderr
 
 
 def test_collectives_of_the_scripts_own_are_traced(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:

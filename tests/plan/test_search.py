@@ -10,7 +10,7 @@ import pytest
 from echelon.common.errors import PlanError
 from echelon.plan.bill import Goal, bill_of
 from echelon.plan.memory import Answer, Setting
-from echelon.plan.search import candidates, found_best
+from echelon.plan.search import candidates, found_best, options_of
 from tests.kit.refusals import refused
 
 GIB = 2**30
@@ -50,7 +50,9 @@ def test_what_cannot_fit_is_not_traced_and_the_rest_has_few_micro_batches() -> N
     """Activations of 32 GiB on a rank with a micro-batch an update; 12 GiB beside them, less what a layout splits."""
     asked = []
 
-    def trace(layout: str, many: int) -> Answer:
+    def trace(layout: str, many: int, recompute: bool) -> Answer:
+        if recompute:
+            return Answer(layout, False, why="no blocks")
         asked.append((layout, many))
         activations = 32 * GIB // many
         peak = activations + GIB
@@ -75,7 +77,7 @@ def test_what_cannot_fit_is_not_traced_and_the_rest_has_few_micro_batches() -> N
 def test_the_fastest_comes_first_and_refusals_are_kept() -> None:
     seconds = {"ddp": 3.0, "zero1": 1.0, "fsdp": 2.0}
 
-    def trace(layout: str, many: int) -> Answer:
+    def trace(layout: str, many: int, recompute: bool) -> Answer:
         if layout not in seconds:
             return Answer(layout, False, why="heads are not divided")
         return Answer(layout, False, peak=GIB, samples=64, seconds=seconds[layout], micro_batches=many, verdict="fits")
@@ -87,7 +89,7 @@ def test_the_fastest_comes_first_and_refusals_are_kept() -> None:
 
 
 def test_a_micro_batch_of_one_sample_is_the_last_resort() -> None:
-    def trace(layout: str, many: int) -> Answer:
+    def trace(layout: str, many: int, recompute: bool) -> Answer:
         return Answer(
             layout,
             False,
@@ -100,6 +102,33 @@ def test_a_micro_batch_of_one_sample_is_the_last_resort() -> None:
 
     fit, out = found_best(OWN, Setting(4, 8, 80 * GIB), trace)
     assert not fit and [each.micro_batches for each in out if not each.is_own] == [16, 16, 16, 32]
+
+
+def test_blocks_are_recomputed_where_that_is_faster_or_all_that_fits() -> None:
+    """Eight micro-batches or recomputation fit fsdp, of which the latter is faster; zero1 is faster without; tp only with."""
+    seconds = {("zero1", 8, False): 2.0, ("zero1", 1, True): 3.0, ("fsdp", 8, False): 3.0, ("fsdp", 1, True): 1.0}
+    seconds |= {("dp_shard=2,tp=2", 1, True): 4.0}
+
+    def trace(layout: str, many: int, recompute: bool) -> Answer:
+        fits = (layout, many, recompute) in seconds
+        return Answer(
+            layout,
+            False,
+            peak=(9 if fits else 90) * GIB,
+            by_kind={"activations": 72 * GIB // many},
+            samples=64,
+            micro_batches=many,
+            seconds=seconds.get((layout, many, recompute), 9.0),
+            recompute=recompute,
+            verdict="fits" if fits else "does not fit",
+        )
+
+    fit, _ = found_best(OWN, Setting(4, 8, 28 * GIB), trace)
+    assert [(each.layout, each.micro_batches, options_of(each)) for each in fit] == [
+        ("fsdp", 1, "recompute='blocks'"),
+        ("zero1", 8, "accumulate=8"),
+        ("dp_shard=2,tp=2", 1, "recompute='blocks'"),
+    ]
 
 
 def test_a_bill_is_arithmetic() -> None:

@@ -126,7 +126,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     from echelon.loop.target import Target
     from echelon.plan.bill import Goal, bill_lines
     from echelon.plan.memory import Setting, lines, plan_memory
-    from echelon.plan.search import command_of, search
+    from echelon.plan.search import command_of, options_of, search
 
     goal = Goal.of(arguments.goal) if arguments.goal else None
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
@@ -146,8 +146,8 @@ def _memory(arguments: argparse.Namespace) -> int:
     else:
         told = lines([*found, *out], ranks, device.name if device else "", budget)
         if command:
-            many = found[0].micro_batches
-            told += ["", f"The fastest that fits: {shlex.join(command)}" + (f"  (with accumulate={many})" if many > 1 else "")]
+            given = options_of(found[0])
+            told += ["", f"The fastest that fits: {shlex.join(command)}" + (f"  (with {given})" if given else "")]
         told += bill_lines(bill, arguments.goal, found[0].layout) if bill else []
         print(printable("\n".join(told)))
     traced = [each.verdict for each in (*found, *out) if each.peak]

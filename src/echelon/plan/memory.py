@@ -54,6 +54,7 @@ class Answer:
         waits: seconds in which these waited for collectives, by kind.
         mfu: share of the device's peak that the model's own products and attention take, without what is computed again.
         parameter_bytes: of the whole model.
+        recompute: repeated blocks were computed again in the backward pass, in place of what the script recomputes.
         verdict: fits, at risk, does not fit; "" without a budget.
         why: it could not be traced.
     """
@@ -77,6 +78,7 @@ class Answer:
     waits: dict[str, float] | None = None
     mfu: float = 0.0
     parameter_bytes: int = 0
+    recompute: bool = False
     verdict: str = ""
     why: str = ""
 
@@ -140,16 +142,19 @@ def plan_memory(
     return made
 
 
-def traced(target: Target, layout: str | None, setting: Setting, accumulation: int | None = None) -> Answer:
+def traced(
+    target: Target, layout: str | None, setting: Setting, accumulation: int | None = None, *, recompute: bool = False
+) -> Answer:
     """In a process of its own, since what a script began stays begun. No daemon: its loader may have workers.
 
     Args:
         layout: None is the script's own.
         accumulation: micro-batches of an update, in place of the script's own.
+        recompute: repeated blocks are computed again in the backward pass, in place of what the script recomputes.
     """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_trace, args=(there, target, layout, setting, accumulation))
+    child = context.Process(target=_trace, args=(there, target, layout, setting, accumulation, recompute))
     with warnings.catch_warnings(action="ignore"):  # threads of torch's, which the child does not use
         child.start()
     there.close()
@@ -165,13 +170,17 @@ def traced(target: Target, layout: str | None, setting: Setting, accumulation: i
     )
 
 
-def _trace(there: Connection, target: Target, layout: str | None, setting: Setting, accumulation: int | None) -> None:
+def _trace(
+    there: Connection, target: Target, layout: str | None, setting: Setting, accumulation: int | None, recompute: bool
+) -> None:
     told: dict[str, Any]
     os.dup2(2, 1)  # what the script prints is not the plan
     warnings.simplefilter("ignore")
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            planned = trace_update(target, layout, setting.ranks, per_node=setting.per_node, accumulation=accumulation)
+            planned = trace_update(
+                target, layout, setting.ranks, per_node=setting.per_node, accumulation=accumulation, recompute=recompute
+            )
         found = planned.traced
         told = {
             "layout": planned.layout,
@@ -246,7 +255,7 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
     table[0] += ["verdict"] if budget else []
     for each in known:
         sizes = [(each.by_kind or {}).get(kind, 0) for kind in kinds]
-        name = f"{each.layout} (yours)" if each.is_own else each.layout
+        name = f"{each.layout}{' (yours)' if each.is_own else ', recompute' if each.recompute else ''}"
         table.append([name, size(each.peak), *map(size, sizes), size(each.sent)])
         if timed:
             table[-1] += [duration(each.seconds), f"{each.rate / ranks:,.4g}", f"{each.mfu:.1%}", _most_waited(each)]

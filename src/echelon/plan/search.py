@@ -1,4 +1,6 @@
-"""Which layout trains fastest on a cluster, of those that fit: each with the fewest micro-batches that its memory allows."""
+"""Which layout trains fastest on a cluster, of those that fit: each with the fewest micro-batches that its memory allows, and
+with recomputed blocks where that is faster, or all that fits.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from dataclasses import dataclass, replace
 from echelon.loop.target import Target
 from echelon.plan.memory import Answer, Setting, size, traced
 
-__all__ = ["Candidate", "candidates", "command_of", "found_best", "search"]
+__all__ = ["Candidate", "candidates", "command_of", "found_best", "options_of", "search"]
 
 _SCALES = ("activations", "temporary")  # with the samples of a micro-batch; logits are among them
 
@@ -48,24 +50,28 @@ def search(target: Target, setting: Setting) -> tuple[list[Answer], list[Answer]
     if first.why:
         return [], [first]
 
-    def trace(layout: str, many: int) -> Answer:
-        if (layout, many) == (first.layout, first.micro_batches):
+    def trace(layout: str, many: int, recompute: bool) -> Answer:
+        if (layout, many, recompute) == (first.layout, first.micro_batches, False):
             return first
-        return replace(traced(target, layout, setting, many), layout=layout)
+        return replace(traced(target, layout, setting, many, recompute=recompute), layout=layout, recompute=recompute)
 
     return found_best(first, setting, trace)
 
 
-def found_best(first: Answer, setting: Setting, trace: Callable[[str, int], Answer]) -> tuple[list[Answer], list[Answer]]:
+Trace = Callable[[str, int, bool], Answer]
+
+
+def found_best(first: Answer, setting: Setting, trace: Trace) -> tuple[list[Answer], list[Answer]]:
     """Those that fit, the fastest first; and those that fall out, with `why`.
 
     A layout is not traced if its shards of parameters and of the optimizer's state alone are too much. One that is traced and
-    does not fit is traced again with as many micro-batches as would make its activations fit, until a micro-batch has one sample.
+    does not fit is traced again with as many micro-batches as would make its activations fit, until a micro-batch has one sample;
+    and if one micro-batch was too large, with recomputed blocks, from one on: the better of both counts.
 
     Args:
         first: the script's own.
         setting: with a budget.
-        trace: a layout with so many micro-batches.
+        trace: a layout with so many micro-batches, with or without recomputed blocks.
     """
     fit: list[Answer] = []
     out: list[Answer] = []
@@ -79,19 +85,33 @@ def found_best(first: Answer, setting: Setting, trace: Callable[[str, int], Answ
         elif first.samples % each.ways:
             why = f"a global batch of {first.samples} has no equal parts for {each.ways} ways"
         else:
-            found = _fewest(each.layout, first.samples // each.ways, budget, trace)
+            found = _better(each.layout, first.samples // each.ways, budget, trace)
             (out if found.why or found.verdict == "does not fit" else fit).append(found)
             continue
         out.append(Answer(each.layout, False, why=why))
     if not any(each.is_own for each in (*fit, *out)):
         (out if first.verdict == "does not fit" else fit).append(first)
-    return sorted(fit, key=lambda each: (each.verdict != "fits", -each.rate)), out
+    return sorted(fit, key=_order), out
 
 
-def _fewest(layout: str, rows: int, budget: int, trace: Callable[[str, int], Answer]) -> Answer:
+def _order(answer: Answer) -> tuple[int, float]:
+    return ("fits", "at risk", "does not fit", "").index(answer.verdict), -answer.rate
+
+
+def _better(layout: str, rows: int, budget: int, trace: Trace) -> Answer:
+    """With or without recomputed blocks."""
+    found = _fewest(layout, rows, budget, trace, recompute=False)
+    if found.why or (found.micro_batches == 1 and found.verdict == "fits"):
+        return found
+    again = _fewest(layout, rows, budget, trace, recompute=True)
+    # A model without repeated blocks has none to recompute, and a script may do so already.
+    return found if again.why or _order(found) <= _order(again) else again
+
+
+def _fewest(layout: str, rows: int, budget: int, trace: Trace, *, recompute: bool) -> Answer:
     many = 1
     while True:
-        found = trace(layout, many)
+        found = trace(layout, many, recompute)
         if found.why or found.verdict != "does not fit" or many == rows:
             return found
         kinds = found.by_kind or {}
@@ -101,6 +121,12 @@ def _fewest(layout: str, rows: int, budget: int, trace: Callable[[str, int], Ans
             return found
         wanted = -(-scales * many // room)
         many = next((each for each in range(max(many + 1, wanted), rows) if rows % each == 0), rows)
+
+
+def options_of(best: Answer) -> str:
+    """What the script has to give beside the command, for people."""
+    given = [f"accumulate={best.micro_batches}"] if best.micro_batches > 1 else []
+    return ", ".join([*given, "recompute='blocks'"] if best.recompute else given)
 
 
 def command_of(best: Answer, ranks: int, script: str, arguments: Sequence[str]) -> list[str]:

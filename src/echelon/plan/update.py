@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,7 @@ from echelon.loop.target import Target
 from echelon.parallel.layouts import resolve, with_options_of
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import Prepared
+from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.plan.pretended import NoMemory, pretended_world, without_values
@@ -71,6 +72,7 @@ class _WithoutValues(Strategy):
 
     real: Strategy
     mode: NoMemory
+    recompute: bool
 
     def __post_init__(self) -> None:
         self.model, self.parameters, self.parameter_bytes = "", 0, 0
@@ -83,6 +85,8 @@ class _WithoutValues(Strategy):
         self.model, self.parameters = type(module).__name__, sum(p.numel() for p in module.parameters())
         self.parameter_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         without_values(module, self.mode)
+        if self.recompute:
+            recipe = replace(recipe, activation_checkpoint=ActivationCheckpointParams.of("blocks", "recompute"))
         return self.real.prepare(module, world, recipe)
 
 
@@ -94,6 +98,7 @@ def trace_update(
     per_node: int = 8,
     rounding: int = 512,
     accumulation: int | None = None,
+    recompute: bool = False,
 ) -> Planned:
     """Run the script up to its second update, as rank 0 of so many, with a model that has no memory.
 
@@ -104,6 +109,7 @@ def trace_update(
         per_node: ranks of a node.
         rounding: see `Trace`.
         accumulation: micro-batches of an update on each rank, in place of the script's own.
+        recompute: repeated blocks are computed again in the backward pass, in place of what the script recomputes.
     Raises:
         PlanError: the script gives echelon no module to train, or trains for no two updates.
         UsageError: what training would be refused for.
@@ -117,7 +123,7 @@ def trace_update(
         def choose(own: Strategy | None) -> Strategy:
             given = resolve(layout)
             real = with_options_of(own, given) if given is not None else own or NOOPStrategy()
-            chosen.append(_WithoutValues(real, mode))
+            chosen.append(_WithoutValues(real, mode, recompute))
             return chosen[-1]
 
         watcher = _Watcher(mode, rounding)
