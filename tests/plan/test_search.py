@@ -9,7 +9,7 @@ import pytest
 
 from echelon.common.errors import PlanError
 from echelon.plan.bill import Goal, bill_of
-from echelon.plan.memory import Answer, Setting
+from echelon.plan.memory import Answer, Setting, lines
 from echelon.plan.search import candidates, found_best, options_of
 from tests.kit.refusals import refused
 
@@ -129,6 +129,24 @@ def test_blocks_are_recomputed_where_that_is_faster_or_all_that_fits() -> None:
         ("zero1", 8, "accumulate=8"),
         ("dp_shard=2,tp=2", 1, "recompute='blocks'"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "budget", "says"),
+    [
+        ({"parameters": 4, "activations": 60}, 32, "about accumulate=3 in place of 1, or recompute='blocks'"),
+        ({"parameters": 4, "activations": 6000}, 32, "one sample's activations are too large"),
+        ({"parameters": 20, "optimizer": 40, "activations": 2}, 32, "about 10 ranks"),
+        ({"parameters": 60, "activations": 50}, 32, "more ranks, and give recompute='blocks'"),
+        ({"parameters": 60}, 1, "a device with more memory"),
+    ],
+)
+def test_where_nothing_fits_what_would_is_said(kinds: dict[str, int], budget: int, says: str) -> None:
+    """GiB, on four ranks with 16 samples each."""
+    sizes = {kind: many * GIB for kind, many in kinds.items()}
+    answer = replace(OWN, by_kind=sizes, peak=sum(sizes.values()), verdict="does not fit")
+    told = next(line for line in lines([answer], 4, "h100-sxm", budget * GIB) if line.startswith("None is sure to fit"))
+    assert says in told and ("too much to be sure" in told or budget == 1)
 
 
 def test_a_bill_is_arithmetic() -> None:

@@ -26,11 +26,12 @@ from echelon.plan.timeline import fused, simulate
 from echelon.plan.trace import KINDS
 from echelon.plan.update import Planned, trace_update
 
-__all__ = ["Answer", "Setting", "duration", "layouts_for", "lines", "plan_memory", "size", "traced"]
+__all__ = ["PASSING", "Answer", "Setting", "duration", "layouts_for", "lines", "plan_memory", "size", "traced"]
 
 # What a trace does not see. The caching allocator cannot use all that it reserves: a tenth is taken for that. CUDA's context, the
 # buffers of NCCL and the workspaces of cuBLAS lie beside it: a GiB is taken. Both are rules of thumb, and no measurements.
 _UNUSABLE, _BESIDE = 0.10, 2**30
+PASSING = ("activations", "temporary")  # kinds of memory that go by the samples of a micro-batch; logits are among them
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
     )
     if not any(each.verdict == "fits" for each in known) and budget:
         least = min(known, key=lambda each: each.peak)
-        made.append(f"None is sure to fit. {least.layout} needs least: {_remedy(least)}")
+        made.append(f"None is sure to fit. {least.layout} needs least, {_remedy(least, ranks, budget)}")
     return made
 
 
@@ -300,12 +301,24 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def _remedy(answer: Answer) -> str:
-    kinds = answer.by_kind or {}
-    most = max(kinds, key=lambda kind: kinds[kind])
-    if most in ("activations", "temporary"):
-        return "most of it are activations. Use smaller micro-batches (accumulate=), or recompute='blocks'."
-    return f"most of it are {most}. Use more ranks."
+def _remedy(answer: Answer, ranks: int, budget: int) -> str:
+    """By how much it is too large, and about what would fit."""
+    kinds, usable = answer.by_kind or {}, int((budget - _BESIDE) / (1 + _UNUSABLE))
+    if usable <= 0:
+        return f"{size(answer.peak)} beside the {size(_BESIDE)} of CUDA and NCCL. Take a device with more memory."
+    over = f"{size(answer.peak - usable)} too much to be sure."
+    passing = sum(kinds.get(kind, 0) for kind in PASSING)
+    held = answer.peak - passing
+    if held < usable:
+        many, most = -(-passing * answer.micro_batches // (usable - held)), max(1, answer.samples // ranks)
+        if many <= most:
+            return f"{over} Give about accumulate={many} in place of {answer.micro_batches}, or recompute='blocks'."
+        return f"{over} Give recompute='blocks', or split layers or sequences (tp, cp): one sample's activations are too large."
+    split = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
+    room = usable - (answer.peak - split)
+    if room > 0:
+        return f"{over} Take about {-(-ranks * split // room)} ranks, over which a layout such as fsdp splits the model's state."
+    return f"{over} Take more ranks, and give recompute='blocks' or smaller micro-batches (accumulate=)."
 
 
 def size(number: int) -> str:

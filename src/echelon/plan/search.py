@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from echelon.loop.target import Target
-from echelon.plan.memory import Answer, Setting, size, traced
+from echelon.plan.memory import PASSING, Answer, Setting, size, traced
 
 __all__ = ["Candidate", "candidates", "command_of", "found_best", "options_of", "search"]
-
-_SCALES = ("activations", "temporary")  # with the samples of a micro-batch; logits are among them
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def _fewest(layout: str, rows: int, budget: int, trace: Trace, *, recompute: boo
         if found.why or found.verdict != "does not fit" or many == rows:
             return found
         kinds = found.by_kind or {}
-        scales = sum(kinds.get(kind, 0) for kind in _SCALES)
+        scales = sum(kinds.get(kind, 0) for kind in PASSING)
         room = budget - (found.peak - scales)
         if room <= 0:
             return found
