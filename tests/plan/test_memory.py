@@ -237,3 +237,23 @@ def test_a_search_names_the_command_that_runs_the_fastest(tmp_path: Path, echelo
         "ddp",
         "fsdp",
     }
+
+
+def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path, echelon_command: Command) -> None:
+    (tmp_path / "train.py").write_text(UNIT + TRAINS.replace(", checkpoints=sys.argv[1:]", ""))
+    done = echelon_command("run", "--ranks", "2", "--plan", "100KiB", "--layout", "fsdp", "train.py")
+    assert done.returncode == 2 and "the layout must fit on 100KiB" in done.stderr, done.stdout + done.stderr
+    assert done.stderr.count("does not fit") == 1 and "fsdp" in done.stderr and not (tmp_path / "runs").exists()
+    done = echelon_command("run", "--ranks", "2", "--plan", "h100-sxm", "train.py")
+    assert done.returncode == 0 and "ddp (yours)" in done.stderr and (tmp_path / "runs").exists(), done.stderr
+
+
+def test_a_job_that_cannot_fit_or_be_planned_is_not_submitted(tmp_path: Path, echelon_command: Command) -> None:
+    (tmp_path / "train.py").write_text("print('nothing to train')\n")
+    options = ("--nodes", "2", "--ranks-per-node", "2")
+    done = echelon_command("submit", *options, "--plan", "80GiB", "train.py")
+    assert done.returncode == 2 and "one that can be planned" in done.stderr and not (tmp_path / "runs").exists()
+    done = echelon_command("submit", *options, "--plan", "80GiB", "-m", "train")
+    assert done.returncode == 2 and "--plan must be given with the file of a script" in done.stderr
+    done = echelon_command("submit", *options, "--plan", "80GiB", "--to", "kubernetes", "train.py")
+    assert done.returncode == 2 and "--plan must be left out" in done.stderr

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from echelon.plan.bill import Bill, Goal
     from echelon.plan.memory import Answer
 
-__all__ = ["add_arguments", "execute"]
+__all__ = ["add_arguments", "execute", "refuse_unfit"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "again (default: those that these devices allow)",
     )
     parser.add_argument("--strategy", dest="layout", action="append", help=argparse.SUPPRESS)  # the older word
+    parser.add_argument("--only", metavar="LAYOUT", help="this layout alone; 'yours' is the script's own")
     parser.add_argument(
         "--search",
         action="store_true",
@@ -101,6 +103,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _memory(arguments: argparse.Namespace) -> int:
     from echelon.plan.devices import Cluster, bytes_of, device_named
 
+    both = bool(arguments.only and (arguments.layout or arguments.search))
+    require(not both, "--only", "given without --layout and --search", arguments.only, kind=PlanError)
     alone = not (arguments.ranks or arguments.nodes or arguments.device)
     require(
         alone or not arguments.cluster,
@@ -132,7 +136,8 @@ def _memory(arguments: argparse.Namespace) -> int:
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
     out: list[Answer] = []
     if not arguments.search:
-        found = plan_memory(target, ranks, layouts=arguments.layout or (), per_node=per_node, budget=budget, device=device)
+        layouts, only = arguments.layout or (), arguments.only
+        found = plan_memory(target, ranks, layouts=layouts, only=only, per_node=per_node, budget=budget, device=device)
     elif budget is None or device is None or not device.is_timed:
         raise PlanError(f"--search must know a device's memory and speed, got {arguments.device}. Give --device, or --cluster.")
     else:
@@ -152,6 +157,25 @@ def _memory(arguments: argparse.Namespace) -> int:
         print(printable("\n".join(told)))
     traced = [each.verdict for each in (*found, *out) if each.peak]
     return 2 if not traced else 1 if set(traced) == {"does not fit"} else 0
+
+
+def refuse_unfit(device: str, layout: str | None, ranks: int, nodes: int, script: str, args: Sequence[str]) -> None:
+    """For `--plan DEVICE` of the commands that start ranks: shows the plan, which a process of its own makes: these load no torch.
+
+    Args:
+        device: a name, a file or a size.
+        layout: None is the script's own.
+        ranks: on all nodes.
+    Raises:
+        PlanError: it does not fit, or nothing could be traced.
+    """
+    given = ["--budget" if device[:1].isdigit() else "--device", device, "--only", layout or "yours"]
+    words = [sys.executable, "-m", "echelon", "plan", "--gpus", str(ranks), "--nodes", str(nodes), *given, script, *args]
+    code = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=2, check=False).returncode
+    if code == 1:
+        raise PlanError(f"the layout must fit on {device}, got the plan above. Choose another, or leave out --plan.")
+    if code:
+        raise PlanError("the script must be one that can be planned, got what is said above. Leave out --plan to start it so.")
 
 
 def _bill(arguments: argparse.Namespace, goal: Goal, found: Sequence[Answer], ranks: int) -> Bill:

@@ -40,6 +40,7 @@ __all__ = [
     "device_in_env",
     "execute",
     "finish",
+    "plan_first",
     "stem_of",
     "track_in_env",
 ]
@@ -107,6 +108,11 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--strategy", dest="layout", help=argparse.SUPPRESS)  # the older word
     parser.add_argument(
+        "--plan",
+        metavar="DEVICE",
+        help="first plan a rank's memory on it (h100-sxm, FILE.toml, a size such as 80GiB), and start nothing that cannot fit",
+    )
+    parser.add_argument(
         "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
     )
     parser.add_argument(
@@ -151,6 +157,7 @@ def execute(arguments: argparse.Namespace) -> int:
             f"or --ranks {ranks}."
         )
     job = _job(arguments, least, ranks)
+    plan_first(arguments, ranks)
     over_its_head = decided(arguments, ranks if least is not None else None)
     if over_its_head != Overrides():
         os.environ.update(over_its_head.to_env())
@@ -267,6 +274,20 @@ def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
 
 def _same_command(run: RunDir, *, named: bool, restart: bool) -> str:
     return "the same command" + ("" if named else f" and --name {run.name}") + (", without --restart" if restart else "")
+
+
+def plan_first(arguments: argparse.Namespace, ranks: int, nodes: int = 1) -> None:
+    """What --plan asks for, before there is a run's folder or a job.
+
+    Args:
+        ranks: on all nodes.
+    """
+    if arguments.plan is None:
+        return
+    require(not arguments.module, "--plan", "given with the file of a script", "-m", kind=CommandError)
+    from echelon.cli.plan import refuse_unfit
+
+    refuse_unfit(arguments.plan, arguments.layout, ranks, nodes, arguments.script, arguments.args)
 
 
 def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> Overrides:

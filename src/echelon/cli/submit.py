@@ -22,6 +22,7 @@ from echelon.cli.run import (
     decided,
     describe,
     device_in_env,
+    plan_first,
     stem_of,
     track_in_env,
 )
@@ -92,6 +93,13 @@ def execute(arguments: argparse.Namespace) -> int:
     from echelon.launcher.cluster.slurm.render import SlurmOptions, exported
 
     if arguments.to == "kubernetes":
+        require(
+            arguments.plan is None,
+            "--plan",
+            "left out with --to kubernetes, whose script may lie in the image alone",
+            arguments.plan,
+            kind=CommandError,
+        )
         return _kubernetes(arguments)
     if arguments.module:
         check_module(arguments.script)
@@ -112,6 +120,7 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     options.check()
     spec = job_spec(arguments, arguments.script if arguments.module else str(Path(arguments.script).absolute()))
+    plan_first(arguments, spec.ranks * spec.nodes, spec.nodes)
     if arguments.to in ("local", "dragon"):
         return _submit_here(spec, arguments)
     sweep = parse_sweep(arguments.sweep)

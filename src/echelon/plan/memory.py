@@ -124,6 +124,7 @@ def plan_memory(
     ranks: int,
     *,
     layouts: Sequence[str] = (),
+    only: str | None = None,
     per_node: int = 8,
     budget: int | None = None,
     device: Device | None = None,
@@ -132,10 +133,13 @@ def plan_memory(
 
     Args:
         layouts: those to try beside; by default `layouts_for`.
+        only: this one alone; "yours" is the script's own.
         budget: bytes of a device.
         device: whose time is estimated.
     """
     setting = Setting(ranks, per_node, budget, device)
+    if only is not None:
+        return [traced(target, None if only == "yours" else only, setting)]
     made = [traced(target, None, setting)]
     for layout in layouts or layouts_for(ranks, per_node):
         if layout != made[0].layout:
