@@ -160,7 +160,7 @@ def _memory(arguments: argparse.Namespace) -> int:
 
 
 def refuse_unfit(device: str, layout: str | None, ranks: int, nodes: int, script: str, args: Sequence[str]) -> None:
-    """For `--plan DEVICE` of the commands that start ranks: shows the plan, which a process of its own makes: these load no torch.
+    """For `--plan DEVICE` of commands that start ranks, and load no torch: shows the plan, which a process of its own makes.
 
     Args:
         device: a name, a file or a size.
