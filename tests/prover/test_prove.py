@@ -806,6 +806,27 @@ def test_draws_that_are_no_samples_own_are_not_tested(tmp_path: Path) -> None:
     assert row.verdict == "in part" and "not tested" in row.message and "rand" in row.message, row
 
 
+TASKS = """
+import numpy as np
+class Tasks(Auto):
+    def compute_loss(self, state, data):
+        out = self.module(data[0])
+        errors = torch.stack([nn.functional.mse_loss(out, data[1]), out.abs().mean()])
+        return (torch.as_tensor(draws.dirichlet(np.ones(2))).to(errors) * errors).sum(), None
+draws = np.random.default_rng(SEED)
+ech.train(Tasks(module=model(), layout="ddp"), loader(), max_epochs=1)
+"""
+
+
+def test_what_a_rank_draws_for_its_whole_batch_is_not_tested_unless_all_draw_alike(tmp_path: Path) -> None:
+    """Weights of two losses, which one process draws once for the global batch."""
+    rows = matrix(["ddp"], [2], [1], sgd=False)
+    (row,) = prove_target(_script(tmp_path, TASKS.replace("SEED", "ech.rank()")), rows, 1, False).results
+    assert row.verdict == "in part" and "draws for its whole batch (script.draws)" in row.message, row
+    (row,) = prove_target(_script(tmp_path, TASKS.replace("SEED", "0")), rows, 1, False).results
+    assert row.is_equal, row
+
+
 LEVELS = """
 class Levels(Auto):
     def compute_loss(self, state, data):

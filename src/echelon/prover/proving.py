@@ -25,7 +25,7 @@ from echelon.prover.fitting import Fitting
 from echelon.prover.judge import compare
 from echelon.prover.kept_state import VARIABLE
 from echelon.prover.matrix import Row
-from echelon.prover.micro import widths
+from echelon.prover.micro import digest, widths
 from echelon.prover.on_ranks import OnRanks
 from echelon.prover.proof import IN_PART, Proof, Result, by_float64
 from echelon.prover.ran import (
@@ -41,6 +41,7 @@ from echelon.prover.ran import (
     with_constant_draws,
 )
 from echelon.prover.rank import run_reference
+from echelon.prover.reference import by_index
 from echelon.prover.reference_store import SHAKES, ReferenceStore, are_alike, data_of
 from echelon.prover.sample_checks import SampleChecks
 from echelon.prover.splits import split
@@ -361,12 +362,24 @@ class Proving:
             drawn = self._references.probed(ran, judged.reference)["per_sample"]
             if drawn is None or drawn:
                 return None, f"every sample draws its own numbers from {', '.join(sorted(drawn or ())) or 'a generator'}"
+        if result.is_equal and (names := self._drawn_by_batch(seen, ran, judged)):
+            return None, f"every rank draws for its whole batch ({', '.join(names)}), where one process draws once for all"
         if not facts["joined"]:
             return result, "batches cannot be joined into one"
         shapes = set[Any]().union(*(r["shapes"] for r in ran.records)) ^ facts["shapes"]
         if result.is_equal and shapes:  # other ones for another number of samples, and alike for all of them here
             return None, "it draws {} of shape {}, which has no row for each sample".format(*min(shapes))
         return result, ""
+
+    def _drawn_by_batch(self, seen: Judged, ran: Ran, judged: Judged) -> list[str]:
+        """Streams that are not torch's, from which more samples draw no more, as for weights of a loss; and from which the ranks
+        draw other numbers, while the row with constant draws, `ran`, had the same on all.
+        """
+        drawn = set[str]().union(*(m.streams for r in ran.records for u in r["updates"] for m in u)) - {"torch", "cuda"}
+        first = [m for m in by_index(seen.ran.records, 0)[0] if m.weight > 0]
+        apart = {name for name in drawn if len({digest(m.streams.get(name)) for m in first}) > 1}
+        per_sample = self._references.probed(ran, judged.reference)["per_sample"] if apart else None
+        return sorted(apart - per_sample) if per_sample is not None else []
 
     def _take_over(self, result: Result, other: Result) -> None:
         result.verdict, result.first, result.causes, result.updates = other.verdict, other.first, other.causes, other.updates
