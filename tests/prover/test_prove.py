@@ -806,6 +806,30 @@ def test_draws_that_are_no_samples_own_are_not_tested(tmp_path: Path) -> None:
     assert row.verdict == "in part" and "not tested" in row.message and "rand" in row.message, row
 
 
+LATE = """
+torch.manual_seed(7)
+target = None
+network = model()
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+network, optimizer, batches = ech.prepare(network, optimizer, loader(), layout="ddp")
+torch.manual_seed(ech.rank())
+for x, _ in batches:
+    if target is None:
+        target = nn.Linear(4, 1).requires_grad_(False)
+    with ech.window(network) as window:
+        window.backward(nn.functional.mse_loss(network(x), target(x)))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_frozen_model_that_is_another_on_each_rank_is_named(tmp_path: Path) -> None:
+    """It is made in the loop, behind a seed of the rank's own, and the layout knows nothing of it."""
+    (row,) = prove_target(_script(tmp_path, LATE), matrix(["ddp"], [2], [1], sgd=False), 3, False).results
+    ((cause, seen),) = row.causes
+    assert row.verdict == "DIFFERS" and cause == "different initial parameters" and "script.target.weight" in seen, row
+
+
 TASKS = """
 import numpy as np
 class Tasks(Auto):

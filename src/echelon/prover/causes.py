@@ -28,6 +28,7 @@ __all__ = [
     "from_verdict",
     "gradients_apart",
     "is_of_one_rank",
+    "models_apart",
     "of_scaler",
     "of_shards",
     "of_split",
@@ -259,6 +260,25 @@ def state_apart(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]
                 seen = f"update {k}: {name} is not the same on all ranks, and the loss or its gradient depends on it"
                 return _KEEPS, seen
     return None
+
+
+def models_apart(records: list[dict[str, Any]]) -> Cause | None:
+    """A tensor that no rank changes and that is not the same on all, as of a frozen model that the layout does not know. Ranks
+    may have such for good reasons: only where nothing else explains a difference.
+    """
+    kept = [_unchanged([m.state for update in r["updates"] for m in update]) for r in records if not r["is_replica"]]
+    names = _unlike(kept) if all(kept) else []
+    seen = f"{names[0]} is not the same on all ranks, and the layout does not know it" if names else ""
+    return ("different initial parameters", seen) if names else None
+
+
+def _unchanged(states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """By path, checksums of numbers that are the same before all of these micro-batches before which they are there."""
+    seen: dict[str, list[int]] = {}
+    for path, value in (item for state in states for item in state.items()):
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1:
+            seen.setdefault(path, []).append(digest(value))
+    return {path: each[0] for path, each in seen.items() if len(each) > 1 and len(set(each)) == 1}
 
 
 def state_moves(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]]) -> Cause | None:

@@ -243,6 +243,8 @@ class Proving:
             result.causes = self._of_scaler(ran, reference) or self._of_underflow(ran, reference)
         seen.is_recorded = bool(result.causes)
         self._decide(result, seen)
+        if result.verdict == "DIFFERS" and not result.causes and (found := causes.models_apart(ran.records)) is not None:
+            result.causes = [found]
         if result.is_equal and ran.row.restores and not reference.facts["joined"]:
             found = causes.state_apart(ran.records, self._references.state(ran, reference))
             result.causes = [found] if found is not None else []
