@@ -28,6 +28,7 @@ from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.ranges import Stored
 from echelon.checkpoint.strict import Wrong
 from echelon.common.errors import CheckpointCorruptError, CheckpointError
+from echelon.world.tensor_bytes import flat_bytes
 
 __all__ = ["Source", "Span", "TensorFile", "as_bytes", "assemble", "write", "write_text"]
 
@@ -48,8 +49,7 @@ Source = tuple[str, torch.dtype, Iterable[int], Callable[[], torch.Tensor | Span
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """A tensor's values in host memory, as they are written."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(flat_bytes(tensor.resolve_conj().resolve_neg().cpu()).numpy())  # type: ignore[arg-type]
 
 
 def write(path: Location, sources: Iterable[Source], metadata: dict[str, str] | None = None) -> dict[str, Any]:

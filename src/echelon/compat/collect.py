@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from echelon.common.errors import RanksDisagreeError
 from echelon.world import agree
+from echelon.world.tensor_bytes import flat_bytes
 
 __all__ = ["collect", "gather_tensors"]
 
@@ -64,7 +65,7 @@ def gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
     device = tensor.device
     if device.type == "cpu":
         group, device = agree.channel(group)
-    content = own.to(device).reshape(-1).contiguous().view(torch.uint8)  # as bytes: backends know few types
+    content = flat_bytes(own.to(device))  # backends know few types
     sizes = [math.prod(shape) * tensor.element_size() for _, shape in kinds]
     padded = content.new_zeros(max(sizes))
     padded[: content.numel()] = content
@@ -94,12 +95,12 @@ def _move(
     else:
         return None
     if content.numel() and to is None:
-        dist.broadcast(content.view(torch.uint8), group_src=owner, group=group)
+        dist.broadcast(flat_bytes(content), group_src=owner, group=group)
     elif content.numel() and owner != to:
         if rank == owner:
-            dist.send(content.view(torch.uint8), group_dst=to, group=group)
+            dist.send(flat_bytes(content), group_dst=to, group=group)
         else:
-            dist.recv(content.view(torch.uint8), group_src=owner, group=group)
+            dist.recv(flat_bytes(content), group_src=owner, group=group)
     return content.reshape(shape).cpu() if to in (None, rank) else None
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from echelon.data.workers import start_method
 from echelon.world import rng
+from echelon.world.tensor_bytes import flat_bytes
 
 __all__ = ["checksum", "fingerprint", "read_twice"]
 
@@ -75,8 +76,7 @@ def checksum(sample: Any) -> int | None:
     if isinstance(sample, torch.Tensor):
         if sample.layout != torch.strided or sample.is_quantized:
             return None
-        flat = sample.detach().cpu().contiguous().reshape(-1)
-        return zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), _of_text(f"{sample.dtype}{tuple(sample.shape)}"))
+        return zlib.crc32(flat_bytes(sample.cpu()).numpy().tobytes(), _of_text(f"{sample.dtype}{tuple(sample.shape)}"))
     if isinstance(sample, (np.ndarray, np.generic)):
         if sample.dtype.hasobject:
             return None

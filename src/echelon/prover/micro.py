@@ -15,6 +15,7 @@ import torch
 from echelon.common.errors import ProveError
 from echelon.loop.samples import are_images, samples_of
 from echelon.world.device import map_tensors, mapping_of
+from echelon.world.tensor_bytes import flat_bytes
 
 __all__ = [
     "Micro",
@@ -323,7 +324,7 @@ def digest(data: Any) -> int:
 
 def _folded(data: Any, value: int) -> int:
     if isinstance(data, torch.Tensor):
-        raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        raw = flat_bytes(data.cpu())
         return zlib.crc32(raw.numpy().data, zlib.crc32(repr((tuple(data.shape), data.dtype)).encode(), value))
     if isinstance(data, dict):
         for key, item in data.items():

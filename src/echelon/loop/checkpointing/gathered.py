@@ -23,6 +23,7 @@ from echelon.common.errors import CheckpointOptionError, CheckpointWriteError
 from echelon.parallel.shards import is_split, whole
 from echelon.parallel.state.state import ModuleState
 from echelon.world import agree
+from echelon.world.tensor_bytes import flat_bytes
 
 __all__ = ["Entry", "Weights"]
 
@@ -131,17 +132,13 @@ class Weights:
             value = value.cpu().contiguous()
         if speaker != 0 and entry.shape.numel():
             if value is not None:
-                dist.send(_bytes(value), dst=0, group=agree.control_group())
+                dist.send(flat_bytes(value), dst=0, group=agree.control_group())
             else:
                 value = torch.empty(entry.shape, dtype=entry.dtype)
-                dist.recv(_bytes(value), src=speaker, group=agree.control_group())
+                dist.recv(flat_bytes(value), src=speaker, group=agree.control_group())
         elif value is None:
             value = torch.empty(entry.shape, dtype=entry.dtype)
         return value if rank == 0 else None
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _mapped(tensor: torch.Tensor, file: Path) -> torch.Tensor:
@@ -149,7 +146,7 @@ def _mapped(tensor: torch.Tensor, file: Path) -> torch.Tensor:
     if not tensor.numel():
         return tensor
     with file.open("wb") as stream:
-        _bytes(tensor).numpy().tofile(stream)
+        flat_bytes(tensor).numpy().tofile(stream)
     # What is changed in it goes to the file, too, and not into this process's memory.
     mapped = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=tensor.dtype)
     with contextlib.suppress(OSError):

@@ -26,6 +26,7 @@ from echelon.parallel.names import plain_names
 from echelon.parallel.shards import whole
 from echelon.parallel.state.state import ModuleState
 from echelon.world import agree
+from echelon.world.tensor_bytes import flat_bytes
 
 __all__ = ["Frozen", "without_frozen"]
 
@@ -119,8 +120,7 @@ def _facts(state: ModuleState, names: set[str]) -> dict[str, Facts]:
     for number, name in enumerate(n for n in values if n in names and isinstance(values[n], torch.Tensor)):
         value = whole(values[name])
         if state.is_cut or number % size == rank:
-            data: Any = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if value.numel() else b""
-            mine[name] = [str(value.dtype), list(value.shape), zlib.crc32(data)]
+            mine[name] = [str(value.dtype), list(value.shape), zlib.crc32(flat_bytes(value.cpu()).numpy())]
     return {name: facts for each in agree.gather(mine) for name, facts in each.items()}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from echelon.common.errors import LayoutError
+from echelon.world.tensor_bytes import flat_bytes
 
 __all__ = [
     "DEFAULT",
@@ -151,7 +152,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 def as_bytes(leaf: Any) -> bytes:
     """What ranks compare of an argument."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if leaf.numel() else b""
+        return flat_bytes(leaf).numpy().tobytes()
     if isinstance(leaf, np.ndarray):
         return leaf.tobytes()
     if isinstance(leaf, (bool, int, float, complex, str, type(None), torch.dtype)):
