@@ -7,10 +7,11 @@ to cost nothing; thirty of them had tripled what the loop costs. So one more is 
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 
 import echelon as ech
 from echelon.contracts.run_dir import RunDir
+from echelon.loop.records import record
 
 STEPS, FIRST, LAST = 40, 10, 30
 OURS = str(Path(ech.__file__).parent)
@@ -73,14 +75,11 @@ def test_a_step_makes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_watching_adds_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pulse, the marks of the clock, the record of the update."""
+    """The pulse, the marks of the clock, the record of the update. Records are written by the clock, which stands here."""
+    monkeypatch.setattr(record, "time", SimpleNamespace(perf_counter=lambda: 0.0, time=time.time))
     for name, value in RunDir.create(tmp_path, None).to_env().items():
         monkeypatch.setenv(name, value)
-    fewest = None
-    for _ in range(3):  # what is done a few times a second is in each step of a busy machine
-        calls = calls_of_a_step()
-        assert calls["loop/records/record.py: update"] == 1 and calls["contracts/pulse.py: at"] == 2, shown(calls)
-        usual = {name: count for name, count in calls.items() if count >= 0.9 and not name.endswith((": note", ": <genexpr>"))}
-        if fewest is None or sum(usual.values()) < sum(fewest.values()):
-            fewest = usual
-    assert fewest is not None and sum(fewest.values()) <= 46, shown(fewest or {})
+    calls = calls_of_a_step()
+    assert calls["loop/records/record.py: update"] == 1 and calls["contracts/pulse.py: at"] == 2, shown(calls)
+    usual = {name: count for name, count in calls.items() if not name.endswith((": note", ": <genexpr>"))}  # a few times a second
+    assert 30 < sum(usual.values()) <= 46, shown(calls)
