@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from echelon.checkpoint.strict import Wrong
+from echelon.world.tensor_bytes import flat_bytes
 
 __all__ = ["Stored"]
 
@@ -80,8 +81,7 @@ class Stored:
 
     def _read_runs(self, begins: Sequence[int], lengths: Sequence[int], into: torch.Tensor) -> None:
         run, dim = self._run(lengths)
-        flat = into.as_strided((into.numel(),), (1,))  # a dimension of one element may have any stride
-        memory = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        memory = memoryview(flat_bytes(into).numpy())  # type: ignore[arg-type]
         size = run * self.dtype.itemsize
         for number, offset in enumerate(self._offsets(begins, lengths, dim)):
             _read(self.file, self.start + offset * self.dtype.itemsize, memory[number * size : (number + 1) * size])
