@@ -120,7 +120,7 @@ def _facts(state: ModuleState, names: set[str]) -> dict[str, Facts]:
     for number, name in enumerate(n for n in values if n in names and isinstance(values[n], torch.Tensor)):
         value = whole(values[name])
         if state.is_cut or number % size == rank:
-            mine[name] = [str(value.dtype), list(value.shape), zlib.crc32(flat_bytes(value.cpu()).numpy())]
+            mine[name] = [str(value.dtype), list(value.shape), zlib.crc32(flat_bytes(value.cpu()).numpy().data)]
     return {name: facts for each in agree.gather(mine) for name, facts in each.items()}
 
 
