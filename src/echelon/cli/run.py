@@ -149,6 +149,7 @@ def stem_of(arguments: argparse.Namespace) -> str:
 
 def execute(arguments: argparse.Namespace) -> int:
     least, ranks = parse_rank_range(arguments.ranks)
+    plan_first(arguments, ranks)  # of the script alone: nobody tracks or traces that
     os.environ.update(device_in_env(arguments.device) | track_in_env(arguments.track) | traces.in_env(arguments, ranks))
     require(arguments.max_restarts >= 0, "--max-restarts", "at least 0", arguments.max_restarts, kind=CommandError)
     if least is not None and arguments.max_restarts == 0:
@@ -157,7 +158,6 @@ def execute(arguments: argparse.Namespace) -> int:
             f"or --ranks {ranks}."
         )
     job = _job(arguments, least, ranks)
-    plan_first(arguments, ranks)
     over_its_head = decided(arguments, ranks if least is not None else None)
     if over_its_head != Overrides():
         os.environ.update(over_its_head.to_env())
@@ -285,6 +285,7 @@ def plan_first(arguments: argparse.Namespace, ranks: int, nodes: int = 1) -> Non
     if arguments.plan is None:
         return
     require(not arguments.module, "--plan", "given with the file of a script", "-m", kind=CommandError)
+    check_script(arguments.script)
     from echelon.cli.plan import refuse_unfit
 
     refuse_unfit(arguments.plan, arguments.layout, ranks, nodes, arguments.script, arguments.args)

@@ -267,9 +267,12 @@ def models_apart(records: list[dict[str, Any]]) -> Cause | None:
     may have such for good reasons: only where nothing else explains a difference.
     """
     kept = [_unchanged([m.state for update in r["updates"] for m in update]) for r in records if not r["is_replica"]]
-    names = _unlike(kept) if all(kept) else []
-    seen = f"{names[0]} is not the same on all ranks, and the layout does not know it" if names else ""
-    return ("different initial parameters", seen) if names else None
+    names = [name for name in _unlike(kept) if all(name in each for each in kept)]
+    return (
+        ("different initial parameters", f"{names[0]} is not the same on all ranks, and the layout does not know it")
+        if names
+        else None
+    )
 
 
 def _unchanged(states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
