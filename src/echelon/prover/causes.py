@@ -268,11 +268,9 @@ def models_apart(records: list[dict[str, Any]]) -> Cause | None:
     """
     kept = [_unchanged([m.state for update in r["updates"] for m in update]) for r in records if not r["is_replica"]]
     names = [name for name in _unlike(kept) if all(name in each for each in kept)]
-    return (
-        ("different initial parameters", f"{names[0]} is not the same on all ranks, and the layout does not know it")
-        if names
-        else None
-    )
+    if not names:
+        return None
+    return "different initial parameters", f"{names[0]} is not the same on all ranks, and the layout does not know it"
 
 
 def _unchanged(states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
