@@ -253,6 +253,9 @@ def test_a_job_that_cannot_fit_or_be_planned_is_not_submitted(tmp_path: Path, ec
     options = ("--nodes", "2", "--ranks-per-node", "2")
     done = echelon_command("submit", *options, "--plan", "80GiB", "train.py")
     assert done.returncode == 2 and "one that can be planned" in done.stderr and not (tmp_path / "runs").exists()
+    for more in (("--layers",), ("--search",), ("--layout", "ddp")):
+        done = echelon_command("plan", "--cluster", "1x2xH100", "--only", "fsdp", *more, "train.py")
+        assert done.returncode == 2 and "--only must be given without" in done.stderr
     done = echelon_command("submit", *options, "--plan", "80GiB", "-m", "train")
     assert done.returncode == 2 and "--plan must be given with the file of a script" in done.stderr
     done = echelon_command("submit", *options, "--plan", "80GiB", "--to", "kubernetes", "train.py")

@@ -75,6 +75,10 @@ def execute(arguments: argparse.Namespace) -> int:
         require(given is None or 0 < given < math.inf, f"--{name.replace('_', '-')}", "above 0", given, kind=PlanError)
     if arguments.calibrate:
         return _calibrate(arguments)
+    others = arguments.layout or arguments.search or arguments.layers
+    require(
+        not (arguments.only and others), "--only", "given without --layout, --search, --layers", arguments.only, kind=PlanError
+    )
     if arguments.script is None:
         raise PlanError("plan needs a script, got none. Only --calibrate FILE.toml goes without.")
     check_script(arguments.script)
@@ -103,8 +107,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _memory(arguments: argparse.Namespace) -> int:
     from echelon.plan.devices import Cluster, bytes_of, device_named
 
-    both = bool(arguments.only and (arguments.layout or arguments.search))
-    require(not both, "--only", "given without --layout and --search", arguments.only, kind=PlanError)
     alone = not (arguments.ranks or arguments.nodes or arguments.device)
     require(
         alone or not arguments.cluster,
@@ -175,7 +177,7 @@ def refuse_unfit(device: str, layout: str | None, ranks: int, nodes: int, script
     if code == 1:
         raise PlanError(f"the layout must fit on {device}, got the plan above. Choose another, or leave out --plan.")
     if code:
-        raise PlanError("the script must be one that can be planned, got what is said above. Leave out --plan to start it so.")
+        raise PlanError("the run must be one that can be planned, got what is said above. Mend that, or leave out --plan.")
 
 
 def _bill(arguments: argparse.Namespace, goal: Goal, found: Sequence[Answer], ranks: int) -> Bill:

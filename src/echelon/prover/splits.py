@@ -74,10 +74,8 @@ def _take_apart_padded(reference: AutoReference, found: dict[str, Any]) -> bool:
         return False
     values = first_samples(loader)
     count = len(values)
-    if (
-        count < 2
-        or len({tuple(widths_of(plain(loader.collate_fn(each)))) for each in (values, values[:1], values[: count // 2])}) == 1
-    ):
+    batches = (values, values[:1], values[: count // 2]) if count > 1 else ()
+    if len({tuple(widths_of(plain(loader.collate_fn(each)))) for each in batches}) < 2:
         return False
     if draws is not None:
         draws.end()
