@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -134,13 +135,21 @@ def test_names_that_are_unknown_stay_beside_those_that_move() -> None:
 
 
 def _published(library: str) -> dict[str, list[str]]:
-    """Module -> its names, of the library's own releases."""
+    """Module -> its names: of Lightning those of its own release, of the others those that compat has or refuses."""
     if library == "lightning":
         return {module: names.split() for module, names in json.loads((PUBLISHED / "lightning_names.json").read_text()).items()}
+    package = importlib.import_module(f"echelon.compat.{library}")
+    absent = importlib.import_module(f"{package.__name__}.absent")
     found: dict[str, list[str]] = {}
-    for part in json.loads((PUBLISHED / "names.json").read_text())[library].values():
-        for module, names in part["names"].items() if isinstance(part, dict) else ():
-            found.setdefault(module, []).extend(names.split() if isinstance(names, str) else names)
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        here = info.name.removeprefix("echelon.compat.")
+        if info.name != absent.__name__ and find(here).is_known:
+            found[here] = [*getattr(importlib.import_module(info.name), "__all__", ())]
+    for module, lost in absent.NAMES.items():
+        if module != "arguments":
+            found[f"{library}.{module}"] += [name for names in lost for name in names.split()]
+    for module, (names, _) in getattr(absent, "MODULES", {}).items():
+        found[f"{library}.{module}"] = names.split()
     return found
 
 

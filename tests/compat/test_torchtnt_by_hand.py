@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from echelon.compat.torchtnt.framework import AutoPredictUnit, AutoUnit, EntryPoint, PhaseState, State, TrainUnit, train
-from echelon.compat.torchtnt.framework.auto_unit import GradScalerParams
 from echelon.compat.torchtnt.framework.callbacks import (
     GarbageCollector,
     ModuleSummary,
@@ -216,14 +215,6 @@ def test_a_file_logger_of_a_programs_own(tmp_path: Path) -> None:
     for step in range(5):
         mine.log("loss", 1.0, step)
     assert mine.flushed == [[0, 1], [0, 1, 2, 3]]
-
-
-def test_a_scale_and_parallel_losses() -> None:
-    scaler = Classifier(precision="fp16", grad_scaler_params=GradScalerParams(init_scale=4.0, growth_interval=7)).grad_scaler
-    assert scaler is not None and scaler.get_growth_interval() == 7 and scaler.state_dict().get("scale", 4.0) == 4.0
-    for options in ({}, {"strategy": "noop"}):
-        with refused(UsageError):
-            Classifier(enable_loss_parallel=True, **options)
 
 
 # --- ranks and devices

@@ -76,8 +76,6 @@ TESTED = {
         "checkpoint/test_checkpoint_matrix.py::test_every_strategy_and_size_reads_what_every_other_wrote"
     ),
     "#1056: the last checkpoint is written twice": "checkpoint/test_checkpoint.py::test_a_step_is_saved_once",
-    "making a MultiDataLoader eats a batch of each loader": "compat/test_torchtnt_data.py::test_making_a_loader_reads_nothing",
-    "a scaler for GPUs on any machine": "compat/test_torchtnt_prepare.py::test_sharded_states_averages_and_scalers",
     "a missing monitored attribute raises on rank 0 alone": (
         "loop/test_callbacks_control.py::test_a_missing_attribute_is_an_error_on_all_ranks"
     ),

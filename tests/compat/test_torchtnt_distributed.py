@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import pickle
-import sys
 import time
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import SkipTest
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from echelon.common.errors import LauncherEnvironmentError, RankFailedError, UsageError
 from echelon.compat.torchtnt import utils
-from echelon.compat.torchtnt.utils import device, distributed, env, rank_zero_log, test_utils
-from echelon.compat.torchtnt.utils.distributed import PGWrapper, rank_zero_read_and_broadcast, sync_bool
+from echelon.compat.torchtnt.utils import device, distributed, env, rank_zero_log
+from echelon.compat.torchtnt.utils.distributed import PGWrapper, sync_bool
 from echelon.launcher.functions.launch import launch
-from echelon.parallel.ddp.sync_batchnorm import LocalBatchNorm, sync_batchnorm
 from tests.conftest import Ranks
 from tests.kit.refusals import refused
 
@@ -306,27 +300,6 @@ def test_seed(monkeypatch: pytest.MonkeyPatch) -> None:
         cudnn.deterministic, cudnn.benchmark = before[1:]
 
 
-def test_a_synchronised_batch_norm_becomes_an_ordinary_one_again() -> None:
-    plain = nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3, momentum=0.2), nn.Flatten(), nn.BatchNorm1d(12)).double()
-    synced = [
-        nn.SyncBatchNorm.convert_sync_batchnorm(pickle.loads(pickle.dumps(plain))),
-        sync_batchnorm(pickle.loads(pickle.dumps(plain)), torch.device("cpu"), None),
-    ]
-    x = torch.randn(4, 1, 3, 3, dtype=torch.float64)
-    want = plain(x)
-    for module in synced:
-        parameters = list(module.parameters())
-        reverted = distributed.revert_sync_batchnorm(module, torch.device("cpu"))
-        assert all(a is b for a, b in zip(parameters, reverted.parameters(), strict=True))  # an optimizer goes on
-        assert isinstance(reverted[1], LocalBatchNorm) and torch.equal(reverted(x), want)
-        assert torch.equal(reverted[1].running_var, plain[1].running_var) and reverted[1].momentum == 0.2
-    alone = nn.SyncBatchNorm(3)
-    assert type(distributed.revert_sync_batchnorm(alone)) is LocalBatchNorm
-
-
-# --- checkpoints' folders, and help for tests
-
-
 @dataclass(slots=True)
 class Slots:
     x: torch.Tensor
@@ -336,21 +309,6 @@ class Slots:
 def test_dataclasses_with_slots_are_moved() -> None:
     moved = device.copy_data_to_device(Slots(torch.ones(2), "a"), torch.device("meta"))
     assert moved.x.device.type == "meta" and moved.name == "a"
-
-
-@rank_zero_read_and_broadcast
-def _read(what: str) -> Any:
-    assert dist.get_rank() == 0
-    if what == "missing":
-        raise FileNotFoundError(what)
-    if what == "closed":
-        raise _Unsendable("closed", 3)
-    return sys.modules if what == "unpicklable" else {"rank": dist.get_rank(), "path": Path(what)}
-
-
-class _Unsendable(Exception):
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
 
 
 def _spawned(factor: int, *, add: int = 0) -> tuple[Any, ...]:
@@ -368,37 +326,3 @@ def test_spawn_multi_process_gives_each_ranks_value_and_sets_its_rank() -> None:
     with pytest.raises(RankFailedError, match="below") as failed:
         distributed.spawn_multi_process(2, "gloo", _spawned, 1, add=-1)
     assert failed.value.rank == 1 and isinstance(failed.value.__cause__, ArithmeticError)
-
-
-def test_captured_output_and_other_help_for_tests(capsys: pytest.CaptureFixture[str]) -> None:
-    with test_utils.captured_output() as (out, err):
-        print("to out")
-        print("to err", file=sys.stderr)
-    assert isinstance(out, io.StringIO) and (out.getvalue(), err.getvalue()) == ("to out\n", "to err\n")
-    assert capsys.readouterr().out == ""
-    config = test_utils.get_pet_launch_config(3)
-    assert (config.nproc_per_node, config.max_nodes, config.max_restarts) == (3, 1, 0)
-    assert config.run_id != test_utils.get_pet_launch_config(3).run_id
-    if not test_utils.is_asan_or_tsan():
-        assert test_utils.skip_if_asan(lambda: 4)() == 4
-    assert test_utils.skip_if_not_distributed(test_seed) is test_seed
-    skipped: Any = test_utils.skip_if_not_gpu(lambda: 4)
-    if not torch.cuda.is_available():
-        with pytest.raises(SkipTest):
-            skipped()
-
-
-def _reads() -> dict[str, Any]:
-    rank = dist.get_rank()
-    mine = [dist.new_group([0]), dist.new_group([1])][rank]
-    found: dict[str, Any] = {what: _error(_read, what) for what in ("here", "missing", "closed", "unpicklable")}
-    # Of a group that rank 0 is not in, its own first rank reads.
-    return {**found, "own reader": rank_zero_read_and_broadcast(dist.get_rank)(process_group=mine)}
-
-
-def test_one_rank_reads_for_all_and_its_error_is_everyones(ranks: Ranks) -> None:
-    for rank, found in enumerate(ranks(2, _reads)):
-        assert found["here"] == "{'rank': 0, 'path': PosixPath('here')}"
-        assert found["missing"] == "FileNotFoundError: missing"  # TorchTNT leaves rank 1 waiting
-        assert "closed" in found["closed"] and "pickle" in found["unpicklable"]
-        assert found["own reader"] == rank

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel
 
 import echelon as ech
-from echelon.common.errors import UnitError, UsageError
+from echelon.common.errors import NotHereError, UnitError, UsageError
 from echelon.compat.torchtnt.framework import AutoPredictUnit, AutoUnit, EvalUnit, TestUnit, TrainUnit, fit
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
-from echelon.compat.torchtnt.utils.device_mesh import GlobalMeshCoordinator
-from echelon.compat.torchtnt.utils.prepare_module import TPStrategy
-from tests.conftest import Ranks
-from tests.kit.models import whole
 from tests.kit.refusals import refused
 
 
@@ -42,57 +34,21 @@ def _module() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)).double()
 
 
-def _data() -> list[Any]:
-    torch.manual_seed(1)
-    return [(torch.randn(8, 3, dtype=torch.float64), torch.randint(0, 6, (8,))) for _ in range(4)]
-
-
-def _loss_parallel() -> dict[str, Any]:
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    strategy = TPStrategy({"2": ColwiseParallel(use_local_output=False)})
-    grid = GlobalMeshCoordinator(tp=2, device_type=kind)
-    unit = Classes(module=_module(), strategy=strategy, global_mesh=grid, enable_loss_parallel=True)
-    fit(unit, _data(), _data(), max_epochs=1)
-    sharded = AutoPredictUnit(module=_module(), strategy="fsdp2", global_mesh=GlobalMeshCoordinator(device_type=kind))
-    return {
-        "trained": whole(unit.module),
-        "split": {n: tuple(p.to_local().shape) for n, p in sharded.module.named_parameters()},  # type: ignore[attr-defined]
-        "rank": dist.get_rank(),
-    }
-
-
-def test_losses_over_split_logits_and_strategies_over_a_given_grid(ranks: Ranks) -> None:
-    module = _module()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    for x, y in _data():
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(module(x), y).backward()
-        optimizer.step()
-    for each in ranks(2, _loss_parallel):
-        for name, value in module.named_parameters():
-            assert (each["trained"][name] - value).abs().max() <= 1e-12, name
-        assert each["split"] == {"0.weight": (2, 3), "0.bias": (2,), "2.weight": (3, 4), "2.bias": (3,)}
-
-
-@pytest.mark.parametrize("strategy", [None, "ddp", ech.DDPStrategy()])
-def test_a_grid_for_a_strategy_that_has_none_is_an_error(strategy: Any) -> None:
-    for kind in (Classes, AutoPredictUnit):
-        with refused(UsageError):
-            kind(module=_module(), strategy=strategy, global_mesh=SimpleNamespace(dp_mesh=None))
-
-
-def test_units_without_these_arguments_are_echelons(caplog: pytest.LogCaptureFixture) -> None:
+def test_units_are_echelons(caplog: pytest.LogCaptureFixture) -> None:
     """A step that a class overrides costs what the loop knows of AutoUnit's own."""
     unit = Classes(module=_module(), device=torch.device("cpu"))
     assert type(unit).train_step is ech.AutoUnit.train_step and "train_step" not in vars(unit)
     assert not caplog.records
     with refused(UsageError):
-        Classes(module=_module(), enable_compiled_autograd=True)
-    with refused(UsageError):
         Classes(module=_module(), no_such_argument=1)
-    caplog.set_level(logging.WARNING)
-    Classes(module=_module(), device=torch.device("cpu"), gradient_accumulation_sync=True)
-    assert "gradient_accumulation_sync has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["enable_compiled_autograd", "enable_loss_parallel", "global_mesh", "grad_scaler_params"])
+def test_arguments_that_nobody_gives_are_refused_with_what_to_take(name: str) -> None:
+    for kind in (Classes, AutoPredictUnit):
+        with refused(NotHereError):
+            kind(module=_module(), device=torch.device("cpu"), **{name: True})
+        kind(module=_module(), device=torch.device("cpu"), **{name: None})  # what it is by default
 
 
 def test_fit_tests_at_the_end() -> None:

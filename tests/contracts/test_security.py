@@ -137,7 +137,7 @@ FORBIDDEN = {
 # A server of the run's numbers, only where it is asked for, on loopback; tests/observe/test_endpoint.py has its enemies.
 # The length of the temporary folder's name is measured, on which sockets depend; nothing is made in it.
 ALLOWED = {
-    "S4": Path("compat/torchtnt/utils/exchange.py"),
+    "S4": Path("compat/torchtnt/utils/distributed.py"),
     "S5": Path("observe/endpoint.py"),
     "S9": Path("data/workers.py"),
 }

@@ -7,16 +7,20 @@ from typing import Any
 
 from echelon.compat.names import later, leave_out
 
-__all__ = ["absent", "instead"]
+__all__ = ["MODULES", "NAMES", "absent", "instead"]
 
 _NUMBERS = "a comparison where the number is logged; a loss that is nan or grows is looked at by echelon itself."
 _OWN = "a Callback of your own, of a few lines; or keep TorchTNT's file."
+_LOADERS = "echelon.Mixture, which mixes datasets by weight; itertools.chain or zip, for loaders one after another or together."
+_GRID = "echelon.Layout(dp_replicate=..., dp_shard=..., tp=..., plan=...)."
+_STATE = "torch.distributed.checkpoint.state_dict, which gives states by name; echelon's checkpoints name them by themselves."
+_COMPILED = "`torch._dynamo.config.compiled_autograd = True` before training."
 _MEMORY = "`echelon plan`, which foretells memory, and torch.cuda.memory._record_memory_history, which torch documents."
 _TIMES = "`echelon report`, which shows durations, waits and throughput of every run; state.train_state.iteration_timer has them."
 _TOOL = "keep TorchTNT's file: it needs nothing but torch."
 
 # Modules of which nothing is here: their public names, and what to use.
-_MODULES = {
+MODULES = {
     "framework.callbacks.base_csv_writer": (
         "BaseCSVWriter",
         "csv.writer in the unit's on_predict_step_end, a file a rank.",
@@ -39,18 +43,39 @@ _MODULES = {
     "framework.utils": ("get_timing_context", "torch.profiler.record_function."),
     "utils.anomaly_evaluation": ("", _NUMBERS),
     "utils.loggers.anomaly_logger": ("AnomalyLogger TrackedMetric", _NUMBERS),
+    "utils.data.iterators": (
+        "AllDatasetBatches AllDatasetBatchesIterator DataIterationStrategy DataIterationStrategyRegistry InOrder InOrderIterator "
+        "MultiIterator RandomizedBatchSampler RandomizedBatchSamplerIterator RoundRobin RoundRobinIterator StoppingMechanism",
+        _LOADERS,
+    ),
+    "utils.data.multi_dataloader": ("MultiDataLoader", _LOADERS),
     "utils.data.profile_dataloader": ("profile_dataloader", "`echelon report`, which has the waits for data; torch.profiler."),
     "utils.data.synthetic_data": ("AbstractRandomDataset", "a Dataset of your own that draws from torch.Generator."),
+    "utils.device_mesh": ("GlobalMeshCoordinator create_device_mesh get_dp_local_rank get_dp_mesh get_dp_mesh_size", _GRID),
     "utils.event": ("", "Python's logging."),
     "utils.event_handlers": ("", "Python's logging."),
+    "utils.fsspec": ("get_filesystem", "fsspec.core.url_to_fs(path)[0]."),
     "utils.memory": ("RSSProfiler get_tensor_size_bytes_map measure_rss_deltas", _MEMORY),
     "utils.memory_snapshot_profiler": ("MemorySnapshotParams MemorySnapshotProfiler", _MEMORY),
     "utils.misc": ("days_to_secs transfer_batch_norm_stats transfer_weights", "load_state_dict, and datetime.timedelta."),
     "utils.nan": ("", "torch.autograd.detect_anomaly, or AutoUnit(detect_anomaly=True)."),
+    "utils.test_utils": (
+        "captured_output get_pet_launch_config is_asan is_asan_or_tsan is_tsan skip_if_asan skip_if_not_distributed "
+        "skip_if_not_gpu",
+        "echelon.launch(fn, ranks=2), which gives each rank's value; unittest.skipUnless(torch.cuda.is_available(), ...).",
+    ),
 }
 
 # Names that are not in modules that are here.
-_NAMES = {
+NAMES = {
+    "arguments": {
+        "enable_compiled_autograd": _COMPILED,
+        "enable_loss_parallel": "torch.distributed.tensor.parallel.loss_parallel() around the loss, in compute_loss.",
+        "global_mesh": _GRID,
+        "grad_scaler_params": "precision='fp16', whose scale finds its height by itself; or precision='bf16', which needs none.",
+        "gradient_accumulation_sync": "nothing: gradients travel once in a window.",
+    },
+    "utils.checkpoint": {"load_from_full_model_state_dict": _STATE},
     "utils.device": {
         "CPUStats GPUStats collect_system_stats get_nvidia_smi_gpu_stats get_psutil_cpu_stats": "`echelon report`; psutil.",
     },
@@ -60,9 +85,23 @@ _NAMES = {
         "destroy_process_group": "torch.distributed.destroy_process_group().",
         "get_or_create_gloo_pg": "torch.distributed.new_group(backend='gloo').",
         "local_rank_zero_fn rank_zero_fn": "`if get_global_rank() == 0`.",
+        "rank_zero_read_and_broadcast": "torch.distributed.broadcast_object_list, after rank 0 has read.",
+        "revert_sync_batchnorm": "a copy of the module from before torch.nn.SyncBatchNorm.convert_sync_batchnorm.",
+    },
+    "utils.oom": {
+        "is_out_of_cpu_memory is_out_of_cuda_memory is_out_of_memory_error": "`except (torch.OutOfMemoryError, MemoryError)`.",
+    },
+    "utils.optimizer": {"init_optim_state": _STATE},
+    "utils.precision": {"get_grad_scaler_from_precision": "torch.amp.GradScaler, or ech.AutoUnit(precision='fp16')."},
+    "utils.prepare_module": {
+        "FSDP2OptimizerWrapper FSDPOptimizerWrapper get_module_state_dict": _STATE,
+        "TPStrategy": _GRID,
     },
     "utils.progress": {
         "estimated_steps_in_epoch estimated_steps_in_fit estimated_steps_in_loop": "the progress that `echelon run` shows.",
+    },
+    "utils.stateful": {
+        "DictStateful MetricStateful": "a class of your own with state_dict and load_state_dict.",
     },
     "utils.timer": {
         "AggregatedTimer BoundedTimer TimedActionStats TimerProtocol TimerReport": "Timer, or `echelon report`.",
@@ -70,17 +109,18 @@ _NAMES = {
         "get_durations_histogram get_recorded_durations_table get_synced_durations_histogram get_synced_timer_histogram": _TIMES,
         "log_elapsed_time": "Timer(verbose=True).",
     },
+    "utils.version": {"get_python_version get_torch_version is_windows": "torch.__version__, sys.version_info, sys.platform."},
 }
 
 
 def instead(module: str, name: str = "") -> str | None:
     """What to take in place of a name of a module, or of a module, below `torchtnt`; None: it is in no table."""
     if not name:
-        return _MODULES.get(module, (None, None))[1]
-    for where, (names, text) in _MODULES.items():
+        return MODULES.get(module, (None, None))[1]
+    for where, (names, text) in MODULES.items():
         if where.rpartition(".")[0] == module and name in names.split():
             return text
-    for where, lost in _NAMES.items():
+    for where, lost in NAMES.items():
         for names, text in lost.items():
             if module in (where, where.rpartition(".")[0]) and name in names.split():
                 return text
@@ -94,9 +134,9 @@ def absent(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str
         module: its name below `torchtnt`.
         homes: name -> the module that has it: what is loaded when it is first used.
     """
-    below = {where: told for where, told in _MODULES.items() if where.rpartition(".")[0] == module}
+    below = {where: told for where, told in MODULES.items() if where.rpartition(".")[0] == module}
     instead = {each: text for names, text in below.values() for each in names.split()}
-    for where, lost in _NAMES.items():
+    for where, lost in NAMES.items():
         if module in (where, where.rpartition(".")[0]):  # a package has what its modules have
             instead |= {each: text for names, text in lost.items() for each in names.split()}
     last = {where.rpartition(".")[2]: text for where, (_, text) in below.items()}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from abc import ABCMeta
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,9 +12,9 @@ from torch import nn
 
 from echelon.common.errors import UsageError, require
 from echelon.common.older_words import unknown
+from echelon.compat.torchtnt.absent import instead
 from echelon.compat.torchtnt.framework import unit
 from echelon.compat.torchtnt.framework.averages import Averages, source_of
-from echelon.compat.torchtnt.framework.callbacks.dcp_saver import without_effect
 from echelon.compat.torchtnt.framework.mocks import as_module
 from echelon.compat.torchtnt.framework.stages import PredictStages, TrainStages
 from echelon.compat.torchtnt.utils.precision import convert_precision_str_to_dtype
@@ -24,26 +22,20 @@ from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
     Strategy,
     TorchCompileParams,
-    TPStrategy,
     compilable,
-    compile_backward,
     convert_str_to_strategy,
-    on_mesh,
+    refuse_arguments,
 )
 from echelon.loop.auto import auto, prepared_unit
 from echelon.loop.auto.auto import TrainStepResults
 from echelon.loop.auto.averaged import SWALRParams, SWAParams
 from echelon.loop.auto.unit_options import OLDER_WORDS, AutoOptions
-from echelon.parallel.composed import Layout
 from echelon.parallel.prepared import NO_CONTEXT
-from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.shards import is_split
 
 __all__ = [
     "ActivationCheckpointParams",
     "AutoPredictUnit",
     "AutoUnit",
-    "GradScalerParams",
     "SWALRParams",
     "SWAParams",
     "Strategy",
@@ -56,20 +48,6 @@ logger = logging.getLogger(__name__)
 _KNOWN = tuple(field.name for field in fields(AutoOptions))
 
 T = TypeVar("T")
-
-
-@dataclass
-class GradScalerParams:
-    """How the loss of fp16 is scaled, as `torch.amp.GradScaler` has it."""
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-
-    def of(self, precision: Any) -> Precision:
-        """The precision with these."""
-        return replace(Precision.of(_known(precision)), **vars(self))
 
 
 class _Configures(ABCMeta):
@@ -98,16 +76,9 @@ class AutoUnit(
     """As `echelon.AutoUnit`.
 
     Args:
-        enable_compiled_autograd: compile backward passes as well, from now on in this process.
-        global_mesh: the ranks as a grid, for a TPStrategy or FSDP2Strategy.
-        enable_loss_parallel: losses over logits that tensor parallelism has split by class are computed without gathering them.
-        gradient_accumulation_sync: no effect: gradients travel once in a window, and the memory for them is bounded by the
-            strategy.
         options: more of echelon's AutoOptions: compile, deterministic, stop_after_nonfinite_losses.
-        grad_scaler_params: of fp16's gradient scaler.
     Raises:
-        UsageError: losses in parallel of logits that nothing splits;
-            compiled autograd of what is not compiled; a mesh for a strategy that has none.
+        NotHereError: an argument of TorchTNT's that no public program was found to give, with what to take instead.
     """
 
     expects_mean = False
@@ -128,29 +99,19 @@ class AutoUnit(
         torch_compile_params: Any = None,
         activation_checkpoint_params: Any = None,
         training: bool = True,
-        enable_compiled_autograd: bool = False,
         loss_backward_retain_graph: bool | None = None,
         enable_prefetch: bool = True,
         zero_grad_at_train_step_start: bool = False,
-        global_mesh: Any = None,
-        enable_loss_parallel: bool = False,
-        gradient_accumulation_sync: bool = False,
-        grad_scaler_params: GradScalerParams | None = None,
         **options: Any,
     ) -> None:
-        without_effect("AutoUnit", gradient_accumulation_sync=gradient_accumulation_sync or None)
         if gradient_accumulation_steps < 1:
             raise UsageError(f"gradient_accumulation_steps must be > 0. Got {gradient_accumulation_steps}")
-        if enable_compiled_autograd:
-            compile_backward(torch_compile_params)
-        if enable_loss_parallel and not isinstance(strategy, (TPStrategy, Layout)) and not _is_split(module):
-            raise UsageError(f"enable_loss_parallel is only supported with TPStrategy, got {strategy!r}.")
         require(step_lr_interval in ("step", "epoch"), "step_lr_interval", "'step' or 'epoch'", step_lr_interval)
         chosen = AutoOptions(
             device=device,
-            layout=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
+            layout=_checked(strategy),
             lr_interval="epoch" if step_lr_interval == "epoch" else "update",
-            precision=_known(precision) if grad_scaler_params is None else grad_scaler_params.of(precision),
+            precision=_known(precision),
             accumulate=gradient_accumulation_steps,
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
             clip_grad_norm=clip_grad_norm,
@@ -164,10 +125,6 @@ class AutoUnit(
             **_more(type(self), options, torch_compile_params),
         )
         super().__init__(module=as_module(module), options=chosen)
-        self.enable_compiled_autograd = enable_compiled_autograd
-        if enable_loss_parallel:  # only then: a step that is not AutoUnit's own is not known to be one
-            self.train_step = _in_loss_parallel(self.train_step)  # type: ignore[method-assign]
-            self.eval_step = _in_loss_parallel(self.eval_step)  # type: ignore[method-assign]
 
     def build_from(self, module: nn.Module, options: AutoOptions) -> None:
         params = options.averaging
@@ -247,6 +204,9 @@ def _more(kind: type, options: dict[str, Any], torch_compile_params: Any) -> dic
     Raises:
         UsageError: a word of echelon's for which TorchTNT has its own; one that neither knows.
     """
+    refused = {name: value for name, value in options.items() if instead("arguments", name) is not None}
+    refuse_arguments(kind.__name__, refused)
+    options = {name: value for name, value in options.items() if name not in refused}
     theirs = {new: older for older, new in OLDER_WORDS.items() if new != "compile" or torch_compile_params is not None}
     for name in options:
         if name in theirs:
@@ -256,11 +216,6 @@ def _more(kind: type, options: dict[str, Any], torch_compile_params: Any) -> dic
         if name not in _KNOWN:
             raise unknown(kind.__name__, name, _KNOWN, older=OLDER_WORDS)
     return options if torch_compile_params is None else {"compile": compilable(torch_compile_params), **options}
-
-
-def _is_split(module: nn.Module) -> bool:
-    """Whether a program has split the module's parameters itself."""
-    return any(is_split(parameter) for parameter in module.parameters())
 
 
 def _known(precision: Any) -> Any:
@@ -278,23 +233,8 @@ def _detects(detect_anomaly: bool | None, compiled: Any) -> bool | None:
     return None
 
 
-def _in_loss_parallel(step: Callable[[Any, Any], Any]) -> Any:
-    @functools.wraps(step)
-    def wrapped(state: Any, data: Any) -> Any:
-        from torch.distributed.tensor.parallel import loss_parallel
-
-        with loss_parallel():
-            return step(state, data)
-
-    return wrapped
-
-
 class AutoPredictUnit(PredictStages, prepared_unit.AutoPredictUnit[T], unit.PredictUnit[T]):
-    """As `echelon.units.AutoPredictUnit`.
-
-    Args:
-        global_mesh: the ranks as a grid, for a TPStrategy or FSDP2Strategy.
-    """
+    """As `echelon.units.AutoPredictUnit`."""
 
     def __init__(
         self,
@@ -306,13 +246,12 @@ class AutoPredictUnit(PredictStages, prepared_unit.AutoPredictUnit[T], unit.Pred
         torch_compile_params: Any = None,
         detect_anomaly: bool | None = None,
         enable_prefetch: bool = False,
-        global_mesh: Any = None,
         activation_checkpoint_params: Any = None,
         **options: Any,
     ) -> None:
         chosen = AutoOptions(
             device=device,
-            layout=_checked(strategy) if global_mesh is None else on_mesh(strategy, global_mesh),
+            layout=_checked(strategy),
             precision=_known(precision),
             detect_anomaly=_detects(detect_anomaly, torch_compile_params),
             recompute=activation_checkpoint_params,

@@ -16,12 +16,10 @@ _HOMES = {
         "early_stop_checker": "EarlyStopChecker",
         "env": "init_from_env seed",
         "flops": "FlopTensorDispatchMode",
-        "fsspec": "get_filesystem",
         "lr_scheduler": "TLRScheduler",
         "module_summary": "ModuleSummary get_module_summary get_summary_table prune_module_summary",
-        "oom": """attach_oom_observer is_out_of_cpu_memory is_out_of_cuda_memory is_out_of_memory_error
-            log_memory_snapshot""",
-        "optimizer": "extract_lr_from_optimizer init_optim_state",
+        "oom": "attach_oom_observer log_memory_snapshot",
+        "optimizer": "extract_lr_from_optimizer",
         "precision": "convert_precision_str_to_dtype",
         "prepare_module": "DDPStrategy FSDPStrategy NOOPStrategy prepare_ddp prepare_fsdp",
         "progress": "Progress",
@@ -29,10 +27,9 @@ _HOMES = {
             rank_zero_warn""",
         "stateful": "Stateful",
         "swa": "AveragedModel",
-        "test_utils": "get_pet_launch_config",
         "timer": "Timer get_timer_summary",
         "tqdm": "close_progress_bar create_progress_bar update_progress_bar",
-        "version": "get_python_version get_torch_version is_torch_version_geq is_windows",
+        "version": "is_torch_version_geq",
     }.items()
     for name in names.split()
 }

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from echelon.checkpoint import policy
+from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils import checkpoint_folder as folder
 from echelon.compat.torchtnt.utils.checkpoint_manager import CheckpointManager
 from echelon.compat.torchtnt.utils.checkpoint_path import CheckpointPath, MetricData, Phase
-from echelon.parallel.meta.materialize import materialize
 
 __all__ = [
     "BestCheckpointConfig",
@@ -25,7 +23,6 @@ __all__ = [
     "get_best_checkpoint_path",
     "get_checkpoint_dirpaths",
     "get_latest_checkpoint_path",
-    "load_from_full_model_state_dict",
 ]
 
 
@@ -90,28 +87,4 @@ def does_checkpoint_exist(
     return folder.exists(ckpt_path, metadata_fname, file_system, process_group)
 
 
-def load_from_full_model_state_dict(
-    model: nn.Module,
-    full_sd: dict[str, Any],
-    device: torch.device,
-    strict: bool = False,
-    cpu_offload: bool = False,
-    release_sd: bool = True,
-) -> Any:
-    """Fill a model, sharded or not, with whole tensors, which every rank has. Collective if the model is sharded.
-
-    Args:
-        device: where a model on the meta device gets its memory.
-        strict: names that only one of the two has are an error.
-        cpu_offload: accepted; parameters stay where the model has them.
-        release_sd: empty `full_sd` afterwards.
-    Returns:
-        missing and unexpected names, as a module's `load_state_dict`.
-    """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    materialize(model, device)
-    done = set_model_state_dict(model, dict(full_sd), options=StateDictOptions(full_state_dict=True, strict=strict))
-    if release_sd:
-        full_sd.clear()
-    return done
+__getattr__ = absent("utils.checkpoint")

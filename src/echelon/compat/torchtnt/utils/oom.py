@@ -1,4 +1,4 @@
-"""torchtnt.utils.oom: what a GPU's memory is used for, written down for torch's viewer; which errors mean that it ran out."""
+"""torchtnt.utils.oom: what a GPU's memory is used for, written down for torch's viewer."""
 
 from __future__ import annotations
 
@@ -9,45 +9,15 @@ from typing import IO, Any
 
 import torch
 
+from echelon.compat.torchtnt.absent import absent
 from echelon.world.init import World
 
 __all__ = [
     "attach_oom_observer",
-    "is_out_of_cpu_memory",
-    "is_out_of_cuda_memory",
-    "is_out_of_memory_error",
     "log_memory_snapshot",
 ]
 
 logger = logging.getLogger(__name__)
-
-_CUDA_TEXTS = (
-    "CUDA out of memory",
-    "out of memory\nCUDA kernel errors",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
-
-
-def is_out_of_cpu_memory(exception: BaseException) -> bool:
-    """Whether the error says that the host's memory ran out."""
-    if isinstance(exception, MemoryError):
-        return True
-    return isinstance(exception, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(exception)
-
-
-def is_out_of_cuda_memory(exception: BaseException) -> bool:
-    """Whether the error says that a GPU's memory ran out."""
-    if isinstance(exception, torch.OutOfMemoryError):
-        return True
-    text = str(exception)
-    older = "cuda runtime error (2) : out of memory"
-    return isinstance(exception, RuntimeError) and (older in text or any(each in text for each in _CUDA_TEXTS))
-
-
-def is_out_of_memory_error(exception: BaseException) -> bool:
-    """Whether the error says that memory ran out, the host's or a GPU's."""
-    return is_out_of_cpu_memory(exception) or is_out_of_cuda_memory(exception)
 
 
 def log_memory_snapshot(output_dir: str, file_prefix: str | None = None) -> None:
@@ -115,3 +85,6 @@ def attach_oom_observer(output_dir: str, trace_max_entries: int = 1000000) -> No
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.2f} MiB"
+
+
+__getattr__ = absent("utils.oom")

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
+from echelon.compat.torchtnt.absent import absent
 from echelon.loop.unit import Stateful
 
-__all__ = ["DictStateful", "MetricStateful", "MultiStateful", "Stateful"]
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-@runtime_checkable
-class MetricStateful(Stateful, Protocol):
-    """A metric, such as torchmetrics' or `echelon.Mean`."""
-
-    def update(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def compute(self) -> Any: ...
+__all__ = ["MultiStateful", "Stateful"]
 
 
 class MultiStateful:
@@ -49,12 +38,4 @@ class MultiStateful:
             each.load_state_dict(state, **({"strict": self.strict} if takes_strict else {}))
 
 
-class DictStateful(dict[K, V]):
-    """A dict that is saved."""
-
-    def state_dict(self) -> dict[K, V]:
-        return dict(self)
-
-    def load_state_dict(self, state_dict: Mapping[K, V]) -> None:
-        self.clear()
-        self.update(state_dict)
+__getattr__ = absent("utils.stateful")

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import platform
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from echelon.common.errors import UsageError
+from echelon.compat.torchtnt.absent import absent
 
-if TYPE_CHECKING:
-    from packaging.version import Version
-
-__all__ = ["get_python_version", "get_torch_version", "is_torch_version_geq", "is_windows"]
-
-
-def is_windows() -> bool:
-    return platform.system() == "Windows"
-
-
-def get_python_version() -> Version:
-    return _version(platform.python_version())
-
-
-def get_torch_version() -> Version:
-    return _version(str(torch.__version__))
+__all__ = ["is_torch_version_geq"]
 
 
 def is_torch_version_geq(version: str) -> bool:
@@ -33,9 +17,4 @@ def is_torch_version_geq(version: str) -> bool:
     return bool(found >= version)
 
 
-def _version(text: str) -> Version:
-    try:
-        from packaging.version import Version
-    except ImportError:
-        raise UsageError("versions as values need the package packaging: pip install packaging.") from None
-    return Version(text)
+__getattr__ = absent("utils.version")
