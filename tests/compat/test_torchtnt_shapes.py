@@ -333,7 +333,7 @@ def test_the_optimizer_is_built_once_after_the_whole_constructor() -> None:
 def test_attributes_are_plain_values() -> None:
     unit = Auto(module=_module(), device=CPU, precision="bf16", loss_backward_retain_graph=True)
     assert unit.precision is torch.bfloat16 and unit.detect_anomaly is None
-    assert unit.loss_backward_retain_graph is True and unit.enable_compiled_autograd is False
+    assert unit.loss_backward_retain_graph is True
     with unit.maybe_autocast_precision:
         assert torch.is_autocast_enabled("cpu")
     assert Auto(module=_module(), device=CPU).precision is None

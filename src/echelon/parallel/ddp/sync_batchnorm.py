@@ -20,7 +20,7 @@ from echelon.parallel.over_ranks import summed
 from echelon.parallel.patching import class_for_now, in_front_of, replace_class
 from echelon.world.agree import is_joined
 
-__all__ = ["HostSyncBatchNorm", "LocalBatchNorm", "on_host", "revert_sync_batchnorm", "sync_batchnorm", "without_rows"]
+__all__ = ["HostSyncBatchNorm", "on_host", "sync_batchnorm", "without_rows"]
 
 
 class HostSyncBatchNorm(nn.BatchNorm1d):
@@ -127,18 +127,3 @@ def on_host(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer) is nn.SyncBatchNorm:
             replace_class(layer, "sync_batchnorm", HostSyncBatchNorm)
-
-
-class LocalBatchNorm(nn.BatchNorm1d):
-    """Batch norm over this rank's rows, of any number of dimensions: a synchronised one no longer knows how many it had."""
-
-    def _check_input_dim(self, input: torch.Tensor) -> None: ...
-
-
-def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Make every synchronised batch norm an ordinary one again, in place: a trained model may go to work on one process."""
-    for layer in module.modules():
-        if isinstance(layer, (nn.SyncBatchNorm, HostSyncBatchNorm)):
-            replace_class(layer, "sync_batchnorm", LocalBatchNorm)
-            layer.__dict__.pop("process_group", None)
-    return module
