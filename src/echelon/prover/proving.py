@@ -87,6 +87,7 @@ class Proving:
         self._count = 0
         self._tested_compiled = False
         self._within_epoch: bool | None = None  # all that was compared so far
+        self._draws = True  # a row drew random numbers, or none has told yet
 
     def results(self, rows: list[Row]) -> Iterator[Result]:
         """Of the rows, as far as this script allows."""
@@ -95,7 +96,7 @@ class Proving:
     def row(self, row: Row) -> Result:
         """Run one row, find or compute its reference, and compare."""
         self._count += 1
-        row = replace(row, brief=row.brief and self._within_epoch is True)
+        row = replace(row, brief=row.brief and self._within_epoch is True, draws=self._draws)
         here = self.folder / f"row-{self._count}"
         result = Result(row.label, row.ranks, yours=row.yours)
         try:
@@ -210,6 +211,7 @@ class Proving:
             result.verdict, result.message = "not possible", _IN_TURN
             return
         self._say_how(ran)
+        self._draws = ran.drew or ran.row.constant_draws
         seen = self._judge(result, ran)
         if result.verdict == "failed":
             return
@@ -271,8 +273,7 @@ class Proving:
 
     def _of_backward(self, ran: Ran) -> list[tuple[str, str]]:
         """A mistake that no reference shows: it makes it, too, or draws other numbers than compiled code."""
-        drew = any(r["dropouts"] for r in ran.records) or any(m.streams for r in ran.records for u in r["updates"] for m in u)
-        if not drew or ran.dtype is not self.dtype:
+        if not ran.drew or ran.dtype is not self.dtype:
             return []
         replay = replace(self._on_ranks.replay(ran, self.folder), compiled=ran.row.is_compiled)
         with contextlib.suppress(RankFailedError):
@@ -314,7 +315,7 @@ class Proving:
         one process.
         """
         ran, records = seen.ran, seen.ran.records
-        drew = not ran.row.constant_draws and any(m.streams for r in records for u in r["updates"] for m in u)
+        drew = not ran.row.constant_draws and ran.has_streams
         if (not drew and seen.reference.facts["joined"]) or ran.row.workers:
             return
         speaks = any(r["communicates"] for r in records)
@@ -360,7 +361,7 @@ class Proving:
         unknown = next((r["unknown_draw"] for r in ran.records if r["unknown_draw"]), None)
         if not result.is_equal and unknown is not None:
             return None, f"{unknown} draws other numbers for every sample"
-        if not result.is_equal and any(m.streams for r in ran.records for u in r["updates"] for m in u):
+        if not result.is_equal and ran.has_streams:
             drawn = self._references.probed(ran, judged.reference)["per_sample"]
             if drawn is None or drawn:
                 return None, f"every sample draws its own numbers from {', '.join(sorted(drawn or ())) or 'a generator'}"

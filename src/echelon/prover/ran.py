@@ -58,6 +58,16 @@ class Ran:
         return str(self.row.narrow or self.records[0]["narrow"] or "float32")
 
     @property
+    def has_streams(self) -> bool:
+        """Its passes drew random numbers."""
+        return any(m.streams for r in self.records for u in r["updates"] for m in u)
+
+    @property
+    def drew(self) -> bool:
+        """Its passes drew random numbers, or would have: dropout that was switched off."""
+        return self.has_streams or any(r["dropouts"] for r in self.records)
+
+    @property
     def is_auto(self) -> bool:
         return self.records[0]["kind"] is not UnitKind.STEP
 

@@ -99,6 +99,7 @@ class StepRecorder(Callback):
         self._moved: set[str] = set()  # what ever changed of it
         self._in_pass = self._was_scaled = False
         self.cannot_draw_constantly = False  # compiled code does not
+        self.may_draw = True
 
     def __deepcopy__(self, memo: Any) -> StepRecorder:
         """It hangs in a module's hooks, which a copy of the module has, too."""
@@ -120,6 +121,7 @@ class StepRecorder(Callback):
         self._unit, self._sources, self._loader = unit, Sources(objects), dataloader
         self.record.kind = kind = UnitKind.of(unit)
         self._describe(unit, dataloader)
+        self.record.constant_draws |= self.record.draws_apart and self.may_draw
         self._unlike_others(unit, unseeded)
         if kind.is_loop:
             self._watch_loop(unit)
@@ -443,18 +445,22 @@ class StepRecorder(Callback):
 
     def close(self) -> dict[str, Any]:
         """Write this rank's part; returns what fits into a message."""
+        record = self.record
         if self._reading is not None:
-            self.record.reading = self._reading.end()
+            record.reading = self._reading.end()
         if self._gradients is not None:
             self._gradients.remove()
-            self.record.held, self.record.strangers = self._gradients.held, self._gradients.strangers
-            self.record.rates, self.record.attribute_digests = self._gradients.rates, self._gradients.attributes
-            self.record.held_first = self._gradients.held_first
-            self.record.owners.update(self._gradients.owners)
-        self.record.unknown_draw, self.record.by_sample = self._draws.unknown, self._draws.by_sample
-        self.record.kinds, self.record.shapes = self._draws.kinds, self._draws.shapes
-        torch.save(vars(self.record), self.folder / f"rank{self.rank}.pt")
-        return {"updates": len(self.record.updates), "kind": self.record.kind}
+            record.held, record.strangers = self._gradients.held, self._gradients.strangers
+            record.rates, record.attribute_digests = self._gradients.rates, self._gradients.attributes
+            record.held_first = self._gradients.held_first
+            record.owners.update(self._gradients.owners)
+        record.wants_constant_draws |= (
+            record.draws_apart and not record.constant_draws and any(m.streams for update in record.updates for m in update)
+        )
+        record.unknown_draw, record.by_sample = self._draws.unknown, self._draws.by_sample
+        record.kinds, record.shapes = self._draws.kinds, self._draws.shapes
+        torch.save(vars(record), self.folder / f"rank{self.rank}.pt")
+        return {"updates": len(record.updates), "kind": record.kind}
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {n: whole(b) for n, b in named_values(self._unit).items()}
@@ -472,8 +478,7 @@ def _place(record: RankRecord, unit: Any) -> None:
         dims = getattr(prepared, "dims", None)
         if dims is not None:
             record.place = dims.place(record.rank)
-        if prepared.place.draws_apart:  # ranks that share samples: one process cannot repeat the draws of each
-            record.constant_draws = True
+        record.draws_apart |= prepared.place.draws_apart  # ranks that share samples: one process cannot repeat the draws of each
 
 
 def _samples_by_rank(dataloader: Any) -> bool | None:

@@ -8,12 +8,14 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.common.files import read_bytes
-from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.records import rank_record
 from echelon.launcher.workarounds import has_destroyed_groups
+
+if TYPE_CHECKING:
+    from echelon.launcher.local.attempt import Attempt
 
 __all__ = ["has_trained_alone", "never_met"]
 

@@ -205,7 +205,7 @@ class ForkServer:
 
 def main(fd: int, preload: Sequence[str]) -> None:
     """The server's process: `ForkServer.start` runs this."""
-    load(preload)
+    load(["echelon.launcher.local.worker", *preload])  # once here, not in every rank that is forked
     serve(socket.socket(fileno=fd))
     os._exit(0)  # an import may still be under way, in a thread that an ordinary end would trip over
 
