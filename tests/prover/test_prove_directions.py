@@ -39,6 +39,31 @@ def test_rows_of_directions_stand_beside_the_strategies() -> None:
     assert not any(row.fits_some for row in matrix(["fsdp"], [2], [1], sgd=True))
 
 
+_BY_PLACE = """
+import torch, echelon as ech
+ech.seed(0)
+rows = torch.randn(32, 12)
+loader = ech.Loader([(row, row[11]) for row in rows], 8)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="ddp")
+for inputs, wanted in loader:
+    with ech.window(model) as window:
+        window.backward((model(inputs[:, 11, None])[:, 0] - wanted).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_script_that_cannot_use_a_part_of_a_sequence_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(_BY_PLACE)
+    rows = [row for row in matrix(None, [1, 2], [1], sgd=False) if row.name in ("none", "ddp", "cp")]
+    proof = prove_target(Target(script=str(tmp_path / "place.py")), rows, 2, False)
+    assert [(r.label, r.is_equal) for r in proof.results] == [("none", True), ("ddp", True)]
+    (note,) = [each for each in proof.notes if each.startswith("Not for this model: cp")]
+    assert "IndexError" in note
+
+
 def test_workers_that_meet_after_each_update_train_as_one_process() -> None:
     """Their SGD has no momentum and no clipping, which the reference beside them keeps for others."""
     proof = ech.prove(_unit, _data, layouts=["local_sgd", "ddp"], ranks=[2], accumulation=[1], updates=3)

@@ -105,6 +105,11 @@ class Row:
         return self.yours and not self.eager and not self.constant_draws
 
     @property
+    def cuts_sequences(self) -> bool:
+        """Ranks are given parts of sequences, which code that was not written for it may not be able to use."""
+        return isinstance(self.layout, Layout) and self.layout.cp > 1
+
+    @property
     def label(self) -> str:
         extra = [f"accumulation {self.accumulation}"] if self.accumulation not in (None, 1) else []
         extra += [self.optimizer] if self.optimizer != "script" else []

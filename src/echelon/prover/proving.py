@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from echelon.common.errors import RankFailedError
+from echelon.common.errors import EchelonError, RankFailedError
 from echelon.loop.target import Target
 from echelon.prover import causes
 from echelon.prover.backward import backward_draws
@@ -110,6 +110,10 @@ class Proving:
             result.verdict, result.message = self._on_ranks.failure(error, f"row-{self._count}")
             if result.message.startswith("global_batch") and not row.yours:
                 result.message = f"each batch of the script would be divided: {result.message}"
+            own = error.__cause__
+            if row.cuts_sequences and row.fits_some and isinstance(own, Exception) and not isinstance(own, EchelonError):
+                what = f"{type(own).__name__}: {own}".partition("\n")[0]
+                result.verdict, result.message = "not possible", f"its own code does not run on a part of a sequence ({what})"
             if result.verdict == "failed":
                 result.began = (here / "initial.pt").exists()
                 self._fitting.failed(str(error), row.ranks, began=result.began)
