@@ -88,6 +88,7 @@ MISTAKES = {
     "files_of_a_rank": ("samples that depend on the rank", None),
     "gathered_without_gradient": ("collectives without a gradient", "gradient"),
     "gathered_and_detached": ("collectives without a gradient", "gradient"),
+    "labels_of_a_gather": ("a loss of what ranks send each other", "forward"),
     "root_of_a_batch": ("an operation over the whole batch", "forward"),
     "sum_under_clipping": ("loss weighted per rank", "forward"),
     "same_worker_init": ("identical augmentation", None),

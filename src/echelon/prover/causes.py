@@ -92,6 +92,10 @@ CAUSES = {
         "the same samples have another loss on another rank, or with another number of ranks: what the loss reads must be alike "
         "on all; draw noise with the batch, in collate_fn, where the loop draws it for itself"
     ),
+    "a loss of what ranks send each other": (
+        "the mean of the ranks' losses is not the loss of the whole batch: of rows that all ranks gather, a rank's own begin at "
+        "rank x rows; what is summed over ranks is divided by the count of all"
+    ),
     "the forward pass keeps state": (
         "what a pass changes must be the same on all ranks, and change once an update: reduce what it is made of, or its "
         "gradient, over the ranks"
@@ -463,8 +467,14 @@ def from_mistakes(
     if not record["communicates"]:
         return scale or (None if is_of_several else _by_rank(mistakes, records, first.update))
     # A rank's loss is another with what others send than without; and what a step of one's own sends may be the gradients.
-    if first.phase != "gradient" or (scale and record["kind"] is UnitKind.STEP):
+    if scale and (first.phase != "gradient" or record["kind"] is UnitKind.STEP):
         return scale
+    if first.phase != "gradient":
+        losses = [f"rank {rank} {recorded:.6g}" for rank, _, recorded in mistakes["weighted"]["losses"] if recorded is not None]
+        if is_of_several or right["loss"] is None or not losses:
+            return None
+        whole = f"one process on the whole batch {right['loss']:.6g}"
+        return "a loss of what ranks send each other", ", ".join(["losses of update " + str(first.update), *losses, whole])
     seen = f"the loss is right, its gradient is not, and the forward pass speaks to other ranks{f': {scale[1]}' if scale else ''}"
     return "collectives without a gradient", seen
 
