@@ -98,7 +98,8 @@ MISTAKES = {
     "weights_of_a_clipped_loop": ("an operation over the whole batch", "forward"),
     "hook_of_a_rank": ("gradients that each rank changes", "gradient"),
     "baseline_of_a_loop": ("the forward pass keeps state", "forward"),
-    "baseline_of_a_rank": ("the forward pass keeps state", "forward"),
+    "threshold_of_a_rank": ("the forward pass keeps state", None),
+    "baseline_of_a_rank": ("the forward pass keeps state", None),
     "norms_of_a_shard": ("an optimizer that computes with its shard alone", "update"),
     "step_by_world_size": ("another step of the optimizer", "update"),
     "scale_of_the_first_batch": ("the forward pass keeps state", "forward"),
@@ -121,6 +122,7 @@ SEEN = {
     "scale_of_the_first_batch": "sets the parameter 3.scale",
     "samples_counted_by_a_rank": "weight is another than in one process: 8 on every rank, 16 in one process",
     "mean_of_a_rank": "centred.mean is not the same on all ranks",
+    "threshold_of_a_rank": "usual is not the same on all ranks",
     "order_of_a_set": "PYTHONHASHSEED",
     "samples_by_count": "the data set's count changes as samples are read",
 }

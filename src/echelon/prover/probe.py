@@ -110,7 +110,9 @@ def _narrowest(loss: torch.Tensor, kept: list[torch.dtype]) -> torch.dtype | Non
 
 
 def _state_that_matters(reference: Reference) -> dict[str, list[str]]:
-    """Each part of it is tried by itself, as it was before another pass."""
+    """Each part of it is tried by itself, as it was before another pass: beside the rest before the first, and before the last,
+    as what a counter lets in matters late.
+    """
     micros = [m for update in reference.updates for m in update]
     one, begin = micros[0], reference.kept.values()
     groups: dict[str, list[str]] = {}
@@ -121,20 +123,25 @@ def _state_that_matters(reference: Reference) -> dict[str, list[str]]:
         groups.setdefault(path if keeps else whole, []).append(path)
     as_it_was = {path: value for path, value in {**begin, **one.state}.items() if any(path in g for g in groups.values())}
 
-    def tried(state: Mapping[str, Any]) -> tuple[float, Values]:
-        return reference.tried(Pass(one.data, 1.0, one.streams, {**as_it_was, **state}))
+    def tried(state: Mapping[str, Any], beside: Mapping[str, Any] = as_it_was) -> tuple[float, Values]:
+        return reference.tried(Pass(one.data, 1.0, one.streams, {**beside, **state}))
 
-    usual, again = (tried({}) for _ in range(2))
+    late = {**as_it_was, **micros[-1].state}
+    usual, again, usual_late = tried({}), tried({}), tried({}, late)
     found: dict[str, list[str]] = {}
     every = [m.state for m in micros if unlike(as_it_was, m.state) or m.state.keys() - as_it_was.keys()]
     every = every[:: max(1, len(every) // 4)] if _are_close(usual, again) else []
     if all(_are_close(usual, tried(each)) for each in every):
         groups = {}  # together they do nothing: none of them is tried alone
     for name, paths in list(groups.items())[:_MOST_STATES]:
-        others = ({p: m.state[p] for p in paths if p in m.state} for m in reversed(micros))
+        others = [{p: m.state[p] for p in paths if p in m.state} for m in reversed(micros)]
         other = next((each for each in others if unlike(as_it_was, each) or each.keys() - as_it_was.keys()), None)
         with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # parts that only fit together
             if other is not None and not _are_close(usual, tried(other)):
+                found[name] = paths
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError):
+            earlier = next((each for each in others if unlike(late, each)), None)
+            if name not in found and earlier is not None and not _are_close(usual_late, tried(earlier, late)):
                 found[name] = paths
     if groups and not found:  # such as a teacher, and when it learns
         found = groups

@@ -251,7 +251,9 @@ class Proving:
         self._decide(result, seen)
         if result.verdict == "DIFFERS" and not result.causes and (found := causes.models_apart(ran.records)) is not None:
             result.causes = [found]
-        if result.is_equal and ran.row.restores and not reference.facts["joined"]:
+        # Of one pass over a whole batch, what ranks had apart is not put back, and shows as a difference.
+        in_one_pass = reference.facts["joined"] and (ran.row.constant_draws or not reference.facts["drew"])
+        if result.is_equal and ran.row.restores and not in_one_pass:
             found = causes.state_apart(ran.records, self._references.state(ran, reference))
             result.causes = [found] if found is not None else []
             result.verdict = "DIFFERS" if result.causes else result.verdict
@@ -346,7 +348,8 @@ class Proving:
 
     def _with_constant_draws(self, seen: Judged, alike: frozenset[tuple[str, int]] = frozenset()) -> tuple[Result | None, str]:
         """The row with draws that a sample has in any batch, as it was judged; and why that does not show all, if so."""
-        row = replace(seen.ran.row, constant_draws=True, drawn_alike=alike, brief=True)
+        ran = seen.ran  # what each rank has kept may show late
+        row = replace(ran.row, constant_draws=True, drawn_alike=alike, brief=ran.row.brief or not ran.row.restores)
         result = Result(row.label, row.ranks)
         try:
             ran = self._on_ranks.row(row, with_constant_draws(seen.ran.folder), self.dtype)
