@@ -44,6 +44,7 @@ __all__ = [
 Cause = tuple[str, str]  # its name, and what was seen
 _FEW = 4  # parts of a state that are named one by one
 _KEEPS = "the forward pass keeps state"
+_HALF_DIGITS = 3e-2  # four roundings of bfloat16: what a loss in half precision may differ by
 
 # Of the elements that are no small part of a gradient: more than so many, and this share, may not be zero.
 _NO_SMALL_PART, _LEAST_LOST, _MOST_LOST = 1e-2, 8, 0.1
@@ -482,7 +483,8 @@ def from_mistakes(
 def _by_rank(mistakes: Mapping[str, Any], records: list[dict[str, Any]], update: int) -> Cause | None:
     """Micro-batches whose rank had another loss for them than one process has, at the same parameters."""
     known = [each for each in mistakes["weighted"]["losses"] if each[2] is not None and not records[0]["batch_norms"]]
-    wrong = [(rank, loss, recorded) for rank, loss, recorded in known if abs(loss - recorded) > 1e-5 * abs(loss)]
+    limit = _HALF_DIGITS if records[0]["half"] or records[0]["narrow"] else 1e-5
+    wrong = [(rank, loss, recorded) for rank, loss, recorded in known if abs(loss - recorded) > limit * abs(loss)]
     if not wrong:
         return None
     rank, loss, recorded = wrong[0]
