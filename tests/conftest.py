@@ -90,11 +90,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         refusals.write()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not full"` leaves tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests for a GPU are not part of the suite of a machine without one; everything else that is skipped fails in CI.
+    """Of a test marked `full(but=(...))`, the cases whose ids begin so are in `make test` as well.
+
+    Tests for a GPU are not part of the suite of a machine without one; everything else that is skipped fails in CI.
 
     The reduced form of `make gpu` asks for those that a CPU can run as well, so that they are never broken when needed.
     """
+    for item in items:
+        for mark in [each for each in item.own_markers if each.name == "full" and "but" in each.kwargs]:
+            if item.callspec.id.startswith(tuple(mark.kwargs["but"])):  # type: ignore[attr-defined]
+                item.own_markers.remove(mark)
     if not torch.cuda.is_available():
         reduced = os.environ.get("ECHELON_GPU_TESTS_ON") == "cpu"
         marked = [(item, item.get_closest_marker("gpu")) for item in items]

@@ -33,6 +33,7 @@ def test_a_power_cut_does_not_undo_a_new_folder(forks: Forks, tmp_path: Path) ->
     assert re.match("m+sso", found), found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("scenario", "number"),
     [pytest.param("sync", 5, marks=pytest.mark.full), ("async", 2)],

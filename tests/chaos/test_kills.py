@@ -44,6 +44,7 @@ def test_launchers_killed_and_another_number_of_ranks_each_time(tmp_path: Path) 
     assert 0 < largest_difference(a, b) < 1e-9
 
 
+@pytest.mark.full
 def test_a_stopped_rank_ends_the_attempt_within_the_timeout_and_the_next_goes_on(tmp_path: Path) -> None:
     """What the ranks' own group says after five seconds, not after half an hour; then the restart, to the end."""
     options = ("--steps", "16", "--stop-rank-1-at", "9", "--timeout", "5")

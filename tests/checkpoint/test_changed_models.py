@@ -122,6 +122,7 @@ def _reference(change: str, model: Callable[[], nn.Module] = _model, kind: str =
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", ["grow", "grow and replace", "rescale", "load", "convert"])
 def test_what_is_changed_in_training_is_changed_under_every_strategy(ranks: Ranks, change: str) -> None:
     want = _reference(change)
@@ -171,6 +172,7 @@ def _skipping_at_the_end() -> Any:
     return under_each(["ddp", "zero1"], _refusal, "skip last"), _trained(found, "skip last"), _trained("fsdp", "skip last")
 
 
+@pytest.mark.full
 def test_layers_that_only_the_last_step_left_out_are_named_before_its_update(ranks: Ranks) -> None:
     """torch raises in the next forward pass, and there is none: each rank kept gradients of its own."""
     want = _reference("skip last")
@@ -299,6 +301,7 @@ def _frozen_under_each() -> dict[str, Any]:
     return {how: (_frozen("ddp", how), _frozen(found, how)) for how in FREEZES}
 
 
+@pytest.mark.full
 def test_what_the_losss_own_code_freezes_is_averaged_or_refused(ranks: Ranks) -> None:
     """Gradients of layers that were unfrozen in a pass stayed each rank's own."""
     CHANGES.update({how: lambda module, optimizer, step, freeze=freeze: freeze(module, step) for how, freeze in FREEZES.items()})
@@ -329,6 +332,7 @@ def _own_loop(layout: str, kind: str) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
+@pytest.mark.full
 def test_an_optimizer_that_makes_its_state_as_it_is_built_is_taken(ranks: Ranks) -> None:
     """Adagrad was taken for one that had stepped."""
     want = _reference("nothing", kind="Adagrad")
@@ -387,6 +391,7 @@ def _hooks() -> Any:
 HOOKED = {"mask": _masked, "step": _stepping}
 
 
+@pytest.mark.full
 def test_a_hook_on_a_parameter_acts_or_is_refused(ranks: Ranks) -> None:
     want = _reference("nothing", _masked)
     for masked, lost, late in ranks(2, _hooks):
@@ -458,6 +463,7 @@ def _models() -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_what_a_strategy_cannot_train_is_refused_with_what_to_do(ranks: Ranks) -> None:
     want = _reference("nothing", _transposed)
     for of_rank in ranks(2, _models):
@@ -508,6 +514,7 @@ def _of_each_change(folder: Path) -> dict[str, dict[str, list[str]]]:
     return {change: under_each(layouts, _said_at_saves, change, folder) for change in ("noise", "on rank 0", "nothing")}
 
 
+@pytest.mark.full
 def test_a_save_says_once_that_ranks_have_changed_their_copies_each_in_its_own_way(ranks: Ranks, tmp_path: Path) -> None:
     first, other = ranks(2, _of_each_change, tmp_path)
     for layout in ("ddp", "hsdp"):  # under zero1 the owner's values go to all after each update
@@ -546,6 +553,7 @@ def _two_saves_of_four(folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_ranks_that_hold_copies_in_several_groups_agree_on_what_they_have_been_told(ranks: Ranks, tmp_path: Path) -> None:
     """Rank 3 shares no group with rank 0: it did not know, and waited for the others at the next save."""
     first, *others = ranks(4, _two_saves_of_four, tmp_path)

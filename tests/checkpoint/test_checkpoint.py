@@ -48,6 +48,7 @@ def test_the_library_need_not_be_installed_to_save(tmp_path: Path, monkeypatch: 
     assert commit.is_saved(tmp_path, 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", EACH)
 def test_at_the_same_ranks_a_resumed_run_is_bit_equal_with_dropout(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     options = {"dropout": 0.3}
@@ -63,6 +64,7 @@ def _save_each(folder: Path, **options: Any) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
 
+@pytest.mark.full
 def test_saves_count_updates_and_old_ones_go(ranks: Ranks, tmp_path: Path) -> None:
     """Each update has two micro-batches: after 3 and 6 updates, and after 8 at the end."""
     names = ranks(2, _save_each, tmp_path / "a", save_every_n_updates=3)[0]
@@ -165,6 +167,7 @@ def _means_over_ranks(folder: Path, resume: bool) -> list[float]:
     return [unit.mean.compute(), float(unit.theirs.compute())]
 
 
+@pytest.mark.full
 def test_each_rank_gets_its_own_share_of_a_metric_back(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, _means_over_ranks, tmp_path / "c", False) == [[6.0, 6.0]] * 2
     assert ranks(2, _means_over_ranks, tmp_path / "c", True) == [[6.0, 6.0]] * 2
@@ -180,6 +183,7 @@ def _accumulated(folder: Path, accumulation: int, updates: int, resume: bool) ->
     return whole(unit.module), unit.window.updates
 
 
+@pytest.mark.full
 def test_fewer_ranks_with_more_accumulation_go_on_with_the_same_updates(ranks: Ranks, tmp_path: Path) -> None:
     ranks(4, _accumulated, tmp_path / "c", 1, 4, False)
     ((got, updates),) = ranks(1, _accumulated, tmp_path / "c", 4, 9, True)

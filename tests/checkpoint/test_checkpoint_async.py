@@ -67,6 +67,7 @@ def _resume_from_3(folder: Path, layout: str) -> dict[str, Any]:
     return whole(unit.module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero1"])
 def test_what_is_written_later_is_the_state_of_its_step(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     want = ranks(2, _train_behind, tmp_path / "c", layout)[0]
@@ -92,6 +93,7 @@ def test_the_loop_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: p
     del saver
 
 
+@pytest.mark.full
 def test_a_busy_save_is_waited_for_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for on_busy, after, names in (("wait", 1, [1, 2, 3, 4]), ("skip", 3, [1, 4])):
         released = threading.Event()
@@ -146,6 +148,7 @@ def _fails_behind(folder: Path, end: int) -> tuple[str, int]:
     return str(caught.value), unit.train_progress.num_steps_completed
 
 
+@pytest.mark.full
 def test_a_failure_behind_the_loop_comes_up_at_the_next_step_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     for text, step in ranks(2, _fails_behind, tmp_path / "c", 12):
         assert step == 3 and "rank 1: OSError: [Errno 5] Input/output error" in text
@@ -175,6 +178,7 @@ def _fails_once(folder: Path, asynchronous: bool) -> int:
     return unit.train_progress.num_steps_completed
 
 
+@pytest.mark.full
 def test_any_error_of_writing_on_one_rank_is_told_to_all_and_tolerated(ranks: Ranks, tmp_path: Path) -> None:
     for asynchronous in (False, True):
         assert ranks(2, _fails_once, tmp_path / str(asynchronous), asynchronous) == [6, 6]
@@ -325,6 +329,7 @@ def _everything_else(unit: Any) -> None:
 CHANGES = [_through_data, _through_numpy, _one_element, _moments, _exchanged, _everything_else]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", ["on_train_step_end", "on_train_get_next_batch_end", "on_train_step_start", "forward"])
 def test_what_the_program_changes_once_a_save_was_called_is_not_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
@@ -450,6 +455,7 @@ def _fails_to_say(folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_state_dict_that_fails_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
     for text in ranks(2, _fails_to_say, tmp_path / "c"):
         assert text == "the state of own cannot be had: LookupError: lost it"

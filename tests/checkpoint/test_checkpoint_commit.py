@@ -69,6 +69,7 @@ def test_a_checkpoint_consists_of_these(two: Path) -> None:
     assert facts["config"]["world_size"] == 1 and facts["config"]["optimizers"] == {"optimizer": "AdamW"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_and_every_cut_is_found_and_the_file_named(two: Path, tmp_path: Path, name: str) -> None:
     """Thirty bits and ten cuts of each kind of file, and the file swapped for the other checkpoint's, and removed."""
@@ -103,6 +104,7 @@ def _restored(folder: Path, **options: Any) -> int:
     return unit.train_progress.num_steps_completed
 
 
+@pytest.mark.full
 def test_a_damaged_newest_is_named_and_the_older_one_taken(two: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "c"
     shutil.copytree(two, folder)
@@ -176,6 +178,7 @@ def _restore_damaged(folder: Path) -> tuple[str, int]:
     return "", -1
 
 
+@pytest.mark.full
 def test_two_ranks_share_the_reading_and_both_know_the_result(ranks: Ranks, two: Path, tmp_path: Path) -> None:
     """Whichever rank had the damaged file for its share."""
     for name in ("index.json", "state.safetensors"):
@@ -329,6 +332,7 @@ def _fails_on(rank: int, folder: Path, **options: Any) -> tuple[str, int, int]:
     return text, unit.train_progress.num_steps_completed, saver.failures
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_on_one_rank_is_told_to_all_and_training_goes_on(ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     options = {"async_checkpoint": asynchronous}
@@ -363,6 +367,7 @@ def test_blocks_cover_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sorted(map(len, found)) == [0, 0, 1]  # one part of three had the block
 
 
+@pytest.mark.full
 def test_ranks_divide_what_all_of_them_have(ranks: Ranks, tmp_path: Path) -> None:
     """Under ddp every tensor is on both ranks: one of them writes it, and both write about as much."""
     ranks(2, train_and_save, tmp_path / "c", "ddp", 2)

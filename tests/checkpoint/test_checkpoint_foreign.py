@@ -54,6 +54,7 @@ two, folder, bucket = forged.two, forged.folder, forged.bucket
 # --- what lies in the folder
 
 
+@pytest.mark.full
 def test_nothing_in_the_folder_keeps_a_run_from_starting(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -91,6 +92,7 @@ def test_what_cannot_be_removed_is_left_where_it_is_and_the_step_is_saved(
     assert sorted(p.name for p in tmp_path.iterdir()) == [".staged-step-00000002", OLD]
 
 
+@pytest.mark.full
 def test_a_url_with_something_else_in_the_place_of_a_checkpoint(bucket: tuple[str, Any]) -> None:
     url, fs = bucket
     fs.pipe_file("/hostile/step-00000009", b"a file")

@@ -233,6 +233,7 @@ def test_a_url_of_this_machines_files_is_a_folder(tmp_path: Path) -> None:
 # --- what is no file
 
 
+@pytest.mark.full
 def test_what_is_no_file_is_passed_over_and_hangs_nobody(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the place of each file, and of the checkpoint itself; or a terabyte where some bytes were."""
     for name in [*FILES, ""]:
@@ -277,6 +278,7 @@ def scratch(two: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(two / NEW, tmp_path_factory.mktemp("scratch") / NEW))
 
 
+@pytest.mark.full
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(dice=st.randoms(use_true_random=False), name=st.sampled_from(FILES), how=st.sampled_from(["json", "state", "bytes"]))
 def test_whatever_is_changed_is_read_as_it_is_or_called_corrupt(
@@ -307,6 +309,7 @@ def test_whatever_is_changed_is_read_as_it_is_or_called_corrupt(
     time.localtime(facts["time"])
 
 
+@pytest.mark.full
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(dice=st.randoms(use_true_random=False), name=st.sampled_from(FILES))
 def test_a_restore_from_what_was_changed_gives_the_weights_or_the_librarys_own_error(

@@ -183,6 +183,7 @@ def _facts_of_each() -> dict[str, Any]:
     return {layout: _facts(layout) for layout in ("hsdp", "ddp", "tp")}
 
 
+@pytest.mark.full
 def test_the_manifest_says_what_ran(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ranks(2, _facts_of_each)[0]
     hsdp, data = found["hsdp"], found["hsdp"]["data"]
@@ -326,6 +327,7 @@ def _resume_grouped(folder: Path, pairs: list[tuple[str, str]], averages: bool) 
     return results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("averages", "kinds", "which"),
     [
@@ -448,6 +450,7 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.full
 def test_every_optimizer_goes_on_bit_by_bit_also_where_it_had_no_state_yet(tmp_path: Path) -> None:
     wrong = {}
     for name, options in OPTIMIZERS:
@@ -589,6 +592,7 @@ def test_a_folder_of_checkpoints_is_not_one_and_the_newest_is_named(tmp_path: Pa
 # --- weights of other programs
 
 
+@pytest.mark.full
 def test_weights_of_another_program_are_read_into_any_strategy(ranks: Ranks, tmp_path: Path) -> None:
     want = {k: v.contiguous() for k, v in net(3).state_dict().items()}
     save_file(want, tmp_path / "model.safetensors")
@@ -735,6 +739,7 @@ def test_states_of_many_kinds_come_back_as_they_were() -> None:
 # --- a URL
 
 
+@pytest.mark.full
 def test_a_url_is_a_folder_like_any_other(tmp_path: Path) -> None:
     import fsspec
 
@@ -763,6 +768,7 @@ def _save_by_url(folder: str) -> None:
     train_and_save(Remote(fsspec.filesystem("file"), folder, "file"), "fsdp", 4)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_ranks_write_to_a_url_together(ranks: Ranks, tmp_path: Path) -> None:
     """By the library of URLs; `place` would make a Path of this machine's files."""
     ranks(2, _save_by_url, str(tmp_path / "c"))

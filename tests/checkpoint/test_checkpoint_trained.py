@@ -78,6 +78,7 @@ def _go_on(folder: str, layout: str) -> Any:
     return {**whole(unit.module), **buffers}
 
 
+@pytest.mark.full
 def test_frozen_parameters_are_left_out_and_any_strategy_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     saved = ranks(2, _train, str(tmp_path), "fsdp", 3)[0]
     assert _names(tmp_path) == {
@@ -112,6 +113,7 @@ def _on_another_base(folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_another_base_is_refused_by_name(ranks: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _train(tmp_path, None, 2)
     for text in ranks(2, _on_another_base, str(tmp_path)):
@@ -124,6 +126,7 @@ def test_another_base_is_refused_by_name(ranks: Ranks, tmp_path: Path, caplog: p
     assert "trained on other frozen parameters" in caplog.text
 
 
+@pytest.mark.full
 def test_what_came_from_a_checkpoint_or_was_frozen_later_stays_in(tmp_path: Path) -> None:
     """The script would not build it again."""
     unit = _unit()

@@ -161,6 +161,7 @@ def _loop(
     return whole(model)
 
 
+@pytest.mark.full
 def test_the_end_is_saved_and_resumed_from_and_few_stay(tmp_path: Path) -> None:
     for every, expected in (
         ("epoch", [6, 9, 12]),
@@ -184,6 +185,7 @@ def _stopped(folder: Path, **options: Any) -> Any:
         return ended.code
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks
 def test_a_signal_saves_and_the_same_line_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, _stopped, tmp_path, kill_at=4) == [75, 75]
@@ -192,6 +194,7 @@ def test_a_signal_saves_and_the_same_line_goes_on(ranks: Ranks, tmp_path: Path) 
         assert largest_difference(one, other) == 0
 
 
+@pytest.mark.full
 def test_the_best_of_a_loops_own_evaluations_stays(ranks: Ranks, tmp_path: Path) -> None:
     """keep=1: the newest and the best; the number is the mean over the ranks, of the weights that were evaluated."""
     best = ech.Checkpoints(tmp_path / "c", keep=1, best="accuracy")
@@ -217,6 +220,7 @@ def _counts_itself(folder: Path) -> None:
         assert evaluation.numbers == {"accuracy": [1, 3, 2, 0][epoch]}
 
 
+@pytest.mark.full
 def test_a_loop_that_counts_its_epochs_itself_keeps_the_best_too(tmp_path: Path) -> None:
     _counts_itself(tmp_path)
     assert _numbers(tmp_path) == {6: {"accuracy": 3}, 12: {"accuracy": 0}}
@@ -250,6 +254,7 @@ def _within_an_epoch(folder: Path, where: str) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_an_evaluation_within_an_epoch_is_of_the_weights_that_are_saved_or_refused(tmp_path: Path) -> None:
     assert not _within_an_epoch(tmp_path / "after", "after")
     assert {step: each["accuracy"] for step, each in _numbers(tmp_path / "after").items()} == {2: 7.0, 5: 0.0, 6: 0.0}
@@ -299,11 +304,13 @@ def _evaluates_late(folder: Path, *, evaluates: bool = True) -> list[str]:
         return [text for text in texts if "accuracy" in text]
 
 
+@pytest.mark.full
 def test_a_number_that_may_still_come_is_not_missed(ranks: Ranks, tmp_path: Path) -> None:
     assert _evaluates_late(tmp_path / "one") == [] and ranks(2, _evaluates_late, tmp_path / "two") == [[], []]
     assert [numbers.get("accuracy") for numbers in _numbers(tmp_path / "one").values()][-1] == 0.5
 
 
+@pytest.mark.full
 def test_a_loop_that_never_logs_the_number_of_the_best_is_told_so_once_at_its_end(tmp_path: Path) -> None:
     first, again = _evaluates_late(tmp_path, evaluates=False)
     assert first == again and first.startswith(
@@ -360,6 +367,7 @@ def _best_of(folder: Any, epochs: int, scores: dict[int, float] = SCORES, **opti
     return _train(ech.Checkpoints(folder, keep=1, best="accuracy", **options), epochs, Scored(scores, layout="ddp"))
 
 
+@pytest.mark.full
 def test_the_best_by_a_logged_number_stays_beside_the_newest_at_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     for asynchronous in (False, True):
         folder = tmp_path / str(asynchronous)
@@ -370,6 +378,7 @@ def test_the_best_by_a_logged_number_stays_beside_the_newest_at_any_number_of_ra
         assert _numbers(folder) == {6: {"accuracy": 3.0}, 15: {"accuracy": 2.5}}
 
 
+@pytest.mark.full
 def test_one_line_restores_and_the_numbers_are_those_of_a_run_in_one_go(ranks: Ranks, tmp_path: Path) -> None:
     wanted = ranks(2, _train, None, 4)[0]
     for every in (None, "epoch", 2):
@@ -391,6 +400,7 @@ def _stopped_in_evaluation(folder: Path, at: tuple[int, int] | None) -> Any:
     return _train(ech.Checkpoints(folder, best="accuracy"), 3, unit, evaluate=range(6))
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks
 def test_an_evaluation_that_a_signal_cuts_short_gives_no_number_and_the_resumed_one_does(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, _stopped_in_evaluation, tmp_path, (6, 2)) == [75, 75]
@@ -411,6 +421,7 @@ def test_a_best_that_nothing_logs_is_refused_after_the_first_evaluation(ranks: R
     assert first == second and "got 'f1'" in first and "eval_accuracy" in first and "eval_loss" in first
 
 
+@pytest.mark.full
 def test_the_loss_can_be_the_number_of_evaluations_or_of_training(tmp_path: Path) -> None:
     _train(ech.Checkpoints(tmp_path / "eval", best="loss"), 2)
     assert all(set(each) == {"loss"} for each in _numbers(tmp_path / "eval").values())
@@ -418,6 +429,7 @@ def test_the_loss_can_be_the_number_of_evaluations_or_of_training(tmp_path: Path
     assert all(set(each) == {"loss"} for each in _numbers(tmp_path / "train").values())
 
 
+@pytest.mark.full
 def test_a_number_stays_with_the_weights_that_it_was_measured_of(tmp_path: Path) -> None:
     """Saves between evaluations have none."""
     checkpoints = ech.Checkpoints(tmp_path, every=1, keep=None, best="accuracy")
@@ -456,11 +468,13 @@ def _plateaus() -> list[Any]:
     return [_plateau("accuracy"), _plateau("eval_accuracy")]
 
 
+@pytest.mark.full
 def test_a_plateau_scheduler_follows_what_was_logged(ranks: Ranks) -> None:
     """It grows, where less would be better, so each evaluation after the first halves the rate."""
     assert ranks(2, _plateaus) == [[0.025, 0.025]] * 2
 
 
+@pytest.mark.full
 def test_an_object_store_will_do(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     url = f"memory://{tmp_path.name}"
@@ -476,6 +490,7 @@ def test_an_object_store_will_do(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.full
 def test_a_trainer_resumes_by_itself(tmp_path: Path) -> None:
     def trained(epochs: int) -> int:
         unit = Scored()

@@ -130,6 +130,7 @@ def test_state_that_appeared_is_refused_when_strict(tmp_path: Path) -> None:
         Saver.restore(tmp_path / "step-00000000", Hand())
 
 
+@pytest.mark.full
 def test_state_that_appeared_stays_as_it_is_where_it_is_named(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks(2, _appeared, tmp_path):
         assert told.endswith("allow_changes=('counter',) leaves only counter as the script made it. 3")
@@ -176,6 +177,7 @@ def _goes_on_renamed(folder: Path, layout: str) -> dict[str, Any]:
     return whole(unit.module)
 
 
+@pytest.mark.full
 def test_renamed_layers_go_on_with_their_moments_under_any_strategy(ranks: Ranks, tmp_path: Path) -> None:
     want = _saved(tmp_path / "all", steps=4)
     _saved(tmp_path / "c")
@@ -186,6 +188,7 @@ def test_renamed_layers_go_on_with_their_moments_under_any_strategy(ranks: Ranks
         assert largest_difference(back, whole(want.module)) < 1e-12
 
 
+@pytest.mark.full
 def test_layers_of_equal_shapes_are_suggested_and_the_suggestion_works(tmp_path: Path) -> None:
     """Also for a whole attribute, and for one of two modules that an optimizer has."""
     saved = _saved(tmp_path)
@@ -333,6 +336,7 @@ def _wrapped(kind: str) -> nn.Module:
     return module
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["compiled", "recomputed", "frozen"])
 def test_a_submodule_that_was_wrapped_or_frozen_since_keeps_its_names(tmp_path: Path, kind: str) -> None:
     saved = _saved(tmp_path)

@@ -34,6 +34,7 @@ def parts(draw: Any) -> tuple[list[int], list[int], list[int]]:
     return shape, begins, [draw(st.integers(0, n - b)) for n, b in zip(shape, begins, strict=True)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at_once", [1, 64, 1 << 20])
 @pytest.mark.parametrize("run", [0, 24, 1 << 20])
 def test_any_part_of_any_tensor_into_memory_of_any_kind(tmp_path: Path, at_once: int, run: int) -> None:

@@ -44,6 +44,7 @@ class Numbered(Regression):
         return super().compute_loss(state, data[:2])
 
 
+@pytest.mark.full
 def test_an_evaluation_on_the_same_loader_changes_neither_the_samples_nor_what_is_saved(tmp_path: Path) -> None:
     """The last, short batch of each epoch is looked up after an evaluation, which is in an epoch of its own."""
     data = torch.utils.data.Subset(DATA, range(46))
@@ -106,6 +107,7 @@ def _shards_restored(folder: Path) -> tuple[int, int]:
     return loader.at, loader.samples
 
 
+@pytest.mark.full
 def test_a_foreign_loader_with_a_state_of_each_rank_gets_its_own_back(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _with_shards, tmp_path / "c")
     assert ranks(2, _shards_restored, tmp_path / "c") == [(2, 0), (2, 4)]
@@ -202,6 +204,7 @@ def _both_ways(layout: str, folder: Path) -> bool:
     return _trained_besides(layout, folder, [6]) == _trained_besides(layout, folder, [2, 6])
 
 
+@pytest.mark.full
 def test_what_an_optimizer_trains_besides_the_modules_goes_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     """Its values were in no checkpoint: it began again, under its old momentum."""
     for of_rank in ranks(2, under_each, KINDS, _both_ways, tmp_path):
@@ -225,6 +228,7 @@ def _drawing_before_it_trains(folder: Path, steps: list[int]) -> dict[str, torch
     return whole(unit.module)
 
 
+@pytest.mark.full
 def test_what_a_script_draws_before_it_resumes_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
     """Dropout was another after each restart, if anything was drawn between the restore and the first step."""
     once, again = (ranks(2, _drawing_before_it_trains, tmp_path, steps) for steps in ([8], [3, 8]))
@@ -260,6 +264,7 @@ def _with_fewer_micro_batches(folder: Path, elsewhere: bool) -> dict[str, torch.
     return whole(unit.module)
 
 
+@pytest.mark.full
 def test_a_run_that_counted_micro_batches_goes_on_in_its_folder(ranks: Ranks, tmp_path: Path) -> None:
     """What it called step 6 is update 3: the newest would be refused as ahead of the run."""
     got = ranks(2, _with_fewer_micro_batches, tmp_path / "here", False)
@@ -276,6 +281,7 @@ class Killed(ech.Callback):
         raise KeyboardInterrupt
 
 
+@pytest.mark.full
 def test_the_one_checkpoint_that_stays_is_the_one_that_is_counted_anew(tmp_path: Path) -> None:
     """It had the smaller number, and was removed as an older one; then the other was set aside, and nothing was left."""
     for accumulation, more in ((2, []), (1, [Killed()])):
@@ -289,6 +295,7 @@ def test_the_one_checkpoint_that_stays_is_the_one_that_is_counted_anew(tmp_path:
     assert {path.name for path in tmp_path.glob("*step*")} == {"replaced-step-00000006", "step-00000003"}
 
 
+@pytest.mark.full
 def test_what_is_counted_anew_has_the_streams_of_what_it_is_made_of(tmp_path: Path) -> None:
     """It had what the script had drawn by then, and the next run that began from it drew otherwise."""
 
@@ -343,6 +350,7 @@ def _two_steps(folder: Path) -> None:
     ech.train(Numbered(layout="ddp"), ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(folder)])
 
 
+@pytest.mark.full
 def test_the_streams_of_a_checkpoint_that_was_left_again_are_not_taken_up(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _two_steps, tmp_path / "two")
     ranks(1, _two_steps, tmp_path / "one")

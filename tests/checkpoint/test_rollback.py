@@ -75,6 +75,7 @@ def _seen_after_a_while() -> int:
     raise AssertionError("no such sample")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "value", "accumulation", "asynchronous"),
     [
@@ -98,6 +99,7 @@ def test_going_back_leaves_the_batch_out_and_nothing_else(
     assert not {k * accumulation + m for k, _ in ranges for m in range(accumulation)} & set(want["steps"])
 
 
+@pytest.mark.full
 def test_what_was_left_out_is_left_out_after_a_resume(ranks: Ranks, tmp_path: Path) -> None:
     bad = _seen_after_a_while()
     want = ranks(2, _run, tmp_path / "a", bad, math.nan)[0]
@@ -122,6 +124,7 @@ def _until_it_ends(folder: Path, watch: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("watch", [False, True])
 def test_it_is_bounded_and_the_error_names_step_rank_and_samples(ranks: Ranks, tmp_path: Path, watch: bool) -> None:
     first, second = ranks(2, _until_it_ends, tmp_path / "c", watch)
@@ -148,6 +151,7 @@ class Own(ech.TrainUnit[Any]):
         self.loss = float(loss.detach())
 
 
+@pytest.mark.full
 def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = _seen_after_a_while()
     loader = ech.Loader(_data(bad, math.nan), 8, seed=1)
@@ -192,12 +196,14 @@ def _with_evaluations(folder: Path | None, skipped: Any) -> dict[str, Any]:
     return {"module": whole(unit.module), "evaluated": evaluated, "lr": unit.optimizer.param_groups[0]["lr"]}
 
 
+@pytest.mark.full
 def test_an_evaluation_that_the_older_state_was_saved_before_comes_again_at_its_step(tmp_path: Path) -> None:
     want, got = _with_evaluations(None, [(5, 6)]), _with_evaluations(tmp_path / "c", [])
     assert want["evaluated"] == [4, 8, 12] and got["evaluated"] == [4, 4, 8, 12]
     assert got["lr"] == want["lr"] and largest_difference(got["module"], want["module"]) == 0
 
 
+@pytest.mark.full
 def test_an_evaluation_that_is_due_at_a_step_left_out_is_made(tmp_path: Path) -> None:
     """It decides the learning rate: one fewer would be seen."""
     for skipped in ([(3, 4)], [(7, 8)], [(10, 12)], [(2, 9)]):
@@ -225,6 +231,7 @@ def test_an_overflow_that_the_scaler_leaves_out_is_no_divergence(tmp_path: Path)
     assert unit.grad_scaler is not None and unit.grad_scaler.get_scale() < 2.0**40
 
 
+@pytest.mark.full
 def test_a_run_that_begins_anew_goes_back_to_its_own_beginning(tmp_path: Path) -> None:
     """An earlier run in this folder left its step 0, with other weights."""
 

@@ -73,6 +73,7 @@ def _run(folder: str, how: str, layout: str, stop_after: int | None = None) -> d
     return whole(unit.module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "layout"),
     [("from then on", "ddp"), ("once", "fsdp"), ("frozen", "ddp"), *(("grouped", each) for each in ("ddp", "fsdp", "zero1"))],
@@ -84,6 +85,7 @@ def test_a_resumed_run_trains_what_the_saved_one_did(ranks: Ranks, tmp_path: Pat
     assert largest_difference(ranks(2, _run, folder, how, layout)[0], wanted) == 0
 
 
+@pytest.mark.full
 def test_on_another_layout_as_well(ranks: Ranks, tmp_path: Path) -> None:
     wanted = _run(str(tmp_path / "whole"), "grouped", "none")
     ranks(2, _run, str(tmp_path / "parts"), "grouped", "fsdp", 5)
@@ -122,6 +124,7 @@ def _loop(folder: str, counts: str, groups: bool, layout: str, stop_after: int |
     return whole(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("counts", "groups", "layout"),
     [("epochs", False, "fsdp"), ("epochs", True, "ddp"), ("range", False, "ddp"), ("range", True, "fsdp")],

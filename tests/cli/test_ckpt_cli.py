@@ -46,6 +46,7 @@ def _run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:
     return code, "".join(capsys.readouterr())
 
 
+@pytest.mark.full
 def test_ls_shows_what_there_is_and_what_is_wrong(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run" / "checkpoints"
     shutil.copytree(saved[0], folder)

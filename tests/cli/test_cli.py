@@ -99,6 +99,7 @@ def facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Facts(tmp_path_factory.mktemp("facts"), request.param)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["argv", "file", "path", "main", "cwd", "stdin", "helper", "spec", "spawn", "fork"])
 def test_a_program_sees_what_python_would_show_it(facts: Facts, what: str) -> None:
     assert [rank[what] for rank in facts.ranks] == [facts.plain[what]] * len(facts.ranks)
@@ -223,6 +224,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes, floa
     return done.stdout, done.stderr, spent
 
 
+@pytest.mark.full
 def test_output_arrives_byte_for_byte(output: tuple[bytes, bytes, float]) -> None:
     lines = b"".join(b"%d %s\n" % (i, b"x" * 1000) for i in range(10_000))
     assert output[0] == b"\xff\xfe no UTF-8\n" + lines + b"a line without an end"
@@ -236,6 +238,7 @@ def test_ten_megabytes_take_seconds(output: tuple[bytes, bytes, float]) -> None:
     assert output[2] < 20  # 4 s, most of it for importing torch; by the clock it would depend on what else the machine does
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_does_not_harm_the_run(started: Started) -> None:
     script = started.script("for i in range(100_000): print('line', i)\nopen('finished', 'w').close()")
     launcher = started.run("--ranks", "2", script)
@@ -362,6 +365,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Terminal, i
     programs.end()
 
 
+@pytest.mark.full
 def test_on_a_terminal_every_printed_line_stays_whole(live: tuple[Terminal, int]) -> None:
     lines = live[0].lines()
     assert [line for line in lines if line.startswith("user line")] == [f"user line {step}" for step in range(1, 41)]
@@ -386,6 +390,7 @@ def test_the_terminal_gets_its_cursor_back(live: tuple[Terminal, int]) -> None:
 WAIT_ON_TERMINAL = LIVE + "    print('all printed', flush=True)\ntime.sleep(600)\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
 def test_ctrl_c_typed_at_the_terminal_gives_it_back(started: Started, times: int) -> None:
     """The ranks ignore it in the second case, so that it takes two; the line that is drawn then has hidden the cursor."""
@@ -398,6 +403,7 @@ def test_ctrl_c_typed_at_the_terminal_gives_it_back(started: Started, times: int
     started.all_gone()
 
 
+@pytest.mark.full
 def test_a_terminal_that_hangs_up_stops_the_ranks_and_the_run_folder_is_complete(started: Started) -> None:
     script = started.script(WAIT_ON_TERMINAL)
     _, code = _in_terminal(started, "--ranks", "2", "--name", "hung", script, typed=[(b"all printed", b"")])
@@ -407,6 +413,7 @@ def test_a_terminal_that_hangs_up_stops_the_ranks_and_the_run_folder_is_complete
     started.all_gone()
 
 
+@pytest.mark.full
 def test_a_debugger_works_in_one_rank(started: Started) -> None:
     script = started.script("x = 41\nbreakpoint()\nprint('went on')\n")
     terminal, code = _in_terminal(started, "--ranks", "1", script, fresh=True, typed=[(b"(Pdb) ", b"p x + 1\nc\n")])
@@ -455,6 +462,7 @@ for epoch in ech.epochs(loader, 1):
 """
 
 
+@pytest.mark.full
 def test_a_rank_is_found_by_its_name_and_when_it_is_killed_the_last_words_say_where_it_goes_on(started: Started) -> None:
     launcher = started.run("--ranks", "2", "--name", "it", started.script(KILLED))
     out, err = launcher.communicate(timeout=90)
@@ -516,6 +524,7 @@ def test_a_restart_is_announced_and_its_output_follows(started: Started) -> None
     assert (started.folder / "runs/again/attempts/001/rank1.log").read_text() == "attempt 1\n"
 
 
+@pytest.mark.full
 def test_a_killed_server_is_said_and_is_no_usage_error(started: Started) -> None:
     script = started.script("import os, time\nopen(f'ready{os.environ[\"RANK\"]}', 'w').close()\ntime.sleep(600)\n")
     launcher = started.run("--ranks", "2", script)
@@ -564,6 +573,7 @@ def test_sigterm_stops_the_ranks_and_all_that_they_started(started: Started) -> 
     assert verdict.cause == "interrupted" and re.fullmatch(r"ranks 0, 1 stood at script\.py:1\d", *verdict.seen), verdict
 
 
+@pytest.mark.full
 def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_time(started: Started) -> None:
     launcher = started.run("--ranks", "2", "--grace", "0.5", started.script(BUSY), "stubborn")
     _ranks_run(started)
@@ -575,6 +585,7 @@ def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_time(started: S
     started.all_gone()
 
 
+@pytest.mark.full
 def test_a_rank_that_saves_when_it_is_asked_to_stop_keeps_its_data_workers_until_then(started: Started) -> None:
     script = started.script(
         "import os, signal, time\n"
@@ -604,6 +615,7 @@ def test_killing_the_launcher_leaves_nothing_running(started: Started) -> None:
     started.all_gone()
 
 
+@pytest.mark.full
 def test_a_launcher_that_was_told_to_ignore_hang_ups_ignores_them(started: Started) -> None:
     script = started.script(
         "import os, time\nopen(f'ready{os.environ[\"RANK\"]}', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.02)\n"
@@ -788,6 +800,7 @@ def test_a_run_is_named_alike_by_all_commands(started: Started, verb: str, capsy
         assert capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_an_option_of_ours_behind_the_script_is_the_scripts_and_is_mentioned_once(
     tmp_path: Path, echelon_command: Command
 ) -> None:
@@ -875,6 +888,7 @@ def test_a_name_used_again_gets_one_more_attempt(started: Started) -> None:
     assert sorted(p.name for p in (started.folder / "runs/twice/attempts").iterdir()) == ["000", "001"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_run_that_is_under_way_has_its_folder_to_itself(started: Started, ranks: str) -> None:
     script = started.script("import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)\n")
@@ -904,6 +918,7 @@ def _outside_modules() -> list[str]:
     return [name for name in found if name not in ("echelon.launcher.local.elastic", "echelon.launcher.local.rendezvous")]
 
 
+@pytest.mark.full
 def test_the_outside_half_imports_no_torch() -> None:
     """One process imports them one by one and says at which torch or numpy appears."""
     code = (
@@ -949,6 +964,7 @@ def test_a_run_of_one_rank_imports_no_torch_that_the_script_does_not(started: St
     assert run.communicate(timeout=120)[0] == b"False\n"
 
 
+@pytest.mark.full
 def test_sets_of_strings_have_one_order_in_every_start(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED")
     script = started.script("print(list(set('abcdefghijklmnop')))")

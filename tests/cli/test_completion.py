@@ -92,6 +92,7 @@ def test_fish_completes_commands_options_values_and_files(shell: Callable[..., l
     assert values == {"cores", "devices", "both", "none"} and script == {"train.py"}
 
 
+@pytest.mark.full
 def test_zsh_reads_the_script(scripts: Path, tmp_path: Path, echelon_command: Command) -> None:
     """Its completion draws on a terminal: that it knows the command after the script was read is what can be asked."""
     if shutil.which("zsh") is None:

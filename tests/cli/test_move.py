@@ -160,6 +160,7 @@ def _refusal(value: Any) -> str:
     return repr(value) if isinstance(value, Missing) else ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("library", ["fairscale", "lightning", "torchtnt"])
 def test_what_is_read_of_compats_files_is_what_an_import_gives(library: str) -> None:
     wrong = []
@@ -232,6 +233,7 @@ def test_the_exit_code_says_whether_all_moved(tmp_path: Path, capsys: pytest.Cap
     assert script.read_text() == "from echelon.compat.fairscale.nn import Pipe, wrap\n"
 
 
+@pytest.mark.full
 def test_it_works_without_torch_and_says_what_it_needs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from lightning import Trainer\nfrom fairscale.optim import OSS\nimport torchtnt.utils\n")
     program = "import sys; sys.modules['torch'] = None; from echelon.cli.main import main; sys.exit(main(sys.argv[1:]))"

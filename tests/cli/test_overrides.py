@@ -42,6 +42,7 @@ def test_unit_and_loader_follow() -> None:
     ech.train(unit, [batch(4, 0)] * 2, max_epochs=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("option", ["--layout", "--strategy"])
 def test_a_layout_of_the_command_line_takes_the_place_of_the_scripts(
     echelon_command: Callable[..., Any], tmp_path: Path, option: str

@@ -58,6 +58,7 @@ def test_neither_torch_nor_numpy_is_imported(words: list[str]) -> None:
     assert done.returncode == 0 and not re.search(r"\| +(torch|numpy)$", done.stderr, re.MULTILINE)
 
 
+@pytest.mark.full
 def test_a_report_has_the_versions_the_machine_and_the_tools(facts: Facts) -> None:
     smi = "#!/bin/sh\nprintf 'NVIDIA H100 \\033[31m80GB, 81559 MiB, 570.86\\nNVIDIA H100, 81559 MiB, 570.86\\n'\n"
     told = facts(

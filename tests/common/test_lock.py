@@ -185,6 +185,7 @@ def test_without_locks_the_text_keeps_the_others_out_and_a_killed_process_keeps_
     assert is_free(folder, TAKE[kind])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("there", ["nothing", "a dead process's", "an empty file"])
 @pytest.mark.parametrize("locks", [True, False])
 def test_of_many_that_come_at_once_one_has_the_folder(
@@ -255,6 +256,7 @@ def test_without_locks_a_start_of_a_job_does_not_wait_for_the_one_before(
     assert is_free(tmp_path, take_lease) == free
 
 
+@pytest.mark.full
 def test_without_locks_a_launcher_that_lives_says_so_to_other_machines(tmp_path: Path) -> None:
     """Of any kind: one rank in the launcher itself, or a launch command, has no loop that would."""
     run = RunDir.create(tmp_path, "a", begin=False)

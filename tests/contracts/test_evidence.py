@@ -50,6 +50,7 @@ def _raises() -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # never: it has lost its peer
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_leaves_its_flight_record_and_so_do_those_that_lose_it(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="ValueError: bad"):
         launch(_raises, ranks=2, run_dir=tmp_path)
@@ -91,6 +92,7 @@ def _keeps_a_thread() -> None:
     time.sleep(1000)
 
 
+@pytest.mark.full
 def test_of_a_rank_that_still_runs_the_stack_and_the_flight_record_are_kept(tmp_path: Path) -> None:
     """The other one raises, although it has a thread that goes on."""
     with pytest.raises(RankFailedError, match="ValueError: bad"):
@@ -113,6 +115,7 @@ def _holds_the_interpreter() -> None:
         pass
 
 
+@pytest.mark.full
 def test_of_a_rank_that_holds_the_interpreters_lock_the_stack_is_kept_and_that_it_does_not_answer(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="ValueError: bad"):
         launch(_holds_the_interpreter, ranks=2, run_dir=tmp_path)
@@ -328,6 +331,7 @@ def _nccl_entry(**more: Any) -> dict[str, Any]:
     return {**said, **counts, **tensors, "is_p2p": False, "retired": True, **more}
 
 
+@pytest.mark.full
 def test_a_small_pickle_does_not_become_a_large_record(tmp_path: Path) -> None:
     """A list that is in it once may be meant a million times."""
     shapes = [(2**61,) * 16] * 1000

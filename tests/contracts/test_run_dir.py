@@ -101,6 +101,7 @@ def test_without_a_launcher_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- small files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     """A reader that looks all the time never sees half of it, nor the file absent, while another process rewrites it."""
     path, fork = tmp_path / "exit.json", multiprocessing.get_context("fork")
@@ -173,6 +174,7 @@ _VALUES = st.recursive(
 )
 
 
+@pytest.mark.full
 @given(st.lists(st.dictionaries(_TEXTS, _VALUES, max_size=3), max_size=4))
 def test_many_records_at_once_are_the_lines_that_they_would_be_one_by_one(records: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -187,6 +189,7 @@ def test_a_record_is_one_line(record: dict[str, Any]) -> None:
     assert "\n" not in encode(record)
 
 
+@pytest.mark.full
 @given(st.lists(st.text(max_size=20), max_size=6), st.lists(st.integers(0, 200), max_size=8))
 def test_a_growing_file_is_read_once_wherever_it_is_cut(texts: list[str], cuts: list[int]) -> None:
     """However the bytes arrive, each record is seen once, in order, when its line is complete."""

@@ -104,6 +104,7 @@ def _want(ranks: int, optimizer: str) -> tuple[dict[str, torch.Tensor], list[flo
     return {n: p.detach() for n, p in module.named_parameters()}, norms
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "layouts"),
     [
@@ -166,6 +167,7 @@ def _by_hand() -> dict[str, torch.Tensor]:
     return whole(unit.module)
 
 
+@pytest.mark.full
 def test_in_a_unit_of_ones_own_too(ranks: Ranks) -> None:
     alone = ByHand(_module())
     # Two micro-batches of one process at a time, with the calls of one rank.
@@ -212,6 +214,7 @@ def _load(folder: str, layouts: list[str]) -> dict[str, Any]:
     return done
 
 
+@pytest.mark.full
 def test_scalars_go_through_checkpoints_to_every_strategy(ranks: Ranks, tmp_path: Path) -> None:
     saved = ranks(2, _save, str(tmp_path), "fsdp")[0]
     layouts = ["fsdp", "ddp", "zero1", "zero2"]
@@ -245,6 +248,7 @@ def _bitwise(layout: str) -> dict[str, torch.Tensor]:
     return whole(unit.module)
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks
 def test_bit_equal_training_holds_for_scalars(ranks: Ranks) -> None:
     want = ranks(1, _bitwise, "none")[0]
@@ -264,6 +268,7 @@ def test_tensor_parallelism_cannot_know_what_a_scalars_gradient_is(ranks: Ranks)
     assert all("Temperature.temperature is a scalar" in text for text in ranks(2, _tensor_parallel))
 
 
+@pytest.mark.full
 def test_tensor_parallelism_over_one_rank_has_no_such_question(ranks: Ranks) -> None:
     want, _ = _want(2, "SGD")
     for got in ranks(2, _over_data):
@@ -296,6 +301,7 @@ def _of_two_types() -> tuple[float, bool]:
     return largest_difference(whole(unit.module), want), hasattr(unit.module.scale, "device_mesh")
 
 
+@pytest.mark.full
 def test_what_is_of_another_type_than_its_surroundings_stays_whole(ranks: Ranks) -> None:
     for far, is_split in ranks(2, _of_two_types):
         assert far < 1e-6 and not is_split

@@ -143,6 +143,7 @@ ALLOWED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("item", FORBIDDEN)
 def test_the_source_does_without(item: str) -> None:
     harmless = {"eval": ast.Attribute}  # Module.eval
@@ -313,6 +314,7 @@ HANGS = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("piece", HANGS)
 def test_s8_no_text_takes_long_to_redact(piece: str) -> None:
     """An error holds what somebody's data makes it hold: patterns that try everything twice would hang on some of it."""
@@ -385,6 +387,7 @@ def _with_the_canary(run: Path) -> set[str]:
     }
 
 
+@pytest.mark.full
 def test_s8_a_secret_is_in_no_file_and_no_output(echelon_command: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     env = {"HF_TOKEN": f"{CANARY}-env"}
@@ -735,6 +738,7 @@ NAMES = st.sampled_from(KEYS.split())
 RECORDS = st.dictionaries(NAMES, ANYTHING | st.dictionaries(NAMES, ANYTHING, max_size=4), max_size=12)
 
 
+@pytest.mark.full
 @settings(max_examples=40)
 @given(st.lists(RECORDS, min_size=4, max_size=4))
 def test_no_record_that_is_not_as_expected_ends_the_launcher(said: list[dict[str, Any]]) -> None:
@@ -850,6 +854,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_launch_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
     """Also what the server imports long after it has begun: psutil, when its last rank has ended."""
     here, elsewhere = tmp_path / "shared", tmp_path / "mine"

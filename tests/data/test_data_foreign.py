@@ -83,6 +83,7 @@ def _trained(make: Any, steps: int, folder: Path, begin: int | None) -> dict[str
     return whole(unit.module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_run_goes_on_to_the_bit_in_mid_epoch(tmp_path: Path, kind: str) -> None:
     """With dropout, and with augmentation where the loader is not read ahead."""
@@ -196,6 +197,7 @@ def _told(loader: str) -> str:
     return "".join(records)
 
 
+@pytest.mark.full
 def test_ranks_that_all_train_on_all_samples_are_told(ranks: Ranks) -> None:
     loaders = ["shuffled", "augmented", "own parts", "sampler", "one rank"]
     said, others = ranks(2, under_each, loaders, _told)

@@ -133,6 +133,7 @@ def _mixed(workers: int) -> Any:
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streams_that_were_split_by_node_and_interleaved_give_each_sample_once(ranks: Ranks, workers: int) -> None:
     a, b = ranks(2, _mixed, workers)
@@ -164,6 +165,7 @@ def _tables_of_ranks(kind: str) -> list[str]:
     return [text for text in told if "divided twice" in text]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["split", "subset", "tensors", "whole"])
 def test_tables_that_were_divided_before_are_said_to_be_divided_twice(ranks: Ranks, kind: str) -> None:
     first, second = ranks(2, _tables_of_ranks, kind)

@@ -88,6 +88,7 @@ def _all(loader: ech.StreamLoader) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("kind", "shards"), [(Counted, None), (Plain, "stride"), (OwnIterator, "stride")])
 def test_every_sample_is_seen_once_over_all_ranks_and_workers(kind: Any, shards: Any, workers: int) -> None:
@@ -109,6 +110,7 @@ def test_epochs_differ_by_what_the_dataset_makes_of_them() -> None:
     assert _all(loader) == [[2000 + i for i in range(8)]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "shards", "workers"),
     [
@@ -150,6 +152,7 @@ class Uneven(Counted):
         self.at = 0
 
 
+@pytest.mark.full
 def test_a_stream_that_ends_early_does_not_end_the_others() -> None:
     def loader() -> ech.StreamLoader:
         return _stream(Uneven(), 0, 1, num_workers=2)
@@ -210,6 +213,7 @@ def _saved_and_restored(folder: Path, steps: int, resume: bool, workers: int) ->
     return unit.seen
 
 
+@pytest.mark.full
 def test_a_run_over_streams_goes_on_exactly_through_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     """Seven or eight micro-batches make an epoch of a rank; the second run goes from the middle of one into the next."""
     want = ranks(2, _saved_and_restored, tmp_path / "whole", 11, False, 2)
@@ -228,6 +232,7 @@ def _workers_left() -> int:
         gc.enable()
 
 
+@pytest.mark.full
 def test_workers_end_with_a_run_that_ends_within_an_epoch(ranks: Ranks) -> None:
     assert ranks(2, _workers_left) == [0, 0]
 
@@ -240,6 +245,7 @@ def _other_world(folder: Path) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_another_number_of_ranks_is_refused_on_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _saved_and_restored, tmp_path / "c", 4, False, 0)
     for said in ranks(4, _other_world, tmp_path / "c"):

@@ -28,6 +28,7 @@ def _numbered(sizes: list[int]) -> list[list[int]]:
     return [list(range(a + 1, b + 1)) for a, b in pairwise(ends)]
 
 
+@pytest.mark.full
 @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=25).filter(any), length=st.integers(1, 12), cut=st.booleans())
 def test_every_token_is_an_input_once_and_a_target_once_unless_its_document_begins_with_it(
     sizes: list[int], length: int, cut: bool
@@ -48,6 +49,7 @@ def test_every_token_is_an_input_once_and_a_target_once_unless_its_document_begi
     assert targets == [t for t in inputs if t not in firsts]
 
 
+@pytest.mark.full
 @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=25).filter(any), length=st.integers(1, 12), cut=st.booleans())
 def test_documents_and_positions_say_where_each_token_is(sizes: list[int], length: int, cut: bool) -> None:
     documents = _numbered(sizes)
@@ -65,6 +67,7 @@ def test_documents_and_positions_say_where_each_token_is(sizes: list[int], lengt
         assert [a == b for a, b in pairwise(owners)] == [a == b for a, b in pairwise(numbers)]
 
 
+@pytest.mark.full
 @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=25).filter(any), length=st.integers(1, 12))
 def test_whole_documents_are_not_cut_unless_longer_than_a_row(sizes: list[int], length: int) -> None:
     documents = _numbered(sizes)

@@ -42,6 +42,7 @@ def _drawn(dataset: Any, *, epochs: int = 1, seed: int = 0, **options: Any) -> l
     return seen
 
 
+@pytest.mark.full
 @given(
     shares=st.lists(st.integers(1, 60), min_size=1, max_size=6),
     lengths=st.lists(st.integers(1, 40), min_size=6, max_size=6),
@@ -64,6 +65,7 @@ def test_ratios_hold_to_within_one_sample_at_every_prefix(shares: list[int], len
         assert np.abs(gone).max() < 1
 
 
+@pytest.mark.full
 @given(seed=st.integers(0, 2**40), data=st.data())
 def test_a_mixture_can_be_entered_anywhere(seed: int, data: st.DataObject) -> None:
     mixture = ech.Mixture({"a": Named("a", 7), "b": Named("b", 1000)}, {"a": 0.3, "b": 0.7}, samples_per_epoch=10**12)

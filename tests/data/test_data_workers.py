@@ -127,6 +127,7 @@ def test_a_worker_that_dies_is_named_within_seconds(what: Any, ended: str) -> No
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("collected")
 def test_a_worker_that_stops_ends_in_a_named_error_and_is_gone() -> None:
     began = time.monotonic()
@@ -161,6 +162,7 @@ def test_a_worker_that_dies_during_a_step_is_named_by_the_loop() -> None:
     assert isinstance(unit.seen, DataError)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
 def test_a_connection_that_breaks_before_its_worker_is_known_to_be_dead_names_the_worker(error: Exception) -> None:
@@ -178,6 +180,7 @@ def test_a_connection_that_breaks_before_its_worker_is_known_to_be_dead_names_th
     assert isinstance(better, DataError) and "was killed by SIGKILL" in str(better)
 
 
+@pytest.mark.full
 def test_a_connection_of_somebody_else_that_breaks_is_told_as_it_is() -> None:
     board, error = Board(1, ""), ConnectionResetError()
     batches = board.started(DataLoader(range(40), num_workers=1))
@@ -258,6 +261,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_workers_hand_over_tensors_whatever_the_length_of_tmpdir(started: Any) -> None:
     folder = started.folder / ("x" * 100)
     folder.mkdir()

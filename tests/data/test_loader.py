@@ -69,6 +69,7 @@ def test_global_batches_do_not_depend_on_ranks_or_accumulation(length: int, epoc
         assert _global_batches(length, 24, ranks, accumulation, epoch, seed=seed, tail=tail) == want
 
 
+@pytest.mark.full
 @given(length=st.integers(24, 120), at=st.integers(0, 5))
 def test_micro_batches_are_where_positions_of_says(length: int, at: int) -> None:
     """Whole global batches are computed together, the tail one by one: the same places."""

@@ -86,6 +86,7 @@ def _run(make: Callable[[], Any], folder: str | None, saves: dict[str, int], die
     return unit.seen, [p.detach().tolist() for p in unit.module.parameters()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LOADERS)
 def test_an_epochs_end_is_gone_on_from(name: str, tmp_path: Path) -> None:
     """With the order of the next epoch, and not that of the first; twice, so that a resumed run saves it as well."""
@@ -100,6 +101,7 @@ def test_an_epochs_end_is_gone_on_from(name: str, tmp_path: Path) -> None:
 
 
 # Not with a generator for loader and sampler together: torchdata by itself goes on with another order in the epoch after.
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "ends"), [("stateful", (2, 4, 6, 11, None)), ("stateful with workers", (6, None))])
 def test_the_middle_of_an_epoch_is_gone_on_from(name: str, ends: tuple[int | None, ...], tmp_path: Path) -> None:
     seen, trained = _run(LOADERS[name], None, {}, None, None)

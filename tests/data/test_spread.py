@@ -60,6 +60,7 @@ def writers_of(listings: list[Listing]) -> tuple[dict[tuple[str, tuple[int, ...]
 PIECES = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(0, 9), st.booleans()), max_size=12)
 
 
+@pytest.mark.full
 @given(st.lists(PIECES, min_size=1, max_size=4), st.lists(st.integers(0, 3), min_size=1, max_size=12))
 def test_each_piece_is_written_once_by_the_holder_that_the_definition_names(kinds: list[Any], of: list[int]) -> None:
     extents: dict[Any, int] = {}

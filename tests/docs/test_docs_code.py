@@ -49,11 +49,20 @@ def test_what_stands_before_a_block_is_used() -> None:
     assert {*BEFORE, *FILES} - used == set()
 
 
+@pytest.mark.full(
+    but=(
+        "docs/guides/choose_strategy.md",
+        "docs/guides/long_sequences.md",
+        "docs/guides/where_time_goes.md",
+        "docs/strategies.md",
+    )
+)
 @pytest.mark.parametrize("name", [name for name in _NAMES if name not in (*QUICK, *LONG) and _runs(name, commands=False)])
 def test_the_python_of_a_page_runs(name: str, tmp_path: Path) -> None:
     run_page(ROOT / name, tmp_path, commands=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", QUICK)
 def test_a_page_runs(name: str, tmp_path: Path) -> None:
     run_page(ROOT / name, tmp_path)

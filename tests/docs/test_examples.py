@@ -77,6 +77,7 @@ def _assert_learned(name: str, text: str) -> None:
     assert float(found[1]) < bound if below else float(found[1]) > bound, text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS])
 def test_it_learns_on_two_ranks_and_goes_on_when_it_is_started_again(echelon_command: Command, tmp_path: Path, name: str) -> None:
     options = RUNS[name][0]
@@ -139,6 +140,7 @@ def _gradients(layout: str) -> tuple[dict[str, torch.Tensor], float]:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.full
 def test_the_gathered_gradient_is_that_of_one_process(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain PyTorch over all 8 pairs at once. A detached gather, or one that divides, differs by tenths."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -195,6 +197,7 @@ def _saw(layouts: list[str]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.full
 def test_batch_norm_over_two_ranks_trains_as_over_one_and_as_plain_pytorch(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, weights and batch statistics."""
     monkeypatch.syspath_prepend(str(EXAMPLES))

@@ -33,6 +33,7 @@ def write_texts(folder: Path) -> None:
         (folder / f"{i}.txt").write_text(f"the number is {i}. " * 20)
 
 
+@pytest.mark.full
 def test_two_ranks_train_evaluate_sample_and_leave_everything_behind(echelon_command: Command, tmp_path: Path) -> None:
     run, text = _run(echelon_command, tmp_path, "--updates", "6", "--layout", "ddp")
     records = _records(run)
@@ -83,6 +84,7 @@ def test_the_same_command_goes_on_as_if_nothing_had_happened(echelon_command: Co
     assert [p.name for p in sorted((longer / "attempts").iterdir())] == ["000", "001", "002"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "args", "message"),
     [

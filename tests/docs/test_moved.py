@@ -52,6 +52,7 @@ def _alone(script: Path, folder: Path) -> float:
     return _printed(run.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in NAMES[::4] else pytest.mark.full) for n in NAMES])
 def test_it_trains_what_it_trained(
     name: str, tmp_path: Path, echelon_command: Callable[..., subprocess.CompletedProcess[str]]

@@ -55,12 +55,14 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         manager.shutdown_kernel(now=True)
 
 
+@pytest.mark.full
 def test_functions_of_cells_run_on_ranks_again_and_again(cell: Any) -> None:
     assert "[(0, 12.0), (1, 12.0)]" in cell("ech.launch(meet, ranks=2, args=(2,))")
     cell("K = 5")
     assert "[(0, 10.0), (1, 10.0)]" in cell("ech.launch(meet, ranks=2, args=(1,))")
 
 
+@pytest.mark.full
 def test_a_group_of_a_function_of_a_cell(cell: Any) -> None:
     said = cell("with ech.launching.CollectiveGroup(meet, (1,), nprocs=2) as group:\n    group.join()\n    print(group.values)")
     assert "[(0, " in said and "(1, " in said
@@ -90,6 +92,7 @@ def test_a_trainer_of_a_unit_of_a_cell(cell: Any) -> None:
     assert "4 True 1" in cell(UNIT)
 
 
+@pytest.mark.full
 def test_a_fault_in_a_cell_is_shown_with_its_line(cell: Any) -> None:
     said = cell("try:\n    ech.launch(fall, ranks=2)\nexcept ech.EchelonError as error:\n    print(error)")
     assert "a fault in a cell" in said and ", in fall" in said

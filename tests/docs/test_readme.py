@@ -20,6 +20,7 @@ LOOP, UNIT, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 MADE = {LOOP: "window.update + 1", UNIT: "unit.train_progress.num_updates_completed"}
 
 
+@pytest.mark.full(but=("command2-loop",))
 @pytest.mark.parametrize("script", [LOOP, UNIT], ids=["loop", "unit"])
 @pytest.mark.parametrize("command", [["python"], ["echelon", "run", "--ranks", "2"], ["torchrun", "--nproc-per-node", "2"]])
 def test_the_scripts_run_under_each_launcher(tmp_path: Path, command: list[str], script: str) -> None:
@@ -41,6 +42,7 @@ def test_the_scripts_run_under_each_launcher(tmp_path: Path, command: list[str],
     assert [path.read_text() for path in sorted(tmp_path.glob("rank*"))] == [f"128 of {size}"] * size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", [LOOP, UNIT], ids=["loop", "unit"])
 def test_they_go_on_when_they_are_started_again(
     tmp_path: Path, echelon_command: Callable[..., subprocess.CompletedProcess[str]], script: str

@@ -694,6 +694,7 @@ def test_a_rank_that_ends_well_because_it_is_asked_to_after_a_hang_did_not_leave
     assert left.end(124, *hung, hang={"after_s": 600.0}, seen=at, world_size=2).verdict.cause == "left early"
 
 
+@pytest.mark.full
 def test_what_records_hold_beyond_what_is_used_is_not_kept_and_all_that_is_read_has_a_limit(
     left: Left, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -751,6 +752,7 @@ def test_an_end_that_cannot_be_read_is_told_from_the_ranks_own_records(left: Lef
     assert left.verdict.guilty == (1,) and left.verdict.cause == "exception"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "keys"), [(32, 5000), pytest.param(16384, 40, marks=pytest.mark.full)])
 def test_the_end_of_many_ranks_that_fail_with_long_texts_can_be_read(left: Left, ranks: int, keys: int) -> None:
     """As all do that lack the same keys of a state dict. The first is kept whole; of the others it is known who is a victim."""
@@ -847,6 +849,7 @@ def _changed(value: Any, data: Any) -> Any:
     return data.draw(JSON)
 
 
+@pytest.mark.full
 @settings(max_examples=150)
 @given(data=st.data())
 def test_no_record_makes_it_fail_or_show_more_than_text(data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -355,6 +355,7 @@ def told(tmp_path: Path) -> Verdict:
     return explain(Evidence.of(run, 0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["with", "finally", "atexit", "gives up"])
 def test_a_rank_that_raised_and_hangs_is_named_with_its_error_and_line(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -377,6 +378,7 @@ def test_of_ranks_that_print_their_errors_and_leave_by_themselves_the_first_is_n
     )
 
 
+@pytest.mark.full
 def test_a_rank_that_may_open_no_more_files_says_so(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="Too many open files"):
         launch(_raises, ranks=2, args=("files",), run_dir=tmp_path, timeout_s=120)
@@ -419,6 +421,7 @@ def test_what_a_parser_of_arguments_said_is_told(left: Left, said: str) -> None:
     assert verdict.paragraph == f"Rank 0 ended itself with exit code 2 at train.py:41 in load: its log tells of {said}."
 
 
+@pytest.mark.full
 def test_a_rank_that_ends_itself_is_told_with_the_line(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError):
         launch(_raises, ranks=2, args=("exits",), run_dir=tmp_path, timeout_s=120)

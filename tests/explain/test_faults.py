@@ -143,6 +143,7 @@ def little_grace(monkeypatch: pytest.MonkeyPatch, launched_ranks_are_loaded: Non
         wait_until(lambda: not psutil.Process(server.pid).children(recursive=True), "what the ranks have started has ended")
 
 
+@pytest.mark.full(but=("leaves", "raises", "another_shape"))
 @pytest.mark.parametrize("planted", _params(PLANTED))
 def test_of_two_ranks_the_guilty_one_is_named_with_the_cause(planted: Planted, tmp_path: Path) -> None:
     _check(tmp_path, planted, random.randrange(2), 2)
@@ -179,6 +180,7 @@ def test_who_is_slow_is_not_accused(fault: str, tmp_path: Path) -> None:
     assert (verdict.guilty, verdict.cause, error) == ((), "fine", "")
 
 
+@pytest.mark.full
 def test_who_is_slow_in_a_loop_of_its_own_is_not_accused(tmp_path: Path) -> None:
     verdict, error = _run(tmp_path, faults.main, 2, "slow", random.randrange(2), 5, 30.0)
     assert (verdict.guilty, verdict.cause, error) == ((), "fine", "")
@@ -187,6 +189,7 @@ def test_who_is_slow_in_a_loop_of_its_own_is_not_accused(tmp_path: Path) -> None
 HANGING = ("sleeps", "stops", "keeps_the_interpreter", "another_operation", "group_first", "no_message")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "planted",
     [pytest.param(p, id=p.fault, marks=() if p.fault == "sleeps" else pytest.mark.full) for p in PLANTED if p.fault in HANGING],

@@ -56,6 +56,7 @@ def _built(make: Any, *, seed: int = 0, meta: bool) -> nn.Module:
 # --- on_meta
 
 
+@pytest.mark.full
 def test_values_ties_and_streams_of_every_kind_of_model_are_those_of_a_plain_build() -> None:
     from tests.kit.hf_models import MODELS
 
@@ -215,6 +216,7 @@ def _one_process() -> tuple[dict[str, torch.Tensor], float, float]:
         return _trained(module), float(loss.detach()), float(loss_of([0, 1, 2, 3]))
 
 
+@pytest.mark.full
 def test_updates_weighed_by_tokens_are_those_of_one_process_over_the_global_batch(ranks: Ranks) -> None:
     want, loss, eval_loss = _one_process()
     for found in ranks(2, _counted, ["ddp", "fsdp"]):
@@ -287,6 +289,7 @@ def test_recomputing_with_a_padding_mask_trains_as_without_and_evaluation_keeps_
     assert apart < 1e-12 and use_cache and kept == 8
 
 
+@pytest.mark.full
 def test_sharded_ranks_recompute_models_with_a_cache(ranks: Ranks) -> None:
     for found in ranks(2, _recomputed_under, ["fsdp"]):
         for apart, use_cache, kept in found:
@@ -337,6 +340,7 @@ def _exported(folder: str, layouts: list[str]) -> list[str]:
     return differing
 
 
+@pytest.mark.full
 def test_what_was_trained_is_loaded_by_transformers_and_peft_to_the_bit(ranks: Ranks, tmp_path: Any) -> None:
     assert ranks(2, _exported, str(tmp_path), ["ddp", "fsdp", "zero1", "hsdp", "tp"]) == [[], []]
     for adapter in tmp_path.glob("*-lora"):  # without the base
@@ -362,6 +366,7 @@ def _read_back(folder: str) -> tuple[list[str], str, str]:
     return found, texts[0], texts[1]
 
 
+@pytest.mark.full
 def test_a_model_built_on_meta_reads_safetensors_and_says_how_to_write_them(ranks: Ranks, tmp_path: Any) -> None:
     for differing, direct, without in ranks(2, _read_back, str(tmp_path / "model")):
         assert differing == []

@@ -88,6 +88,7 @@ def _loaded(folder: str, kinds: list[str], layouts: list[str]) -> list[str]:
 QUICK = ["gpt-neox", "vit", "mixtral", "llama, tied", "t5"]
 
 
+@pytest.mark.full
 def test_a_model_read_into_shards_is_the_one_of_from_pretrained_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, _loaded, str(tmp_path), QUICK, ["fsdp"]) == [[], []]
 
@@ -171,6 +172,7 @@ def _base_under_an_adapter(folder: str) -> tuple[list[str], list[str], list[str]
     return unset, wrong, _differing(merged.state_dict(), own.state_dict()), str(caught.value)
 
 
+@pytest.mark.full
 def test_a_base_model_is_read_into_shards_under_adapters_which_are_written_alone_or_merged(ranks: Ranks, tmp_path: Path) -> None:
     for unset, wrong, merged, said in ranks(2, _base_under_an_adapter, str(tmp_path)):
         assert (unset, wrong, merged) == ([], [], [])
@@ -224,6 +226,7 @@ def _bytes_read(folder: str, layouts: dict[str, Any]) -> dict[str, tuple[int, in
     return found
 
 
+@pytest.mark.full
 def test_a_rank_reads_its_own_bytes_and_no_others(ranks: Ranks, tmp_path: Path) -> None:
     """Files in bfloat16, a model in float32; sharded by rows, or by columns of rows."""
     import transformers as tf
@@ -324,6 +327,7 @@ def _refused(folder: str, cases: list[str]) -> dict[str, tuple[str, bool]]:
     return found
 
 
+@pytest.mark.full
 def test_files_that_are_wrong_are_refused_on_every_rank_and_nothing_is_changed(ranks: Ranks, tmp_path: Path) -> None:
     import re
 

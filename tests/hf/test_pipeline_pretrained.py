@@ -181,6 +181,7 @@ def _refused(folder: str) -> dict[str, tuple[str, bool]]:
     return found
 
 
+@pytest.mark.full
 def test_files_that_do_not_fit_one_stage_are_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -242,6 +243,7 @@ def _check(results: list[Any], folder: Path, made: dict[str, Any], firsts: tuple
         assert told == known, "as transformers itself wrote it"
 
 
+@pytest.mark.full
 def test_a_model_is_read_into_stages_and_written_whole(ranks: Ranks, tmp_path: Path) -> None:
     made = {kind: _saved(tmp_path, kind) for kind in TIED}
     _check(ranks(2, _round_trip, str(tmp_path), list(TIED), ech.Layout(pp=2)), tmp_path, made, (0, 1))

@@ -143,6 +143,7 @@ def _run_local(folder: Path, least: int, monkeypatch: pytest.MonkeyPatch) -> tup
     return local.run_local(job, run, screen=SilentScreen(), server=functions.shared_server()), run
 
 
+@pytest.mark.full
 def test_a_restart_with_fewer_ranks_gives_each_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome, run = _run_local(tmp_path, 1, monkeypatch)
     logs = [(run.path / f"attempts/00{n}/rank0.log").read_text() for n in range(2)]
@@ -240,6 +241,7 @@ def _plain() -> tuple[dict[str, torch.Tensor], list[float]]:
     return {n: p.detach() for n, p in module.named_parameters()}, norms
 
 
+@pytest.mark.full
 def test_fewer_ranks_than_planned_train_the_same_in_no_more_memory(ranks: Ranks) -> None:
     want, norms = _plain()
     alone = {"alone": _train_in_pieces(None, 4, 2)}
@@ -393,6 +395,7 @@ def test_sigusr1_before_training_ends_the_ranks_with_75(started: Started, count:
     started.all_gone()
 
 
+@pytest.mark.full
 def test_who_does_not_leave_with_the_others_is_stopped_after_the_grace_time(started: Started) -> None:
     launcher = started.run("--ranks", "2", "--grace", "0.5", "--name", "x", started.script(WAITS), "deaf")
     _ready(started, 2)
@@ -403,6 +406,7 @@ def test_who_does_not_leave_with_the_others_is_stopped_after_the_grace_time(star
     started.all_gone()
 
 
+@pytest.mark.full
 def test_ranks_that_save_when_they_are_terminated_make_it_75(started: Started) -> None:
     launcher = started.run("--ranks", "2", "--name", "x", started.script(WAITS), "saves")
     _ready(started, 2)
@@ -434,6 +438,7 @@ ech.train(unit, loader, max_epochs=10**6, callbacks=[ech.DistributedCheckpointSa
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_terminal_that_closes_asks_ranks_to_save_as_sigterm_does(started: Started, count: int, number: int) -> None:
@@ -448,6 +453,7 @@ def test_a_terminal_that_closes_asks_ranks_to_save_as_sigterm_does(started: Star
     started.all_gone()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("deaf", [False, True])
 def test_a_time_limit_ends_the_run_with_75(started: Started, count: int, deaf: bool) -> None:
@@ -537,6 +543,7 @@ def _as_undisturbed(folder: Path) -> float:
     return largest_difference(torch.load(folder / "final.pt"), plain_training(windows)[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("what", "ranks", "workers"), [("group", 2, 2), pytest.param("usr1", 1, 0, marks=pytest.mark.full)])
 def test_training_that_is_asked_to_end_saves_and_the_same_command_goes_on(
     started: Started, what: str, ranks: int, workers: int
@@ -559,6 +566,7 @@ def test_a_machine_that_cannot_reach_itself_is_told_so_at_once(monkeypatch: pyte
         rendezvous.OneNodeRendezvous("x").next_rendezvous()
 
 
+@pytest.mark.full
 def test_a_lost_rank_leaves_fewer_that_go_on_in_the_memory_that_was_planned(started: Started) -> None:
     """Of four ranks three are left, which cannot divide the global batch of 8; two can."""
     code, out, err = _train(started, "--ranks", "2:4", "--max-restarts", "2", "train.py", "kill", "0")
@@ -568,6 +576,7 @@ def test_a_lost_rank_leaves_fewer_that_go_on_in_the_memory_that_was_planned(star
     assert _as_undisturbed(started.folder) < 1e-11
 
 
+@pytest.mark.full
 def test_restart_begins_anew_once_and_what_was_saved_is_kept(started: Started) -> None:
     """Attempts go on from what this command saved, not from what was there before it, however early the first one died."""
     assert _train(started, "--ranks", "1", "train.py", "nothing", "0")[0] == 0
@@ -630,12 +639,14 @@ def reads(started: Started) -> Iterator[Any]:
     yield run
 
 
+@pytest.mark.full
 def test_a_signal_to_the_whole_group_leaves_the_workers_at_work(reads: Any, started: Started) -> None:
     out, err = reads("all").communicate(timeout=120)
     assert out == b"99\n", err.decode()
     started.all_gone()
 
 
+@pytest.mark.full
 def test_workers_end_with_their_parent(reads: Any, started: Started) -> None:
     process = reads("killed")
     process.stdout.readline()
@@ -645,6 +656,7 @@ def test_workers_end_with_their_parent(reads: Any, started: Started) -> None:
     started.all_gone()
 
 
+@pytest.mark.full
 def test_a_worker_that_is_stuck_does_not_hold_up_the_end(reads: Any, started: Started) -> None:
     process = reads("stuck")
     _, err = process.communicate(timeout=120)

@@ -193,6 +193,7 @@ def _who_listens() -> tuple[bool, set[tuple[str, int]], int, float]:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", mine, int(os.environ["MASTER_PORT"]), value.item()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's table of sockets")
 def test_ranks_use_the_agents_store_serve_none_themselves_and_listen_on_loopback_only() -> None:
     for agent, mine, port, value in launch(_who_listens, ranks=2, timeout_s=120):

@@ -24,6 +24,7 @@ def _fails_and_stays() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.full
 def test_a_rank_stuck_in_its_exit_is_named_and_ended(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt, "_EXIT_WAIT_S", 0.2)
     with pytest.raises(RankFailedError, match="rank 1 failed first") as caught:
@@ -42,6 +43,7 @@ print("the child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_child_that_a_rank_has_forked_ends_as_it_wants(echelon_command: Callable[..., Any], tmp_path: Path, ranks: str) -> None:
     """An ordinary end of the interpreter would wait there for the group's threads, which only the rank has."""

@@ -114,6 +114,7 @@ def test_hide_stderr_hides_it(hide: bool, capfd: pytest.CaptureFixture[str]) -> 
     assert ("said before" in "".join(capfd.readouterr())) != hide
 
 
+@pytest.mark.full
 def test_close_ends_ranks_that_still_run_and_the_next_group_works(tmp_path: Path) -> None:
     group = ech.launching.CollectiveGroup(stand, (str(tmp_path),), policies=[ech.launching.Policy()] * 2)
     group.start()
@@ -138,6 +139,7 @@ def touch(path: str) -> None:
     Path(path).touch()
 
 
+@pytest.mark.full
 def test_two_groups_at_once_do_not_wait_for_each_other(tmp_path: Path) -> None:
     first = ech.launching.CollectiveGroup(await_file, (str(tmp_path / "go"),), policies=[ech.launching.Policy()])
     second = ech.launching.CollectiveGroup(touch, (str(tmp_path / "go"),), policies=[ech.launching.Policy()] * 2)
@@ -147,6 +149,7 @@ def test_two_groups_at_once_do_not_wait_for_each_other(tmp_path: Path) -> None:
     assert second.values == [None, None]
 
 
+@pytest.mark.full
 def test_a_ctrl_c_while_joining_leaves_a_group_that_closes(tmp_path: Path) -> None:
     def interrupt() -> None:
         while len(list(tmp_path.iterdir())) < 2:
@@ -162,6 +165,7 @@ def test_a_ctrl_c_while_joining_leaves_a_group_that_closes(tmp_path: Path) -> No
     wait_until(lambda: not any(psutil.pid_exists(int(p.name)) for p in tmp_path.iterdir()), "the ranks have ended")
 
 
+@pytest.mark.full
 def test_calls_that_are_repeated() -> None:
     group = ech.launching.CollectiveGroup(fall, policies=[ech.launching.Policy()] * 2)
     group.start()

@@ -121,6 +121,7 @@ def test_one_rank_that_stays_behind_is_enough(scene: _Scene) -> None:
     assert 600 < scene.until_ended() <= 604
 
 
+@pytest.mark.full(but=("standing0",))
 @pytest.mark.parametrize(
     "standing",
     [
@@ -164,6 +165,7 @@ def test_who_waits_in_a_collective_does_not_work_however_busily_it_waits(scene: 
     assert scene.until_ended() < 620
 
 
+@pytest.mark.full
 def test_nobody_is_ended_under_a_debuggers_hands(scene: _Scene) -> None:
     scene.steps()
     scene.put(STEP, STEP)
@@ -174,6 +176,7 @@ def test_nobody_is_ended_under_a_debuggers_hands(scene: _Scene) -> None:
     assert scene.until_ended() == NEVER
 
 
+@pytest.mark.full
 def test_nobody_is_ended_while_gdb_holds_a_rank_nor_as_soon_as_it_lets_go(scene: _Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel says so: the state is t."""
     state = "S"
@@ -224,6 +227,7 @@ def test_twice_the_longest_silence_so_far_is_no_hang(scene: _Scene) -> None:
     assert 1100 <= scene.until_ended() <= 1104
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("other", [Standing(), Standing(6, Phase.ENDED, 0, 20), STEP])
 def test_a_rank_in_code_of_its_own_may_take_as_long_as_it_likes_while_the_others_wait(scene: _Scene, other: Standing) -> None:
     """It prepares the data, say, or writes the model: even one that sleeps may wait for something outside."""
@@ -235,6 +239,7 @@ def test_a_rank_in_code_of_its_own_may_take_as_long_as_it_likes_while_the_others
         assert scene.until_ended() == NEVER
 
 
+@pytest.mark.full
 def test_ranks_that_all_wait_for_one_another_hang_in_code_of_their_own_too(scene: _Scene) -> None:
     scene.ranks.answers = {0: Answer(21, pending=True), 1: Answer(21, pending=True)}  # as gloo says, also when they have ended
     assert scene.until_ended() == NEVER
@@ -259,6 +264,7 @@ def test_of_a_rank_that_has_ended_while_the_others_wait_it_is_said_once(scene: _
     assert 60 <= when < 80 and line.startswith("rank 1 has ended with exit code 0") and "rank 0 stands" in line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_checkpoint_that_a_slow_disk_holds_is_no_wait_for_others(monkeypatch: pytest.MonkeyPatch, *, strict: bool) -> None:
     """Of ranks in a loop of their own, in the call of fsync that ends torch's save; also while another waits for them."""
@@ -303,6 +309,7 @@ def test_who_waits_for_others_is_seen_by_the_innermost_call(stack: str, *, alone
     assert (waits(frames, pending=False), waits(frames, pending=True)) == (alone, pending)
 
 
+@pytest.mark.full
 def test_ranks_whose_threads_compute_while_they_wait_go_on(scene: _Scene) -> None:
     def computes() -> str:
         scene.cpu_s = scene.now / 2
@@ -348,6 +355,7 @@ def test_ranks_of_a_loop_of_their_own_that_call_collectives_go_on(scene: _Scene)
         assert scene.until_ended(500) == NEVER
 
 
+@pytest.mark.full
 def test_a_limit_that_a_person_gave_also_holds_for_a_rank_that_does_nothing_while_others_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -414,6 +422,7 @@ def _hangs(how: str) -> None:
     dist.all_reduce(torch.ones(4))
 
 
+@pytest.mark.full(but=("stopped",))
 @pytest.mark.parametrize(
     ("how", "headline", "calls"),
     [
@@ -467,6 +476,7 @@ for epoch in ech.epochs(loader, 2):
 """
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_that_one_rank_leaves_is_ended_with_both_calls_and_lines(tmp_path: Path, echelon_command: Any) -> None:
     (tmp_path / "train.py").write_text(OWN_LOOP)
     done = echelon_command("run", "--ranks", "2", "--hang-timeout", "2", "train.py")
@@ -486,6 +496,7 @@ def _is_slow(how: str) -> None:
     dist.all_reduce(torch.ones(4))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [pytest.param("all sleep", marks=pytest.mark.full), "one works"])
 def test_slow_ranks_in_a_loop_of_their_own_go_on(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "1")
@@ -506,6 +517,7 @@ dist.all_reduce(torch.ones(4))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -39,6 +39,7 @@ def _manifests(echelon_command: Any, volume: str, *words: str) -> list[dict[str,
     return [json.loads(part) for part in said.stdout.split("---\n")]
 
 
+@pytest.mark.full
 def test_the_manifests_are_valid_and_say_what_was_asked_for(echelon_command: Any) -> None:
     yaml = pytest.importorskip("yaml")
     validator = pytest.importorskip("kubernetes_validate")
@@ -58,6 +59,7 @@ def test_the_manifests_are_valid_and_say_what_was_asked_for(echelon_command: Any
     assert json.loads(container["command"][6])["args"] == ["--lr", "a'b\"c\n$(x)"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fails", [None, 1])
 def test_two_pods_run_as_processes(echelon_command: Any, tmp_path: Path, fails: int | None) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

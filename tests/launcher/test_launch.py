@@ -189,6 +189,7 @@ def _nothing() -> None:
 # ---- values -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_launch_returns_each_ranks_value() -> None:
     assert launch(_who, ranks=3, args=(1,), kwargs={"b": 2}) == [(rank, 3, (1,), {"b": 2}) for rank in range(3)]
 
@@ -220,11 +221,13 @@ def test_ranks_of_one_machine_meet_on_loopback() -> None:
     assert launch(_environment, ranks=1, args=("GLOO_SOCKET_IFNAME", "MASTER_ADDR")) == [["lo", "127.0.0.1"]]
 
 
+@pytest.mark.full
 def test_a_value_may_be_an_instance_of_a_class_in_the_test_module() -> None:
     (value,) = launch(Point, ranks=1, args=(4,))
     assert value.x == 4
 
 
+@pytest.mark.full
 def test_classes_of_the_main_script_travel_both_ways(started: Started) -> None:
     script = started.script(
         "import echelon\n"
@@ -241,6 +244,7 @@ def test_classes_of_the_main_script_travel_both_ways(started: Started) -> None:
     assert out.decode().splitlines() == ["[6, 6]", "True mine"], err.decode()
 
 
+@pytest.mark.full
 def test_a_launch_at_a_scripts_top_level_is_refused_instead_of_starting_ranks_for_ever(started: Started) -> None:
     script = started.script("import echelon\ndef f(): return 1\nprint(echelon.launch(f, ranks=1))\n")
     process = started.python(script)
@@ -258,17 +262,20 @@ def test_an_idle_executor_does_not_keep_a_rank() -> None:
     assert launch(_leave_an_executor_idle, ranks=1, timeout_s=120) == [3]
 
 
+@pytest.mark.full
 def test_a_file_left_open_is_not_cut_off(tmp_path: Path) -> None:
     launch(_write_without_closing, ranks=2, args=(str(tmp_path),))
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["kept", "kept"]
 
 
+@pytest.mark.full
 def test_two_threads_may_launch_at_once() -> None:
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda n: launch(_who, ranks=n), (1, 2)))
     assert [len(values) for values in both] == [1, 2]
 
 
+@pytest.mark.full
 def test_a_rank_may_launch_ranks() -> None:
     assert launch(functools.partial(launch, _who, ranks=2), ranks=1) == [[(0, 2, (), {}), (1, 2, (), {})]]
 
@@ -299,6 +306,7 @@ def test_a_lambda_and_a_closure_are_sent_by_value() -> None:
     assert launch(lambda: word + os.environ["RANK"], ranks=2) == ["rank0", "rank1"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [pytest.param("-c", marks=pytest.mark.full), "-"])
 def test_a_function_typed_into_a_session_is_sent_by_value(started: Started, how: str) -> None:
     code = "import echelon\ndef f(): return 40 + 2\nprint(echelon.launch(f, ranks=1))"
@@ -374,6 +382,7 @@ def test_the_first_failure_is_the_cause_whatever_follows(
     _fails_first(tmp_path, how, victim, exit_code, says)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("how", "exit_code", "says"), [("raise", 1, "bad data"), ("kill", 137, "SIGKILL")])
 def test_rank_0_that_waits_is_never_blamed(tmp_path: Path, how: str, exit_code: int, says: str) -> None:
     for _ in range(5):
@@ -579,6 +588,7 @@ def test_a_launch_that_could_not_begin_leaves_no_folder(monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_many_launches_leak_no_descriptor_no_thread_and_no_zombie() -> None:
     launch(_nothing, ranks=1)
     server = psutil.Process(functions.shared_server().pid)
@@ -589,6 +599,7 @@ def test_many_launches_leak_no_descriptor_no_thread_and_no_zombie() -> None:
     assert [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE] == []
 
 
+@pytest.mark.full
 def test_the_server_has_one_thread_so_that_forking_it_is_safe(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -616,6 +627,7 @@ def _stay(folder: str) -> None:
     time.sleep(600)
 
 
+@pytest.mark.full
 def test_a_killed_server_fails_the_launch_and_the_next_one_works(tmp_path: Path) -> None:
     server = functions.shared_server()
 
@@ -631,6 +643,7 @@ def test_a_killed_server_fails_the_launch_and_the_next_one_works(tmp_path: Path)
     assert launch(_who, ranks=1) == [(0, 1, (), {})]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "who", ["launcher", pytest.param("server", marks=pytest.mark.full), pytest.param("both", marks=pytest.mark.full)]
 )

@@ -35,6 +35,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ranks_that_train_without_each_other_are_told_so_and_no_others(started: Started, name: str) -> None:
     text, said = PROGRAMS[name]
@@ -44,6 +45,7 @@ def test_ranks_that_train_without_each_other_are_told_so_and_no_others(started: 
     assert (WORD in err.decode()) == said, err.decode()
 
 
+@pytest.mark.full
 def test_a_program_whose_own_module_knows_of_ranks_is_not_told(started: Started) -> None:
     (started.folder / "mine.py").write_text("import os\nSEED = int(os.environ['RANK'])\n")
     launcher = started.run("--ranks", "2", started.script("import mine\n" + TRAIN + "main()\n"))

@@ -63,6 +63,7 @@ def look(agent: NodesRendezvous) -> bool:
     return agent.all_done()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nodes", [2, 12])
 def test_a_look_at_the_others_is_a_few_requests_on_any_number_of_nodes(nodes: int) -> None:
     made = agents(nodes)

@@ -52,6 +52,7 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on_and_logs_all(started: 
     assert json.loads((started.folder / "runs/a/attempts/000/exit.json").read_text())["exit_code"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "how"),
     [
@@ -71,6 +72,7 @@ def test_rng_that_are_closed_or_full_do_not_harm_a_run(tmp_path: Path, ranks: in
     assert "line 2999\n" in (tmp_path / "runs/a/attempts/000/rank0.log").read_text()
 
 
+@pytest.mark.full
 def test_commands_end_quietly_when_their_reader_goes_away(tmp_path: Path) -> None:
     """With the exit code of a program that SIGPIPE ended; but what was done is done."""
     (tmp_path / "train.py").write_text("print('x' * 300_000)\n")
@@ -109,6 +111,7 @@ def _limit_files(size: int) -> Any:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_full_disk_costs_lines_and_not_the_run(started: Started, ranks: str) -> None:
     """No file may be larger than 20 kB here: the logs are, and the program prints on."""
@@ -226,6 +229,7 @@ print("met")
 """
 
 
+@pytest.mark.full
 def test_hundreds_of_connections_that_say_nothing_do_not_end_a_job(started: Started) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1000))
@@ -235,6 +239,7 @@ def test_hundreds_of_connections_that_say_nothing_do_not_end_a_job(started: Star
     assert process.returncode == 0 and out == b"met\n", err.decode()[-3000:]
 
 
+@pytest.mark.full
 def test_a_limit_of_open_files_that_is_too_low_for_the_ranks_is_named_before_they_start(started: Started, tmp_path: Path) -> None:
     """Some would wait for minutes to be connected to the store."""
     script = started.script("open('began', 'w')")
@@ -244,6 +249,7 @@ def test_a_limit_of_open_files_that_is_too_low_for_the_ranks_is_named_before_the
     assert b"68 open files for 14 ranks, got 64" in err and b"Traceback" not in err, err.decode()
 
 
+@pytest.mark.full
 def test_a_rank_that_has_closed_its_standard_streams_still_says_how_it_failed(started: Started) -> None:
     body = "import os\nfor fd in range(3): os.close(fd)\nif os.environ['RANK'] == '1': raise ValueError('planted')\n"
     process = started.run("--ranks", "2", started.script(body))

@@ -97,6 +97,7 @@ pathlib.Path("rank" + os.environ["RANK"]).write_text(repr(seen))
 """
 
 
+@pytest.mark.full
 def test_echelon_run_binds_ranks_if_asked(tmp_path: Path, echelon_command: Any) -> None:
     (tmp_path / "where.py").write_text(SAYS)
     mine = sorted(os.sched_getaffinity(0))

@@ -152,6 +152,7 @@ def undisturbed() -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.full(but=("ddp-any",))
 @pytest.mark.parametrize(("layout", "moment", "number", "only"), MOMENTS)
 def test_a_signal_at_any_moment_is_agreed_on_saved_and_leaves_no_trace(
     ranks: Ranks, undisturbed: dict[str, Any], tmp_path: Path, layout: str, moment: str, number: int, only: int | None
@@ -177,6 +178,7 @@ def _best(folder: Path, first: bool, moment: str = "") -> tuple[Any, ...]:
     return code, unit.eval_loss, [manifest.read(path)["metrics"] for path in commit.committed(folder)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", ["last step", "last evaluation"])
 def test_the_number_of_the_last_checkpoint_is_known_once_its_evaluation_was_made(
     ranks: Ranks, tmp_path: Path, moment: str
@@ -213,6 +215,7 @@ def _at_the_end() -> int | None:
     return code
 
 
+@pytest.mark.full
 def test_a_signal_after_the_last_step_does_not_make_a_complete_run_incomplete(ranks: Ranks) -> None:
     assert ranks(2, _at_the_end) == [None, None]
 
@@ -280,6 +283,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.full
 def test_from_init_from_env_on_a_signal_ends_the_rank_with_75_wherever_it_comes(ranks: Ranks) -> None:
     numbers = itertools.cycle([signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM])
     for (moment, only), want in OUTSIDE.items():
@@ -356,6 +360,7 @@ RESTORING = """
 """
 
 
+@pytest.mark.full
 def test_a_signal_during_a_restore_ends_the_run_at_once_and_costs_nothing(tmp_path: Path) -> None:
     """There is nothing to save before the state is there."""
     root = Path(__file__).resolve().parents[2]
@@ -427,11 +432,13 @@ def _alone(folder: Path, *args: str) -> tuple[int, str]:
     return ran.returncode, ran.stdout
 
 
+@pytest.mark.full
 def test_plain_python_leaves_with_75_too_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert _alone(tmp_path, "evaluation", str(int(signal.SIGUSR1))) == (REQUEUE, "")
     assert _alone(tmp_path, "evaluation", str(int(signal.SIGUSR1))) == (0, "after fit: 4 True\n")
 
 
+@pytest.mark.full
 def test_plain_python_before_training_and_with_a_handler_of_its_own(tmp_path: Path) -> None:
     assert _alone(tmp_path, "joined", str(int(signal.SIGTERM))) == (REQUEUE, "")
     assert _alone(tmp_path, "own", str(int(signal.SIGTERM))) == (0, "my own\nafter fit: 4 True\n")

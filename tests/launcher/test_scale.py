@@ -9,6 +9,7 @@ from bench.scale import operations
 FEW, MANY = 16, 128
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_no_step_grows_faster_than_the_ranks(step: Step) -> None:
     few, many = operations(step, FEW), operations(step, MANY)

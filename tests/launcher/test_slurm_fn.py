@@ -214,6 +214,7 @@ def test_the_script_is_what_the_config_says_and_a_name_is_a_name(tmp_path: Path)
     subprocess.run(["bash", "-n", str(tmp_path / "script")], check=True)
 
 
+@pytest.mark.full
 def test_ranks_in_the_background_give_values_and_the_failing_ones_exception(tmp_path: Path) -> None:
     config = SlurmConfig(mode="local", tasks_per_node=2, pack_code=False).set_output_path(tmp_path / "runs")
     good, bad = joined[config](5), joined[config](-5)  # a second job in the same process is one
@@ -246,6 +247,7 @@ def test_conditions_and_columns_are_checked() -> None:
             configured.map_array(*columns)
 
 
+@pytest.mark.full
 def test_a_call_that_was_tampered_with_is_not_loaded(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "a", begin=False)
     (run.path / "job").mkdir(mode=0o700)
@@ -382,6 +384,7 @@ def test_a_launch_command_runs_the_script_again_as_far_as_its_own_call(program: 
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
+@pytest.mark.full
 def test_a_launch_command_is_of_the_interpreter_that_submits_not_of_the_shell(program: Program, tmp_path: Path) -> None:
     """`.venv/bin/python main.py`, and nothing activated: what stands first in PATH is another Python's."""
     for name in ("python", "torchrun"):
@@ -398,6 +401,7 @@ def test_a_launch_command_is_of_the_interpreter_that_submits_not_of_the_shell(pr
     assert {name: [v[:2] for v in value] for name, value in values.items()} == {name: [[0, 0]] for name in values}
 
 
+@pytest.mark.full
 def test_a_launch_command_that_comes_to_nothing_says_why(program: Program) -> None:
     body = """
     commands = {
@@ -495,6 +499,7 @@ def test_fewer_values_than_ranks_are_a_failure_that_names_who_left_none(tmp_path
         FunctionJob(job_of(run)).results(1)
 
 
+@pytest.mark.full
 def test_a_script_that_comes_to_another_call_on_the_nodes_is_refused(program: Program) -> None:
     body = """
     job = (other if "ECHELON_CALL" in os.environ else main)[alone](0)
@@ -506,6 +511,7 @@ def test_a_script_that_comes_to_another_call_on_the_nodes_is_refused(program: Pr
     assert "called main when it was submitted, and calls other here" in program(body, prelude=LAUNCHED)
 
 
+@pytest.mark.full
 def test_signals_reach_the_ranks_of_a_launch_command(program: Program) -> None:
     """The request to save goes to the ranks and not to the command; a cancelled job ends."""
     body = """
@@ -525,6 +531,7 @@ def test_signals_reach_the_ranks_of_a_launch_command(program: Program) -> None:
     assert cancelled[1] == "cancelled"
 
 
+@pytest.mark.full
 def test_a_map_in_the_background_has_a_job_for_each_element_also_under_a_launch_command(program: Program) -> None:
     body = """
     jobs = main[alone].map([4, 5])
@@ -533,6 +540,7 @@ def test_a_map_in_the_background_has_a_job_for_each_element_also_under_a_launch_
     assert program(body, prelude=LAUNCHED) == [4, 5]
 
 
+@pytest.mark.full
 def test_the_copy_of_the_code_has_no_runs_in_it(program: Program, tmp_path: Path) -> None:
     body = """
     jobs = [main.configure(alone, exclude_code_folders=["data"], code_file_suffixes=[".py", ".txt"])(n) for n in range(2)]
@@ -547,6 +555,7 @@ def test_the_copy_of_the_code_has_no_runs_in_it(program: Program, tmp_path: Path
         assert where == "code" and {str(p.relative_to(copy)) for p in copy.rglob("*") if p.is_file()} == {"main.py", "more/b.txt"}
 
 
+@pytest.mark.full
 def test_a_function_of_a_session_is_sent_by_value(tmp_path: Path) -> None:
     body = """
 import echelon as ech
@@ -561,6 +570,7 @@ print(times[{"mode": "local"}](14).result(120))
     assert said.stdout == "12\n", said.stderr
 
 
+@pytest.mark.full
 def test_a_script_without_a_guard_does_not_submit_for_ever(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text(
         "import echelon as ech\n@ech.slurm_fn\ndef main(): return 1\n"

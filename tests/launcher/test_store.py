@@ -40,6 +40,7 @@ if info.restart_count == 0:
 """
 
 
+@pytest.mark.full
 def test_every_key_of_a_start_begins_with_its_own_token(echelon_command: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     said = echelon_command("run", "--ranks", "2", "--max-restarts", "1", "train.py")

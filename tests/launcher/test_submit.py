@@ -202,6 +202,7 @@ def test_the_copy_has_the_code_as_it_was(tmp_path: Path, git: bool) -> None:
     assert stat.S_IMODE(copy.stat().st_mode) == 0o700
 
 
+@pytest.mark.full
 def test_a_module_runs_from_the_copy(echelon_command: Any, tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
@@ -224,6 +225,7 @@ def test_a_module_runs_from_the_copy(echelon_command: Any, tmp_path: Path) -> No
         assert done.returncode == 2 and f"{option[0]} is for Slurm" in done.stderr
 
 
+@pytest.mark.full
 def test_a_job_in_the_background_fulfils_the_protocol(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, sys, time\nprint('rank', os.environ['RANK'], flush=True)\n"
@@ -291,6 +293,7 @@ def test_submit_into_the_folder_of_a_run_that_is_under_way_is_refused_and_change
     assert os.listdir(tmp_path / "runs/busy/attempts") == ["000"]
 
 
+@pytest.mark.full
 def test_a_submitted_job_that_finds_its_folder_in_use_leaves_it_alone(
     under_way: subprocess.Popen[bytes], tmp_path: Path, echelon_command: Any
 ) -> None:
@@ -305,6 +308,7 @@ def test_a_submitted_job_that_finds_its_folder_in_use_leaves_it_alone(
     assert [(read_json(run.exit_json) or {})["exit_code"]] == [0]
 
 
+@pytest.mark.full
 def test_a_start_that_is_refused_is_not_the_success_of_the_one_before(tmp_path: Path) -> None:
     """Both by one process, as by a scheduler of one's own; or by two that have ended, which leaves both to process 1."""
     script, run = tmp_path / "train.py", RunDir(tmp_path / "runs" / "again")
@@ -319,6 +323,7 @@ def test_a_start_that_is_refused_is_not_the_success_of_the_one_before(tmp_path: 
     assert [end["exit_code"] for end in ends] == [0, 1] and "does not find" in ends[1]["stopped"]
 
 
+@pytest.mark.full
 def test_a_run_in_the_folder_of_a_job_that_runs_is_refused(tmp_path: Path, echelon_command: Any) -> None:
     (tmp_path / "train.py").write_text("import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)\n")
     assert echelon_command("submit", "--to", "local", "--name", "busy", "train.py").returncode == 0
@@ -330,6 +335,7 @@ def test_a_run_in_the_folder_of_a_job_that_runs_is_refused(tmp_path: Path, echel
     assert job.result(120).exit_code == 0 and os.listdir(tmp_path / "runs/busy/attempts") == ["000"]
 
 
+@pytest.mark.full
 def test_of_several_that_submit_by_one_name_at_once_one_starts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, time\nopen(f'began-{os.getpid()}', 'w')\nwhile not os.path.exists('go'): time.sleep(0.02)\n"

@@ -81,6 +81,7 @@ def _trains(how: str) -> None:
     ech.train(_Unit(how), _Batches(how), max_epochs=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "guilty", "said", "headline"),
     [

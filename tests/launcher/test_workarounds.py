@@ -50,6 +50,7 @@ def _free_a_model_while_its_group_wants_the_interpreter(kept: bool) -> bool:
     return True
 
 
+@pytest.mark.full
 def test_a_function_returns_when_its_destroyed_group_is_kept() -> None:
     assert launch(_free_a_model_while_its_group_wants_the_interpreter, ranks=2, args=(True,), quiet=True, timeout_s=120) == [
         True,
@@ -94,6 +95,7 @@ print("returned", flush=True)
 """
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("forked_programs")
 def test_a_script_s_main_returns_after_it_destroyed_all_groups(started: Started) -> None:
     launcher = started.run("--ranks", "2", started.script(FREED_IN_A_SCRIPT))
@@ -152,6 +154,7 @@ def returns(model: str, patience_s: float) -> bool:
         return False
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["prepared", pytest.param("inside", marks=pytest.mark.full)])
 def test_a_function_that_trained_with_ddp_returns_after_it_destroyed_its_groups(model: str) -> None:
     assert returns(model, 60)
@@ -263,6 +266,7 @@ def test_dragon_still_takes_its_address_from_a_variable() -> None:
     assert 'os.getenv("_DRAGON_CG_MASTER_ADDR")' in (Path(spec.origin).parent / "ai/collective_group.py").read_text()
 
 
+@pytest.mark.full
 def test_nothing_else_of_the_launcher_reaches_into_other_libraries() -> None:
     """Private names of Python, torch and Dragon are used in workarounds.py alone (`os._exit` is documented)."""
     libraries = {

@@ -108,6 +108,7 @@ def _measure_all(names: list[str]) -> dict[str, Any]:
     return {name: _measured(LAYOUTS[name]) for name in names}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), pytest.param(OTHERS, id="others", marks=pytest.mark.full)])
 def test_a_rank_keeps_its_shards_of_the_gradients_and_the_numbers_are_the_same(ranks: Ranks, names: list[str]) -> None:
     found = ranks(4, _measure_all, names)
@@ -164,6 +165,7 @@ def _choose_all(heads: list[int]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_other_parameters_in_each_micro_batch_are_right_or_refused(ranks: Ranks) -> None:
     """torch adds a unit's deferred gradients by place: a head's would end in the other one's."""
     for got in ranks(4, _choose_all, [0, 1, 1, 1]):
@@ -200,6 +202,7 @@ def _give_up_all() -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_a_window_that_is_given_up_leaves_nothing_for_the_next(ranks: Ranks) -> None:
     plain, _, _ = plain_training([[batch(8, 0), batch(8, 1)], [batch(8, 2), batch(8, 3)]])
     for name, got in ranks(4, _give_up_all)[0].items():
@@ -215,6 +218,7 @@ def _chosen_by_copy(others: list[int]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("others", [[0, 1, 0], [0, 0, 1]])
 def test_what_the_ranks_of_one_copy_find_all_are_told(ranks: Ranks, others: list[int]) -> None:
     said = ranks(4, _chosen_by_copy, others)
@@ -252,6 +256,7 @@ def _turns(blocks: bool) -> tuple[Any, Any]:
     return _in_turns(ech.FSDPStrategy(requires_gradient_sync=False), blocks), _in_turns("fsdp", blocks)
 
 
+@pytest.mark.full
 def test_kept_gradients_in_a_lower_precision_are_those_of_each_micro_batch_or_refused(ranks: Ranks) -> None:
     """torch fails at a block that no pass has gathered yet, and cannot reduce gradients of two types of one block."""
     for later, at_once in ranks(2, _turns, True):

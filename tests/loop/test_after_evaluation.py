@@ -34,6 +34,7 @@ def _saved_after_an_evaluation(layout: str, folder: str) -> tuple[int, float, fl
     return len(pairs), different, largest_difference(whole(unit.module), whole(again.module))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layouts", SEVERAL)
 def test_a_checkpoint_written_after_an_evaluation_holds_the_optimizer(ranks: Ranks, tmp_path: Path, layouts: list[str]) -> None:
     for rank in ranks(2, under_each, layouts, _saved_after_an_evaluation, str(tmp_path)):
@@ -60,6 +61,7 @@ def _both(layout: str) -> Any:
     return largest_difference(_evaluated_before_the_optimizer(layout), _trained(layout))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layouts", SEVERAL)
 def test_an_optimizer_built_after_an_evaluation_trains_the_shards(ranks: Ranks, layouts: list[str]) -> None:
     for rank in ranks(2, under_each, layouts, _both):

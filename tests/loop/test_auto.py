@@ -34,6 +34,7 @@ def test_schedulers_step_per_update_or_per_epoch() -> None:
     assert _rate_after("epoch") == 0.5**2
 
 
+@pytest.mark.full
 def test_the_schedule_is_the_same_on_two_ranks(ranks: Ranks) -> None:
     """Accelerate steps it once per process and step."""
     assert ranks(2, _rate_after, "update", layout="ddp") == [0.5**4] * 2
@@ -145,6 +146,7 @@ def _train_fp32(layout: str | None, precision: str, updates: int = 3) -> tuple[d
     return whole(unit.module), seen, scale
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layouts", SEVERAL)
 def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks, layouts: list[str]) -> None:
     full = ranks(2, under_each, layouts, _train_fp32, "fp32")[0]
@@ -170,6 +172,7 @@ def _unequal_start(layout: str) -> dict[str, torch.Tensor]:
     return whole(Regression(module=module, layout=layout).module)
 
 
+@pytest.mark.full
 def test_models_that_were_seeded_apart_start_from_rank_0s(ranks: Ranks) -> None:
     want = {n: p.detach() for n, p in net(seed=0).named_parameters()}
     for started in ranks(2, under_each, PARALLEL, _unequal_start):
@@ -198,6 +201,7 @@ def _wrapped_by_hand(how: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return whole(module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["ddp", "fsdp1", "fully_shard"])
 def test_modules_that_users_wrapped_train_just_as_well(ranks: Ranks, how: str) -> None:
     # The older FSDP computes its norm in float32 and refuses float64.
@@ -264,6 +268,7 @@ def _nan(layout: str) -> tuple[str, bool]:
     return str(caught.value), all(bool(p.isfinite().all()) for p in whole(unit.module).values())
 
 
+@pytest.mark.full
 def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks) -> None:
     for said in ranks(2, under_each, PARALLEL, _nan):
         for layout, (text, finite) in said.items():

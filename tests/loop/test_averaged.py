@@ -120,6 +120,7 @@ def _all_cases(layout: str) -> dict[str, dict[str, torch.Tensor]]:
     return {name: _averages(_trained(layout, params)) for name, params in CASES.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", EACH)
 def test_averages_on_two_ranks_equal_torchs_on_one_process(ranks: Ranks, layout: str) -> None:
     want = {name: _reference(params) for name, params in CASES.items()}
@@ -216,6 +217,7 @@ def test_evaluations_use_the_averages_if_asked_to() -> None:
     _check_evaluations(_evaluations(None))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", KINDS)
 def test_evaluations_on_two_ranks_use_the_averages_if_asked_to(ranks: Ranks, layout: str) -> None:
     for found in ranks(2, _evaluations, layout):
@@ -255,6 +257,7 @@ def _resume(layout: str | None, folder: str) -> dict[str, torch.Tensor]:
     return _averages(unit)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [*KINDS, pytest.param("hsdp", marks=pytest.mark.full)])
 def test_averages_are_saved_and_restored_across_strategies_and_world_sizes(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     want = _reference(CASES["lit"])

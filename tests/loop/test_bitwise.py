@@ -59,6 +59,7 @@ def _bits_under(layouts: list[str], optimizer: str) -> dict[str, dict[str, int]]
     return {layout: _bits(layout, optimizer) for layout in layouts}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("optimizer", "several"),
     [
@@ -76,6 +77,7 @@ def test_every_bit_is_the_same_on_any_number_of_ranks(ranks: Ranks, optimizer: s
     assert one["ddp"] == one["fsdp"] == one["none"]
 
 
+@pytest.mark.full
 def test_without_the_mode_the_bits_differ(ranks: Ranks) -> None:
     """Otherwise the test above would show nothing."""
     (one,), two = ranks(1, _plain), ranks(4, _plain)
@@ -89,6 +91,7 @@ def _plain() -> dict[str, int]:
     return {n: zlib.crc32(p.numpy().tobytes()) for n, p in whole(unit.module).items()}
 
 
+@pytest.mark.full
 def test_a_run_resumed_at_another_world_size_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
     (straight,) = ranks(1, _bits, "none", "AdamW")
     folder = str(tmp_path / "checkpoints")

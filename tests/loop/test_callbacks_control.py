@@ -143,6 +143,7 @@ def _stop_early_in_each_way() -> list[tuple[int, int]]:
     return [_stop_early(*kind) for kind in (("train", "step"), ("train", "epoch"), ("eval", "step"))]
 
 
+@pytest.mark.full
 def test_rank_0_decides_and_all_ranks_remember_the_same(ranks: Ranks) -> None:
     # The message that cuts an evaluation short is read one step later.
     assert ranks(2, _stop_early_in_each_way) == [[(4, 2), (4, 2), (1, 3)]] * 2
@@ -207,6 +208,7 @@ def _stops_from_hooks() -> list[int]:
     return [_stop_from_a_hook(hook, layout) for layout in (None, "ddp") for hook in hooks]
 
 
+@pytest.mark.full
 def test_a_stop_from_a_hook_of_one_rank_stops_all_after_the_step(ranks: Ranks) -> None:
     assert ranks(2, _stops_from_hooks) == [[2, 3, 3, 3] * 2] * 2
 
@@ -248,6 +250,7 @@ def _stops_by_each_name() -> list[Any]:
     return [_stops_by_what_was_logged(*each) for each in (("accuracy", None), ("eval_accuracy", "max"))]
 
 
+@pytest.mark.full
 def test_what_was_logged_in_evaluations_stops_a_run_by_its_name(ranks: Ranks) -> None:
     """The third value is the best; three checks later it ends. The number is the mean over the ranks, on each of them."""
     for found in ranks(2, _stops_by_each_name):

@@ -45,6 +45,7 @@ def run(entry: str, end: type[BaseException] | None, callback: ech.Callback, dur
         assert end is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("entry", ["train", "fit", "evaluate", "predict", "test"])
 def test_garbage_collection_is_on_again(entry: str, end: type[BaseException] | None) -> None:

@@ -205,6 +205,7 @@ def _summary_under(layout: str) -> tuple[int, int, float]:
     return given[0][0].num_parameters, given[0][0].flops_forward, largest_difference(*trained)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layouts", SEVERAL)
 def test_a_summary_is_of_the_whole_module_and_changes_nothing_under_any_strategy(ranks: Ranks, layouts: list[str]) -> None:
     whole_module = get_module_summary(net(), batch(2, 0)[:1])

@@ -64,6 +64,7 @@ def _check(got: Any, updates: int) -> None:
     assert largest_difference(got[2], weights) < 1e-12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "accumulation"),
     [

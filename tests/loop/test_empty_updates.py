@@ -87,6 +87,7 @@ def _trained(layout: str, accumulation: int, folder: str) -> tuple[dict[str, tor
     return whole(unit.module), unit.optimizer.param_groups[0]["lr"], unit.window.updates
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "accumulation"), [("ddp", 1), ("fsdp", 2), ("zero1", 1)])
 def test_the_run_goes_on_and_resumes(ranks: Ranks, tmp_path: Path, layout: str, accumulation: int) -> None:
     want = _plain()
@@ -113,6 +114,7 @@ def _own(layout: str) -> tuple[dict[str, torch.Tensor], float, list[float]]:
     return whole(model), optimizer.param_groups[0]["lr"], losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_loop_of_ones_own_goes_on(ranks: Ranks, layout: str) -> None:
     want = _plain()
@@ -128,6 +130,7 @@ def _pipeline() -> dict[str, torch.Tensor]:
     return {n: p for n, p in whole(unit.module).items() if n in held}
 
 
+@pytest.mark.full
 def test_a_pipeline_goes_on(ranks: Ranks) -> None:
     want = _plain()
     ours = {name: value for found in ranks(2, _pipeline) for name, value in found.items()}

@@ -106,6 +106,7 @@ def _late_on_ranks(layout: str) -> tuple[int, str]:
     return _ended(unit, max_updates=80)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_all_ranks_end_at_the_same_update_and_know_whose_loss_it_was(ranks: Ranks, layout: str) -> None:
     ended = ranks(2, _at_once_on_ranks, layout)

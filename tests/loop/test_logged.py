@@ -141,6 +141,7 @@ class Accuracy(Regression):
         state.log("rows", self.mean)
 
 
+@pytest.mark.full
 def test_a_metric_of_torchmetrics_is_computed_at_the_epochs_end(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _fit, str(tmp_path), Accuracy)
     rows = torch.cat([batch(size, n)[0] for n, size in enumerate(SIZES)]).sum(1)

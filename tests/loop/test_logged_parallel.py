@@ -80,6 +80,7 @@ def _numbers(folder: Path) -> list[dict[str, float]]:
     return [{n: r[n] for n in r if n in names} for r in read_lines(folder / "metrics.jsonl")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_ranks_that_share_samples_log_what_one_process_does(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     _fit(str(tmp_path / "one"), "none")
@@ -117,6 +118,7 @@ def _error(layout: Any) -> str:
     return "no error"
 
 
+@pytest.mark.full
 def test_a_metric_of_the_last_stage_alone_is_refused_on_all_ranks(ranks: Ranks) -> None:
     for error in ranks(2, _error, LAYOUTS["1f1b"]):
         assert (
@@ -151,6 +153,7 @@ def _counted(layout: Any) -> list[tuple[float, float]]:
     return [trained, (float(unit.rows.compute()), float(unit.mean.compute()))]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 def test_metrics_of_the_last_stage_count_each_sample_once(ranks: Ranks) -> None:
     want = ranks(1, _counted, "none")[0]
@@ -243,6 +246,7 @@ def _fit_words(folder: str, layout: str) -> None:
         ech.fit(unit, batches, batches[:3], max_epochs=1)
 
 
+@pytest.mark.full
 def test_parts_of_sequences_log_what_whole_ones_do(ranks: Ranks, tmp_path: Path) -> None:
     _fit_words(str(tmp_path / "one"), "none")
     ranks(2, _fit_words, str(tmp_path / "two"), "cp=2")
@@ -308,6 +312,7 @@ def _told_of_reading(read: str, layout: str) -> list[str]:
     return [text for text in texts if "full_tensor" in text]
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
 def test_a_number_read_of_split_parameters_between_steps_is_told_once_with_its_line(ranks: Ranks, layout: str) -> None:
@@ -316,6 +321,7 @@ def test_a_number_read_of_split_parameters_between_steps_is_told_once_with_its_l
             assert len(told_of) == 1 and "test_logged_parallel.py:" in told_of[0]
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks
 def test_numbers_of_whole_tensors_are_not_told(ranks: Ranks) -> None:
     for read in WHOLE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import nn
 
 import echelon as ech
@@ -26,6 +27,7 @@ def _clipped_by_torch(layout: str, accumulation: int, right: bool) -> int:
     return sum("window.clip_grad_norm_" in text for text in texts)
 
 
+@pytest.mark.full
 def test_clipping_that_was_left_in_an_unfinished_update_is_told_once(ranks: Ranks) -> None:
     assert ranks(2, _clipped_by_torch, "ddp", 2, False) == [1, 1]
     assert ranks(2, _clipped_by_torch, "ddp", 2, True) == [0, 0]

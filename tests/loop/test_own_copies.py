@@ -98,6 +98,7 @@ def _ways(layout: str) -> dict[str, tuple[Any, list[float]]]:
     return {way: _averaged(way, layout) for way in WAYS}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "ddp", pytest.param("zero2", marks=pytest.mark.full)])
 def test_a_copy_that_prepare_is_given_is_split_as_the_model_is(ranks: Ranks, layout: str) -> None:
     want = _ways("plain")
@@ -107,6 +108,7 @@ def test_a_copy_that_prepare_is_given_is_split_as_the_model_is(ranks: Ranks, lay
             assert computed == pytest.approx(want[way][1], abs=1e-11), way
 
 
+@pytest.mark.full
 def test_an_average_is_saved_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     straight = ranks(2, _averaged, "averaged", "fsdp")
     ranks(2, _averaged, "averaged", "fsdp", tmp_path, until=2)
@@ -153,6 +155,7 @@ def _put(layout: str) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp", "tp"])
 def test_values_that_are_put_into_parameters_are_there(ranks: Ranks, layout: str) -> None:
     want = _put("plain")

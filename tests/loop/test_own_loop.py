@@ -118,6 +118,7 @@ def _usual_order(layout: str, wrapped: bool) -> dict[str, torch.Tensor]:
     return whole(made)
 
 
+@pytest.mark.full
 def test_other_orders_of_the_same_lines_train_the_same(ranks: Ranks) -> None:
     for layout in ("ddp", "fsdp", "zero1"):
         for model in (True, False):
@@ -279,6 +280,7 @@ def _interrupted(
     return whole(model), average.value, steps, code  # type: ignore[return-value]
 
 
+@pytest.mark.full(but=("ddp",))
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.full)])
 def test_a_loop_that_died_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """With dropout, in the middle of an epoch and of an update; whether the loop counts its epochs itself or not."""
@@ -292,6 +294,7 @@ def test_a_loop_that_died_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path,
             assert len(steps) == len(every) - 10
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks
 @pytest.mark.parametrize("moment", [3, 18])
 def test_a_signal_saves_and_leaves_with_75_and_the_loop_goes_on(ranks: Ranks, tmp_path: Path, moment: int) -> None:
@@ -320,6 +323,7 @@ def test_a_finished_run_trains_no_more_and_a_longer_one_goes_on(tmp_path: Path) 
     assert [_epochs_seen(tmp_path, n) for n in (0, 2, 2, 3)] == [[], [0, 1], [], [2]]
 
 
+@pytest.mark.full
 def test_layouts_change_between_runs(ranks: Ranks, tmp_path: Path) -> None:
     """Saved under fsdp on two ranks, gone on with in one process, and the other way round."""
     ranks(2, _interrupted, tmp_path, "fsdp", fails_at=11)
@@ -352,6 +356,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.full
 def test_as_a_program_killed_and_restarted(echelon_command: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(textwrap.dedent(PROGRAM))
     killed = echelon_command("run", "--ranks", "2", "loop.py", "die")
@@ -369,6 +374,7 @@ def test_as_a_program_killed_and_restarted(echelon_command: Callable[..., Any], 
 PLANTED = Path(__file__).parents[1] / "planted"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", ["own_loop", pytest.param("own_loop_breaks", marks=pytest.mark.full)])
 def test_prove_passes_a_loop_that_is_right(script: str) -> None:
     rows = matrix(["ddp", "fsdp"], [2], [1, 2], sgd=script == "own_loop")
@@ -383,6 +389,7 @@ def test_prove_passes_bit_equal_loops() -> None:
     assert rows and {row.verdict for row in proof.results} == {"bit-equal"}, [(r.label, r.causes) for r in proof.results]
 
 
+@pytest.mark.full
 def test_prove_names_a_mistake_in_a_loop() -> None:
     rows = matrix(["ddp"], [2], [1], sgd=False)
     (row,) = prove_target(Target(script=str(PLANTED / "own_loop.py"), args=["wrong"]), rows, 3, False).results
@@ -506,6 +513,7 @@ def _all_refused() -> list[str]:
     return [_training(body) for body in REFUSED]
 
 
+@pytest.mark.full
 def test_what_comes_in_the_wrong_order_is_refused_by_name_on_all_ranks(ranks: Ranks) -> None:
     for told in ranks(2, _all_refused):
         for (body, words), text in zip(REFUSED.items(), told, strict=True):

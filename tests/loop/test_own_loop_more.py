@@ -107,6 +107,7 @@ def _by_epoch(folder: Path, at: tuple[int, str] = (-1, ""), *, signals: bool = F
 PLACES = ["step 0", "step 2", "evaluation", "end"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 def test_what_an_epoch_does_behind_its_batches_is_in_its_checkpoint(tmp_path: Path, place: str) -> None:
     """A rate by epoch was one step behind after a restart: the epoch had been saved before it."""
@@ -125,6 +126,7 @@ def _resumed(loop: Callable[..., Any], folder: Path, at: tuple[int, str], counts
     return loop(folder, counts=counts)
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks
 @pytest.mark.parametrize("place", ["step 2", "evaluation", pytest.param("end", marks=pytest.mark.full)])
 def test_a_signal_behind_the_batches_waits_for_the_epochs_end(ranks: Ranks, tmp_path: Path, place: str) -> None:
@@ -205,6 +207,7 @@ def _zeroed(layout: str) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
+@pytest.mark.full
 def test_gradients_may_be_set_to_zero_in_place(ranks: Ranks) -> None:
     for layout in ("ddp", "fsdp", "zero1"):
         assert largest_difference(ranks(2, _zeroed, layout)[0], _zeroed("none")) < 1e-12, layout
@@ -232,6 +235,7 @@ def _looks_first(look: str, folder: Path | None = None, counts: bool = False) ->
     return losses, saved
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("look", ["a batch", "all"])
 def test_looking_at_the_data_first_changes_nothing(ranks: Ranks, tmp_path: Path, look: str) -> None:
     """It counted as an epoch, or was refused."""
@@ -242,6 +246,7 @@ def test_looking_at_the_data_first_changes_nothing(ranks: Ranks, tmp_path: Path,
     assert ranks(2, _looks_first, look)[0][0] == pytest.approx(want, rel=1e-12)
 
 
+@pytest.mark.full
 def test_prove_runs_a_loop_that_looks_at_its_data_first() -> None:
     rows = matrix(["ddp"], [2], [1], sgd=False)
     target = Target(script=str(Path(__file__).parents[1] / "planted" / "own_loop.py"), args=["looks"])
@@ -334,6 +339,7 @@ def _refusals() -> list[str]:
     return told
 
 
+@pytest.mark.full
 def test_what_would_train_something_else_is_refused_by_name(ranks: Ranks) -> None:
     for told in ranks(2, _refusals):
         for (body, words), text in zip(REFUSED.items(), told, strict=True):
@@ -363,6 +369,7 @@ def _let_go() -> list[bool]:
     return left
 
 
+@pytest.mark.full
 def test_a_model_that_is_dropped_is_freed(ranks: Ranks) -> None:
     """Each call of prepare kept its model and optimizer for good."""
     assert ranks(2, _let_go) == [[False] * 6] * 2
@@ -390,6 +397,7 @@ def _drawing(folder: Path, stops_after: int, counts: bool) -> dict[str, torch.Te
     return whole(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stops_after", "counts"), [(2, False), (4, False), (5, True)])
 def test_what_a_loop_draws_before_its_batches_changes_no_resumed_run(
     ranks: Ranks, tmp_path: Path, stops_after: int, counts: bool
@@ -493,6 +501,7 @@ def _second_prepare(layout: str, what: str) -> float | str:
     return float(whole(model)["last.bias"])
 
 
+@pytest.mark.full
 def test_a_second_prepare_says_what_to_make_anew(ranks: Ranks) -> None:
     for layout in ("ddp", "fsdp"):
         for what in ("the same", "the original"):
@@ -576,6 +585,7 @@ def _resumed_by_hand(kind: str, layout: str, late: bool = False) -> dict[str, to
     return whole(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "late"), [("SGD", True), ("AdamW", False), ("AdamW", True), ("Adagrad", False)])
 def test_a_script_may_resume_by_files_of_its_own(ranks: Ranks, kind: str, late: bool) -> None:
     wanted = _resumed_by_hand(kind, "none")

@@ -72,6 +72,7 @@ def _penalty(module: nn.Module, target: nn.Module, optimizer: torch.optim.Optimi
     optimizer.zero_grad()
 
 
+@pytest.mark.full
 def test_a_gradient_penalty_is_right_where_parameters_are_whole(ranks: Ranks) -> None:
     _agree(ranks, "ddp", _penalty)
 
@@ -96,6 +97,7 @@ def test_a_second_backward_pass_that_ddp_does_not_reduce_is_refused(ranks: Ranks
     assert first == second and "differs between ranks" in first and "call backward once" in first
 
 
+@pytest.mark.full
 def test_a_second_backward_pass_over_shards_counts(ranks: Ranks) -> None:
     _agree(ranks, "fsdp", _twice)
 
@@ -135,6 +137,7 @@ def _follows(module: nn.Module, target: nn.Module, optimizer: torch.optim.Optimi
             slow.lerp_(fast, 0.3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.full)])
 def test_a_target_network_follows(ranks: Ranks, layout: str) -> None:
     _agree(ranks, layout, _follows)

@@ -173,6 +173,7 @@ def _trained(layout: str | None, accumulation: int, *, foreign: bool) -> dict[st
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "accumulation"), [("ddp", 1), ("fsdp", 2)])
 def test_the_mean_is_over_samples_in_whatever_form_they_come(ranks: Ranks, layout: str, accumulation: int) -> None:
     """A short last batch, whose parts differ in size, with rows of various numbers."""
@@ -182,6 +183,7 @@ def test_the_mean_is_over_samples_in_whatever_form_they_come(ranks: Ranks, layou
             assert largest_difference(ours, want) < 1e-12 and eval_loss == pytest.approx(loss, rel=1e-12), name
 
 
+@pytest.mark.full
 def test_a_torch_loader_says_as_much(caplog: pytest.LogCaptureFixture) -> None:
     want, loss = _plain()
     for name, (ours, eval_loss) in _trained(None, 2, foreign=True).items():
@@ -206,6 +208,7 @@ def _own(layout: str) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_weighs_the_same(ranks: Ranks) -> None:
     want, _ = _plain()
     for found in ranks(2, _own, "ddp"):
@@ -225,6 +228,7 @@ def _read_filtered(batch: Pair | None) -> Pair:
     return batch if batch is not None else (torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [8, 2])
 def test_samples_that_a_collate_function_leaves_out_count_for_nothing(ranks: Ranks, size: int) -> None:
     """With a global batch of two, whole shares of a rank are left out: `None` weighs nothing."""

@@ -113,6 +113,7 @@ def _trained(layout: str, kind: type[Gan] = Gan, loader: Any = None, epochs: int
     return made
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_optimizer_of_a_unit_steps_on_its_own_loss(ranks: Ranks, layout: str) -> None:
     want, _ = _plainly()
@@ -120,6 +121,7 @@ def test_each_optimizer_of_a_unit_steps_on_its_own_loss(ranks: Ranks, layout: st
         assert largest_difference(got, want) < 1e-12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "ranks_of_it"),
     [("tp=2", 2), pytest.param("hsdp", 4, marks=pytest.mark.full)],
@@ -136,6 +138,7 @@ def _with_cp() -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_layout_that_splits_sequences_is_refused(ranks: Ranks) -> None:
     for text in ranks(2, _with_cp):
         assert "several optimizers must have a strategy" in text and "one with pp or cp" in text
@@ -171,6 +174,7 @@ def _accumulated(layout: str) -> tuple[Tensors, list[list[Any]]]:
     return whole(unit.module), unit.seen[:-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_accumulation_adds_up_each_optimizers_own_gradients(ranks: Ranks, layout: str) -> None:
     found = ranks(2, _accumulated, layout)
@@ -220,6 +224,7 @@ def _stops(layout: str, folder: str, stop: int | None) -> Tensors:
     return {**made, **whole(unit.module)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_that_was_stopped_in_mid_epoch_ends_with_the_same_bits(ranks: Ranks, layout: str, tmp_path: Path) -> None:
     straight = ranks(2, _stops, layout, str(tmp_path / "a"), None)
@@ -228,6 +233,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_with_the_same_bits(ranks: Rank
         assert largest_difference(got, want) == 0
 
 
+@pytest.mark.full
 def test_it_goes_on_with_fewer_ranks_and_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     straight = ranks(2, _stops, "ddp", str(tmp_path / "a"), None)[0]
     ranks(2, _stops, "fsdp", str(tmp_path / "b"), 3)
@@ -277,6 +283,7 @@ def _logs(folder: str) -> tuple[list[Any], float, float]:
     return records, float(unit.eval_loss), unit.optimizer_critic.param_groups[0]["lr"]
 
 
+@pytest.mark.full
 def test_each_loss_is_logged_and_evaluated_over_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks(2, _logs, str(tmp_path))
     module, (weights, losses) = _networks(), _plainly()
@@ -313,6 +320,7 @@ def _filtered(layout: str) -> tuple[Tensors, list[Any]]:
     return whole(unit.module), first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_what_weighs_nothing_trains_nothing(ranks: Ranks, layout: str) -> None:
     found = ranks(2, _filtered, layout)
@@ -410,6 +418,7 @@ def _tempered(layout: str, folder: str, epochs: int) -> tuple[Tensors, float]:
     return whole_of_one(unit.module), float(unit.log_alpha.detach())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_an_optimizer_of_a_parameter_outside_the_module(ranks: Ranks, layout: str, tmp_path: Path) -> None:
     module, log_alpha = _Regression(), nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -438,6 +447,7 @@ def _of_four(layout: str) -> Tensors:
         impose(None)
 
 
+@pytest.mark.full
 def test_fewer_ranks_than_planned_train_the_same(ranks: Ranks) -> None:
     """In pieces of a micro-batch, a loss of the first would meet networks of before the steps."""
     want, _ = _plainly()

@@ -133,6 +133,7 @@ def _agree(got: Any, want: Any) -> None:
     assert all(largest_difference(*each) < 1e-12 for each in zip(got, want, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "first"), [("ddp", True), ("fsdp", False), ("zero1", True)])
 def test_each_optimizer_steps_on_the_gradients_of_its_own_loss(ranks: Ranks, layout: str, first: bool) -> None:
     want = _plainly(first=first)
@@ -140,6 +141,7 @@ def test_each_optimizer_steps_on_the_gradients_of_its_own_loss(ranks: Ranks, lay
         _agree(got, want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "ranks_of_it"),
     [("tp=2", 2), pytest.param("dp_shard=2,tp=2", 4, marks=pytest.mark.full)],
@@ -198,6 +200,7 @@ def _accumulated_plainly(batches: list[list[Any]]) -> tuple[Tensors, Tensors]:
     return whole(generator), whole(critic)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", ZERO1])
 def test_accumulation_adds_up_each_optimizers_own_gradients(ranks: Ranks, layout: str) -> None:
     found = ranks(2, _accumulated, layout)
@@ -252,6 +255,7 @@ def _heads(layout: str | None) -> Tensors:
     return made
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_two_optimizers_over_parts_of_one_model_with_accumulation(ranks: Ranks, layout: str) -> None:
     want = _heads(None)
@@ -354,6 +358,7 @@ def _temperature(layout: str | None, folder: str = "", epochs: int = 1) -> tuple
     return whole(policy), float(log_alpha.detach())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp", ZERO1])
 def test_an_optimizer_of_a_parameter_outside_the_models(ranks: Ranks, layout: str, tmp_path: Path) -> None:
     want, alpha = _temperature(None, epochs=2)
@@ -393,6 +398,7 @@ def _saved(layout: str, folder: str, epochs: int) -> Any:
     return *pair.weights(), rates
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", ZERO1])
 def test_a_resumed_run_ends_with_the_same_bits(ranks: Ranks, layout: str, tmp_path: Path) -> None:
     straight = ranks(2, _saved, layout, str(tmp_path / "a"), 2)
@@ -404,6 +410,7 @@ def test_a_resumed_run_ends_with_the_same_bits(ranks: Ranks, layout: str, tmp_pa
         assert got[2] == want[2]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_fewer_ranks_and_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     straight = ranks(2, _saved, "ddp", str(tmp_path / "a"), 2)[0]
     ranks(2, _saved, "fsdp", str(tmp_path / "b"), 1)
@@ -457,6 +464,7 @@ REFUSED: list[tuple[Callable[..., None], str]] = [
 ]
 
 
+@pytest.mark.full
 def test_steps_that_do_not_make_an_update_are_refused_on_all_ranks(ranks: Ranks) -> None:
     for found in ranks(2, lambda: [_refused("ddp", body) for body, _ in REFUSED]):
         for (_, said), text in zip(REFUSED, found, strict=True):

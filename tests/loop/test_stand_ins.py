@@ -81,6 +81,7 @@ def _synchronised(recompute: bool) -> tuple[dict[str, torch.Tensor], float, int]
     return _values(unit.prepared.unwrapped), float(unit.metric.weight), int(unit.metric.update_count)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", [False, True])
 def test_synchronised_batch_norm_does_not_take_it_in(ranks: Ranks, recompute: bool) -> None:
     want = _plain()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -77,6 +78,7 @@ def a_step_copies_the_batch_and_nothing_else(folder: str) -> None:
             torch.testing.assert_close(trained[parameter], value.detach(), msg=lambda m: f"{name}: {parameter}: {m}")  # noqa: B023
 
 
+@pytest.mark.full
 def test_a_step_copies_the_batch_and_nothing_else(ranks: Any, tmp_path: Any) -> None:
     ranks(1, a_step_copies_the_batch_and_nothing_else, str(tmp_path))
 
@@ -158,5 +160,6 @@ def _same(ours: nn.Module, want: nn.Module) -> None:
         torch.testing.assert_close(parameter.detach().cpu(), value.detach(), msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
+@pytest.mark.full
 def test_a_micro_batch_that_weighs_nothing_on_the_device_poisons_nothing(ranks: Any) -> None:
     ranks(1, a_micro_batch_that_weighs_nothing_on_the_device_poisons_nothing)

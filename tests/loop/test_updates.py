@@ -67,6 +67,7 @@ def _each_way(folder: Path) -> dict[str, tuple[dict[str, torch.Tensor], tuple[in
     return found
 
 
+@pytest.mark.full
 def test_each_way_to_train_makes_as_many_updates_as_it_is_told(ranks: Ranks, tmp_path: Path) -> None:
     order = ech.Loader(DATA, 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order
     x, y = DATA.tensors
@@ -270,6 +271,7 @@ def _saved_and_resumed(folder: Path, accumulation: int, size: int, limits: list[
     return {"module": whole(unit.module), "counts": _counts(unit), "names": _names(folder)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("accumulations", [(1, 2), (2, 4), (4, 1), (2, 1)])
 def test_a_run_goes_on_elsewhere_with_other_micro_batches(ranks: Ranks, tmp_path: Path, accumulations: tuple[int, int]) -> None:
     """In the middle of an epoch of five updates, twice; the loader alone says how many micro-batches there are."""
@@ -315,6 +317,7 @@ def _own(folder: Path) -> tuple[list[int], list[str]]:
     return steps, _names(folder)
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_counts_the_updates_that_it_makes(ranks: Ranks, tmp_path: Path) -> None:
     for steps, names in ranks(2, _own, tmp_path):
         assert len(steps) == 16 and names == [f"step-{n:08d}" for n in (2, 4, 6, 8)]
@@ -326,6 +329,7 @@ def _piped() -> tuple[int, int]:
     return _counts(unit)
 
 
+@pytest.mark.full
 def test_a_pipeline_counts_updates(ranks: Ranks) -> None:
     assert ranks(2, _piped) == [(4, 7)] * 2
 
@@ -389,6 +393,7 @@ def _told(where: str, folder: Path) -> list[tuple[tuple[int, int], dict[str, tor
     return found
 
 
+@pytest.mark.full
 def test_a_loader_splits_its_batches_as_it_or_the_unit_is_told(ranks: Ranks, tmp_path: Path) -> None:
     found = [ranks(2, _told, where, tmp_path / where)[0] for where in ("the loader", "the unit", "both")]
     assert [counts for counts, _ in found[0]] == [(4, 8), (10, 20)]

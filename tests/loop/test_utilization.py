@@ -197,6 +197,7 @@ def _records_of(unit: Any, batches: list[Any]) -> list[dict[str, Any]]:
     return kept.seen
 
 
+@pytest.mark.full
 def test_a_record_has_what_its_update_used(ranks: Ranks) -> None:
     """Over a window: FLOPs of both micro-batches of this rank, in the window's time."""
     both = LanguageModel(Decoder()).flops(words(5, 10))
@@ -226,6 +227,7 @@ def _of_language(layout: str, flops: float | None) -> list[dict[str, Any]]:
     return _records_of(unit, [{"words": words(2, 16) % 24, "targets": words(2, 16) % 24}] * 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("axis", "flops"), [("cp", None), ("cp", 5e3), ("pp", None), ("pp", 5e3), ("tp", None), ("tp", 5e3)])
 def test_ranks_that_share_samples_count_the_whole_work(ranks: Ranks, axis: str, flops: float | None) -> None:
     """Of parts of sequences, too. A rank of a pipeline knows its own stage's parameters alone, so that nothing can be said."""

@@ -42,6 +42,7 @@ def _train_shapes(layout: str) -> dict[str, tuple[dict[str, torch.Tensor], list[
     return {name: _train(layout, shape, clip_grad_norm=float("inf")) for name, shape in SHAPES.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", KINDS)
 def test_two_ranks_equal_one_process(ranks: Ranks, layout: str) -> None:
     for trained in ranks(2, _train_shapes, layout):
@@ -188,6 +189,7 @@ def _masked_under(layouts: list[str]) -> list[Any]:
     return [_masked(layout, kind, chosen) for layout in layouts for kind in (Masked, MaskedByNumbers)]  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_a_micro_batch_that_weighs_nothing_poisons_nothing(ranks: Ranks) -> None:
     """Its loss is nan: neither gradients, nor losses, nor the mean of an evaluation."""
     rows = {0: [0, 2], 3: [0, 1, 2]}

@@ -99,6 +99,7 @@ def _steps(trace: Path) -> list[str]:
     return sorted({event["name"] for event in events if event.get("name", "").startswith("step ")})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("own", [False, True])
 def test_a_trace_has_the_steps_of_the_ranks_that_were_named(ranks: Ranks, tmp_path: Path, own: bool) -> None:
     run = run_folder(tmp_path)

@@ -285,6 +285,7 @@ for _ in ech.epochs(loader, int(sys.argv[1])):
 """
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("forked_programs")
 def test_a_script_without_a_launcher_says_where_it_goes_on_why_it_ends_and_where_it_saved(tmp_path: Path) -> None:
     def run(script: str, folder: str, *args: str) -> list[str]:

@@ -214,6 +214,7 @@ def objects(*keys: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=dict.fromkeys(keys, JSON))
 
 
+@pytest.mark.full
 @settings(max_examples=150)
 @given(
     about=objects("name", "command", "ranks", "launcher", "started", "versions", "git", "host"),
@@ -294,6 +295,7 @@ def test_json_in_a_script_cannot_end_it(value: object) -> None:
 # Long runs
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_records_are_less_than_a_megabyte_and_quick(tmp_path: Path) -> None:
     records = [training(s, 2.0 + s % 7 / 10 + 50.0 * (s == 77_777), grad_norm=1e3 / (s + 1)) for s in range(100_000)]
     run = make_run(tmp_path, [*records, *(evaluation(s, 2.0) for s in range(0, 100_000, 50))])

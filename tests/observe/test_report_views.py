@@ -52,6 +52,7 @@ LINES = st.binary(max_size=12) | st.recursive(
 ).map(lambda value: json.dumps(value).encode())
 
 
+@pytest.mark.full
 @given(LINES, st.sampled_from([b"", b" ", b"\xef\xbb\xbf", b"{}", b"[" * 70]))
 def test_a_line_is_read_quickly_as_it_is_read_slowly(line: bytes, around: bytes) -> None:
     for each in (line, around + line, line + around, b'{"a":' + around + line + b"}"):
@@ -157,6 +158,7 @@ def test_a_start_that_took_no_step_hides_nothing(tmp_path: Path) -> None:
     assert spent.steps == pytest.approx(60)
 
 
+@pytest.mark.full
 def test_a_thousand_ranks_are_shown_in_groups_by_their_slowest(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for rank in range(1000):
@@ -323,6 +325,7 @@ def press(opened: browser.Browser, where: str, key: str, *, shift: bool = False)
     )
 
 
+@pytest.mark.full
 @needs_browser
 @pytest.mark.parametrize("name", ["a/report.html", "both.html"])
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (390, True)])
@@ -335,6 +338,7 @@ def test_a_page_opens_without_a_word_on_the_console(
     assert paper == ("rgb(20, 23, 26)" if dark else "rgb(252, 252, 250)")
 
 
+@pytest.mark.full
 @needs_browser
 def test_the_reader_chooses_smoothing_and_scale(chromium: browser.Browser, pages: Path) -> None:
     chromium.open(f"file://{pages}/a/report.html", width=1200, dark=False)
@@ -363,6 +367,7 @@ def test_the_curve_runs_through_the_records_and_breaks_where_one_is_not_finite(c
     assert press(chromium, ".plot", "ArrowRight") == "visible: update 2 training nan"
 
 
+@pytest.mark.full
 @needs_browser
 def test_a_part_of_the_updates_is_seen_closer_in_every_chart(chromium: browser.Browser, pages: Path) -> None:
     chromium.open(f"file://{pages}/a/report.html", width=1200, dark=False)
@@ -399,6 +404,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.full
 @needs_browser
 def test_values_of_any_size_are_drawn(chromium: browser.Browser, tmp_path: Path) -> None:
     """Each in a chart of its own, with a million in between."""
@@ -416,6 +422,7 @@ def test_values_of_any_size_are_drawn(chromium: browser.Browser, tmp_path: Path)
             assert left[0][0] == 0 and left[-1][0] == 1
 
 
+@pytest.mark.full
 @needs_browser
 def test_the_charts_and_the_map_answer_to_keys(chromium: browser.Browser, pages: Path) -> None:
     chromium.open(f"file://{pages}/a/report.html", width=1200, dark=False)
@@ -429,6 +436,7 @@ def test_the_charts_and_the_map_answer_to_keys(chromium: browser.Browser, pages:
     assert press(chromium, cells, "Home") == "visible: rank 2 from update 0 its own time 10 ms"
 
 
+@pytest.mark.full
 @needs_browser
 def test_a_window_that_is_made_narrow_has_room_for_all(chromium: browser.Browser, pages: Path) -> None:
     chromium.open(f"file://{pages}/a/report.html", width=1200, dark=False)
@@ -437,6 +445,7 @@ def test_a_window_that_is_made_narrow_has_room_for_all(chromium: browser.Browser
     assert chromium.run("return charts.every(c => c.uplot.width === c.plot.clientWidth && c.uplot.width < 390)")
 
 
+@pytest.mark.full
 @needs_browser
 def test_a_run_is_taken_out_of_a_comparison_and_put_back(chromium: browser.Browser, pages: Path) -> None:
     chromium.open(f"file://{pages}/both.html", width=1200, dark=False)

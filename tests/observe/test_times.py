@@ -45,6 +45,7 @@ def _adds_up(records: Sequence[TimeRecord], steps: int) -> None:
 CAUSE = {"data": "data", "forward": "compute", "backward": "compute", "spin": "compute", "gc": "gc", "disk": "disk"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "layout", "own"), [("data", "ddp", False), ("forward", "fsdp", False), ("backward", "ddp", True)]
 )
@@ -76,6 +77,7 @@ def test_each_cause_is_told(ranks: Ranks, tmp_path: Path, kind: str, world: int,
     _named(read_times(run), slow, kind)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_nobody_is_accused_in_a_healthy_run(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """More ranks than there are cores, as a rule: each waits for a core again and again."""
@@ -314,6 +316,7 @@ def test_a_line_that_no_rank_of_ours_wrote_is_left_out(wrong: dict[str, Any]) ->
     assert parse({**GOOD, **wrong}) is None
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from([*GOOD, "own_s", "role"]), st.recursive(st.none() | st.floats() | st.text(), st.lists)))
 def test_whatever_is_in_a_line_it_is_read_or_left_out(line: dict[str, Any]) -> None:

@@ -342,6 +342,7 @@ ech.train(Regression(), [batch(4, i) for i in range(2)], max_epochs=1)
 """
 
 
+@pytest.mark.full
 def test_a_tracker_that_begins_as_the_process_ends_is_given_all_before_it_ends_itself(run: RunDir) -> None:
     env = {**clean_environment(), **run.to_env(), "ECHELON_TRACK": "tensorboard", "PYTHONPATH": os.getcwd()}
     done = subprocess.run([sys.executable, "-c", BEGINS_SLOWLY], env=env, capture_output=True, text=True, timeout=120)

@@ -228,6 +228,7 @@ def test_offloading_saves_inputs_through_host_memory(monkeypatch: pytest.MonkeyP
     assert saved == [{"pin_memory": False}] * 3
 
 
+@pytest.mark.full
 def test_recompute_and_compile() -> None:
     """Names stay; dropout and statistics are as without. aot_eager is the compiler's front half, without inductor's code."""
     want = _steps(_normed(), updates=2)
@@ -279,6 +280,7 @@ def _trained(layout: str) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [*KINDS, pytest.param("zero2", marks=pytest.mark.full)])
 def test_recompute_under_every_strategy(ranks: Ranks, layout: str) -> None:
     for found in ranks(2, _trained, layout):
@@ -327,6 +329,7 @@ def _masks(layout: str) -> list[tuple[int, list[torch.Tensor]]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", KINDS)
 def test_dropout_differs_between_data_parallel_ranks(ranks: Ranks, layout: str) -> None:
     """And rank 0 draws what plain PyTorch would; what is recomputed is masked as it was."""

@@ -124,6 +124,7 @@ def _want(ranks: int, size: int = ACCUMULATION) -> tuple[dict[str, torch.Tensor]
     return got, norms
 
 
+@pytest.mark.full
 def test_gradients_are_reduced_whatever_way_the_module_is_called(ranks: Ranks) -> None:
     # A static graph is the same in every step, and has no forward pass of the wrapper's own after one around it.
     ways = [(s, w) for s in LAYOUTS for w in WAYS if not (s == "static" and w in ("in turns", "twice"))]
@@ -191,6 +192,7 @@ def test_a_unit_of_ones_own_is_told_on_all_ranks_that_nothing_was_reduced(ranks:
         assert first == second and "Call self.ddp(x), not the module inside it" in first and "ddp.first.weight" in first
 
 
+@pytest.mark.full
 def test_a_unit_of_ones_own_is_told_that_what_it_unfroze_is_not_reduced(ranks: Ranks) -> None:
     thaws = {"wrapper": True, "thaws": True}
     for options in (thaws, thaws | {"closure": True}):
@@ -200,6 +202,7 @@ def test_a_unit_of_ones_own_is_told_that_what_it_unfroze_is_not_reduced(ranks: R
     assert isinstance(got, dict) and largest_difference(got, other) == 0
 
 
+@pytest.mark.full
 def test_who_reduces_by_hand_may(ranks: Ranks) -> None:
     want, _, _ = plain_training([[batch(4, 10 * i), batch(4, 10 * i + 1)] for i in range(4)])
     for options in ({"reduces": True}, {"wrapper": True}, {"wrapper": True, "closure": True}, {"reduces": True, "closure": True}):
@@ -238,6 +241,7 @@ def _odd(what: str, may_stop: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("may_stop", [True, False])
 def test_what_one_rank_alone_does_is_told_on_all(ranks: Ranks, may_stop: bool) -> None:
     first, second = ranks(2, under_each, ["backward", "closure", "last", "thaws"], _odd, may_stop)
@@ -270,6 +274,7 @@ def _searched(layout: str, search: str | None) -> dict[str, torch.Tensor]:
     return whole(unit.module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_a_line_search_decides_by_the_loss_of_all_ranks(ranks: Ranks, search: str | None) -> None:
     module = net()

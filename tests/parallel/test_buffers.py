@@ -126,16 +126,19 @@ def _alike(first: dict[str, Any], second: dict[str, Any], like: str) -> None:
         assert largest_difference(buffers, other_buffers) == 0 and largest_difference(buffers, want_buffers) < 1e-11, layout
 
 
+@pytest.mark.full
 def test_every_strategy_evaluates_with_the_buffers_that_ddp_has(ranks: Ranks) -> None:
     _alike(*ranks(2, _fit, list(PARALLEL), {}), like="ddp")
 
 
+@pytest.mark.full
 def test_in_the_middle_of_a_window_too(ranks: Ranks) -> None:
     accumulating = {"accumulate": 2}
     _alike(*ranks(2, _fit, ["ddp", "zero1"], accumulating), like="ddp")
     _alike(*ranks(2, _fit, ["fsdp", "hsdp"], accumulating), like="fsdp")
 
 
+@pytest.mark.full
 def test_averaged_buffers_are_one_function_too(ranks: Ranks) -> None:
     averages = {"swa_params": ech.units.SWAParams(0, 1, use_in_evaluation=True), "step_lr_interval": "step"}
     first, second = ranks(2, _fit, ["ddp", "fsdp"], averages)
@@ -171,6 +174,7 @@ def _by_hand() -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.full
 def test_modules_that_were_sharded_by_hand_too(ranks: Ranks) -> None:
     first, second = ranks(2, _by_hand)
     for mine, theirs in zip(first, second, strict=True):
@@ -189,6 +193,7 @@ def _saved(folder: str, layout: Any) -> tuple[dict[str, torch.Tensor], dict[str,
     return {n: t.clone() for n, t in mine.items()}, read
 
 
+@pytest.mark.full
 def test_a_checkpoint_holds_the_first_ranks_buffers_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
     """Not some of each rank's: a mean from one and a variance from another belong to no data."""
     for i, layout in enumerate(("ddp", "fsdp", ech.DDPStrategy(broadcast_buffers=False))):
@@ -229,6 +234,7 @@ def _traffic() -> int:
     return watched.count
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks
 def test_what_never_changes_is_never_sent(ranks: Ranks) -> None:
     assert ranks(2, _traffic) == [0, 0]

@@ -80,6 +80,7 @@ def near(bytes_: int | float, theory: float, within: float = 0.035) -> bool:
     return abs(bytes_ / theory - 1) <= within
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "gathers", "precision", "size", "blocks", "micro_batches"),
     [
@@ -106,6 +107,7 @@ def of_a_block(precision: str | None) -> int:
     return 4 + 4 + 4 + 4 if precision is None else 2 + 2 + 2 + 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "micro_batches", "recomputes"), [(None, 1, False), (None, 2, True), ("bf16", 1, True), ("bf16", 2, False)]
 )
@@ -131,6 +133,7 @@ def _all_reduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return done
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_bytes_and_memory_of_ddp_and_zero1(micro_batches: int) -> None:
     """An all-reduce of the gradients in a window, however many micro-batches it has. zero1 keeps the moments of its part, and
@@ -145,6 +148,7 @@ def test_bytes_and_memory_of_ddp_and_zero1(micro_batches: int) -> None:
         assert near(trace.peak, (4 + 4 + state + beside) * n, within=0.05), f"{trace.peak / n:.2f} bytes a parameter"
 
 
+@pytest.mark.full
 def test_bytes_and_memory_of_hsdp() -> None:
     """As fsdp on the ranks of one copy; the shards of the gradients are all-reduced over the copies in the last micro-batch."""
     trace, n = traced(64, blocks=32, micro_batches=2, layout=ech.Layout(dp_replicate=-1, dp_shard=8))
@@ -154,6 +158,7 @@ def test_bytes_and_memory_of_hsdp() -> None:
     assert near(trace.peak, theory, within=0.05), f"{trace.peak / n:.2f} bytes a parameter, {theory / n:.2f} in theory"
 
 
+@pytest.mark.full
 def test_bytes_and_memory_of_tensor_parallelism() -> None:
     """Of a pair of layers the results are added up in the forward pass, and the gradients of its input in the backward pass."""
     layout = ech.Layout(tp=-1, plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})

@@ -114,6 +114,7 @@ def waits_in_four_steps(folder: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.full
 def test_ranks_wait_for_one_another_only_where_nothing_else_can_tell(ranks: Any, tmp_path: Any) -> None:
     """Once a step where a hook may ask for a stop, which all ranks make after the same step, or where only the next batch tells
     whether there is one; see docs/decisions.md.
@@ -146,5 +147,6 @@ def steps_before_a_stop() -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_a_stop_comes_after_its_step_or_where_nothing_waits_one_later(ranks: Any) -> None:
     assert ranks(2, steps_before_a_stop) == [[4, 5, 3, 4]] * 2

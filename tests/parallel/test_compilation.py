@@ -88,6 +88,7 @@ def _graphs(numbered: bool, evaluates: bool) -> tuple[list[int], float]:
     return seen, largest_difference(whole(unit.module), want)
 
 
+@pytest.mark.full
 def test_no_graph_is_made_after_the_second_shape() -> None:
     """Nine equal blocks share one graph; a short batch makes one for any number of rows; evaluation has its own two."""
     seen, far = _graphs(numbered=False, evaluates=True)
@@ -123,6 +124,7 @@ def _under(layouts: list[tuple[str, str, Any]]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "cases",
     [
@@ -150,6 +152,7 @@ def _compiled_by_hand(how: str) -> tuple[float, int, list[str]]:
     return largest_difference(whole(unit.prepared.module), want), backend.graphs, sorted(unit.prepared_modules())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["ddp", "fully_shard"])
 def test_a_wrapper_that_is_compiled_is_called_compiled(ranks: Ranks, how: str) -> None:
     for far, graphs, names in ranks(2, _compiled_by_hand, how):
@@ -223,6 +226,7 @@ def _off_by(how: str, backend: str, budget: float, layout: str = "none", options
     return abs(change - float((x.grad * way).sum())) / abs(change)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "backend", "options", "budget"),
     [
@@ -238,6 +242,7 @@ def test_a_backward_pass_under_a_budget_sees_the_random_numbers_of_the_forward_p
     assert off < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_random_numbers_are_kept_under_each_strategy(ranks: Ranks, layout: str) -> None:
     assert all(off < 1e-6 for off in ranks(2, _off_by, "dropout", "inductor", 0.6, layout))
@@ -256,6 +261,7 @@ def test_a_budget_of_the_process_counts_as_one_of_the_model() -> None:
     assert torch.equal(slope != 0, (y != 0).any(0))
 
 
+@pytest.mark.full
 def test_a_budget_saves_memory_beside_random_numbers_or_says_that_it_cannot(
     ranks: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:

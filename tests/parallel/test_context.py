@@ -143,6 +143,7 @@ def _train(case: str, cp: int, dp: int) -> tuple[float, float, float]:
     return largest_difference(whole(unit.module), want), *far
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_of_one_sequence_train_like_one_process(ranks: Ranks, case: str) -> None:
     """Accumulation, and a short last window, included."""
@@ -150,6 +151,7 @@ def test_two_ranks_of_one_sequence_train_like_one_process(ranks: Ranks, case: st
         assert max(far) < 1e-11, (case, far)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case, cp, dp", [pytest.param("token weights", 4, 1, marks=pytest.mark.full), ("clipped", 2, 2)])
 def test_four_ranks_train_like_one_process(ranks: Ranks, case: str, cp: int, dp: int) -> None:
     """Rows differ in number between the shares of the data."""
@@ -240,6 +242,7 @@ def _evaluated(cp: int) -> tuple[float, float, list[float]]:
     return unit.eval_loss, total / count, far
 
 
+@pytest.mark.full
 def test_an_evaluation_is_exact_and_a_prediction_whole(ranks: Ranks) -> None:
     for got, want, far in ranks(2, _evaluated, 2):
         assert got == pytest.approx(want, rel=1e-13)
@@ -261,6 +264,7 @@ def _own_loop() -> float:
     return largest_difference(whole(model), want)
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_trains_like_one_process(ranks: Ranks) -> None:
     assert max(ranks(2, _own_loop)) < 1e-11
 
@@ -279,6 +283,7 @@ def _dropout() -> tuple[list[float], list[float], bool]:
     return drawn[-2:], after, drawn[-1] != drawn[-2]
 
 
+@pytest.mark.full
 def test_ranks_of_one_sequence_drop_other_units(ranks: Ranks) -> None:
     (first, after, moves), (second, also, _) = ranks(2, _dropout)
     assert first != second and moves
@@ -299,6 +304,7 @@ def _rows(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
 
 
+@pytest.mark.full
 def test_a_resumed_run_with_dropout_is_bit_equal(ranks: Ranks, tmp_path: Path) -> None:
     through = ranks(2, _resumed, str(tmp_path / "a"), None)[0]
     ranks(2, _resumed, str(tmp_path / "b"), 3)
@@ -312,6 +318,7 @@ def _load_under_ddp(folder: str) -> dict[str, torch.Tensor]:
     return whole(unit.module)
 
 
+@pytest.mark.full
 def test_a_checkpoint_under_cp_loads_under_ddp(ranks: Ranks, tmp_path: Path) -> None:
     saved = ranks(2, _resumed, str(tmp_path), None)[0]
     assert largest_difference(ranks(2, _load_under_ddp, str(tmp_path))[0], saved) == 0.0
@@ -458,6 +465,7 @@ def _refused(case: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.full
 def test_what_cannot_be_split_is_refused(ranks: Ranks) -> None:
     for messages in ranks(2, under_each, [*REFUSED], _refused, timeout_s=180):
         for case, message in messages.items():
@@ -495,6 +503,7 @@ def _weighs(name: str) -> tuple[float, str]:
     return largest_difference(whole(unit.module), want), ""
 
 
+@pytest.mark.full
 def test_weights_of_parts_that_are_not_those_of_the_whole_are_refused(ranks: Ranks) -> None:
     """Within a part a row's first target is no row's first."""
     for found in ranks(2, under_each, [*WEIGHTS], _weighs):
@@ -553,6 +562,7 @@ def _unchecked() -> tuple[bool, list[list[int]]]:
     return unit.prepared.context is not None, [list(t.shape) for t in part.values()]
 
 
+@pytest.mark.full
 def test_dimensions_can_be_said(ranks: Ranks) -> None:
     for _, shapes in ranks(2, _unchecked):
         assert shapes == [[2, 8], [2, 8], [2, 3, 16]]
@@ -570,6 +580,7 @@ def _no_sequence(phase: str) -> tuple[str, bool]:
     return str(caught.value), any("in compute_loss" in line for line in lines)
 
 
+@pytest.mark.full
 def test_features_taken_for_a_sequence_are_named_with_the_line_of_the_user(ranks: Ranks) -> None:
     for found in ranks(2, under_each, ["train", "evaluate"], _no_sequence):
         for said, shows_line in found.values():
@@ -592,6 +603,7 @@ def _recomputed_elsewhere() -> float:
     return float((here - made[0]).abs().max())
 
 
+@pytest.mark.full
 def test_another_thread_attends_to_all_keys_too(ranks: Ranks) -> None:
     assert ranks(2, _recomputed_elsewhere) == [0.0, 0.0]
 
@@ -602,5 +614,6 @@ def _prepared_alone(layout: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_step_of_ones_own_cannot_follow_parts_of_sequences(ranks: Ranks) -> None:
     assert all("prepare_module must have a layout without cp and pp" in said for said in ranks(2, _prepared_alone, "cp=2"))

@@ -161,18 +161,21 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "kind", "options"), CASES, ids=[f"{m}-{k}" for m, k, _ in CASES])
 def test_a_model_trains_like_one_process(ranks: Ranks, model: str, kind: str, options: dict[str, Any]) -> None:
     for far in ranks(2, _far, model, kind, options):
         assert max(far) < 1e-11, far
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "experts"))])
 def test_a_model_trains_like_one_process_in_stages_too(ranks: Ranks, model: str) -> None:
     for far in ranks(4, _far, model, "plain", {}, _own_loss, "cp=2,pp=2"):
         assert max(far) < 1e-11, far
 
 
+@pytest.mark.full
 def test_labels_are_shifted_over_the_ranks_by_the_models_own_loss(ranks: Ranks) -> None:
     for far in ranks(2, _far, "qwen2", "prompts", {}, _their_loss):
         assert max(far) < 1e-6, far
@@ -210,6 +213,7 @@ def _refused(model: str, kind: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.full
 def test_what_would_be_another_model_is_refused(ranks: Ranks) -> None:
     for found in ranks(2, lambda: [_refused(model, kind) for model, kind, _ in REFUSED], timeout_s=180):
         for (model, kind, message), said in zip(REFUSED, found, strict=True):
@@ -227,6 +231,7 @@ def _asked_of_routers() -> str:
     return str(raised.value)
 
 
+@pytest.mark.full
 def test_a_loss_of_routers_is_refused_however_it_is_asked_for(ranks: Ranks) -> None:
     assert all("a part for the load of its experts" in said for said in ranks(2, _asked_of_routers))
 
@@ -239,5 +244,6 @@ def _outside() -> float:
         return float((unit.module(**batch).logits - _made("llama")(**batch).logits).abs().max())
 
 
+@pytest.mark.full
 def test_generation_is_the_authors(ranks: Ranks) -> None:
     assert max(ranks(2, _outside)) < 1e-13

@@ -148,11 +148,13 @@ def _hidden(name: str, layout: str) -> str:
     return _refused(HIDDEN[name](), layout=layout)
 
 
+@pytest.mark.full
 def test_what_begins_at_zero_is_seen(ranks: Ranks) -> None:
     for found in ranks(2, under_each, [*HIDDEN], _hidden, "cp=2", timeout_s=180):
         assert {name: said for name, said in found.items() if "would change the model" not in said} == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["dp_shard=2,cp=2", "tp=2,cp=2"])
 def test_of_shards_too_on_all_ranks(ranks: Ranks, layout: str) -> None:
     said = ranks(4, _hidden, "positions", layout)
@@ -249,6 +251,7 @@ def _loss_refused(name: str) -> str:
     return _refused(make(), loss)
 
 
+@pytest.mark.full
 def test_losses_that_are_no_means_over_tokens_are_refused(ranks: Ranks) -> None:
     for found in ranks(2, under_each, [*LOSSES], _loss_refused, timeout_s=180):
         wrong = {name: said for name, said in found.items() if not re.search(r"would change the loss: .*mean over tokens", said)}
@@ -289,6 +292,7 @@ def _other_shapes() -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_outputs_of_other_shapes_are_taken(ranks: Ranks) -> None:
     assert ranks(2, _other_shapes) == [["", ""], ["", ""]]
 
@@ -308,6 +312,7 @@ def _in_16_bits(loss: Any) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_rounding_hides_no_loss(ranks: Ranks) -> None:
     assert all("would change the loss" in said for said in ranks(2, _in_16_bits, _shifts_in_place))
     assert ranks(2, _in_16_bits, loss_of) == ["", ""]
@@ -320,6 +325,7 @@ def _evaluates() -> str:
     return str(raised.value)
 
 
+@pytest.mark.full
 def test_an_evaluation_is_refused_too(ranks: Ranks) -> None:
     assert all("would change the loss" in said for said in ranks(2, _evaluates))
 
@@ -334,6 +340,7 @@ def _normalised() -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_a_mean_for_each_sequence_is_refused_where_targets_are_ignored(ranks: Ranks) -> None:
     assert all("would change the loss" in each for said in ranks(2, _normalised) for each in said)
 
@@ -373,6 +380,7 @@ def _trains(name: str) -> float:
     return largest_difference(whole(unit.module), plain(lm(), [[b] for b in batches], loss=loss, by_tokens=True)[0])
 
 
+@pytest.mark.full
 def test_means_over_tokens_are_taken(ranks: Ranks) -> None:
     for found in ranks(2, under_each, [*FINE], _trains):
         assert max(found.values()) < 1e-11, found
@@ -402,6 +410,7 @@ def _calls() -> tuple[int, float, int, bool, bool]:
     return unit.calls, float(unit.seen), len(unit.kept), unit.module.training, torch.is_grad_enabled()
 
 
+@pytest.mark.full
 def test_nothing_stays_of_the_comparison(ranks: Ranks) -> None:
     assert ranks(2, _calls) == [(2, 32.0, 2, True, True)] * 2
 
@@ -427,6 +436,7 @@ def _taught(check: bool) -> dict[str, torch.Tensor]:
     return {name: p.clone() for name, p in unit.teachers[0].named_parameters()}
 
 
+@pytest.mark.full
 def test_a_teacher_that_follows_within_the_loss_does_not_move_in_the_comparison(ranks: Ranks) -> None:
     for checked, unchecked in zip(ranks(2, _taught, True), ranks(2, _taught, False), strict=True):
         assert largest_difference(checked, unchecked) == 0.0
@@ -439,6 +449,7 @@ def _with_dropout(check: bool) -> dict[str, torch.Tensor]:
     return whole(unit.module)
 
 
+@pytest.mark.full
 def test_training_with_the_comparison_is_bit_equal_to_training_without(ranks: Ranks) -> None:
     for checked, unchecked in zip(ranks(2, _with_dropout, True), ranks(2, _with_dropout, False), strict=True):
         assert largest_difference(checked, unchecked) == 0.0
@@ -459,6 +470,7 @@ def _noise() -> int:
     return unit.window.updates
 
 
+@pytest.mark.full
 def test_a_loss_that_draws_for_each_token_is_taken(ranks: Ranks) -> None:
     assert ranks(2, _noise) == [2, 2]
 
@@ -487,6 +499,7 @@ def _own_loop(name: str) -> str:
 SEEN_IN_A_LOOP = ["last token", "first token", "of the mean", "neighbours", "perplexity", "contrastive"]
 
 
+@pytest.mark.full
 def test_in_a_loop_of_ones_own_derivatives_tell_and_means_over_tokens_are_taken(ranks: Ranks) -> None:
     for found in ranks(2, under_each, [*SEEN_IN_A_LOOP, "label smoothing", "z-loss"], _own_loop, timeout_s=180):
         for name, said in found.items():

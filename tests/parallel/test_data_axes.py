@@ -148,6 +148,7 @@ def _train(names: list[str]) -> dict[str, tuple[dict[str, torch.Tensor], list[fl
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_module_sharded_by_hand_trains_as_one_process_does(ranks: Ranks, size: int) -> None:
     x, y = batch(ROWS, 0)
@@ -189,6 +190,7 @@ def _own() -> list[Any]:
     return seen
 
 
+@pytest.mark.full
 def test_ones_own_unit_gets_the_same_samples_on_the_ranks_of_a_layer(ranks: Ranks) -> None:
     two = ranks(2, _own)
     assert two[0] == two[1] and len(two[0][0]) == 16
@@ -212,6 +214,7 @@ def _divides_its_own(folder: str) -> list[float]:
     return [float(unit.module(batch(4, 1)[0]).sum()) for unit in units]
 
 
+@pytest.mark.full
 def test_ones_own_unit_with_data_of_ones_own_needs_no_word_on_axes(ranks: Ranks, tmp_path: Any) -> None:
     """Nothing is divided here, so an axis whose ranks nobody knows is none of our business."""
     one, two = ranks(2, _divides_its_own, str(tmp_path))
@@ -243,6 +246,7 @@ def _declared(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
+@pytest.mark.full
 def test_what_cannot_be_known_is_refused_and_the_axis_named(ranks: Ranks) -> None:
     for said in ranks(4, _refused):
         for name in ("by hand", "by a layout", "ddp"):

@@ -94,6 +94,7 @@ NAMES = list(LAYOUTS)
 OTHERS = [(NAMES[n - back], name) for n, name in enumerate(NAMES) for back in (1, 3, 7) if (NAMES[n - back], name) not in FIRST]
 
 
+@pytest.mark.full(but=("one-pp x fsdp",))
 @pytest.mark.parametrize(("source", "target"), [*FIRST, *(pytest.param(*pair, marks=pytest.mark.full) for pair in OTHERS)])
 def test_a_layout_reads_anothers_checkpoint(
     standing_ranks: StandingRanksBySize, saved: Callable[[str], Path], tmp_path: Path, source: str, target: str
@@ -104,6 +105,7 @@ def test_a_layout_reads_anothers_checkpoint(
     assert len(right) > 100 and _differing(mine, right) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", GOES_ON)
 def test_a_run_goes_on_bit_equal(
     standing_ranks: StandingRanksBySize, saved: Callable[[str], Path], tmp_path: Path, layout: str

@@ -156,6 +156,7 @@ def _train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     return {(head, way): _trained(head, WAYS[way][0], **WAYS[way][1]) for head, way in cases}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cases", [pytest.param(SOME, id="some"), pytest.param(OTHERS, id="others", marks=pytest.mark.full)])
 def test_they_train_as_one_process_does(ranks: Ranks, cases: list[tuple[str, str]]) -> None:
     for (head, way), values in ranks(2, _train_all, cases, timeout_s=180)[0].items():
@@ -203,6 +204,7 @@ def _left_to_the_root() -> dict[str, Any]:
     return {"seen": seen, "lines": lines.lines, "outside": outside, "class": isinstance(module.lexicon, nn.Embedding)}
 
 
+@pytest.mark.full
 def test_the_root_gathers_what_is_left(ranks: Ranks) -> None:
     found = ranks(2, _left_to_the_root)[0]
     assert found["seen"]["block"][:1] == ["places.weight"]

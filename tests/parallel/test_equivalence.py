@@ -167,6 +167,7 @@ def plain(standing_ranks: StandingRanksBySize) -> Callable[[], list[Curve]]:
     return functools.cache(lambda: standing_ranks(1, _plain)[0])
 
 
+@pytest.mark.full(but=("ddp on 2", "zero1 on 2", "fsdp on 2"))
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.full if way in MORE else ()) for way in WAYS])
 def test_twenty_updates_equal_one_process(
     standing_ranks: StandingRanksBySize, plain: Callable[[], list[Curve]], tmp_path: Path, way: str

@@ -233,12 +233,14 @@ ROWS_OF = [
 ]
 
 
+@pytest.mark.full
 def test_one_process_computes_what_plain_pytorch_does() -> None:
     for case, (far, norms) in _far(None, list(CASES), 1).items():
         assert far < 1e-11, case
         assert norms < 1e-11, case
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("setup", "cases"), ROWS_OF)
 def test_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str, cases: list[str]) -> None:
     """With accumulation, uneven micro-batches and a short last window."""
@@ -328,6 +330,7 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         assert torch.equal(value, b[name]), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("saves", "reads"),
     [
@@ -344,6 +347,7 @@ def test_a_checkpoint_reads_under_another_layout(ranks: Ranks, tmp_path: Path, s
         _same(got, saved[0])
 
 
+@pytest.mark.full
 def test_stages_read_a_checkpoint_of_any_layout(ranks: Ranks, tmp_path: Path) -> None:
     saved = ranks(2, _save, tmp_path, ech.Layout(ep=2), 3)
     stages = ranks(2, _restore, tmp_path, ech.Layout(pp=2))
@@ -365,11 +369,13 @@ def _counted_in_stages(layout: Any) -> list[float]:
     return found
 
 
+@pytest.mark.full
 def test_a_micro_batch_that_counts_nothing_does_so_in_every_stage(ranks: Ranks) -> None:
     """A stage's backward pass comes after the forward passes of other micro-batches."""
     assert ranks(2, _counted_in_stages, ech.Layout(pp=2)) == [[3 * ROWS, 3 * ROWS]] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, size: int) -> None:
     layout = ech.Layout(ep=2)
@@ -394,6 +400,7 @@ def _loads(layout: Any) -> tuple[list[dict[str, torch.Tensor]], float, float]:
     return found, float(latest[-1]), float(latest[-2])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [ech.Layout(ep=2), ech.Layout(pp=2)], ids=["ep", "pp"])
 def test_loads_count_each_sample_once_on_any_number_of_ranks(ranks: Ranks, layout: Any) -> None:
     """Nothing of an evaluation, nothing of the padding that evens out the ranks; of all stages' layers on all ranks."""
@@ -428,6 +435,7 @@ def _biases(layout: str) -> tuple[int, torch.Tensor]:
     return sent, bias.clone()
 
 
+@pytest.mark.full
 def test_biases_are_equal_on_all_ranks_without_being_sent(ranks: Ranks) -> None:
     """They follow from sums over all ranks: a broadcast before each forward pass would be in vain."""
     first, second = ranks(2, under_each, ["ep=2", "fsdp"], _biases)
@@ -539,6 +547,7 @@ def _from_meta(layout: Any, kind: str, deferred: bool) -> dict[str, torch.Tensor
     return whole(unit.module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["modules", "grouped"])
 def test_a_model_built_without_memory_has_the_same_values(ranks: Ranks, kind: str) -> None:
     layout = ech.Layout(ep=2)
@@ -578,6 +587,7 @@ def _by_hand() -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_balances_too(ranks: Ranks) -> None:
     assert all(len(losses) == 4 for losses in ranks(2, _by_hand))
 

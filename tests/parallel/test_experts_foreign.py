@@ -138,6 +138,7 @@ def _far(kind: Callable[[], nn.Module], layout: Any, samples: int, options: dict
     return max(float((value - want[name]).abs().max()) for name, value in whole(unit.module).items())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "size", "layout", "samples", "options"),
     [
@@ -179,6 +180,7 @@ def _one_sided() -> tuple[float, float]:
     return max(float((value - want[name]).abs().max()) for name, value in found.items()), idle
 
 
+@pytest.mark.full
 def test_a_rank_whose_experts_have_no_tokens_computes_nothing_and_waits_for_nobody(ranks: Ranks) -> None:
     for far, idle in ranks(2, _one_sided):
         assert far < 1e-11
@@ -201,6 +203,7 @@ def test_what_is_no_sum_over_stacked_experts_is_refused(kind: Any, ep: int, said
     assert said in str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of transformers, which peft asks for it
 def test_adapters_on_parameters_of_experts_are_refused_by_name() -> None:
     import peft
@@ -253,6 +256,7 @@ def _hf(name: str, layout: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     return whole(unit.module), unit.norms
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "size", "layout"),
     [

@@ -14,6 +14,7 @@ import echelon as ech
 TINY = Size(width=32, depth=3, heads=8, kv_heads=4, hidden=64, vocabulary=56, context=16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -38,6 +39,7 @@ def test_a_step_sends_holds_and_computes_what_theory_says(ranks: int, layout: ec
     assert found.peak > found.held
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_stage_sends_holds_and_computes_what_theory_says(stage: int) -> None:
     layout, micro_batches = ech.Layout(dp_shard=-1, tp=2, pp=3), 4
@@ -48,6 +50,7 @@ def test_a_stage_sends_holds_and_computes_what_theory_says(stage: int) -> None:
     assert (found.held_before, found.flops) == (said.held, said.flops)
 
 
+@pytest.mark.full
 def test_experts_of_another_shape_are_as_in_theory() -> None:
     mixture, layout = Mixture(experts=32, chosen=2, hidden=24), ech.Layout(dp_shard=-1, ep=8)
     found, said = trace(TINY, 16, layout, mixture), theory(TINY, layout.dims(16), mixture)

@@ -96,6 +96,7 @@ def _divided() -> dict[str, Any]:
         fill.SENT_BYTES = 1 << 20
 
 
+@pytest.mark.full
 def test_each_value_is_computed_by_one_rank(ranks: Ranks) -> None:
     plain = _values(_plain())
     size = sum(t.nbytes for t in plain.values())
@@ -118,6 +119,7 @@ def _on_device() -> dict[str, Any]:
     return found | {"draws": not torch.equal(before, torch.random.get_rng_state())}
 
 
+@pytest.mark.full
 def test_values_computed_on_the_device_are_the_same_on_any_ranks(ranks: Ranks) -> None:
     found = ranks(2, _on_device)
     alone, plain = _values(Regression(module=_made(on_device=True)).module), _values(_plain())
@@ -167,6 +169,7 @@ def _restore_all(folder: str) -> dict[str, Any]:
     return {name: _restored(f"{folder}/{name}", name) for name in ("fsdp", "ddp")}
 
 
+@pytest.mark.full
 def test_a_restore_gives_its_values_and_leaves_those_of_a_plain_build_where_nothing_is(ranks: Ranks, tmp_path: Path) -> None:
     for layout, got in ranks(2, _restore_all, str(tmp_path))[0].items():
         assert got["equal"] == got["initial"] == 0.0 and got["nothing there"] is False, (layout, got)

@@ -84,6 +84,7 @@ def _cases() -> list[Any]:
     return [_train(*case) for case in CASES]
 
 
+@pytest.mark.full
 def test_the_losses_are_those_of_bf16_within_eight_bits(ranks: Ranks) -> None:
     """Under each layout, with sharded weights that travel in 8 bits or not."""
     pytest.importorskip("torchao")
@@ -113,6 +114,7 @@ def _saved_and_restored(folder: str, gathers: bool) -> dict[str, torch.Tensor]:
     return {n: (a[n].float() - b[n].float()).abs().max() for n in a}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gathers", [False, True])
 def test_a_checkpoint_of_it_comes_back(ranks: Ranks, tmp_path: Path, gathers: bool) -> None:
     pytest.importorskip("torchao")

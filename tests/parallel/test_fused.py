@@ -94,6 +94,7 @@ def _apart(folder: str, layout: str) -> tuple[bool, list[float]]:
         fused.DEVICES = {"cuda"}
 
 
+@pytest.mark.full
 def test_numbers_are_those_of_torchs_fused_kernel(ranks: Ranks, tmp_path: Path) -> None:
     for layout in ("ddp", "fsdp", "zero1"):
         for is_fused, apart in ranks(2, _apart, str(tmp_path / layout), layout):

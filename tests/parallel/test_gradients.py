@@ -86,6 +86,7 @@ def _clip(max_norm: float) -> list[tuple[float, list[torch.Tensor], int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("max_norm", [0.5, math.inf])
 def test_one_norm_for_any_mixture_in_one_message_per_axis(ranks: Ranks, max_norm: float) -> None:
     results = ranks(4, _clip, max_norm)
@@ -121,6 +122,7 @@ def _others() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_values_scales_missing_and_huge_gradients(ranks: Ranks) -> None:
     whole = _whole()
     half = [g.clone() for g in whole]

@@ -182,6 +182,7 @@ def test_fp16_gradients_are_scaled_before_they_are_rounded() -> None:
     torch.testing.assert_close(hidden.grad[0].float(), want, rtol=1e-3, atol=0)
 
 
+@pytest.mark.full
 def test_it_is_compiled_without_a_break() -> None:
     fn = torch.compile(ech.nn.linear_cross_entropy, backend="aot_eager", fullgraph=True)
     for a, b in zip(loss_and_gradients(fn, chunk_tokens=5), loss_and_gradients(plain), strict=True):
@@ -305,10 +306,12 @@ def _differences(layouts: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_training_on_one_rank_is_torchs(ranks: Ranks) -> None:
     assert max(ranks(1, _differences, {"none": "none", "tp": "tp"})[0].values()) < 1e-13
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "layouts"),
     [
@@ -345,6 +348,7 @@ def _head_alone() -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_a_head_that_is_a_unit_of_its_own_is_gathered_and_reduced(ranks: Ranks) -> None:
     for found in ranks(2, _head_alone):
         assert max(found.values()) < 1e-13, found
@@ -380,6 +384,7 @@ def _operators_by_hand() -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_words_split_by_hand_give_torchs_numbers(ranks: Ranks, size: int) -> None:
     """11 words over 4 ranks: 3, 3, 3 and 2."""
@@ -440,5 +445,6 @@ def _frozen_body() -> float:
     return far
 
 
+@pytest.mark.full
 def test_a_head_alone_is_trained_over_a_frozen_body(ranks: Ranks) -> None:
     assert max(ranks(4, _frozen_body)) < 1e-13

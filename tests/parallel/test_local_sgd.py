@@ -118,6 +118,7 @@ CASES: dict[str, tuple[Any, int, Any, str, bool, float]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_twenty_updates_are_those_of_plain_workers(ranks: Ranks, size: int) -> None:
     """With accumulation, micro-batches of other sizes on each rank, clipping, a short last window."""
@@ -127,6 +128,7 @@ def test_twenty_updates_are_those_of_plain_workers(ranks: Ranks, size: int) -> N
             assert largest_difference(got, want) < 1e-11, case
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "even"), [("SGD", False), ("momentum", True)])
 def test_an_average_after_every_update_is_ddp_for_sgd(ranks: Ranks, kind: str, even: bool) -> None:
     """Also where ranks have other numbers of samples; with momentum, where they have as many."""
@@ -165,6 +167,7 @@ def _messages(layout: Any, updates: int) -> int:
     return len(calls)
 
 
+@pytest.mark.full
 def test_nothing_travels_between_meetings(ranks: Ranks) -> None:
     """Twenty updates more send as little as ten: what a run sends when it begins and ends."""
     few, many = (ranks(2, _messages, ech.layouts.LocalSGDStrategy(every=100), n) for n in (10, 30))
@@ -210,6 +213,7 @@ def _uneven(folder: Path, step: int, layout: Any) -> dict[str, torch.Tensor]:
     return _parameters(unit.module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [ech.layouts.LocalSGDStrategy(every=3), ech.layouts.DiLoCoStrategy(every=3)], ids=["average", "diloco"]
 )
@@ -220,6 +224,7 @@ def test_workers_that_weigh_differently_resume_bit_equal(ranks: Ranks, tmp_path:
             assert all(torch.equal(got[n], want[n]) for n in got), step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [ech.layouts.LocalSGDStrategy(every=3), ech.layouts.DiLoCoStrategy(every=3)], ids=["average", "diloco"]
 )
@@ -234,6 +239,7 @@ def test_a_resumed_run_is_bit_equal_at_any_step(ranks: Ranks, tmp_path: Path, la
             assert all(torch.equal(got[n], want[0][n]) for n in got), step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [ech.layouts.LocalSGDStrategy(every=5), ech.layouts.DiLoCoStrategy(every=5)], ids=["average", "diloco"]
 )
@@ -302,6 +308,7 @@ def _evaluated(layout: Any, evaluates: bool) -> tuple[list[Any], dict[str, torch
     return unit.evaluated, _parameters(unit.module)
 
 
+@pytest.mark.full
 def test_all_ranks_evaluate_the_same_and_train_on_with_their_own(ranks: Ranks) -> None:
     layout = ech.layouts.DiLoCoStrategy(every=3)
     (first, end), (second, _) = ranks(2, _evaluated, layout, True)
@@ -340,6 +347,7 @@ def _tail(layout: Any) -> dict[str, torch.Tensor]:
     return _parameters(unit.module)
 
 
+@pytest.mark.full
 def test_a_worker_without_samples_counts_nothing(ranks: Ranks) -> None:
     want = ranks(2, _tail, "ddp")
     for got in ranks(2, _tail, ech.layouts.LocalSGDStrategy(every=1)):

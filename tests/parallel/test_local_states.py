@@ -423,6 +423,7 @@ def _outcome(case: Case, layout: str, folder: Path) -> Any:
 # --- what becomes of it
 
 
+@pytest.mark.full
 @pytest.mark.standing_ranks
 def test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
     got = ranks(2, _outcome, _other_folder, "ddp", tmp_path)
@@ -478,6 +479,7 @@ def _outcomes(cases: list[tuple[Case, str]], folder: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.standing_ranks
 @pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_all_ranks_are_told_the_same(ranks: Ranks, tmp_path: Path, others: bool) -> None:
@@ -499,6 +501,7 @@ ALIKE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.standing_ranks
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path, layout: str) -> None:
@@ -508,6 +511,7 @@ def test_all_ranks_go_on_alike(ranks: Ranks, tmp_path: Path, layout: str) -> Non
         assert all(torch.equal(mine[name], others[name]) for name in mine), case.__name__
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "layout", "words"),
     [
@@ -570,6 +574,7 @@ def _staged(way: str, at: int, schedule: str, dims: dict[str, int]) -> None:
     ech.train(unit, data, max_epochs=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("way", "at", "schedule", "dims"),
     [
@@ -618,6 +623,7 @@ def _tied(frozen_on: int) -> Any:
     return unit.module.first.weight.detach()
 
 
+@pytest.mark.full
 @pytest.mark.standing_ranks
 @pytest.mark.parametrize("frozen_on", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_copies_of_a_tied_weight_stay_equal_where_one_is_frozen(ranks: Ranks, frozen_on: int) -> None:

@@ -56,6 +56,7 @@ def _of_all(batch: int, odd: bool) -> str:
     return {2: "continue", 4: "continue", 6: "break"}.get(batch, "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("leaves", "layout", "accumulation", "said"),
     [

@@ -88,6 +88,7 @@ def _told(kind: str, layout: str, accumulation: int, sampler: bool = False, each
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_summed_loss_is_told_once(ranks: Ranks, layout: str) -> None:
     first, second = ranks(2, _told, "sum", layout, 1)
@@ -95,18 +96,21 @@ def test_a_summed_loss_is_told_once(ranks: Ranks, layout: str) -> None:
     assert second == dict.fromkeys(_SUMS, (0, 0))  # rank 0 speaks
 
 
+@pytest.mark.full
 def test_a_sum_that_trains_as_before_is_not_told(ranks: Ranks) -> None:
     assert ranks(1, _told, "sum", "none", 1) == [dict.fromkeys(_SUMS, (0, 0))]  # one batch, one process
     assert ranks(2, _told, "sum", "ddp", 1, True)[0] == dict.fromkeys(_SUMS, (0, 0))  # each rank's own batch, as under DDP
     assert ranks(2, _told, "sum", "ddp", 1, False, 2)[0] == dict.fromkeys(_SUMS, (0, 0))  # of one sample
 
 
+@pytest.mark.full
 def test_a_loss_divided_by_the_accumulation_is_told_once(ranks: Ranks) -> None:
     assert ranks(2, _told, "divided", "ddp", 4)[0] == dict.fromkeys(_DIVIDED, (0, 1))
     assert ranks(1, _told, "divided", "none", 4) == [dict.fromkeys(_DIVIDED, (0, 1))]
     assert ranks(2, _told, "divided", "ddp", 2)[0] == dict.fromkeys(_DIVIDED, (0, 0))  # by another number
 
 
+@pytest.mark.full
 def test_right_losses_are_not_told(ranks: Ranks) -> None:
     assert ranks(2, _told, "mean", "ddp", 4)[0] == dict.fromkeys(_MEANS, (0, 0))
     assert ranks(2, _told, "of outputs", "fsdp", 1)[0] == dict.fromkeys(_LOSSES["of outputs"], (0, 0))
@@ -179,6 +183,7 @@ def _told_of_labels(weight: bool) -> dict[str, int]:
     return found
 
 
+@pytest.mark.full
 def test_a_mean_over_labels_that_weighs_as_its_samples_is_told_once(ranks: Ranks) -> None:
     """A mean by weights of classes, or over labels of which some are ignored, was averaged over ranks as one over samples."""
     first, second = ranks(2, _told_of_labels, False)

@@ -67,6 +67,7 @@ def _weights(unit: Few) -> torch.Tensor:
     return torch.cat([value.flatten() for value in whole(unit.module).values()])
 
 
+@pytest.mark.full
 def test_eight_bits_are_saved_and_go_on(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="pip install 'echelon[float8]'")
     for layout, resumed_as in (("fsdp", "fsdp"), ("ddp", "fsdp"), ("fsdp", "zero1")):

@@ -332,6 +332,7 @@ def _plain_sums() -> dict[str, float]:
     return {n: float(t.detach().double().sum()) for n, t in _all(unit.module).items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "named"),
     # DiLoCo's outer optimizer trains to other numbers.

@@ -110,6 +110,7 @@ def _rates(layouts: list[str]) -> dict[tuple[str, str], tuple[dict[str, float], 
     return found
 
 
+@pytest.mark.full
 def test_parts_of_the_module_are_found_alike_under_every_strategy(ranks: Ranks) -> None:
     """Under ddp all parameters had the head's rate, and `module.head` was an AttributeError: the wrapper has neither."""
     wanted = {n: 0.01 if n.startswith("backbone.") else 0.1 for n, _ in Parts().named_parameters()}
@@ -133,6 +134,7 @@ def _encoded(layout: str) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in unit.prepared.named_parameters()}
 
 
+@pytest.mark.full
 def test_methods_of_the_module_are_reached_through_a_wrapper(ranks: Ranks) -> None:
     wanted = _encoded("none")
     for layout in ("ddp", "zero1"):

@@ -64,6 +64,7 @@ def _assert_close(trained: dict[str, torch.Tensor], alone: dict[str, torch.Tenso
         torch.testing.assert_close(trained[name], value, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [(_Contrast, "ddp"), (_Contrast, "fsdp"), (_Contrast, "zero1"), (_Spread, "ddp"), (_Spread, "zero1")],
@@ -77,6 +78,7 @@ def test_a_loss_over_all_ranks_rows_trains_as_one_process(ranks: Ranks, kind: ty
 PLAN = {"0": "colwise", "2": "rowwise"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("axes", "count"), [({"tp": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4)], ids=["tp", "fsdp x tp"])
 def test_ranks_that_share_samples_count_once(ranks: Ranks, axes: dict[str, int], count: int) -> None:
     alone = _train(_Contrast, None)
@@ -84,6 +86,7 @@ def test_ranks_that_share_samples_count_once(ranks: Ranks, axes: dict[str, int],
         _assert_close(trained, alone)
 
 
+@pytest.mark.full
 def test_a_rank_without_samples_gives_none(ranks: Ranks) -> None:
     """17 rows in global batches of 8: the last has one row, and three of four ranks have padding only."""
     alone = _train(_Contrast, None, 17)

@@ -47,6 +47,7 @@ def _prepared(how: str) -> dict[str, torch.Tensor]:
     return whole(module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "module"])
 def test_ones_own_unit_trains_on_a_prepared_module(ranks: Ranks, how: str) -> None:
     want, _, _ = plain_training([[batch(4, i), batch(4, 10 + i)] for i in range(3)])
@@ -61,6 +62,7 @@ def _memory(layout: str) -> tuple[int, int]:
     return sum(p.numel() for p in held), sum(getattr(v, "to_local", lambda v=v: v)().numel() for v in state)
 
 
+@pytest.mark.full
 def test_sharding_halves_what_each_of_two_ranks_holds(ranks: Ranks) -> None:
     whole_parameters, whole_state = ranks(2, _memory, "ddp")[0]
     for parameters, state in ranks(2, _memory, "fsdp"):
@@ -134,6 +136,7 @@ def _unfrozen(layout: str, frozen: str) -> dict[str, torch.Tensor]:
     return whole(unit.prepared.unwrapped)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "frozen"), [("ddp", "first"), ("ddp", ""), ("fsdp", "first")])
 def test_layers_that_are_unfrozen_during_training_are_averaged(ranks: Ranks, layout: str, frozen: str) -> None:
     module = net()
@@ -169,6 +172,7 @@ def _frozen_later(layout: str) -> dict[str, torch.Tensor]:
     return whole(unit.prepared.unwrapped)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "zero1", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_layers_that_are_frozen_during_training_stay_and_the_others_are_averaged(ranks: Ranks, layout: str) -> None:
     module = net()

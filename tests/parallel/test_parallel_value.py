@@ -172,6 +172,7 @@ def test_sizes_are_whole_numbers(sizes: dict[str, Any]) -> None:
         ech.Layout(**sizes).dims(4)
 
 
+@pytest.mark.full
 @given(SIZES, SIZES, SIZES, SIZES, SIZES)
 def test_every_rank_has_one_place_and_the_data_are_shared_once(pp: int, copies: int, shards: int, cp: int, tp: int) -> None:
     world = pp * copies * shards * cp * tp

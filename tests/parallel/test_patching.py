@@ -81,6 +81,7 @@ def in_the_order_of_a_layout() -> list[list[tuple[str, str]]]:
     return [patching.replaced(block), patching.replaced(block.get_submodule("0"))]
 
 
+@pytest.mark.full
 @pytest.mark.standing_ranks
 def test_a_layout_replaces_forwards_in_one_order(ranks: Any) -> None:
     for block, layer in ranks(2, in_the_order_of_a_layout):

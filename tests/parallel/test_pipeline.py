@@ -208,12 +208,14 @@ def check(results: list[Trained], want: tuple[dict[str, torch.Tensor], list[floa
         assert seen == results[0][3]  # losses and outputs are known on all ranks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
 def test_two_stages_train_as_one_process_does(ranks: Ranks, schedule: str) -> None:
     updates = windows(8, 3)
     check(ranks(2, trained, "tied", updates, ech.Layout(pp=2, schedule=schedule)), plain("tied", updates, optimizer="SGD"))
 
 
+@pytest.mark.full
 def test_sums_in_the_root_masks_and_skips_are_found_and_sent(ranks: Ranks) -> None:
     updates = windows(8, 4)
     for schedule in ("1f1b", "interleaved", "zbv"):
@@ -240,6 +242,7 @@ def test_batches_of_the_users_own_classes_may_differ_in_shape(ranks: Ranks) -> N
     check(ranks(2, trained, "untied", pairs, ech.Layout(pp=2)), plain("untied", updates, optimizer="SGD"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_short_tails_and_other_shapes_within_a_window_keep_their_weight(ranks: Ranks, schedule: str) -> None:
     updates = [*windows(4, 5, rows=(2, 2, 2, 1, 3)), [tokens(2, 90), tokens(2, 91, length=4)]]
@@ -276,6 +279,7 @@ def trained_with_data(name: str, updates: list[list[Tokens]], layout: Any, dp: i
     return trained(name, [window[rank::dp] for window in updates], layout, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("copies", "schedule"),
     [(1, "1f1b"), pytest.param(2, "interleaved", marks=pytest.mark.full)],
@@ -298,6 +302,7 @@ def test_layers_of_stages_are_split_too(ranks: Ranks) -> None:
     check(ranks(4, trained, "untied", updates, ech.Layout(pp=2, tp=2, plan=plan)), plain("untied", updates, optimizer="SGD"))
 
 
+@pytest.mark.full
 def test_a_tied_head_with_a_bias_of_its_own_is_split_over_tp(ranks: Ranks) -> None:
     updates = [[(x, y.clamp(max=11)) for x, y in window] for window in windows(4, 2)]
     plan = {"words": "rowwise", "head": "colwise_gather", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -366,6 +371,7 @@ def assert_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
         assert torch.equal(got[name], want[name]), name
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_a_pipeline_is_read_by_others_and_theirs_by_it(ranks: Ranks, tmp_path: Any) -> None:
     updates = windows(3, 2)
     pipeline = ech.Layout(pp=2, schedule="interleaved")
@@ -378,6 +384,7 @@ def test_a_checkpoint_of_a_pipeline_is_read_by_others_and_theirs_by_it(ranks: Ra
     assert_bits(merged(list(before)), want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_resumed_pipeline_ends_with_the_same_bits(ranks: Ranks, tmp_path: Any, dp: int) -> None:
     updates = windows(5, 2)
@@ -442,6 +449,7 @@ def test_a_prediction_of_ones_own_takes_what_the_module_takes(ranks: Ranks) -> N
         assert "write super().predict_step(state, inputs) in the place of self.module(inputs)" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tied", "residual"])
 def test_evaluation_and_prediction_go_through_the_stages_to_all_ranks(ranks: Ranks, name: str) -> None:
     batches = [tokens(3, 0), tokens(2, 1, length=4), tokens(1, 2)]
@@ -549,6 +557,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.full
 def test_what_a_pipeline_cannot_do_is_refused_on_all_ranks(ranks: Ranks) -> None:
     for found in ranks(2, lambda: [what_is_said(how, ech.Layout(**options)) for how, options, _ in REFUSED], timeout_s=180):
         for (how, options, words), text in zip(REFUSED, found, strict=True):

@@ -74,6 +74,7 @@ def _frozen_net() -> nn.Module:
     return module
 
 
+@pytest.mark.full
 def test_layers_of_one_stage_after_another_are_unfrozen_and_frozen_again(ranks: Ranks) -> None:
     """A rank whose own layers stay as they are computes with the others' change all the same."""
     results = ranks(2, _trained, _frozen_net, "pp=2", _unfreezes)
@@ -92,6 +93,7 @@ def _compiled() -> nn.Module:
     return torch.compile(net(), backend="eager")  # type: ignore[return-value]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [_with_forward, pytest.param(_compiled, marks=pytest.mark.full)])
 def test_a_replaced_forward_ends_where_the_stage_does(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     results = ranks(2, _trained, make, "pp=2")
@@ -132,6 +134,7 @@ def _named_twice() -> nn.Module:
     return _NamedTwice().double()
 
 
+@pytest.mark.full
 def test_a_part_with_two_names_lies_in_one_stage(ranks: Ranks) -> None:
     results = ranks(2, _trained, _named_twice, "pp=2")
     assert largest_difference(_all(results), _plain(_named_twice())) < 1e-12
@@ -176,6 +179,7 @@ def _refused(ways: list[str]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.full
 def test_losses_that_a_pipeline_cannot_follow_are_refused_on_all_ranks(ranks: Ranks) -> None:
     """A sum over all parameters had those of the last stage alone, in silence."""
     words = {
@@ -190,6 +194,7 @@ def test_losses_that_a_pipeline_cannot_follow_are_refused_on_all_ranks(ranks: Ra
             assert said in found[way], way
 
 
+@pytest.mark.full
 def test_a_penalty_on_the_last_stage_counts(ranks: Ranks) -> None:
     class Penalised(Regression):
         def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,6 +249,7 @@ def _kept(layout: Any) -> dict[str, str]:
     return found
 
 
+@pytest.mark.full
 def test_what_a_stage_keeps_beside_its_outputs_is_refused(ranks: Ranks) -> None:
     """Later stages lie on other ranks: a penalty that blocks leave somewhere was left out of the loss in silence."""
     for found in ranks(2, _kept, "pp=2"):
@@ -342,6 +348,7 @@ def _caught(where: list[str]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.full
 def test_what_hooks_catch_for_the_loss_in_an_earlier_stage_is_refused(ranks: Ranks) -> None:
     for found in ranks(2, _caught, ["blocks.0", "blocks.0.0 blocks.1.0", "first"]):
         for where, said in found.items():
@@ -354,10 +361,12 @@ def _looked_at() -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in unit.prepared.named_parameters()}
 
 
+@pytest.mark.full
 def test_hooks_that_only_look_change_nothing(ranks: Ranks) -> None:
     assert largest_difference(_all(ranks(2, _looked_at)), _plain(net())) < 1e-12
 
 
+@pytest.mark.full
 def test_what_is_kept_without_gradients_is_nobodys_loss(ranks: Ranks) -> None:
     results = ranks(2, _trained, _kept_for_looking, "pp=2")
     assert largest_difference(_all(results), _plain(_kept_for_looking())) < 1e-12
@@ -383,6 +392,7 @@ def _held_for_a_moment() -> nn.Module:
     return module
 
 
+@pytest.mark.full
 def test_frames_that_another_thread_holds_for_a_moment_keep_nothing(ranks: Ranks) -> None:
     results = ranks(2, _trained, _held_for_a_moment, "pp=2")
     assert largest_difference(_all(results), _plain(_held_for_a_moment())) < 1e-12
@@ -407,6 +417,7 @@ def _shifted() -> nn.Module:
     return _Shifted().double()
 
 
+@pytest.mark.full
 def test_containers_of_parameters_are_on_every_stage(ranks: Ranks) -> None:
     results = ranks(2, _trained, _shifted, "pp=2")
     assert largest_difference(_all(results), _plain(_shifted())) < 1e-12
@@ -420,6 +431,7 @@ def _held_nodes() -> bool:
     return len(held) > 0
 
 
+@pytest.mark.full
 def test_whoever_holds_the_nodes_of_parameters_keeps_nothing_of_a_pass(ranks: Ranks) -> None:
     assert ranks(2, _held_nodes) == [True, True]
 
@@ -456,6 +468,7 @@ SPLIT = {
 }
 
 
+@pytest.mark.full
 def test_weights_that_meet_a_stages_inputs_never_or_twice_have_all_their_gradients(ranks: Ranks) -> None:
     """torch's zero-bubble schedules left the former out in silence, and failed with the latter."""
     for schedule, stages in SPLIT.items():
@@ -480,6 +493,7 @@ def _skipping() -> nn.Module:
     return _Skipping().double()
 
 
+@pytest.mark.full
 def test_what_a_stage_sends_on_and_has_used_itself_is_kept_for_its_weights(ranks: Ranks) -> None:
     """torch's zero-bubble schedules detach in place what was sent, before they compute the weights' gradients from it."""
     layout = ech.Layout(pp=2, schedule="zbv", stages=[["first"], ["middle", "blocks.0"], ["blocks.1"], ["last"]])

@@ -412,6 +412,7 @@ def _each(makes: list[type[Base]], layout: Any) -> list[Told]:
     return [_trained(make, layout) for make in makes]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", pytest.param("zero_bubble", marks=pytest.mark.full)])
 def test_what_a_stage_uses_of_an_earlier_one_is_found_by_its_use(ranks: Ranks, schedule: str) -> None:
     """Writes in place were made twice, or in one stage only; what stood behind a comparison was nan."""
@@ -436,6 +437,7 @@ def _refused(cases: list[tuple[type[Base], str, str]]) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_a_pass_that_needs_what_was_not_sent_is_refused_on_all_ranks(ranks: Ranks) -> None:
     """It went on with nan, or with finite numbers that were wrong, and saved them."""
     told = ranks(2, _refused, REFUSED)
@@ -491,6 +493,7 @@ def _tried(lengths: list[int]) -> int:
     return unit.trials
 
 
+@pytest.mark.full
 def test_a_batch_of_another_shape_needs_no_trial_pass(ranks: Ranks) -> None:
     _, few = ranks(2, _tried, [2])
     _, many = ranks(2, _tried, [2, 3, 4, 5, 6, 7])
@@ -516,6 +519,7 @@ def _telling(unit: type[_Walks]) -> dict[str, torch.Tensor]:
     return whole(made.module)
 
 
+@pytest.mark.full
 def test_ranks_whose_flags_differ_learn_together(ranks: Ranks) -> None:
     """They waited for each other: one took the batch for a new kind, and the others for a known one."""
     plain, telling = ranks(2, _telling, _Walks), ranks(2, _telling, Telling)

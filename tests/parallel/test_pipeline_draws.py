@@ -84,6 +84,7 @@ def _drawn(layout: Any, again: bool = False) -> tuple[list[float], list[float], 
     return trained, unit.noise, [each for block in blocks for each in block.drawn[-6:]], whole(unit.module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [ech.Layout(pp=2), ech.Layout(pp=2, schedule="interleaved"), "pp=2,dp_shard=2"])
 def test_noise_is_alike_in_all_stages_and_layers_draw_apart(ranks: Ranks, layout: Any) -> None:
     told = ranks(2 if isinstance(layout, ech.Layout) else 4, _drawn, layout)
@@ -97,6 +98,7 @@ def test_noise_is_alike_in_all_stages_and_layers_draw_apart(ranks: Ranks, layout
         assert not set(told[0][0]) & set(told[1][0])
 
 
+@pytest.mark.full
 def test_what_is_computed_again_draws_the_same_again(ranks: Ranks) -> None:
     once, twice = (ranks(2, _drawn, ech.Layout(pp=2), again) for again in (False, True))
     for plain, again in zip(once, twice, strict=True):

@@ -95,6 +95,7 @@ def plain(name: str, data: list[Batch]) -> tuple[dict[str, torch.Tensor], list[f
     return {n: p.detach().clone() for n, p in module.named_parameters()}, losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     ["gpt2", "llama tied", "llama dynamic", *(pytest.param(n, marks=pytest.mark.full) for n in ("bert", "t5"))],
@@ -164,6 +165,7 @@ def merged(results: list[tuple[dict[str, torch.Tensor], float]]) -> dict[str, to
     return {name: value for values, _ in results for name, value in values.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"on_meta": True}, {"activation_checkpoint_params": "blocks"}])
 def test_statistics_meta_builds_and_recomputed_blocks_are_as_in_one_process(ranks: Ranks, options: dict[str, Any]) -> None:
     (want,) = ranks(1, classified, layout="none")
@@ -172,6 +174,7 @@ def test_statistics_meta_builds_and_recomputed_blocks_are_as_in_one_process(rank
         assert largest_difference(got, want[0]) < 1e-11
 
 
+@pytest.mark.full
 def test_dropout_draws_in_each_stage_from_a_stream_of_its_own_and_again_the_same(ranks: Ranks) -> None:
     layout = ech.Layout(pp=2)
     first, second = (merged(ranks(2, classified, layout=layout, drop=0.5)) for _ in range(2))
@@ -180,6 +183,7 @@ def test_dropout_draws_in_each_stage_from_a_stream_of_its_own_and_again_the_same
     assert largest_difference(first, without[0]) > 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_trains_and_its_scaler_agrees(ranks: Ranks, precision: str) -> None:
     (want,) = ranks(1, classified, layout="none", precision=precision)
@@ -210,6 +214,7 @@ def _frozen_stage(frozen: str, layout: Any) -> tuple[dict[str, torch.Tensor], li
     return {n: p.detach().clone() for n, p in unit.prepared.named_parameters()}, [float(unit.grad_scaler.get_scale()), len(seen)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("frozen", ["stem", "head"])
 def test_a_stage_without_gradients_agrees_on_the_scale(ranks: Ranks, frozen: str) -> None:
     """It has nothing to look at for an inf, and hears of the other stage's."""

@@ -101,6 +101,7 @@ def _check_overflow(found: list[dict[str, Any]]) -> None:
         assert got["scheduled"] == 3  # the schedule holds still with the parameters
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [*KINDS, pytest.param("zero2", marks=pytest.mark.full)])
 def test_an_inf_in_one_shard_skips_the_update_on_all_ranks(ranks: Ranks, layout: str) -> None:
     _check_overflow(ranks(2, _overflow, layout))
@@ -136,6 +137,7 @@ def _halves(layout: str) -> list[str]:
     return sorted(set(seen))
 
 
+@pytest.mark.full
 def test_shards_stay_float32_under_fsdps_own_mixed_precision(ranks: Ranks) -> None:
     for seen in ranks(2, _halves, "fsdp"):
         assert seen == ["output torch.bfloat16", "parameter torch.float32", "state torch.float32"]
@@ -148,6 +150,7 @@ def _scale_after_overflow(layout: str, folder: str) -> float:
     return unit.grad_scaler.get_scale()
 
 
+@pytest.mark.full
 def test_the_scale_is_saved_and_restored_by_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, _scale_after_overflow, "fsdp", str(tmp_path)) == [512.0, 512.0]
     unit = Overflows(module=Whole(), precision=_fp16())

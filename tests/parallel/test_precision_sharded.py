@@ -99,6 +99,7 @@ def _look_all(layouts: dict[str, Any], precisions: list[str]) -> dict[str, Any]:
     return {f"{name}, {half}": _looked(layouts[name], HALF[half]) for name in layouts for half in precisions}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "layouts", "precisions"),
     [
@@ -187,6 +188,7 @@ def _odd_data() -> list[Any]:
     ]
 
 
+@pytest.mark.full
 def test_layers_that_cannot_be_cast_train_as_on_one_process(ranks: Ranks) -> None:
     want, found = _odd("none", _odd_data()), ranks(2, _odd, "fsdp", _odd_data())
     for got in found:
@@ -216,6 +218,7 @@ def _policies() -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_the_users_policy_wins_over_the_units_precision(ranks: Ranks) -> None:
     assert ranks(2, _policies)[0] == {
         "the user's type wins": torch.float32,
@@ -253,6 +256,7 @@ def _by_hand() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_recomputation_and_compilation(ranks: Ranks) -> None:
     found = ranks(2, _by_hand)[0]
     assert found.pop("on meta") == {torch.float32}
@@ -329,6 +333,7 @@ def _called_elsewhere() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_norms_of_ones_own_and_calls_outside_of_a_step_work(ranks: Ranks) -> None:
     for found in ranks(2, _called_elsewhere):
         for layout in ("fsdp", "zero2"):
@@ -363,6 +368,7 @@ def _islands() -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_layer_without_autocast_is_told_of_gathered_weights_or_trains_with_its_own(ranks: Ranks) -> None:
     """One that was refused in torch's own words, of two matrices without a name."""
     for plain, said, full in ranks(2, _islands):

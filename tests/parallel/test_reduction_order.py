@@ -73,6 +73,7 @@ def _whole_and_resumed(folder: str, kinds: list[str]) -> list[float]:
     return differences
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kinds", [["four linears"], pytest.param(["ddp", "zero1", "by hand"], marks=pytest.mark.full)], ids=", ".join
 )

@@ -108,6 +108,7 @@ CALLS = [(_other_order, "call 2 of update 3 rank 0 called blocks.1 and rank 1 ca
 CALLS += [(way, "update 3 rank 0 called blocks.") for way in (_other_blocks, _drawn_apart)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("way", "said"), CALLS)
 def test_ranks_that_call_other_blocks_are_told_before_the_update(ranks: Ranks, way: Way, said: str) -> None:
     for updated, text in ranks(2, _walked, way, "fsdp"):
@@ -115,6 +116,7 @@ def test_ranks_that_call_other_blocks_are_told_before_the_update(ranks: Ranks, w
         assert said in text and "The update was not made" in text and "one seed" in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["zero2", "hsdp", "dp_shard=4"])
 def test_so_they_are_under_other_strategies_and_with_accumulation(ranks: Ranks, layout: str) -> None:
     for updated, text in ranks(4, _walked, _other_order, layout, 2):
@@ -150,6 +152,7 @@ def _under_each() -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_what_all_ranks_leave_out_together_is_right(ranks: Ranks) -> None:
     for found in ranks(4, _under_each):
         for name, (updated, values) in found.items():
@@ -178,6 +181,7 @@ def _evaluated(layout: Any, entry: str) -> str:
     return "no error"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("entry", ["fit", "evaluate"])
 def test_evaluations_that_mix_blocks_are_refused(ranks: Ranks, entry: str) -> None:
     for said in ranks(2, _evaluated, "fsdp", entry):
@@ -214,6 +218,7 @@ def _messages(way: Way) -> list[int]:
     return sent
 
 
+@pytest.mark.full
 def test_a_window_like_the_one_before_sends_nothing_more(ranks: Ranks) -> None:
     for sent in ranks(2, _messages, _same):
         assert sent == [2, 11, 2, 11, *[2] * (UPDATES - 2)]  # the first calls, then the first gradients

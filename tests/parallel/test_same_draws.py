@@ -58,6 +58,7 @@ def _refused(train: Callable[..., Any], *given: Any) -> str:
     return str(refused.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp", "tp=2,dp_shard=2"])
 def test_a_rank_that_draws_for_itself_is_found_where_dropout_would_differ(ranks: Ranks, layout: str) -> None:
     assert all(said.startswith(_SAID) for said in ranks(2 if layout == "tp" else 4, _refused, _trained, 0.3, 1, layout))
@@ -84,6 +85,7 @@ def _own_loop(drop: float) -> None:
                 torch.randn(1)
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_is_told_too(ranks: Ranks) -> None:
     assert all(said.startswith(_SAID) for said in ranks(2, _refused, _own_loop, 0.3))
     assert ranks(2, _own_loop, 0.0) == [None, None]

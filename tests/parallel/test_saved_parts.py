@@ -52,6 +52,7 @@ def _saved(layout: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "module", "every"),
     [("ddp", [], []), ("zero1", [], ["AdamW"]), ("fsdp", ["Net"], ["Net", "AdamW"]), ("tp", ["Net"], ["Net", "AdamW"])],

@@ -86,6 +86,7 @@ def _all_early() -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_an_optimizer_made_before_the_module_was_sharded_is_refused_or_right(ranks: Ranks) -> None:
     """A module that is not sharded keeps its parameters: then it may be made beforehand."""
     want, _, _ = plain_training([[batch(4, 10 * i), batch(4, 10 * i + 1)] for i in range(3)])
@@ -235,6 +236,7 @@ def _wanted(kind: str) -> dict[str, torch.Tensor]:
     return {**{n: p.detach() for n, p in module.named_parameters()}, **{f"~{i}": p.detach() for i, p in enumerate(others)}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layouts", SEVERAL)
 def test_what_is_trained_besides_the_module_is_reduced_and_weighed_as_well(ranks: Ranks, layouts: list[str]) -> None:
     kinds = [(kind, layout) for kind in ("Head", "Added", "Probe") for layout in layouts]
@@ -282,6 +284,7 @@ def _legitimate() -> dict[str, Any]:
     return {name: _trained(unit) for name, unit in units.items()}
 
 
+@pytest.mark.full
 def test_right_programs_are_not_refused(ranks: Ranks) -> None:
     for done in ranks(2, _legitimate):
         assert {name: got for name, got in done.items() if isinstance(got, str)} == {}

@@ -67,6 +67,7 @@ def _after_an_error() -> list[tuple[int, int, list[float]]]:
     return found
 
 
+@pytest.mark.full
 def test_after_a_step_that_failed_the_groups_are_the_users_own(ranks: Ranks) -> None:
     for found in ranks(2, _after_an_error):
         assert [each[:2] for each in found] == [(1, 0)] * 2
@@ -180,6 +181,7 @@ def _by_norms(read: str, layout: str) -> dict[str, torch.Tensor]:
     return whole(unit.module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
 def test_an_optimizer_that_reads_norms_reads_those_of_whole_parameters(ranks: Ranks, layout: str) -> None:
     module = net()
@@ -194,6 +196,7 @@ def test_an_optimizer_that_reads_norms_reads_those_of_whole_parameters(ranks: Ra
             assert largest_difference(got, whole(module)) < 1e-12, read
 
 
+@pytest.mark.full
 def test_an_optimizer_that_cannot_step_parts_is_named_with_a_remedy(ranks: Ranks) -> None:
     for said in ranks(2, _refused):
         assert all("Plain cannot step parameters that are split" in each and "torch.zeros_like(p)" in each for each in said)
@@ -319,6 +322,7 @@ def _wrapped(layout: str) -> str:
     return "trained"
 
 
+@pytest.mark.full
 def test_a_wrapper_without_torchs_hooks_is_refused_where_they_are_needed(ranks: Ranks) -> None:
     assert ranks(2, _wrapped, "ddp") == ["trained", "trained"]
     for layout in ("zero1", "fsdp"):

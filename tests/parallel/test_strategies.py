@@ -95,6 +95,7 @@ def _plain(case: str, ranks: int) -> Trained:
     return got, norms
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "layouts", "cases"),
     [
@@ -206,6 +207,7 @@ def _with_options(names: list[str]) -> dict[str, Any]:
     return done
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_options_change_no_number(ranks: Ranks, size: int) -> None:
     windows = [[batch(4, 10 * i + r) for r in range(size)] for i in range(3)]
@@ -236,6 +238,7 @@ def _placements() -> dict[str, Any]:
     return made
 
 
+@pytest.mark.full
 def test_what_a_rank_of_four_holds(ranks: Ranks) -> None:
     assert ranks(4, _placements)[3] == {
         "fsdp": ((4,), (2, 4)),
@@ -291,6 +294,7 @@ def _precisions() -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_mixed_precision_computes_low_and_keeps_float32(ranks: Ranks) -> None:
     bf16 = [torch.bfloat16]
     assert ranks(2, _precisions)[1] == [(bf16, torch.float32, torch.float16), (bf16, torch.float32, torch.float32)]
@@ -332,6 +336,7 @@ def _synchronised(layout: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch
     return whole(unit.module), dict(unit.prepared.unwrapped.named_buffers()), out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [ech.DDPStrategy(sync_batchnorm=True), "ddp", "fsdp", "zero1"])
 def test_batch_norm_over_the_global_batch(ranks: Ranks, layout: Any) -> None:
     """Torch's own layers, too, work in host memory."""

@@ -76,6 +76,7 @@ def _refusal(case: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_what_cannot_be_names_the_remedy_on_all_ranks(ranks: Ranks) -> None:
     first, second = ranks(2, _misfits)
     assert first == second
@@ -214,6 +215,7 @@ def _steps() -> dict[str, str]:
     }
 
 
+@pytest.mark.full
 def test_gradients_and_optimizers_that_a_strategy_cannot_have_are_named(ranks: Ranks) -> None:
     first, second = ranks(2, _steps)
     assert first == second

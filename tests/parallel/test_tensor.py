@@ -105,6 +105,7 @@ def _equality(layout: Any, cases: list[str]) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "layout", "cases"),
     [
@@ -129,6 +130,7 @@ def _state(layout: Any) -> tuple[list[str], list[str], bool]:
     return list(states["module"].state_dict()), list(states["optimizer"].state_dict()), module.head.weight is module.bytes.weight
 
 
+@pytest.mark.full
 def test_the_state_is_complete_and_ties_hold(ranks: Ranks) -> None:
     names = list(_tied().state_dict())
     parameters = [n for n, _ in _tied().named_parameters()]
@@ -167,6 +169,7 @@ def _samples(layout: Any, uneven: bool) -> tuple[list[float], list[list[float]],
     return seen, masks, unit.eval_loss, list(unit.norms), (unit.prepared.dp_rank, unit.prepared.dp_size)
 
 
+@pytest.mark.full
 def test_ranks_of_a_layer_see_the_same_samples_and_drop_the_same_units(ranks: Ranks) -> None:
     order = ech.Loader(torch.utils.data.TensorDataset(*batch(24, 0)), 8)
     whole_batches = [sorted(b[0][:, 0].tolist()) for b in order]
@@ -198,6 +201,7 @@ def _recorded(layout: Any, folder: Path) -> tuple[list[dict[str, Any]], float, f
     return records, unit.eval_loss, float(nn.functional.mse_loss(module(x), y).detach())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 def test_losses_are_counted_once(ranks: Ranks, tmp_path: Path, size: int) -> None:
     x, y = batch(22, 0)
@@ -231,6 +235,7 @@ def _own_unit() -> tuple[list[float], tuple[int, int, bool]]:
     return unit.seen, (again.dp_rank, again.dp_size, again.is_replica)
 
 
+@pytest.mark.full
 def test_ones_own_unit_gets_the_same_samples_on_the_ranks_of_a_layer(ranks: Ranks) -> None:
     found = ranks(4, _own_unit)
     assert found[0][0] == found[1][0] != found[2][0] == found[3][0]
@@ -252,6 +257,7 @@ def _stopped() -> int:
     return unit.train_progress.num_steps_completed
 
 
+@pytest.mark.full
 def test_a_replica_can_stop_all(ranks: Ranks) -> None:
     assert ranks(2, _stopped) == [3, 3]
 
@@ -292,6 +298,7 @@ SOME = {2: [("tp2", "ddp"), ("tp2", "tp")], 1: [("tp2", "none")]}
 OTHER = {4: [("tp4", "tp2"), ("tp2", "tp4"), ("fsdp", "tp2")], 2: [("tp4", "tp"), ("tp4", "ddp"), ("fsdp", "tp")]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pairs", [pytest.param(SOME, id="some"), pytest.param(OTHER, id="others", marks=pytest.mark.full)])
 def test_a_checkpoint_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path, pairs: dict[int, list[tuple[str, str]]]) -> None:
     ranks(4, _save_each, tmp_path, sorted({saved for each in pairs.values() for saved, _ in each}))
@@ -318,6 +325,7 @@ def _styles() -> float:
     return max(float((got[k] - want[k]).abs().max()) for k in want) + abs(split - 0.5)
 
 
+@pytest.mark.full
 def test_a_plan_may_hold_torch_styles(ranks: Ranks) -> None:
     assert max(ranks(2, _styles)) < 1e-12
 
@@ -464,6 +472,7 @@ def _rounded_once() -> tuple[bool, bool]:
     return torch.equal(gradient, want.bfloat16()), torch.equal(gradient.float(), want)
 
 
+@pytest.mark.full
 def test_gradients_of_what_ranks_share_are_rounded_once(ranks: Ranks) -> None:
     """In 16 bits, a sum over the ranks would round at each of them."""
     assert ranks(4, _rounded_once) == [(True, False)] * 4

@@ -279,6 +279,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("setup", "names"),
     [
@@ -334,6 +335,7 @@ def _restored(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
     return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone() for k, v in tensors.items()}
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_parts_is_bit_equal_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _saved, tmp_path / "checkpoints")
     want = ranks(2, _restored, tmp_path / "checkpoints", SETUPS["tp + sp"][1])[0]
@@ -507,6 +509,7 @@ def _misused(directly: bool, layouts: list[Any]) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused(ranks: Ranks) -> None:
     """A head split by outputs trained with half of the classes on each rank; other slips ended in torch's words about shapes."""
     plans: list[dict[str, str]] = [{"last": "colwise"}, {"first": "colwise"}, {"last": "rowwise"}]
@@ -516,6 +519,7 @@ def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused(ranks: Ranks)
         assert "code of Classes takes all features" in inputs and "'rowwise_split' takes all" in inputs
 
 
+@pytest.mark.full
 def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused_in_stages(ranks: Ranks) -> None:
     """On all ranks, of which only those of the last stage see it."""
     for (loss,) in ranks(4, _misused, False, [ech.Layout(pp=2, tp=2, stages=["last"], plan={"last": "colwise"})]):
@@ -611,6 +615,7 @@ def _in_order(orders: list[tuple[int, ...]]) -> list[str | float]:
     return found
 
 
+@pytest.mark.full
 def test_blocks_in_an_order_that_leaves_the_sequence_split_are_refused(ranks: Ranks) -> None:
     fine: list[tuple[int, ...]] = [(0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 1, 2), (0, 2)]
     wrong = {
@@ -682,6 +687,7 @@ def test_layers_that_read_the_same_share_one_message(ranks: Ranks) -> None:
         assert backward == ["all_reduce"] * 5
 
 
+@pytest.mark.full
 def test_parts_of_the_sequence_travel_as_much(ranks: Ranks) -> None:
     for forward, backward in ranks(2, _messages, True):
         block = ["all_gather_single", "reduce_scatter_single"] * 2
@@ -702,6 +708,7 @@ def _dropped(sequence: bool, length: int) -> tuple[torch.Tensor, torch.Tensor, l
     return got.detach(), one(ids).detach(), seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("length", "parts"), [(8, 4), (7, 4), (1, 1)])
 def test_dropout_draws_one_mask_for_all_parts(ranks: Ranks, length: int, parts: int) -> None:
     for got, want, seen in ranks(2, _dropped, True, length):

@@ -10,6 +10,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import echelon
 
 ROOMS = [Path(echelon.__file__).parent / room for room in ("parallel", "loop", "compat/trainer")]
@@ -196,6 +198,7 @@ def _places(node: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[str]:
         yield from _places(child, here)
 
 
+@pytest.mark.full
 def test_every_place_at_which_ranks_meet_has_its_test_or_reason() -> None:
     files = [file for room in ROOMS for file in sorted(room.rglob("*.py")) if file.name != "older_torch.py"]
     found = {place: str(file) for file in files for place in _places(ast.parse(file.read_text()))}

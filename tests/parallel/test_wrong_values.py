@@ -125,6 +125,7 @@ def with_wrong_values(wrong: list[tuple[tuple[Any, ...], Any]]) -> None:
 WRONG = st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(ODD)), min_size=1, max_size=20)
 
 
+@pytest.mark.full
 @settings(max_examples=30, deadline=None)
 @given(WRONG)
 def test_wrong_values_end_nothing_that_reads_a_folder(wrong: list[tuple[tuple[Any, ...], Any]]) -> None:

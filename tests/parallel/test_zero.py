@@ -48,6 +48,7 @@ def _held(layout: str) -> tuple[int, int, set[str]]:
     return sum(m.numel() for m in moments), gradients, {names[id(p)] for p in unit.optimizer.state}  # type: ignore[call-overload]
 
 
+@pytest.mark.full
 def test_each_of_two_ranks_keeps_half_of_the_state(ranks: Ranks) -> None:
     everything, _, names = ranks(2, _held, "ddp")[0]
     (first, few, names_0), (second, rest, names_1) = ranks(2, _held, "zero1")
@@ -141,6 +142,7 @@ def _modules(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     return done
 
 
+@pytest.mark.full
 def test_types_layouts_schedules_and_a_rank_that_owns_nothing(ranks: Ranks, tmp_path: Path) -> None:
     for done in ranks(2, _modules, tmp_path):
         for name, got in done.items():
@@ -255,6 +257,7 @@ def _errors() -> list[str]:
     return [*said, str(again.value), str(late.value)]
 
 
+@pytest.mark.full
 def test_what_cannot_be_divided_is_said_on_all_ranks(ranks: Ranks) -> None:
     for lbfgs, differs, twice, again, late in ranks(2, _errors):
         assert "cannot shard LBFGS, which needs all parameters at once" in lbfgs
@@ -303,6 +306,7 @@ def _torchs_own(folder: Path, optimizer: str) -> dict[str, torch.Tensor]:
     return whole(unit.module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["RMSprop", "AdamW"])
 def test_torchs_zero_redundancy_optimizer_resumes_with_its_state(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
     module = net()

@@ -81,6 +81,7 @@ def rounded(size: int) -> int:
     return -(-size // 512) * 512
 
 
+@pytest.mark.full
 def test_each_layout_holds_what_it_says(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = plan(UNIT + TRAINS.replace(", checkpoints=sys.argv[1:]", ""), "--gpus", "4", "--json")
     layouts = told(done)
@@ -102,6 +103,7 @@ def test_each_layout_holds_what_it_says(plan: Callable[..., subprocess.Completed
     assert layouts["ddp"]["flops"] == 2 * rows * WIDTH * WIDTH * (3 * DEPTH - 1)
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_is_traced_and_values_are_made_up(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = LOOP.replace("WIDTH", str(WIDTH)).replace("DEPTH", str(DEPTH))
     layouts = told(plan(script, "--gpus", "2", "--json", "--layout", "ddp"))
@@ -124,6 +126,7 @@ def test_recomputed_blocks_hold_less_and_a_search_tries_them(plan: Callable[...,
     assert searched.returncode == 0 and "(with recompute='blocks')" in searched.stdout, searched.stdout + searched.stderr
 
 
+@pytest.mark.full
 def test_collectives_of_the_scripts_own_are_traced(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     calls = (
         "torch.distributed.reduce(total := loss.detach().clone(), 0)",
@@ -136,12 +139,14 @@ def test_collectives_of_the_scripts_own_are_traced(plan: Callable[..., subproces
     assert all(each["peak"] for each in told(plan(script, "--gpus", "2", "--json", "--layout", "ddp")).values())
 
 
+@pytest.mark.full
 def test_updates_of_several_epochs_are_counted_together(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = LOOP.replace("WIDTH", str(WIDTH)).replace("DEPTH", str(DEPTH)).replace("ech.epochs(loader, 2)", "range(2)")
     layouts = told(plan(script.replace("randn(64", "randn(8"), "--gpus", "2", "--json", "--layout", "ddp"))
     assert all(each["by_kind"]["optimizer"] for each in layouts.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("unit", "kept"),
     [
@@ -158,12 +163,14 @@ def test_averages_and_other_modules_are_kept(
     assert found["by_kind"]["kept"] == kept * found["by_kind"]["parameters"]
 
 
+@pytest.mark.full
 def test_a_loader_may_have_workers(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = UNIT.replace("global_batch=8", "global_batch=8, num_workers=1") + TRAINS.replace(", checkpoints=sys.argv[1:]", "")
     layouts = told(plan(script, "--gpus", "2", "--json", "--layout", "ddp"))
     assert layouts["ddp"]["peak"] and not layouts["ddp"]["why"]
 
 
+@pytest.mark.full
 def test_a_model_that_no_machine_here_could_hold(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = LOOP.replace("WIDTH", "32768").replace("DEPTH", "80").replace('"fsdp"', "ech.FSDPStrategy(blocks=[torch.nn.Linear])")
     script = script.replace("randn(64, 32768)", "zeros(1, 1).expand(4096, 32768)").replace("global_batch=8", "global_batch=1024")
@@ -176,6 +183,7 @@ def test_a_model_that_no_machine_here_could_hold(plan: Callable[..., subprocess.
     assert (fsdp["verdict"], hsdp["verdict"]) == ("fits", "does not fit")
 
 
+@pytest.mark.full
 def test_a_table_says_what_fits_and_what_would(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = UNIT + TRAINS.replace(", checkpoints=sys.argv[1:]", "")
     done = plan(script, "--gpus", "2", "--budget", "100KiB")
@@ -185,6 +193,7 @@ def test_a_table_says_what_fits_and_what_would(plan: Callable[..., subprocess.Co
     assert done.returncode == 0 and "ddp (yours)" in done.stdout and "Not traced: tp=4." in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ends", "says"),
     [
@@ -223,6 +232,7 @@ def test_devices_and_sizes_are_checked() -> None:
             bytes_of(text, "--budget")
 
 
+@pytest.mark.full
 def test_a_search_names_the_command_that_runs_the_fastest(tmp_path: Path, echelon_command: Command) -> None:
     (tmp_path / "train.py").write_text(LOOP.replace("WIDTH", "96").replace("DEPTH", "4"))
     options = ("--cluster", "1x2xH100", "--search", "--goal", "1M samples", "--price", "2", "--mtbf", "50000")

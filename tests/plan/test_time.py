@@ -264,6 +264,7 @@ def test_all_devices_of_the_table_are_timed() -> None:
         assert device.peak["bfloat16"] > device.peak["tf32"] >= device.peak["float32"]
 
 
+@pytest.mark.full
 def test_a_machine_is_measured_by_ranks_that_compute_at_a_time(tmp_path: Path) -> None:
     made = calibrate(2, "here", quick=True)
     assert made.is_timed and not made.overlaps and {kind for kind, _, _ in made.products} == {"float32", "bfloat16"}
@@ -298,6 +299,7 @@ for (x,) in loader:
 """
 
 
+@pytest.mark.full
 def test_the_time_of_a_script_is_that_of_its_products_where_all_else_is_free(tmp_path: Path, echelon_command: Command) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     free = Device("free", 2**34, {"float32": 1e12}, 1e30, reached=1.0, least=1e-30, node=1e30, network=1e30)

@@ -1,4 +1,4 @@
-"""Dropout, and from the third update on only the samples that are below a running mean of losses, which each rank has of its own."""
+"""Dropout, and from the third update on only the samples that are below a running mean of losses, which is each rank's own."""
 
 from __future__ import annotations
 

@@ -133,6 +133,7 @@ def _prove(script: str, layouts: list[str], ranks: list[int], updates: int = 3, 
     return prove_target(Target(script=str(PLANTED / f"{script}.py")), rows, updates, False)
 
 
+@pytest.mark.full
 def test_bf16_is_compared_with_one_process_in_bf16() -> None:
     """A right script agrees under every kind of layout; a weight of a rank's own differs there, too."""
     rows = [row for row in matrix(["fsdp"], [1, 2], [1], sgd=False, bf16=True) if row.precision]
@@ -205,6 +206,7 @@ def test_every_cause_of_the_catalogue_is_planted() -> None:
 FIRST = {cause: script for script, (cause, _) in reversed(MISTAKES.items())}.values()
 
 
+@pytest.mark.full(but=("missing_all_reduce", "same_dropout", "same_data", "weight_of_a_mask", "stale_optimizer"))
 @pytest.mark.parametrize("script", [pytest.param(m, marks=() if m in FIRST else pytest.mark.full) for m in MISTAKES])
 def test_a_planted_mistake_is_named(script: str) -> None:
     proof = _prove(
@@ -269,6 +271,7 @@ RIGHT = sorted(p.stem for p in PLANTED.glob("right_*.py") if p.stem != "right_ga
 USUAL = ("right_auto", "right_by_hand", "right_two_optimizers")
 
 
+@pytest.mark.full(but=("right_by_hand", "right_two_optimizers"))
 @pytest.mark.parametrize(
     ("script", "ranks"),
     [
@@ -310,6 +313,7 @@ def test_a_loss_that_the_script_divides_by_its_micro_batches_is_no_pass() -> Non
     assert not proof.holds and proof.exit_code == NOT_ALL_TESTED
 
 
+@pytest.mark.full
 def test_of_ranks_that_shuffle_for_themselves_the_shared_samples_are_counted() -> None:
     (row,) = _prove("own_order", ["ddp"], [2], updates=1).results
     ((cause, seen),) = row.causes
@@ -333,6 +337,7 @@ trainer.fit(Annealed(), torch.utils.data.DataLoader(Rows(), 8))
 """
 
 
+@pytest.mark.full
 def test_a_lightning_module_reads_its_global_step_in_the_reference_too(tmp_path: Path) -> None:
     """It was 0 there at every update: a right warm-up differed, on one rank, too."""
     (row,) = prove_target(_script(tmp_path, STEPS), matrix(["ddp"], [2], [1], sgd=False), 3, False).results
@@ -369,6 +374,7 @@ else:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("who", ["module", "callback", "by rank"])
 def test_what_hooks_set_before_an_epoch_is_set_in_the_reference_too(tmp_path: Path, who: str) -> None:
     """It kept its first value there, so that right rows differed."""
@@ -427,6 +433,7 @@ else:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("who", ["module", "callback", "by rank"])
 def test_what_hooks_do_around_steps_is_done_in_the_reference_too(tmp_path: Path, who: str) -> None:
     """Only a rank's steps had them: teachers, rates, and gradients that hooks clip differed, and right rows with them."""
@@ -453,6 +460,7 @@ trainer.fit(Planned(), torch.utils.data.DataLoader(Rows(), 4))
 """
 
 
+@pytest.mark.full
 def test_a_schedule_by_the_number_of_updates_is_that_of_the_ranks(tmp_path: Path) -> None:
     """With a batch size for each rank one process has more updates: its rates were others, and each right row differed."""
     proof = prove_target(_script(tmp_path, PLANNED), matrix(["ddp"], [2], [1], sgd=False, yours=True), 3, False)
@@ -467,6 +475,7 @@ ech.train(Auto(module=model(), layout="ddp"), loader(), max_epochs=1, callbacks=
 """
 
 
+@pytest.mark.full
 def test_a_hook_that_one_process_cannot_call_is_named(tmp_path: Path) -> None:
     """It was left out in silence, whatever else it would have done."""
     proof = prove_target(_script(tmp_path, LOOKING), matrix(["ddp"], [2], [1], sgd=False), 2, False)
@@ -492,6 +501,7 @@ trainer.fit(Saving(), torch.utils.data.DataLoader(Rows(), 8))
 """
 
 
+@pytest.mark.full
 def test_a_proof_leaves_the_checkpoints_of_a_lightning_run_alone(tmp_path: Path) -> None:
     """It saved beside them, and put its own in place of the last."""
     folder = tmp_path / "kept"
@@ -521,6 +531,7 @@ for epoch in ech.epochs(batches, 9):
 """
 
 
+@pytest.mark.full
 def test_a_loop_goes_by_the_numbers_of_its_evaluation_in_the_reference_too(tmp_path: Path) -> None:
     """There were none in it; and `accumulate=` of prepare was refused beside the one that a row imposes on the loader."""
     rows = prove_target(_script(tmp_path, EVALUATED), matrix(["ddp"], [2], [1, 2], sgd=False), 6, False).results
@@ -577,6 +588,7 @@ ech.train(Means(module=model(), layout="ddp"), ech.Loader(rows, 16, collate_fn=p
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shares", ["once", "again"])
 def test_data_that_a_script_divides_before_its_loader_does_are_named(tmp_path: Path, shares: str) -> None:
     """Of padded batches no samples are compared: half of the rows was left out, and the row agreed."""
@@ -614,6 +626,7 @@ ech.train(Actor(), torch.utils.data.DataLoader(rows, 8, sampler=sampler), max_ep
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["averaged", "alone"])
 def test_a_parameter_in_no_module_is_compared_too(tmp_path: Path, how: str) -> None:
     """Its gradient, which no wrapper reduces, was not looked at: the row agreed."""
@@ -644,6 +657,7 @@ ech.train(Bank(module=model(), layout="ddp"), own, max_epochs=1)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["class", pytest.param("bank", marks=pytest.mark.full)])
 def test_state_that_moves_with_every_micro_batch_is_no_agreement(tmp_path: Path, what: str) -> None:
     """It was put back for the reference, and so was right."""
@@ -677,6 +691,7 @@ def test_a_row_says_what_differs_where_its_numbers_do_not() -> None:
     assert "DIFFERS: update 2, 0.weight" in show.line(row)
 
 
+@pytest.mark.full
 def test_options_after_the_script_are_its_own_and_what_it_said_of_them_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -687,6 +702,7 @@ def test_options_after_the_script_are_its_own_and_what_it_said_of_them_is_shown(
     assert "unrecognized arguments: --ranks 2" in said and "stand before the script" in said, said
 
 
+@pytest.mark.full
 def test_repeated_rows_and_filled_tails_are_no_overlap(tmp_path: Path) -> None:
     """The data have each row several times; of 98 samples on four ranks, two come twice so that ranks have equally many."""
     text = """
@@ -716,6 +732,7 @@ ech.train(Cast(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
+@pytest.mark.full
 def test_autocast_is_off_and_a_type_that_is_pinned_is_said(tmp_path: Path) -> None:
     (row,) = prove_target(
         replace(_script(tmp_path, CAST), args=("auto",)), matrix(["ddp"], [2], [1], sgd=False), 1, False
@@ -747,6 +764,7 @@ ech.train(Full(module=net, layout="fsdp", activation_checkpoint_params=again), l
 """
 
 
+@pytest.mark.full
 def test_casts_to_full_precision_are_to_float64_there(tmp_path: Path) -> None:
     """As norms and losses of most models have them; a recomputed forward pass, and a fused optimizer, know of it or do not."""
     (row,) = prove_target(_script(tmp_path, FULL), matrix(["fsdp"], [2], [1], sgd=False), 2, True).results
@@ -763,6 +781,7 @@ ech.train(Drawing(module), loader(), max_epochs=1)
 """
 
 
+@pytest.mark.full
 def test_a_step_of_its_own_that_draws_is_compared_with_the_same_draws_for_every_sample(tmp_path: Path) -> None:
     proof = prove_target(_script(tmp_path, DRAWING), matrix(["ddp"], [2], [1], sgd=False), 1, False)
     (row,) = proof.results
@@ -787,6 +806,7 @@ ech.train(Told(module=model(), layout="ddp"), ech.Loader(bags, 16, collate_fn=pa
 """
 
 
+@pytest.mark.full
 def test_what_could_not_be_tested_is_said_and_is_no_agreement(tmp_path: Path) -> None:
     proof = prove_target(_script(tmp_path, SPEAKING), matrix(["ddp"], [2], [1], sgd=False), 1, False)
     (row,) = proof.results
@@ -804,6 +824,7 @@ ech.train(Paired(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
+@pytest.mark.full
 def test_draws_that_are_no_samples_own_are_not_tested(tmp_path: Path) -> None:
     (row,) = prove_target(_script(tmp_path, PAIRED), matrix(["ddp"], [2], [1], sgd=False), 1, False).results
     assert row.verdict == "in part" and "not tested" in row.message and "rand" in row.message, row
@@ -864,6 +885,7 @@ ech.train(Levels(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
+@pytest.mark.full
 def test_draws_with_as_many_rows_as_a_rank_has_samples_by_chance_are_no_mistake(tmp_path: Path) -> None:
     (row,) = prove_target(_script(tmp_path, LEVELS), matrix(["ddp"], [2], [1], sgd=False), 1, False).results
     assert row.is_equal, row
@@ -885,6 +907,7 @@ ech.train(Annealed(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
+@pytest.mark.full
 def test_state_that_the_unit_keeps_between_micro_batches_is_what_they_had(tmp_path: Path) -> None:
     rows = matrix(["ddp"], [2], [1, 2], sgd=False)
     one, two = prove_target(_script(tmp_path, CALLS), rows, 2, False).results
@@ -903,6 +926,7 @@ ech.train(Theirs(module=model(), strategy="ddp", swa_params=averages, step_lr_in
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", [LOOKED_AT, TORCHTNTS])
 def test_an_optimizer_that_is_built_before_training_is_replaced_as_well(tmp_path: Path, text: str) -> None:
     rows = [row for row in matrix(["fsdp"], [2], [1], sgd=True) if row.layout is not None]
@@ -946,6 +970,7 @@ def test_rows_on_the_same_samples_share_a_reference(tmp_path: Path) -> None:
     assert len(processes) == 3, processes  # in float32, in float64, and to read the samples
 
 
+@pytest.mark.full
 def test_rows_with_the_same_data_and_other_random_numbers_have_references_of_their_own() -> None:
     """Two micro-batches of one rank are the same samples as one of each of two ranks, but not the same draws."""
     rows = matrix(["ddp"], [1, 2], [1, 2], sgd=False)
@@ -962,6 +987,7 @@ ech.train(Noisy(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
+@pytest.mark.full
 def test_draws_that_depend_on_the_precision_do_not_widen_the_tolerance(tmp_path: Path) -> None:
     """torch draws other numbers in float64: what lies between the two is no rounding."""
     (row,) = prove_target(_script(tmp_path, NOISE), matrix(["ddp"], [2], [1], sgd=False), 1, False).results
@@ -978,6 +1004,7 @@ ech.train(TogetherOnly(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
+@pytest.mark.full
 def test_a_reference_that_cannot_be_computed_fails_each_row_and_says_why(tmp_path: Path) -> None:
     proof = prove_target(_script(tmp_path, TOGETHER_ONLY), matrix(["ddp", "zero1"], [2], [1], sgd=False), 1, False)
     assert [row.verdict for row in proof.results] == ["failed"] * 2
@@ -994,6 +1021,7 @@ ech.train(Doubled(module=model().double(), layout="ddp"), loader(), max_epochs=1
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["default", pytest.param("by itself", marks=pytest.mark.full)])
 def test_a_script_in_float64_is_compared_in_float64(tmp_path: Path, how: str) -> None:
     target = replace(_script(tmp_path, DOUBLE), args=(how,))
@@ -1013,6 +1041,7 @@ ech.train(Halved(module=model().to(half), layout="ddp"), loader(), max_epochs=1)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("made", "half"),
     [("cast", "bfloat16"), *(pytest.param(*how, marks=pytest.mark.full) for how in (("made", "bfloat16"), ("cast", "float16")))],
@@ -1027,6 +1056,7 @@ def test_parameters_in_half_precision_are_compared_in_float64(tmp_path: Path, ma
     assert row.first is not None and row.first.relative == pytest.approx(0.01, rel=1e-3), row
 
 
+@pytest.mark.full
 def test_training_in_two_parts_is_compared_as_far_as_the_first_goes(tmp_path: Path) -> None:
     text = "u = Auto(module=model(), layout='ddp')\nech.train(u, loader(), max_updates=2)\nech.train(u, loader(), max_epochs=2)\n"
     (row,) = prove_target(_script(tmp_path, text), matrix(["ddp"], [2], [1], sgd=False), 4, False).results
@@ -1042,6 +1072,7 @@ ech.train(Lost(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
+@pytest.mark.full
 def test_a_loss_that_is_nan_in_one_process_too_is_no_measure_and_json_has_no_nan(tmp_path: Path) -> None:
     proof = prove_target(_script(tmp_path, LOST), matrix(["ddp"], [2], [1], sgd=False), 1, False)
     (row,) = proof.results
@@ -1062,6 +1093,7 @@ ech.train(Hanging(module=model(), layout="ddp"), loader(), max_epochs=1)
 """
 
 
+@pytest.mark.full
 def test_a_row_that_hangs_is_stopped_and_every_ranks_own_line_is_shown(tmp_path: Path) -> None:
     target = _script(tmp_path, HANGING)
     (row,) = prove_target(target, matrix(["ddp"], [2], [1], sgd=False), 1, False, timeout_s=10, logs=tmp_path / "logs").results
@@ -1123,6 +1155,7 @@ def _tokens() -> ech.Loader:
     return ech.Loader(list(torch.randint(0, 16, (64, 12), generator=torch.Generator().manual_seed(0))), 16)
 
 
+@pytest.mark.full
 def test_parameters_without_a_gradient_are_said_and_not_failed() -> None:
     proof = ech.prove(_text, _tokens, layouts=["ddp"], ranks=[2], accumulation=[1, 2], updates=10, sgd=False)
     assert proof.holds, [show.details(r) for r in proof.results]
@@ -1132,6 +1165,7 @@ def test_parameters_without_a_gradient_are_said_and_not_failed() -> None:
     assert any("true gradient of zero" in line for line in show.summary(proof))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("asked", "compared"), [(3, [3, 2, 2]), (5, [5, 5, 5])])
 def test_rows_that_differ_little_compare_fewer_updates_unless_an_epoch_ends(asked: int, compared: list[int]) -> None:
     proof = ech.prove(_text, _tokens, layouts=["ddp"], ranks=[2], accumulation=[1, 2], updates=asked)
@@ -1139,6 +1173,7 @@ def test_rows_that_differ_little_compare_fewer_updates_unless_an_epoch_ends(aske
     assert any("for 2 updates" in note for note in proof.notes) == (asked == 3), proof.notes
 
 
+@pytest.mark.full
 def test_in_float64_nothing_is_undetermined() -> None:
     proof = ech.prove(_text, _tokens, layouts=["fsdp"], ranks=[2], accumulation=[1], updates=5, float64=True)
     assert proof.holds and proof.dtype == "float64"
@@ -1146,6 +1181,7 @@ def test_in_float64_nothing_is_undetermined() -> None:
     assert all(r.parameter is not None and r.parameter < 1e-10 for r in proof.results)
 
 
+@pytest.mark.full
 def test_a_strategy_that_refuses_the_model_is_shown_and_does_not_fail_the_rest() -> None:
     layouts = {"ddp": "ddp", "fsdp": ech.FSDPStrategy(blocks=["no.such.block"])}
     proof = ech.prove(_text, _tokens, layouts=layouts, ranks=[2], accumulation=[1], updates=1, sgd=False)
@@ -1160,6 +1196,7 @@ def test_a_script_that_does_not_train_is_told_so(tmp_path: Path) -> None:
     assert row.verdict == "failed" and "never called" in row.message
 
 
+@pytest.mark.full
 def test_a_script_that_crashes_is_shown_with_its_own_line_and_not_run_under_every_strategy(tmp_path: Path) -> None:
     (tmp_path / "crash.py").write_text("import torch\nraise RuntimeError('the disk is full')\n")
     rows = matrix(None, [1, 2], [1, 2], sgd=True, yours=True)
@@ -1183,6 +1220,7 @@ ech.train(OneKind(module=model(), layout=sys.argv[1]), loader(), max_epochs=1)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("own", "rows", "code"),
     [
@@ -1224,6 +1262,7 @@ def test_rows_of_which_the_same_is_to_be_said_are_one_block_and_the_conclusion_c
     assert not stopped.holds and show.conclusion(stopped).startswith("Interrupted")
 
 
+@pytest.mark.full
 def test_an_interrupt_shows_what_was_compared_and_leaves_no_process(tmp_path: Path) -> None:
     """The second row would wait for ever."""
     script = _script(tmp_path, HANGING.replace(', layout="ddp"', "")).script
@@ -1239,6 +1278,7 @@ def test_an_interrupt_shows_what_was_compared_and_leaves_no_process(tmp_path: Pa
     assert not left, left
 
 
+@pytest.mark.full
 def test_the_command_leaves_a_page_and_its_exit_code_says_it(
     echelon_command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1356,6 +1396,7 @@ ech.train(Muon(module=make(), layout="fsdp"), ech.Loader(data, global_batch=16),
 """
 
 
+@pytest.mark.full
 def test_what_an_optimizer_computes_in_half_precision_is_compared_in_float64(tmp_path: Path) -> None:
     """Muon's products in bfloat16 are summed up in another order where a matrix is sharded."""
     target = _script(tmp_path, MUON)
@@ -1389,6 +1430,7 @@ ech.train(Halves(module=nn.Linear(16, 4), layout="ddp"), ech.Loader(data, global
 """
 
 
+@pytest.mark.full
 def test_what_an_optimizer_keeps_in_half_precision_is_float64_with_what_it_casts(tmp_path: Path) -> None:
     """Its casts were float64 alone: "expected dtype c10::BFloat16 for `end` but got dtype double"."""
     target = _script(tmp_path, MOMENTA)

@@ -64,6 +64,7 @@ def test_a_script_that_cannot_use_a_part_of_a_sequence_is_no_failure(tmp_path: P
     assert "IndexError" in note
 
 
+@pytest.mark.full
 def test_workers_that_meet_after_each_update_train_as_one_process() -> None:
     """Their SGD has no momentum and no clipping, which the reference beside them keeps for others."""
     proof = ech.prove(_unit, _data, layouts=["local_sgd", "ddp"], ranks=[2], accumulation=[1], updates=3)
@@ -140,6 +141,7 @@ def _numbers() -> ech.Loader:
     return ech.Loader(torch.randn(16, 6, generator=torch.Generator().manual_seed(1)), 8)
 
 
+@pytest.mark.full
 def test_ranks_that_share_a_layer_may_train_on_the_same_samples_in_a_step_of_ones_own() -> None:
     proof = ech.prove(_OwnStep, _numbers, layouts=["tp"], ranks=[2], accumulation=[1], updates=2, sgd=False, float64=True)
     assert [(r.label, r.verdict) for r in proof.results] == [("tp", "agrees")], proof.results
@@ -162,6 +164,7 @@ ech.train(Auto(module=Sequence(), layout="ddp"), loader(), max_epochs=3)
 """
 
 
+@pytest.mark.full
 def test_dropout_within_attention_and_in_functions_does_not_part_a_pipeline_from_one_process(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"import sys\nsys.path.insert(0, {str(PLANTED)!r})\nfrom common import *\n{ATTENTION}")
     rows = matrix(["pp=2"], [2], [1], sgd=False)

@@ -71,6 +71,7 @@ seeds = st.integers(0, 10**6)
 small = st.floats(-7, -6).map(lambda power: 10.0**power)  # rounding that float32 can tell from mistakes
 
 
+@pytest.mark.full
 @settings(max_examples=40)
 @given(seeds, small)
 def test_rounding_passes_and_only_elements_without_a_gradient_are_excused(seed: int, noise: float) -> None:
@@ -78,6 +79,7 @@ def test_rounding_passes_and_only_elements_without_a_gradient_are_excused(seed: 
     assert verdict.clear and verdict.undetermined.keys() <= {"keys"}, verdict
 
 
+@pytest.mark.full
 @settings(max_examples=40)
 @given(seeds, small, st.sampled_from(["weight", "scale", "bias"]), st.sampled_from(["gradients", "parameters"]))
 def test_a_mistake_of_a_fiftieth_in_the_smallest_tensor_is_found(seed: int, noise: float, name: str, kind: str) -> None:
@@ -86,6 +88,7 @@ def test_a_mistake_of_a_fiftieth_in_the_smallest_tensor_is_found(seed: int, nois
     assert verdict.first is not None and verdict.first.tensor == name, verdict
 
 
+@pytest.mark.full
 @settings(max_examples=40)
 @given(seeds, st.floats(-3, 0).map(lambda power: 10.0**power))
 def test_references_that_disagree_excuse_nothing(seed: int, noise: float) -> None:
@@ -94,6 +97,7 @@ def test_references_that_disagree_excuse_nothing(seed: int, noise: float) -> Non
     assert not verdict.clear and verdict.resolved == 0, verdict
 
 
+@pytest.mark.full
 @settings(max_examples=40)
 @given(seeds, small, st.floats(1.001, 2.0))
 def test_the_loss_is_compared_even_if_nothing_else_differs(seed: int, noise: float, factor: float) -> None:

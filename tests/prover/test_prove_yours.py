@@ -26,12 +26,14 @@ def _prove(script: str, *args: str, eager: bool = False) -> Proof:
     return prove_target(Target(script=str(PLANTED / f"{script}.py"), args=args), [row], 2, False)
 
 
+@pytest.mark.full(but=("recomputed_with_other_dropout",))
 @pytest.mark.parametrize("script", MISTAKES)
 def test_a_mistake_that_only_the_scripts_own_configuration_has_is_named(script: str) -> None:
     (row,) = _prove(script).results
     assert row.verdict == "DIFFERS" and [cause for cause, _ in row.causes] == [MISTAKES[script]], show.details(row)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "args", "ran"),
     [
@@ -50,11 +52,13 @@ def test_a_right_script_passes_as_it_runs(script: str, args: tuple[str, ...], ra
     assert proof.holds and any(ran in note for note in proof.notes), [*show.details(row), *proof.notes]
 
 
+@pytest.mark.full
 def test_what_is_drawn_between_two_backward_passes_is_no_mistake() -> None:
     proof = _prove("two_passes_with_dropout")
     assert proof.holds, show.details(proof.results[0])
 
 
+@pytest.mark.full
 def test_compiled_code_that_no_row_ran_is_said() -> None:
     """The mask of the backward pass is then the forward pass's, and the row agrees."""
     proof = _prove("compiled_within_a_budget", eager=True)

@@ -51,6 +51,7 @@ QUICK = ("loop", "saves", "model: plain", "model: memory")
 OTHERS = tuple(part.name for part in PARTS[1:] if not part.name.startswith(QUICK))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("only", [QUICK, pytest.param(OTHERS, marks=pytest.mark.full)], ids=["quick", "others"])
 def test_the_reduced_form_runs_every_part_to_its_end(tmp_path: Path, only: tuple[str, ...]) -> None:
     day = start(tmp_path, "--only", *only)
@@ -72,6 +73,7 @@ def test_where_a_fork_cannot_use_the_device_each_part_gets_a_new_interpreter(tmp
     assert {row["part"] for row in results(tmp_path)} == {"environment", "waits", "model: eager"}
 
 
+@pytest.mark.full
 def test_no_part_ends_the_day_whatever_it_does(tmp_path: Path) -> None:
     day = start_bad(tmp_path, "--write", parts="bad")
     shown, _ = day.communicate(timeout=120)
@@ -168,6 +170,7 @@ def test_the_table_is_put_between_its_marks_again_and_again(tmp_path: Path) -> N
     assert f"{BEGIN}\ntwo\n{END}\n\n## Tail\n" in path.read_text()
 
 
+@pytest.mark.full
 def test_parameters_and_flops_of_the_model_are_those_that_torch_counts() -> None:
     for size in SIZES.values():
         with torch.device("meta"):

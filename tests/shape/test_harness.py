@@ -57,6 +57,7 @@ def test_ranks_meet_and_return_values(ranks: Ranks, size: int) -> None:
     assert ranks(size, _sum_of_ranks) == [sum(range(1, size + 1))] * size
 
 
+@pytest.mark.full
 def test_a_failing_rank_raises_its_own_error_here(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match="ValueError: rank 1 has bad data") as caught:
         ranks(2, _fail_on, 1)
@@ -64,6 +65,7 @@ def test_a_failing_rank_raises_its_own_error_here(ranks: Ranks) -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+@pytest.mark.full
 def test_a_hang_ends_with_the_stacks_of_all_ranks(ranks: Ranks) -> None:
     began = time.monotonic()
     with pytest.raises(RankTimeoutError) as caught:
@@ -94,6 +96,7 @@ def _leave_behind(what: str) -> None:
         dist.all_reduce = print
 
 
+@pytest.mark.full
 def test_standing_ranks_are_the_same_processes(standing_ranks: StandingRanksBySize) -> None:
     first = standing_ranks(2, _process)
     assert standing_ranks(2, _process) == first and len(set(first)) == 2
@@ -106,6 +109,7 @@ def test_standing_ranks_find_everything_as_new_ones_do(standing_ranks: StandingR
     assert {seen[:3] for seen in first} == {(None, os.getcwd(), False)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["another default dtype", "all_reduce"])
 def test_what_cannot_be_reset_is_an_error_and_the_next_call_has_new_ranks(standing_ranks: StandingRanksBySize, what: str) -> None:
     before = standing_ranks(2, _process)
@@ -120,6 +124,7 @@ def test_a_failing_standing_rank_raises_its_own_error_here(standing_ranks: Stand
     assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
 
 
+@pytest.mark.full
 def test_a_hang_of_standing_ranks_ends_with_their_stacks(standing_ranks: StandingRanksBySize) -> None:
     with pytest.raises(RankTimeoutError) as caught:
         standing_ranks(2, _wait_for_nobody, timeout_s=3)
@@ -153,6 +158,7 @@ def leaky_run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", LEAKS)
 def test_the_leak_police_notices(leaky_run: str, what: str) -> None:
     assert f"left behind {what}" in leaky_run or f"left behind a {what}" in leaky_run

@@ -245,6 +245,7 @@ def test_a_job_that_is_cancelled_before_it_begins_resolves(fleet: Fleet) -> None
     assert not fleet.job("waits").attempts
 
 
+@pytest.mark.full(but=("options0",))
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -137,6 +137,7 @@ except echelon.world.init.LauncherEnvironmentError as error:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("address", "says"),
     [
@@ -168,6 +169,7 @@ except echelon.world.init.LauncherEnvironmentError as error:
 """
 
 
+@pytest.mark.full
 def test_a_shell_that_holds_another_programs_ranks_is_said_and_not_by_warnings_of_torchs(started: Any) -> None:
     env = {
         f"OMPI_COMM_WORLD_{name}": value

@@ -129,6 +129,7 @@ def _program(code: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.full
 def test_a_taken_port_is_said_at_once_and_by_name() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -141,6 +142,7 @@ def test_a_taken_port_is_said_at_once_and_by_name() -> None:
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.full
 def test_a_port_that_was_used_a_moment_ago_can_be_used_again() -> None:
     """Its closed connections linger for a minute; a restart must not trip over them."""
     port = free_port()
@@ -156,6 +158,7 @@ def _wait_in_vain(port: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_rank_that_waits_in_vain_says_for_whom() -> None:
     port = free_port()
     (text,) = launch(_wait_in_vain, ranks=1, args=(port,), timeout_s=60)
@@ -277,6 +280,7 @@ def _meet_badly() -> dict[str, str]:
     return found
 
 
+@pytest.mark.full
 def test_ranks_that_cannot_compute_together_are_refused_by_name_on_all_of_them() -> None:
     every = launch(_meet_badly, ranks=3, timeout_s=60)
     for said in every:
@@ -313,6 +317,7 @@ def test_a_store_with_words_of_an_earlier_attempt_misleads_nobody() -> None:
     assert "cpu on rank 1" in again[1]  # the others may have read what it said before
 
 
+@pytest.mark.full
 def test_ranks_that_never_come_are_named() -> None:
     said = _together(dist.HashStore(), {0: Facts(), 2: Facts()}, fresh=True)
     assert said[0] == said[2]
@@ -322,6 +327,7 @@ def test_ranks_that_never_come_are_named() -> None:
     )
 
 
+@pytest.mark.full
 def test_ranks_that_are_late_are_named_long_before_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -439,6 +445,7 @@ def _trained_by_hand(store: str, env: dict[str, str], layout: Any) -> tuple[int,
     return world.rank, world.size, float(window.loss)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("others", OTHERS)
 def test_a_group_that_exists_is_the_truth_whatever_the_environment_says(tmp_path: Path, others: str) -> None:
     for i, layout in enumerate(("ddp", ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD"))):

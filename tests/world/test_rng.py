@@ -89,6 +89,7 @@ def _histories(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_every_stream_is_a_data_ranks_own_reproducible_and_restored(ranks: Ranks, tmp_path: Path) -> None:
     told = ranks(2, _histories, tmp_path / "c")
     alone = _trained("none", 4)
@@ -123,6 +124,7 @@ def _in_places(case: str) -> tuple[float, ...]:
     return _draw()
 
 
+@pytest.mark.full
 def test_ranks_of_the_same_samples_draw_alike(ranks: Ranks) -> None:
     drawn = {}
     for case in ("seeded", "unseeded", "rank 0 drew more", "restored"):
@@ -147,6 +149,7 @@ def _bitwise(saved: Path | None, layout: str, stop: int, seed: int = 4) -> dict[
     return whole(unit.module)
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks  # the mode is the process's
 def test_in_bitwise_mode_numpy_and_python_draw_by_the_part_too(ranks: Ranks, tmp_path: Path) -> None:
     def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
