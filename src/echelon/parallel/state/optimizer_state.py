@@ -94,10 +94,6 @@ class OptimizerState:
         partition = Partition.of(self._optimizer)
         return partition is None or partition.owns(parameter)
 
-    def names_by_group(self) -> list[list[str]]:
-        """The parameters' names here, in the order in which torch counts them."""
-        return [[self._names[parameter] for parameter in group] for group in self._groups]
-
     def full_names(self) -> dict[str, str]:
         """By a parameter's name here, its name in the checkpoint."""
         return {name: self._values[parameter] for parameter, name in self._names.items() if parameter in self._values}
