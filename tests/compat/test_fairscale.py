@@ -156,6 +156,7 @@ def _whole(unit: Regression) -> dict[str, torch.Tensor]:
     return values(unit.module)
 
 
+@pytest.mark.full
 def test_the_loop_trains_saves_and_restores_it(ranks: Ranks, tmp_path: Path) -> None:
     data = updates(2, steps=10)
     windows = [[*a, *b] for a, b in zip(data[::2], data[1::2], strict=True)]

@@ -65,6 +65,7 @@ def _many() -> dict[tuple[Any, ...], dict[str, torch.Tensor]]:
     return done
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_ten_updates_give_what_one_process_gives(ranks: Ranks, size: int) -> None:
     """FairScale 0.4.13 is off by 0.33 here, without a word, since optimizer.zero_grad() sets gradients to None."""
@@ -160,6 +161,7 @@ def _accumulated() -> dict[str, dict[str, torch.Tensor]]:
     return done
 
 
+@pytest.mark.full
 def test_accumulation_in_every_way(ranks: Ranks) -> None:
     data = updates(2, steps=6)
     want = plain_training([[*a, *b] for a, b in zip(data[::2], data[1::2], strict=True)])[0]
@@ -354,6 +356,7 @@ def _several() -> tuple[dict[str, torch.Tensor], str]:
     return trained, "\n".join(records)
 
 
+@pytest.mark.full
 def test_several_optimizers_after_a_cast_and_new_memory(ranks: Ranks) -> None:
     want = plain_training(updates(2))[0]
     for rank, (got, said) in enumerate(ranks(2, _several)):

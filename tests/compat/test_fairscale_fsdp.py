@@ -61,6 +61,7 @@ def _fsdp() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_fsdp_trains_what_one_process_trains(ranks: Ranks) -> None:
     want = plain_training(updates(2, steps=5), optimizer="AdamW", clip=0.5)[0]
     first, second = ranks(2, _fsdp)

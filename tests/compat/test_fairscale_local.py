@@ -95,6 +95,7 @@ def _attributes() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.full
 def test_attributes_are_plain_values(ranks: Ranks) -> None:
     names = [name for name, _ in Normed().named_parameters()]
     for found in ranks(2, _attributes):
@@ -146,6 +147,7 @@ def _local() -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_local_state_dicts_come_back_and_make_the_whole(ranks: Ranks) -> None:
     for everyone in ranks(2, _local):
         for options, (keys, whole, consolidated) in zip([*OPTIONS, {}], everyone, strict=True):
@@ -174,6 +176,7 @@ def _orders() -> dict[tuple[str, bool, int], float]:
     return found
 
 
+@pytest.mark.full
 def test_forwards_may_precede_backwards(ranks: Ranks) -> None:
     want = {}
     for passes, frozen in itertools.product((2, 3), (False, True)):

@@ -118,6 +118,7 @@ def _saved_and_loaded(before: list[list[Batch]], after: list[list[Batch]], folde
     return done
 
 
+@pytest.mark.full
 def test_state_is_the_plain_optimizers_and_goes_to_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     data = updates(4, steps=7)
     before, after = data[:3], data[3:]
@@ -218,6 +219,7 @@ def _in_a_part_of_the_world() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return values(model), optimizer.state_dict()["state"] if place == 1 else {}
 
 
+@pytest.mark.full
 def test_groups_that_are_parts_of_the_world(ranks: Ranks) -> None:
     done = ranks(4, _in_a_part_of_the_world)
     for rank, (got, state) in enumerate(done):

@@ -44,6 +44,7 @@ def _train(program: str, *args: Any) -> None:
     importlib.import_module(f"tests.compat.programs.{program}").train(int(os.environ["RANK"]), 2, *args)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["forked", pytest.param("spawned", marks=pytest.mark.full)])
 def test_oss_and_sharded_ddp_under_spawn(tmp_path: Path, how: str) -> None:
     if how == "forked":
@@ -65,6 +66,7 @@ def test_oss_and_sharded_ddp_under_spawn(tmp_path: Path, how: str) -> None:
         assert float((state["state"][number]["momentum_buffer"] - each["momentum_buffer"]).abs().max()) <= 1e-6
 
 
+@pytest.mark.full
 def test_checkpoint_wrapper_and_sharded_grad_scaler(tmp_path: Path) -> None:
     everyones = _on_forked_ranks("fairscale_checkpoint_scaler", tmp_path)
     model = with_scaler.CheckpointModel(wrapped=False)

@@ -45,6 +45,7 @@ def _whole() -> None:
     model(_rows())
 
 
+@pytest.mark.full
 def test_no_pass_runs_while_parameters_are_whole(ranks: Ranks) -> None:
     ranks(2, _whole)
 

@@ -89,6 +89,7 @@ LOADERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [*LOADERS])
 def test_a_run_on_one_rank_goes_on_in_the_middle_of_an_epoch(kind: str, tmp_path: Path) -> None:
     """It began the epoch once more."""
@@ -164,6 +165,7 @@ def trained(folder: str, path: str | None, planned: int | None, epochs: int = 3)
             dist.destroy_process_group()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("planned", [2, None])
 def test_a_run_of_two_ranks_goes_on_on_one_with_the_same_batches(
     planned: int | None, ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -182,6 +184,7 @@ def test_a_run_of_two_ranks_goes_on_on_one_with_the_same_batches(
     assert len(told) == (0 if planned else 3)
 
 
+@pytest.mark.full
 def test_a_run_that_shrank_keeps_its_batches_however_often_it_goes_on(ranks: Any, tmp_path: Path) -> None:
     """The one rank that had gone on was taken for the whole of the run, so that the next one halved the batch."""
     (weights, *_), _ = ranks(2, trained, str(tmp_path / "2"), None, None)
@@ -201,6 +204,7 @@ def grown(folder: str, path: str) -> str:
         return str(error)
 
 
+@pytest.mark.full
 def test_one_rank_grows_at_an_epochs_end_and_is_told_so_in_its_middle(ranks: Any, tmp_path: Path) -> None:
     """It was refused always, with an option that a Trainer's user cannot give."""
     trained(str(tmp_path / "one"), None, None, 1)
@@ -212,6 +216,7 @@ def test_one_rank_grows_at_an_epochs_end_and_is_told_so_in_its_middle(ranks: Any
             assert said in found and "RestoreOptions" not in found
 
 
+@pytest.mark.full
 def test_a_batch_size_of_todays_counts(ranks: Any, tmp_path: Path) -> None:
     """As in Lightning: whoever changes it means it."""
     ranks(2, trained, str(tmp_path / "two"), None, None, 1)

@@ -52,6 +52,7 @@ def test_one_rank_trains_as_plain_pytorch_does(kind: Any, tmp_path: Path) -> Non
     assert updates == (16 if kind is GAN else 8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.full)])
 def test_two_ranks_train_as_one_process_does(strategy: str, ranks: Any, tmp_path: Path) -> None:
     alone = train(str(tmp_path), "auto", KINDS)
@@ -94,6 +95,7 @@ class Remembers(Callback):
         self.seen.append(float(trainer.callback_metrics["val_loss"]))
 
 
+@pytest.mark.full
 def test_ranks_of_its_own_uneven_data_and_a_resume_on_one_rank(tmp_path: Path) -> None:
     module, remembers, rest = made(Classifier), Remembers(), DataLoader(images(19, 7), batch_size=4)
     saver = ModelCheckpoint(dirpath=tmp_path, monitor="val_loss", save_last=True, filename="{epoch}-{val_loss:.2f}")
@@ -172,6 +174,7 @@ class Late(Autoencoder):
 OWN_RANKS: dict[str, Any] = {"max_epochs": 2, "devices": 2, "strategy": "ddp", **QUIET}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hook", ["both", *(pytest.param(hook, marks=pytest.mark.full) for hook in ("configure_model", "setup"))])
 def test_layers_that_the_ranks_of_a_trainer_made_come_back_trained(hook: str) -> None:
     module = Late(hook)
@@ -536,6 +539,7 @@ def draw(folder: str) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_dir())
 
 
+@pytest.mark.full
 def test_every_rank_may_write_to_a_logger_and_rank_0_does(ranks: Any, tmp_path: Path) -> None:
     folders, _ = ranks(2, draw, str(tmp_path))
     assert [name for name in folders if "drawn" in name] == ["lightning_logs/version_0/drawn_a"]
@@ -637,6 +641,7 @@ def test_wandb_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -
         WandbLogger()
 
 
+@pytest.mark.full
 def test_mlflow_has_one_run_with_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real package. A test after the training goes on in the run that `fit` has ended."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -702,6 +707,7 @@ def call_parts(strategy: str) -> list[float]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
 def test_a_part_of_a_sharded_module_can_be_called_after_fit(strategy: str, ranks: Any) -> None:
     """It had shards, and torch's error of a mixture of tensors."""

@@ -126,6 +126,7 @@ def test_weights_and_callbacks_are_restored_before_there_are_optimizers(tmp_path
     assert before != saved and fit == LOADED + STARTED and test == LOADED
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_so_they_are_on_several_ranks(strategy: str, ranks: Any, tmp_path: Path) -> None:
     for fit, test, _, _ in ranks(2, restored_in_order, str(tmp_path), strategy):
@@ -176,6 +177,7 @@ def edit(folder: str, strategy: str) -> tuple[Any, torch.Tensor]:
     return module.seen, whole(module.net[3].bias).detach()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_hook_may_change_the_weights_that_are_loaded(strategy: str, ranks: Any, tmp_path: Path) -> None:
     for seen, bias in ranks(2, edit, str(tmp_path), strategy):
@@ -234,6 +236,7 @@ def test_numbers_are_logged_under_the_steps_that_follow_the_saved_ones(tmp_path:
 # --- a second call
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_second_fit_goes_on_from_the_first(devices: int, caplog: pytest.LogCaptureFixture) -> None:
     """With the same limits it does nothing, as under Lightning; it trained once more."""
@@ -273,6 +276,7 @@ print(f"after it: {trainer.global_step} updates", flush=True)
 """
 
 
+@pytest.mark.full
 def test_a_script_without_a_main_guard_trains_once_on_each_rank(tmp_path: Path) -> None:
     """It trained once while its ranks imported it, and once more. They import it up to the call that starts them."""
     (tmp_path / "train.py").write_text(NO_GUARD)
@@ -393,6 +397,7 @@ def test_gradients_that_nobody_averaged_are_refused_on_all_ranks(ranks: Any) -> 
         assert "self.manual_backward(loss)" in said and "generator" in said
 
 
+@pytest.mark.full
 def test_gradients_that_a_program_averages_by_itself_are_stepped_with(ranks: Any) -> None:
     one, two = ranks(2, step_by_hand, [ReducesByItself, Lookahead, GAN])
     assert one == two and all(float(each) for each in one)
@@ -447,6 +452,7 @@ Trainer(max_epochs=1, callbacks=[saver], **SAVING).fit(module, two_batches())
 """
 
 
+@pytest.mark.full
 def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TWO_RUNS)
     command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path)]
@@ -515,6 +521,7 @@ print("ended at", trainer.global_step, flush=True)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keeps", ["last", "best"])
 def test_a_run_that_is_asked_to_stop_says_what_it_saved(keeps: str, tmp_path: Path) -> None:
     """Nothing was saved, it said, and went on from what was. With save_last it saves where it stands."""

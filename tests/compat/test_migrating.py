@@ -189,16 +189,19 @@ def functions_of(file: str) -> set[str]:
     return {node.name for node in ast.parse((TESTS / file).read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.full
 def test_every_named_test_is_there() -> None:
     for named in TESTED.values():
         file, _, test = named.partition("::")
         assert test in functions_of(file), named
 
 
+@pytest.mark.full
 def test_rows_as_programs_in_one_process() -> None:
     assert migrating_rows.failures(ALONE) == []
 
 
+@pytest.mark.full
 @pytest.mark.standing_ranks
 def test_rows_as_programs_on_two_ranks(ranks: Ranks) -> None:
     assert ranks(2, migrating_rows.failures, TOGETHER) == [[], []]

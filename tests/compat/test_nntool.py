@@ -44,6 +44,7 @@ def test_published_names_are_present_or_say_what_takes_their_place() -> None:
     assert SlurmArgs is SlurmConfig and isinstance(add, SlurmFunction)
 
 
+@pytest.mark.full
 def test_submitting_works_without_torch() -> None:
     modules = (
         "echelon.compat.nntool.slurm, echelon.compat.dragon.ai.collective_group, echelon.compat.dragon.infrastructure.policy"
@@ -67,6 +68,7 @@ def test_the_mode_run_gives_the_functions_value(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("forked_programs")
 def test_the_mode_local_has_ended_when_the_call_returns(tmp_path: Path) -> None:
     config = SlurmConfig(mode="local", output_parent_path=str(tmp_path), pack_code=False)

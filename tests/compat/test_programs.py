@@ -73,6 +73,7 @@ def test_an_auto_unit_is_restored_at_another_world_size(on_two_ranks: Path, tmp_
             assert (began, steps) == (10, 20) and largest_difference(parameters, want[4]) < 1e-12, (ranks, name)
 
 
+@pytest.mark.full
 def test_digits_of_torchtnt_02_by_import_change_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = move((HERE / "torchtnt_mnist.py").read_bytes()).text
     assert text.count(b"echelon") == 5
@@ -108,6 +109,7 @@ def test_data_parallel_and_ddp_of_plain_pytorch_under_two_launchers(tmp_path: Pa
                 assert largest_difference(parameters, want) < 1e-12, (name, rank)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["called", pytest.param("run", marks=pytest.mark.full)])
 def test_lightnings_trainer_with_dp_ddp_and_fsdp(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

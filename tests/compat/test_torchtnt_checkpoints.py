@@ -387,6 +387,7 @@ def _on_two_ranks(folder: Path, strategy: str) -> tuple[Any, ...]:
     return found, largest_difference(whole(again.module), whole(unit.module)), sorted(_names(folder / "p"))
 
 
+@pytest.mark.full
 def test_two_ranks_save_and_agree(ranks: Ranks, tmp_path: Path) -> None:
     for strategy in ("ddp", "fsdp"):
         folder = tmp_path / strategy

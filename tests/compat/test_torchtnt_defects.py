@@ -210,6 +210,7 @@ def _two(folder: str) -> list[bool]:
     return same
 
 
+@pytest.mark.full
 def test_two_sharded_modules_with_groups_are_saved(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, _two, str(tmp_path)) == [[True] * 4] * 2
 
@@ -226,6 +227,7 @@ def _own_group() -> list[float]:
     return [largest_difference(whole(unit.module), whole(units[0].module)) for unit in units[1:]]
 
 
+@pytest.mark.full
 def test_a_strategy_takes_groups_and_states_that_cannot_be_copied(ranks: Ranks) -> None:
     for differences in ranks(2, _own_group):
         assert max(differences) < 1e-12

@@ -205,6 +205,7 @@ def _met(file: str) -> tuple[Any, ...]:
     return totals, said, [_joined(method) for method in ("env", "tcp", "file")]
 
 
+@pytest.mark.full
 def test_several_ranks_meet_by_every_method(tmp_path: Path) -> None:
     """TorchTNT's "tcp" and "file" make up another port or file on each rank, which then wait for each other."""
     for rank, (totals, said, joined) in enumerate(launch(_met, ranks=2, args=(str(tmp_path / "a file"),), timeout_s=90)):
@@ -320,6 +321,7 @@ def _spawned(factor: int, *, add: int = 0) -> tuple[Any, ...]:
     return [int(os.environ[n]) for n in names], int(value) * factor, dist.get_backend()
 
 
+@pytest.mark.full
 def test_spawn_multi_process_gives_each_ranks_value_and_sets_its_rank() -> None:
     got = distributed.spawn_multi_process(2, "gloo", _spawned, 10, add=1, timeout_s=40)
     assert got == [([rank, 2, rank, 2], 30, "gloo") for rank in range(2)]

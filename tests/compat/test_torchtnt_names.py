@@ -42,6 +42,7 @@ def test_a_name_that_is_not_here_says_what_to_take(module: str, name: str) -> No
         assert _said(getattr(importlib.import_module(f"{OURS}.{package}"), name)).endswith(told)
 
 
+@pytest.mark.full
 def test_the_core_knows_nothing_of_compat_whose_absent_modules_say_what_to_use() -> None:
     """import-linter holds the floors, of which compat is the highest. Of the names at the root only Trainer loads it.
 

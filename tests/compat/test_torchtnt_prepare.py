@@ -123,6 +123,7 @@ def _error(call: Any, *args: Any, **kwargs: Any) -> str:
     return str(said.value)
 
 
+@pytest.mark.full
 def test_modules_prepared_by_hand_train_what_one_process_trains(ranks: Ranks) -> None:
     data = updates(2, steps=2 * STEPS)
     pairs = [[*a, *b] for a, b in zip(data[::2], data[1::2], strict=True)]

@@ -389,6 +389,7 @@ def _averaged(strategy: str) -> list[float]:
     return [float(v) for p in whole for v in p.detach().flatten()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_averages_of_a_module_on_several_ranks(ranks: Ranks, strategy: str) -> None:
     alone = _averaged("noop")

@@ -70,6 +70,7 @@ class Breaks(ech.Callback):
             raise KeyError("a fault in the user's own code")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_two_ranks_train_as_one_process_does_and_the_weights_come_back(tmp_path: Path, strategy: str) -> None:
     unit = Regression(clip_grad_norm=0.5)
@@ -96,6 +97,7 @@ def test_minus_one_epoch_is_without_an_end() -> None:
     assert unit.train_progress.num_steps_completed == 6
 
 
+@pytest.mark.full
 def test_the_way_to_the_ranks_and_back_is_no_change_to_be_told_of(tmp_path: Path, caplog: Any, capfd: Any) -> None:
     unit = Regression()
     trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, default_root_dir=tmp_path)
@@ -106,6 +108,7 @@ def test_the_way_to_the_ranks_and_back_is_no_change_to_be_told_of(tmp_path: Path
     assert "harmless" not in told and "was saved, changed" not in told
 
 
+@pytest.mark.full
 def test_a_second_fit_goes_on_with_the_optimizer_of_the_first() -> None:
     unit = Regression()
     Trainer(devices=2, max_epochs=1).fit(unit, loader())
@@ -113,6 +116,7 @@ def test_a_second_fit_goes_on_with_the_optimizer_of_the_first() -> None:
     assert largest_difference(whole(unit.module), plain_training(windows(8, 8))[0]) < 1e-14  # momentum and all
 
 
+@pytest.mark.full
 def test_options_of_the_trainer_reach_the_unit() -> None:
     unit = Regression(accumulate=1)
     trainer = Trainer(devices=2, max_steps=3, accumulate_grad_batches=2, gradient_clip_val=0.25)
@@ -121,6 +125,7 @@ def test_options_of_the_trainer_reach_the_unit() -> None:
     assert unit.train_progress.num_updates_completed == 3
 
 
+@pytest.mark.full
 def test_a_plain_dataloader_has_its_batch_size_on_each_rank() -> None:
     unit = Regression()
     Trainer(devices=2, max_epochs=1).fit(unit, DataLoader(data(), batch_size=4), DataLoader(data(), batch_size=4))
@@ -142,6 +147,7 @@ def test_a_dataloader_that_cannot_be_divided_is_refused(case: Any) -> None:
         shared(case, 2, 1)
 
 
+@pytest.mark.full
 def test_lightnings_older_spelling_is_understood_with_a_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     unit = Regression()
     ech.Trainer(gpus=2, accelerator="ddp", max_epochs=1, callbacks=Watch(tmp_path)).fit(unit, loader())
@@ -157,6 +163,7 @@ class Drops(Regression):
         return super().compute_loss(state, data)
 
 
+@pytest.mark.full
 def test_the_callers_seed_decides_what_ranks_draw() -> None:
     drawn = []
     for seed in (1, 1, 2):
@@ -175,6 +182,7 @@ class DrawsOnEachRank(Regression):
         return super().compute_loss(state, data)
 
 
+@pytest.mark.full
 def test_ranks_draw_otherwise_than_each_other_after_a_restore_in_their_parent(tmp_path: Path) -> None:
     """All took up the streams that the parent had restored: dropout dropped the same units of different samples."""
     ech.train(Regression(), loader(), max_updates=1, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
@@ -206,6 +214,7 @@ def test_without_gpus_auto_is_one_rank() -> None:
     assert Trainer(max_epochs=1)._local_ranks() == 1
 
 
+@pytest.mark.full
 def test_a_ranks_own_traceback_arrives_and_the_unit_is_as_it_was() -> None:
     unit = Regression()
     with pytest.raises(RankFailedError, match="a fault in the user's own code") as error:
@@ -214,6 +223,7 @@ def test_a_ranks_own_traceback_arrives_and_the_unit_is_as_it_was() -> None:
     assert largest_difference(whole(unit.module), {n: p.detach() for n, p in net().named_parameters()}) == 0
 
 
+@pytest.mark.full
 def test_a_folder_gets_checkpoints_from_which_last_goes_on(tmp_path: Path) -> None:
     Trainer(devices=2, max_epochs=1, default_root_dir=tmp_path).fit(Regression(), loader())
     assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000004"]
@@ -249,6 +259,7 @@ class Factory:
         return ByHand(str(self.path))
 
 
+@pytest.mark.full
 def test_a_function_builds_a_unit_that_wraps_its_module_itself(tmp_path: Path) -> None:
     Trainer(devices=2, max_epochs=1).fit(Factory(tmp_path / "weights"), loader())
     for rank in range(2):
@@ -278,6 +289,7 @@ class Predicts(Regression):
         self.rank_that_evaluated = ech.RankInfo().rank
 
 
+@pytest.mark.full
 def test_what_ranks_remember_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
     unit, callback = Predicts(clip_grad_norm=1.0), Remembers()
     trainer = Trainer(devices=2, max_epochs=2, callbacks=[callback])
@@ -292,6 +304,7 @@ def test_what_ranks_remember_comes_back(capfd: pytest.CaptureFixture[str]) -> No
     assert callback.epochs == [1, 2, 3] and unit.steps == list(range(12))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [1, 2])
 def test_validate_test_and_predict(devices: int) -> None:
     """On a last batch that one of two ranks has nothing of, too."""
@@ -367,6 +380,7 @@ def run_script(path: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how",
     ["function", pytest.param("torchrun", marks=pytest.mark.full), pytest.param("echelon run", marks=pytest.mark.full)],
@@ -392,6 +406,7 @@ def launch_script(how: str, script: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_progress_is_shown_on_a_terminal_by_ranks_that_a_trainer_starts(tmp_path: Path) -> None:
     script, seen = tmp_path / "train.py", b""
     script.write_text(
@@ -478,6 +493,7 @@ def test_lightnings_names_of_precisions(name: Any, ours: str) -> None:
     assert Trainer(max_epochs=1, precision=name).unit_options["precision"] == ours
 
 
+@pytest.mark.full
 def test_the_trainer_in_this_librarys_words(tmp_path: Path) -> None:
     unit = Regression()
     trainer = ech.Trainer(
@@ -511,6 +527,7 @@ class BuiltInRanks(Regression):
         super().__init__(layout="ddp")
 
 
+@pytest.mark.full
 def test_a_class_may_build_the_unit_in_the_ranks() -> None:
     trainer = Trainer(devices=2, max_epochs=1)
     trainer.fit(BuiltInRanks, loader())

@@ -151,10 +151,12 @@ def _check_numbers(found: list[Any]) -> None:
         assert torch.equal(labels, torch.stack([last[at]["labels"] for at in range(5)])) and "test_loss" in predicted
 
 
+@pytest.mark.full
 def test_one_process_trains_as_plain_pytorch(tmp_path: Path) -> None:
     _check_numbers(_train_with(str(tmp_path), [None]))
 
 
+@pytest.mark.full
 def test_two_ranks_train_as_plain_pytorch_under_every_strategy(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(2, _train_with, str(tmp_path), [None, "fsdp", "zero1"]):
         _check_numbers(found)
@@ -200,6 +202,7 @@ def _check_resumed(found: list[Any], *, exactly: bool = True) -> None:
         assert largest_difference(values, resumed) < 1e-6 and path == path_again
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_whole_run_to_the_bit(ranks: Any, tmp_path: Path) -> None:
     _check_resumed(_resume(str(tmp_path / "one"), [(None, None)]))
     saved = sorted(path.name for path in (tmp_path / "one/None-None-whole").iterdir())
@@ -229,6 +232,7 @@ def _with_loader_of_its_own(folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_run_with_a_dataloader_of_the_users_goes_on_where_it_stood(tmp_path: Path) -> None:
     """It began the epoch again, and went past the updates that its schedule knows."""
     (values, losses, _), (resumed, losses_again, updates) = _with_loader_of_its_own(str(tmp_path))
@@ -284,6 +288,7 @@ class Streamed(torch.utils.data.IterableDataset[Any]):
         return iter([rows[at] for at in range(worker.id if worker else 0, program.ROWS, worker.num_workers if worker else 1)])
 
 
+@pytest.mark.full
 def test_all_batches_of_a_dataloader_are_trained_on_whatever_its_length_says(tmp_path: Path) -> None:
     """Those beyond its length were left out, and a sampler that draws at its end did not."""
     from echelon.compat.transformers import Trainer
@@ -306,6 +311,7 @@ def test_all_batches_of_a_dataloader_are_trained_on_whatever_its_length_says(tmp
     assert order(Replayed) == order(lambda loader: loader)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_fewer_micro_batches_in_its_folder(tmp_path: Path) -> None:
     """Its updates have the same numbers; a folder of another name was looked for, and was not there."""
     saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "lr_scheduler_type": "constant"}
@@ -320,6 +326,7 @@ def test_a_run_goes_on_with_fewer_micro_batches_in_its_folder(tmp_path: Path) ->
     assert largest_difference(_values(trainer.model), want) < 1e-6
 
 
+@pytest.mark.full
 def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = {"save_strategy": "epoch", "save_total_limit": 1}
     trainer = _trainer(tmp_path, args=saves)
@@ -385,6 +392,7 @@ def _best(folder: str) -> Any:
     return kept, trainer.state.global_step, trainer.state.best_metric, largest_difference(_values(trainer.model), seen[0])
 
 
+@pytest.mark.full
 def test_the_best_is_loaded_at_the_end_and_a_run_stops_early(ranks: Any, tmp_path: Path) -> None:
     # The first of the made-up numbers is that of the evaluation before training, which counts for nothing.
     want = ["checkpoint-1", "checkpoint-3"], 3, 0.5, 0.0
@@ -416,6 +424,7 @@ def _asked_on_one_rank_and_started_again(folder: str) -> Any:
     return found, _values(trainer.model)
 
 
+@pytest.mark.full
 def test_ranks_do_what_one_of_them_asks_and_a_job_that_is_started_again_goes_on(ranks: Any, tmp_path: Path) -> None:
     for found, values in ranks(2, _asked_on_one_rank_and_started_again, str(tmp_path)):
         assert found == [(0, 4, 4, ["checkpoint-3"]), (0, 6, 6, ["checkpoint-3", "checkpoint-6"])]
@@ -440,6 +449,7 @@ def _interrupted(folder: str, signal_at: int | None, **args: Any) -> Any:
     return done.global_step, len(_losses(trainer)), _values(trainer.model)
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks
 def test_a_stopped_run_goes_on_with_the_same_command_also_on_fewer_ranks(ranks: Any, tmp_path: Path) -> None:
     """Four samples a rank and update: one rank keeps the global batch of the two that were there, however often it starts."""
@@ -452,6 +462,7 @@ def test_a_stopped_run_goes_on_with_the_same_command_also_on_fewer_ranks(ranks: 
             assert (updates, losses) == (6, 6) and largest_difference(values, wanted) < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks
 def test_another_batch_of_the_script_counts_when_a_run_goes_on(ranks: Any, tmp_path: Path) -> None:
     """Four updates of 8 samples, in an epoch of 22; then batches of 4."""
@@ -467,6 +478,7 @@ def _complete_or_another(folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.fresh_ranks
 def test_a_complete_run_is_not_gone_on_with_by_itself(ranks: Any, tmp_path: Path) -> None:
     assert ranks(1, _complete_or_another, str(tmp_path)) == [[(2, 2)]]
@@ -476,6 +488,7 @@ def test_a_complete_run_is_not_gone_on_with_by_itself(ranks: Any, tmp_path: Path
     assert again[0][:2] == (4, 4)  # from its beginning
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_goes_on_with_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(Exception):
         pass
@@ -680,6 +693,7 @@ def test_parts_of_a_padded_batch_weigh_what_their_losses_are_means_over(kind: st
     assert sum(parts) == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.full
 def test_parts_of_a_scripts_own(ranks: Any, tmp_path: Path) -> None:
     [alone] = ranks(1, _own_parts, str(tmp_path))
     assert len(alone) == 9 and max(alone.values()) < 1e-6, alone
@@ -687,6 +701,7 @@ def test_parts_of_a_scripts_own(ranks: Any, tmp_path: Path) -> None:
         assert len(found) == 7 and max(found.values()) < 1e-6, found
 
 
+@pytest.mark.full
 def test_callbacks_of_both_kinds_are_called_at_transformers_times(tmp_path: Path) -> None:
     from transformers import TrainerCallback
 
@@ -814,6 +829,7 @@ def _generate(folder: str, strategy: str) -> Any:
     return bool((torch.from_numpy(found.predictions) == filled).all())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("count", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "zero1")])
 def test_predictions_are_what_the_model_generates(count: int, strategy: str, ranks: Any, tmp_path: Path) -> None:
     assert ranks(count, _generate, str(tmp_path), strategy) == [True] * count
@@ -901,6 +917,7 @@ def _saved_by_hand(folder: str, strategy: str) -> Any:
     return dict(state), dict(other.model.state_dict())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 def test_scripts_that_save_on_rank_0_write_what_was_trained(count: int, ranks: Any, tmp_path: Path) -> None:
     """It was an error after the training, which was lost with it."""
@@ -985,6 +1002,7 @@ def test_what_a_trainer_cannot_mean_is_said(tmp_path: Path) -> None:
 ECHELON = ("-m", "echelon", "run", "--ranks", "2")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("forked_programs")
 def test_a_script_of_accelerate_runs_unchanged(tmp_path: Path) -> None:
     loop = str(HERE / "accelerate_loop.py")
@@ -1070,6 +1088,7 @@ def _ends_as_scripts_do(folder: str) -> Any:
     return found, Path(f"{folder}/saved/config.json").exists(), type(accelerator.unwrap_model(trainer.model_wrapped)).__name__
 
 
+@pytest.mark.full
 def test_what_scripts_ask_of_the_accelerator_at_their_end(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks(2, _ends_as_scripts_do, str(tmp_path))
     assert first[:2] == ((True, 0, 2, "cpu"), True) and second[:2] == ((False, 1, 2, "cpu"), True)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import pytest
 import torch
 
 import echelon
@@ -25,7 +24,6 @@ STILL_LONG: set[str] = set()
 Graph = Mapping[str, set[str]]
 
 
-@pytest.mark.full
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Imports inside functions and under TYPE_CHECKING count: a reader has to follow them, too."""
     graph = without(imports(), STILL_CYCLIC)
@@ -81,7 +79,6 @@ def _is_there(name: str) -> bool:
     return not parts or re.search(rf"\b{parts[0]}\b", file.read_text()) is not None
 
 
-@pytest.mark.full
 def test_no_file_and_no_function_of_the_core_is_longer_than_a_reader_holds_in_mind() -> None:
     long = {
         name
@@ -99,7 +96,6 @@ def test_planted_long_ones_are_found() -> None:
     assert too_long("a.py", source, ast.parse(source)) == {"a.py", "a.py: f"}
 
 
-@pytest.mark.full
 def test_docs_architecture_lists_all_process_wide_state() -> None:
     text = (SOURCES.parents[1] / "docs/architecture.md").read_text()
     rows = [line for line in text.partition("## Process-wide state")[2].splitlines() if line.startswith("|")]
@@ -126,7 +122,6 @@ def test_planted_process_wide_state_is_found() -> None:
     assert process_wide(ast.parse(source)) == {"_a", "_b", "_c", "C._e", "_CHANGED"}
 
 
-@pytest.mark.full
 def test_the_identity_of_an_object_is_not_kept_beyond_a_call() -> None:
     """An object that is freed leaves its id() to another one. Weak keys, or an attribute of our own, do not mistake them."""
     assert {name: lines for name, (_, tree) in trees().items() if (lines := kept_ids(tree))} == {}
@@ -142,7 +137,6 @@ def test_a_planted_identity_is_found() -> None:
     assert kept_ids(ast.parse(source)) == [6, 7, 8, 9]
 
 
-@pytest.mark.full
 def test_only_patching_replaces_a_forward_a_class_or_a_method() -> None:
     found = {name: lines for name, (_, tree) in trees().items() if name != PATCHES and (lines := replaces(tree))}
     assert found == {}, "parallel/patching.py does it, knows the order, and undoes it"
@@ -223,7 +217,6 @@ MAY_ASK = {
 }
 
 
-@pytest.mark.full
 def test_only_parallel_knows_a_wrapper_by_its_class() -> None:
     found = {name: asked for name, (_, tree) in trees().items() if not may_ask(name) and (asked := asked_in(tree))}
     assert found == {}, "ask Prepared, or parallel/shards"

@@ -6,8 +6,6 @@ import ast
 import functools
 from pathlib import Path
 
-import pytest
-
 from tests.kit.refusals import golden
 
 TESTS = Path(__file__).parents[1]
@@ -61,7 +59,6 @@ OF_OLD_NAMES = {
 }
 
 
-@pytest.mark.full
 def test_no_test_imports_another_test() -> None:
     """What several share is a module of its own, with a plain name."""
     shared = set()
@@ -74,7 +71,6 @@ def test_no_test_imports_another_test() -> None:
     assert shared == set()
 
 
-@pytest.mark.full
 def test_no_test_uses_a_private_name_of_the_library() -> None:
     found = {
         (Path(path).name, name)
