@@ -77,13 +77,14 @@ def _attributes() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for options in OPTIONS:
         model = _nested(**options)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=model.mixed_precision):  # takes a bool and nothing else
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(model.mixed_precision)):
             model(_x()).float().sum().backward()
         with model.summon_full_params():
             whole = [name for name, _ in model.named_parameters()]
         found.append(
             {
                 **{name: getattr(model, name) for name in USUAL},
+                **{name: bool(getattr(model, name)) for name in ("mixed_precision", "cpu_offload")},
                 "name": next(model.named_parameters())[0],
                 "whole": whole,
             }
@@ -96,7 +97,7 @@ def _attributes() -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_attributes_are_plain_values(ranks: Ranks) -> None:
+def test_attributes_are_the_arguments(ranks: Ranks) -> None:
     names = [name for name, _ in Normed().named_parameters()]
     for found in ranks(2, _attributes):
         for options, each in zip(OPTIONS, found, strict=True):
@@ -298,6 +299,6 @@ def _private_names() -> None:
     flat = model._handle.flat_param
     for name in ("_fqns", "_shapes", "_params", "_shared_param_infos", "_tensors", "_sharded_size"):
         assert hasattr(flat, name), name
-    assert "param_dtype" in repr(vars(model)["_torchs_mixed_precision"]) and callable(model._handle.reshard)
+    assert "param_dtype" in repr(model.mixed_precision) and callable(model._handle.reshard)
     model(torch.ones(1, 2))
     assert hasattr(flat, "_post_backward_hook_state")

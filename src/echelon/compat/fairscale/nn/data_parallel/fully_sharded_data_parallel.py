@@ -24,7 +24,8 @@ from echelon.compat.fairscale.nn.data_parallel import local_state
 from echelon.compat.fairscale.nn.data_parallel.fsdp_optim_utils import gathered, sharded
 from echelon.compat.fairscale.nn.data_parallel.options import Options, ProcessGroupName, check
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import (
-    OwnOfBoth,
+    LowPrecision,
+    Offload,
     around_conversion,
     claim,
     divisors,
@@ -73,8 +74,8 @@ class FullyShardedDataParallel(TorchFSDP):
         LayoutError: `move_grads_to_cpu` alone; a parameter that another wrapper has already.
     """
 
-    mixed_precision: Any = OwnOfBoth("mixed_precision")
-    cpu_offload: Any = OwnOfBoth("cpu_offload")
+    mixed_precision: Any
+    cpu_offload: Any
     append_shared_param: Any = METHODS["append_shared_param"]
     reset_parameters: Any = METHODS["reset_parameters"]
     set_gradient_divide_factors: Any = METHODS["set_gradient_divide_factors"]
@@ -154,6 +155,10 @@ class FullyShardedDataParallel(TorchFSDP):
 
     def _take(self, attributes: dict[str, Any]) -> None:
         before = attributes.pop("gradient_predivide_factor")
+        # Two that torch's class has as well, with more in them: torch's, as true as FairScale's.
+        self.mixed_precision = LowPrecision(**vars(self.mixed_precision))
+        self.cpu_offload = Offload(self.cpu_offload.offload_params, is_asked=attributes.pop("cpu_offload"))
+        del attributes["mixed_precision"]
         for name, value in {**attributes, "compute_device": self.compute_device}.items():
             setattr(self, name, value)
         self.gradient_predivide_factor = float(before or divisors(self)[0])

@@ -7,7 +7,6 @@ torch 2.13; `test_torchs_private_names` in tests/compat/test_fairscale_local.py 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._runtime_utils import _post_backward_hook
 
 __all__ = [
-    "OwnOfBoth",
+    "LowPrecision",
+    "Offload",
     "Piece",
     "around_conversion",
     "claim",
@@ -217,22 +218,19 @@ def _name_plainly(wrapper: TorchFSDP) -> None:
         )
 
 
-class OwnOfBoth:
-    """An attribute that torch's class and FairScale's have with different values: torch's code gets the one it has set."""
+@dataclass
+class LowPrecision(MixedPrecision):
+    """torch's own, which is true where FairScale's `mixed_precision` is."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __bool__(self) -> bool:
+        return self.param_dtype is not None
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None:
-            return self
-        return instance.__dict__[self._key(sys._getframe(1).f_globals.get("__name__", ""))]
 
-    def __set__(self, instance: Any, value: Any) -> None:
-        frame: Any = sys._getframe(1)
-        while frame.f_globals.get("__name__") == nn.Module.__module__:  # its __setattr__
-            frame = frame.f_back
-        instance.__dict__[self._key(frame.f_globals.get("__name__", ""))] = value
+@dataclass
+class Offload(CPUOffload):
+    """torch's own, which is true where FairScale's `cpu_offload` is: on CPUs too, where there is nothing to offload."""
 
-    def _key(self, caller: str) -> str:
-        return f"_torchs_{self._name}" if caller.startswith("torch.distributed.") else f"_fairscales_{self._name}"
+    is_asked: bool = False
+
+    def __bool__(self) -> bool:
+        return self.is_asked
