@@ -92,7 +92,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not full"` leaves tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked `full(but=(...))`, the cases whose ids begin so are in `make test` as well.
+    """Of a test marked `full(but=(...))`, the cases of these ids (or what begins with them and -) are in `make test` as well.
 
     Tests for a GPU are not part of the suite of a machine without one; everything else that is skipped fails in CI.
 
@@ -100,7 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     for item in items:
         for mark in [each for each in item.own_markers if each.name == "full" and "but" in each.kwargs]:
-            if item.callspec.id.startswith(tuple(mark.kwargs["but"])):  # type: ignore[attr-defined]
+            case: str = item.callspec.id  # type: ignore[attr-defined]
+            if any(case == each or case.startswith(f"{each}-") for each in mark.kwargs["but"]):
                 item.own_markers.remove(mark)
     if not torch.cuda.is_available():
         reduced = os.environ.get("ECHELON_GPU_TESTS_ON") == "cpu"

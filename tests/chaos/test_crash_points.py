@@ -27,6 +27,7 @@ def test_every_call_of_a_save_may_be_the_last_or_fail(forks: Forks, tmp_path: Pa
     print(f"{scenario}: {outcomes.total()} crash points, {dict(outcomes)}")
 
 
+@pytest.mark.full
 def test_a_power_cut_does_not_undo_a_new_folder(forks: Forks, tmp_path: Path) -> None:
     """Made and synced, and the one above it, too, before anything is put there."""
     (found,) = forks("tests.chaos.program:first_calls", [(tmp_path,)])
@@ -36,7 +37,7 @@ def test_a_power_cut_does_not_undo_a_new_folder(forks: Forks, tmp_path: Path) ->
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("scenario", "number"),
-    [pytest.param("sync", 5, marks=pytest.mark.full), ("async", 2)],
+    [("sync", 5), ("async", 2)],
 )
 def test_of_two_ranks_either_may_be_met(forks: Forks, tmp_path: Path, scenario: str, number: int) -> None:
     """Some points of each rank; the soak takes all. What fails on one is told by both, in the same words."""

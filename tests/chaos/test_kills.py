@@ -15,9 +15,10 @@ from tests.chaos.survival import survive
 from tests.kit.models import largest_difference
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "kills"),
-    [pytest.param("ddp", 6, marks=pytest.mark.full), ("fsdp", 2)],
+    [("ddp", 6), ("fsdp", 2)],
 )
 def test_kills_change_no_bit_and_no_sample(crashfs: Path, tmp_path: Path, layout: str, kills: int) -> None:
     seed = random.randrange(10**6)

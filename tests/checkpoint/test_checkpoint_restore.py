@@ -332,8 +332,8 @@ def _resume_grouped(folder: Path, pairs: list[tuple[str, str]], averages: bool) 
     ("averages", "kinds", "which"),
     [
         pytest.param(True, ["ddp", "fsdp", "hsdp", "zero1", "zero2"], "some", id="some"),
-        pytest.param(True, ["ddp", "fsdp", "hsdp", "zero1", "zero2"], "others", id="others", marks=pytest.mark.full),
-        pytest.param(False, ["fsdp1", "ddp", "fsdp", "zero1"], "all", id="older FSDP", marks=pytest.mark.full),
+        pytest.param(True, ["ddp", "fsdp", "hsdp", "zero1", "zero2"], "others", id="others"),
+        pytest.param(False, ["fsdp1", "ddp", "fsdp", "zero1"], "all", id="older FSDP"),
     ],
 )
 def test_groups_frozen_layers_and_averages_go_on_under_another_strategy(

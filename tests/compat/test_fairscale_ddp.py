@@ -66,7 +66,7 @@ def _many() -> dict[tuple[Any, ...], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_ten_updates_give_what_one_process_gives(ranks: Ranks, size: int) -> None:
     """FairScale 0.4.13 is off by 0.33 here, without a word, since optimizer.zero_grad() sets gradients to None."""
     everyones = ranks(size, _many)

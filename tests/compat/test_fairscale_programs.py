@@ -45,7 +45,7 @@ def _train(program: str, *args: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["forked", pytest.param("spawned", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["forked", "spawned"])
 def test_oss_and_sharded_ddp_under_spawn(tmp_path: Path, how: str) -> None:
     if how == "forked":
         everyones = _on_forked_ranks("fairscale_sharded_ddp", tmp_path, sharded.EPOCHS)

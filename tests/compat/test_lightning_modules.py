@@ -53,7 +53,7 @@ def test_one_rank_trains_as_plain_pytorch_does(kind: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_two_ranks_train_as_one_process_does(strategy: str, ranks: Any, tmp_path: Path) -> None:
     alone = train(str(tmp_path), "auto", KINDS)
     for told in ranks(2, train, str(tmp_path), strategy, KINDS):
@@ -175,7 +175,7 @@ OWN_RANKS: dict[str, Any] = {"max_epochs": 2, "devices": 2, "strategy": "ddp", *
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("hook", ["both", *(pytest.param(hook, marks=pytest.mark.full) for hook in ("configure_model", "setup"))])
+@pytest.mark.parametrize("hook", ["both", *(hook for hook in ("configure_model", "setup"))])
 def test_layers_that_the_ranks_of_a_trainer_made_come_back_trained(hook: str) -> None:
     module = Late(hook)
     Trainer(**OWN_RANKS).fit(module, loader_of(Autoencoder, 2))

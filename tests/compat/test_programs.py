@@ -110,7 +110,7 @@ def test_data_parallel_and_ddp_of_plain_pytorch_under_two_launchers(tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["called", pytest.param("run", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["called", "run"])
 def test_lightnings_trainer_with_dp_ddp_and_fsdp(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

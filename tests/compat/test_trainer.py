@@ -71,7 +71,7 @@ class Breaks(ech.Callback):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_train_as_one_process_does_and_the_weights_come_back(tmp_path: Path, strategy: str) -> None:
     unit = Regression(clip_grad_norm=0.5)
     module = unit.module
@@ -383,7 +383,7 @@ def run_script(path: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "how",
-    ["function", pytest.param("torchrun", marks=pytest.mark.full), pytest.param("echelon run", marks=pytest.mark.full)],
+    ["function", "torchrun", "echelon run"],
 )
 def test_ranks_that_were_launched_already_are_used(tmp_path: Path, how: str) -> None:
     script, out = tmp_path / "train.py", tmp_path / "out.pt"

@@ -109,8 +109,8 @@ def _want(ranks: int, optimizer: str) -> tuple[dict[str, torch.Tensor], list[flo
     ("size", "layouts"),
     [
         (2, KINDS),
-        pytest.param(2, FORMS, marks=pytest.mark.full),
-        pytest.param(4, ["fsdp", "hsdp", "zero2"], marks=pytest.mark.full),
+        (2, FORMS),
+        (4, ["fsdp", "hsdp", "zero2"]),
     ],
 )
 def test_scalars_are_trained_as_in_one_process(ranks: Ranks, size: int, layouts: list[str]) -> None:

@@ -118,8 +118,8 @@ def test_epochs_differ_by_what_the_dataset_makes_of_them() -> None:
         (Counted, None, 1),
         (OwnIterator, "stride", 0),
         (OwnIterator, "stride", 1),
-        pytest.param(Counted, None, 3, marks=pytest.mark.full),
-        pytest.param(OwnIterator, "stride", 2, marks=pytest.mark.full),
+        (Counted, None, 3),
+        (OwnIterator, "stride", 2),
     ],
 )
 def test_a_stream_goes_on_exactly_wherever_it_was_left(kind: Any, shards: Any, workers: int) -> None:

@@ -60,7 +60,6 @@ ELSEWHERE = {
     "notebook.ipynb": __name__,
 }
 HF_FINETUNE = str(ROOT / "tests" / "kit" / "hf_finetune.py")  # not to copy from: docs/guides/fine_tune.md is
-QUICK = ("tabular.py", "contrastive.py", "bare_loop.py")
 
 
 def _start(command: Command, name: str, *args: str, env: dict[str, str] | None = None) -> str:
@@ -78,7 +77,7 @@ def _assert_learned(name: str, text: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RUNS])
+@pytest.mark.parametrize("name", list(RUNS))
 def test_it_learns_on_two_ranks_and_goes_on_when_it_is_started_again(echelon_command: Command, tmp_path: Path, name: str) -> None:
     options = RUNS[name][0]
     text = _start(echelon_command, name, *options)

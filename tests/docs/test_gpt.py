@@ -89,8 +89,8 @@ def test_the_same_command_goes_on_as_if_nothing_had_happened(echelon_command: Co
     ("ranks", "args", "message"),
     [
         ("3", (), "global_batch 8 cannot be divided by 3 ranks"),
-        pytest.param("1", ("--layout", "zeppelin"), "layout must be one of 'none', 'ddp', 'fsdp'", marks=pytest.mark.full),
-        pytest.param("1", ("--data", "absent"), "folder must be a folder of text files", marks=pytest.mark.full),
+        ("1", ("--layout", "zeppelin"), "layout must be one of 'none', 'ddp', 'fsdp'"),
+        ("1", ("--data", "absent"), "folder must be a folder of text files"),
     ],
 )
 def test_bad_input_is_an_error_of_a_line_or_two(

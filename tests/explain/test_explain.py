@@ -753,7 +753,7 @@ def test_an_end_that_cannot_be_read_is_told_from_the_ranks_own_records(left: Lef
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("ranks", "keys"), [(32, 5000), pytest.param(16384, 40, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("ranks", "keys"), [(32, 5000), (16384, 40)])
 def test_the_end_of_many_ranks_that_fail_with_long_texts_can_be_read(left: Left, ranks: int, keys: int) -> None:
     """As all do that lack the same keys of a state dict. The first is kept whole; of the others it is known who is a victim."""
     missing = "RuntimeError: Missing keys: " + ", ".join(f"layers.{n}.mlp.\u00e9xperts.down_proj.weight" for n in range(keys))

@@ -544,7 +544,7 @@ def _as_undisturbed(folder: Path) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("what", "ranks", "workers"), [("group", 2, 2), pytest.param("usr1", 1, 0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("what", "ranks", "workers"), [("group", 2, 2), ("usr1", 1, 0)])
 def test_training_that_is_asked_to_end_saves_and_the_same_command_goes_on(
     started: Started, what: str, ranks: int, workers: int
 ) -> None:

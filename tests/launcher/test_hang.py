@@ -427,12 +427,7 @@ def _hangs(how: str) -> None:
     ("how", "headline", "calls"),
     [
         ("stopped", "rank 1 stopped (no heartbeat for ", ["all_reduce #22", ""]),
-        pytest.param(
-            "asleep",
-            "rank 1 did not come to ",
-            ["all_reduce #9", ""],
-            marks=pytest.mark.full,
-        ),
+        ("asleep", "rank 1 did not come to ", ["all_reduce #9", ""]),
         ("among many threads", "rank 1 did not come to all_reduce #9", ["all_reduce #9", ""]),
         ("in different collectives", "rank ", ["all_reduce #9", "barrier #9"]),
     ],
@@ -497,7 +492,7 @@ def _is_slow(how: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", [pytest.param("all sleep", marks=pytest.mark.full), "one works"])
+@pytest.mark.parametrize("how", ["all sleep", "one works"])
 def test_slow_ranks_in_a_loop_of_their_own_go_on(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_HANG_TIMEOUT", "1")
     launch(_is_slow, ranks=2, args=(how,), timeout_s=120)
@@ -521,7 +516,7 @@ dist.all_reduce(torch.ones(4))
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        pytest.param("stopped", "rank 1 stopped", marks=pytest.mark.full),
+        ("stopped", "rank 1 stopped"),
         ("in another", "rank 1 called barrier where rank 0 called"),
     ],
 )

@@ -307,7 +307,7 @@ def test_a_lambda_and_a_closure_are_sent_by_value() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", [pytest.param("-c", marks=pytest.mark.full), "-"])
+@pytest.mark.parametrize("how", ["-c", "-"])
 def test_a_function_typed_into_a_session_is_sent_by_value(started: Started, how: str) -> None:
     code = "import echelon\ndef f(): return 40 + 2\nprint(echelon.launch(f, ranks=1))"
     process = started.python(how, *([code] if how == "-c" else []), stdin=subprocess.PIPE)
@@ -644,9 +644,7 @@ def test_a_killed_server_fails_the_launch_and_the_next_one_works(tmp_path: Path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "who", ["launcher", pytest.param("server", marks=pytest.mark.full), pytest.param("both", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("who", ["launcher", "server", "both"])
 def test_killing_the_launcher_or_the_server_leaves_nothing_running(started: Started, who: str) -> None:
     """The launcher's death ends what ranks started even in sessions of their own, the server's in their groups, both's ranks."""
     sessions = {"launcher": "False, True", "server": "False,", "both": ""}[who]

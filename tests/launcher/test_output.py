@@ -59,7 +59,7 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on_and_logs_all(started: 
         (1, ">&- 2>&-"),
         (2, "<&- >&- 2>&-"),
         (1, "> /dev/full"),
-        pytest.param(2, "2> /dev/full", marks=pytest.mark.full),
+        (2, "2> /dev/full"),
     ],
 )
 def test_rng_that_are_closed_or_full_do_not_harm_a_run(tmp_path: Path, ranks: int, how: str) -> None:

@@ -263,6 +263,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first_node", ["answers once", "never answers"])
 def test_a_first_node_that_never_beat_is_missed(first_node: str) -> None:
     """A link that goes dead in the first seconds, when its launcher has not begun to beat: no rank would come on, for ever."""

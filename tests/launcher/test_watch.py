@@ -85,27 +85,14 @@ def _trains(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "guilty", "said", "headline"),
     [
-        pytest.param(
+        (
             "stopped",
             1,
             "rank 1 is stopped, as by SIGSTOP or a debugger, in update 7; rank 0 ",
             "rank 1 stopped (no heartbeat for ",
-            marks=pytest.mark.full,
         ),
-        pytest.param(
-            "raw",
-            1,
-            "rank 1 is stopped, as by SIGSTOP or a debugger; rank 0 ",
-            "rank 1 stopped",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            "data",
-            1,
-            "rank 1 is behind, waiting for the data of update 7, at ",
-            "rank 1 did not come to all_reduce",
-            marks=pytest.mark.full,
-        ),
+        ("raw", 1, "rank 1 is stopped, as by SIGSTOP or a debugger; rank 0 ", "rank 1 stopped"),
+        ("data", 1, "rank 1 is behind, waiting for the data of update 7, at ", "rank 1 did not come to all_reduce"),
         ("in its step", 1, "rank 1 stands, in update 7, at ", "rank 1 did not come to all_reduce"),
     ],
 )

@@ -109,7 +109,7 @@ def _measure_all(names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), pytest.param(OTHERS, id="others", marks=pytest.mark.full)])
+@pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), pytest.param(OTHERS, id="others")])
 def test_a_rank_keeps_its_shards_of_the_gradients_and_the_numbers_are_the_same(ranks: Ranks, names: list[str]) -> None:
     found = ranks(4, _measure_all, names)
     size = sum(p.numel() for p in Net(width=64).parameters()) * 8  # float64

@@ -258,7 +258,7 @@ def _resume(layout: str | None, folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [*KINDS, pytest.param("hsdp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", [*KINDS, "hsdp"])
 def test_averages_are_saved_and_restored_across_strategies_and_world_sizes(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     want = _reference(CASES["lit"])
     for resumed in (*ranks(2, _save_and_resume, layout, str(tmp_path)), [_resume(None, str(tmp_path))]):

@@ -64,7 +64,7 @@ def _bits_under(layouts: list[str], optimizer: str) -> dict[str, dict[str, int]]
     ("optimizer", "several"),
     [
         ("AdamW", {2: ["fsdp"], 4: ["ddp"]}),
-        pytest.param("SGD", {2: ["ddp", "zero1", "zero2"], 4: ["fsdp"]}, marks=pytest.mark.full),
+        ("SGD", {2: ["ddp", "zero1", "zero2"], 4: ["fsdp"]}),
     ],
 )
 def test_every_bit_is_the_same_on_any_number_of_ranks(ranks: Ranks, optimizer: str, several: dict[int, list[str]]) -> None:

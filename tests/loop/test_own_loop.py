@@ -281,7 +281,7 @@ def _interrupted(
 
 
 @pytest.mark.full(but=("ddp",))
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero1"])
 def test_a_loop_that_died_goes_on_to_the_same_bits(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """With dropout, in the middle of an epoch and of an update; whether the loop counts its epochs itself or not."""
     wanted = ranks(2, _interrupted, None, layout)
@@ -375,7 +375,7 @@ PLANTED = Path(__file__).parents[1] / "planted"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", ["own_loop", pytest.param("own_loop_breaks", marks=pytest.mark.full)])
+@pytest.mark.parametrize("script", ["own_loop", "own_loop_breaks"])
 def test_prove_passes_a_loop_that_is_right(script: str) -> None:
     rows = matrix(["ddp", "fsdp"], [2], [1, 2], sgd=script == "own_loop")
     proof = prove_target(Target(script=str(PLANTED / f"{script}.py")), rows, 5, True)

@@ -128,7 +128,7 @@ def _resumed(loop: Callable[..., Any], folder: Path, at: tuple[int, str], counts
 
 @pytest.mark.full
 @pytest.mark.fresh_ranks
-@pytest.mark.parametrize("place", ["step 2", "evaluation", pytest.param("end", marks=pytest.mark.full)])
+@pytest.mark.parametrize("place", ["step 2", "evaluation", "end"])
 def test_a_signal_behind_the_batches_waits_for_the_epochs_end(ranks: Ranks, tmp_path: Path, place: str) -> None:
     want = ranks(2, _by_epoch, tmp_path / "straight")
     stopped = ranks(2, _by_epoch, tmp_path / "stopped", (1, place), signals=True)

@@ -138,7 +138,7 @@ def _follows(module: nn.Module, target: nn.Module, optimizer: torch.optim.Optimi
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", pytest.param("zero2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero2"])
 def test_a_target_network_follows(ranks: Ranks, layout: str) -> None:
     _agree(ranks, layout, _follows)
 

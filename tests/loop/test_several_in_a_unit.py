@@ -124,7 +124,7 @@ def test_each_optimizer_of_a_unit_steps_on_its_own_loss(ranks: Ranks, layout: st
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "ranks_of_it"),
-    [("tp=2", 2), pytest.param("hsdp", 4, marks=pytest.mark.full)],
+    [("tp=2", 2), ("hsdp", 4)],
 )
 def test_where_ranks_share_samples_or_layers(ranks: Ranks, layout: str, ranks_of_it: int) -> None:
     want, _ = _plainly()

@@ -144,7 +144,7 @@ def test_each_optimizer_steps_on_the_gradients_of_its_own_loss(ranks: Ranks, lay
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "ranks_of_it"),
-    [("tp=2", 2), pytest.param("dp_shard=2,tp=2", 4, marks=pytest.mark.full)],
+    [("tp=2", 2), ("dp_shard=2,tp=2", 4)],
 )
 def test_where_ranks_share_samples_or_layers(ranks: Ranks, layout: str, ranks_of_it: int) -> None:
     want = _plainly(first=True, batch=12)

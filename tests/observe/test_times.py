@@ -78,7 +78,7 @@ def test_each_cause_is_told(ranks: Ranks, tmp_path: Path, kind: str, world: int,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_nobody_is_accused_in_a_healthy_run(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """More ranks than there are cores, as a rule: each waits for a core again and again."""
     run_folder(tmp_path)

@@ -129,9 +129,7 @@ def _under(layouts: list[tuple[str, str, Any]]) -> dict[str, float]:
     "cases",
     [
         [("ddp", "ddp", "none"), ("fsdp", "fsdp", "selective")],
-        pytest.param(
-            [*(("fsdp", "fsdp", preset) for preset in ("none", "blocks", 0.5)), ("tp", "tp", 0.5)], marks=pytest.mark.full
-        ),
+        [*(("fsdp", "fsdp", preset) for preset in ("none", "blocks", 0.5)), ("tp", "tp", 0.5)],
     ],
 )
 def test_presets_and_strategies_change_no_number(ranks: Ranks, cases: list[tuple[str, str, Any]]) -> None:
@@ -231,8 +229,8 @@ def _off_by(how: str, backend: str, budget: float, layout: str = "none", options
     ("how", "backend", "options", "budget"),
     [
         *((how, "aot_eager", None, 0.0) for how in ("dropout", "rrelu", "attention", "own")),
-        *(pytest.param(how, "inductor", None, 0.0, marks=pytest.mark.full) for how in ("dropout", "attention")),
-        *(pytest.param(how, "inductor", {"fallback_random": True}, 0.6, marks=pytest.mark.full) for how in ("rrelu", "own")),
+        *((how, "inductor", None, 0.0) for how in ("dropout", "attention")),
+        *((how, "inductor", {"fallback_random": True}, 0.6) for how in ("rrelu", "own")),
     ],
 )
 def test_a_backward_pass_under_a_budget_sees_the_random_numbers_of_the_forward_pass(

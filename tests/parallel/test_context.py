@@ -152,7 +152,7 @@ def test_two_ranks_of_one_sequence_train_like_one_process(ranks: Ranks, case: st
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case, cp, dp", [pytest.param("token weights", 4, 1, marks=pytest.mark.full), ("clipped", 2, 2)])
+@pytest.mark.parametrize("case, cp, dp", [("token weights", 4, 1), ("clipped", 2, 2)])
 def test_four_ranks_train_like_one_process(ranks: Ranks, case: str, cp: int, dp: int) -> None:
     """Rows differ in number between the shares of the data."""
     for far in ranks(4, _train, case, cp, dp):

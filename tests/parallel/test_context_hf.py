@@ -169,7 +169,7 @@ def test_a_model_trains_like_one_process(ranks: Ranks, model: str, kind: str, op
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "experts"))])
+@pytest.mark.parametrize("model", ["llama", *(name for name in ("gpt2", "experts"))])
 def test_a_model_trains_like_one_process_in_stages_too(ranks: Ranks, model: str) -> None:
     for far in ranks(4, _far, model, "plain", {}, _own_loss, "cp=2,pp=2"):
         assert max(far) < 1e-11, far

@@ -149,7 +149,7 @@ def _train(names: list[str]) -> dict[str, tuple[dict[str, torch.Tensor], list[fl
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_module_sharded_by_hand_trains_as_one_process_does(ranks: Ranks, size: int) -> None:
     x, y = batch(ROWS, 0)
     windows = [[(x[i : i + GLOBAL_BATCH], y[i : i + GLOBAL_BATCH])] for i in range(0, ROWS, GLOBAL_BATCH)]

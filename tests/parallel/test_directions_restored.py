@@ -95,7 +95,7 @@ OTHERS = [(NAMES[n - back], name) for n, name in enumerate(NAMES) for back in (1
 
 
 @pytest.mark.full(but=("one-pp x fsdp",))
-@pytest.mark.parametrize(("source", "target"), [*FIRST, *(pytest.param(*pair, marks=pytest.mark.full) for pair in OTHERS)])
+@pytest.mark.parametrize(("source", "target"), [*FIRST, *OTHERS])
 def test_a_layout_reads_anothers_checkpoint(
     standing_ranks: StandingRanksBySize, saved: Callable[[str], Path], tmp_path: Path, source: str, target: str
 ) -> None:

@@ -157,7 +157,7 @@ def _train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cases", [pytest.param(SOME, id="some"), pytest.param(OTHERS, id="others", marks=pytest.mark.full)])
+@pytest.mark.parametrize("cases", [pytest.param(SOME, id="some"), pytest.param(OTHERS, id="others")])
 def test_they_train_as_one_process_does(ranks: Ranks, cases: list[tuple[str, str]]) -> None:
     for (head, way), values in ranks(2, _train_all, cases, timeout_s=180)[0].items():
         alone = _alone(head, 2 if way == "windows" else 1)

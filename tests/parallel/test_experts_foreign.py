@@ -145,9 +145,9 @@ def _far(kind: Callable[[], nn.Module], layout: Any, samples: int, options: dict
         (Loop, 2, "ep=2", 2, {}),
         (Interleaved, 2, "ep=2", 2, {"activation_checkpoint_params": "blocks"}),
         (AtOnce, 2, "ep=2", 2, {}),
-        pytest.param(AtOnce, 4, "dp_replicate=2,dp_shard=2,ep=2", 4, {}, marks=pytest.mark.full),
-        pytest.param(Interleaved, 4, "ep=2", 4, {}, marks=pytest.mark.full),
-        pytest.param(Loop, 4, "pp=2,dp_shard=2,ep=2", 2, {}, marks=pytest.mark.full),
+        (AtOnce, 4, "dp_replicate=2,dp_shard=2,ep=2", 4, {}),
+        (Interleaved, 4, "ep=2", 4, {}),
+        (Loop, 4, "pp=2,dp_shard=2,ep=2", 2, {}),
     ],
 )
 def test_ten_updates_are_those_of_plain_pytorch(
@@ -261,8 +261,8 @@ def _hf(name: str, layout: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     ("name", "size", "layout"),
     [
         ("mixtral", 2, "ep=2"),
-        pytest.param("qwen3-moe", 4, "cp=2,ep=2", marks=pytest.mark.full),
-        pytest.param("mixtral", 4, "tp=2,ep=2", marks=pytest.mark.full),
+        ("qwen3-moe", 4, "cp=2,ep=2"),
+        ("mixtral", 4, "tp=2,ep=2"),
     ],
 )
 def test_experts_of_transformers_train_as_one_process_does_in_float64(ranks: Ranks, name: str, size: int, layout: str) -> None:

@@ -316,7 +316,7 @@ def test_training_on_one_rank_is_torchs(ranks: Ranks) -> None:
     ("size", "layouts"),
     [
         (2, {"ddp": "ddp", "fsdp": "fsdp", "zero2": "zero2", "tp": "tp"}),
-        pytest.param(4, {"tp two, fsdp two": ech.Layout(tp=2), "tp": "tp"}, marks=pytest.mark.full),
+        (4, {"tp two, fsdp two": ech.Layout(tp=2), "tp": "tp"}),
     ],
 )
 def test_training_on_several_ranks_is_torchs(ranks: Ranks, size: int, layouts: dict[str, Any]) -> None:
@@ -385,7 +385,7 @@ def _operators_by_hand() -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_words_split_by_hand_give_torchs_numbers(ranks: Ranks, size: int) -> None:
     """11 words over 4 ranks: 3, 3, 3 and 2."""
     assert ranks(size, _operators_by_hand)[-1] == []

@@ -119,7 +119,7 @@ CASES: dict[str, tuple[Any, int, Any, str, bool, float]] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_twenty_updates_are_those_of_plain_workers(ranks: Ranks, size: int) -> None:
     """With accumulation, micro-batches of other sizes on each rank, clipping, a short last window."""
     for case, (layout, every, outer, kind, even, clip) in CASES.items():

@@ -481,7 +481,7 @@ def _outcomes(cases: list[tuple[Case, str]], folder: Path) -> list[Any]:
 
 @pytest.mark.full
 @pytest.mark.standing_ranks
-@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("others", [False, True])
 def test_all_ranks_are_told_the_same(ranks: Ranks, tmp_path: Path, others: bool) -> None:
     """The ranks stay after the error, so that one that waits for another would wait for ever."""
     asked = [(case, layout, words) for case, layouts, words in TOLD for layout in (layouts[1:] if others else layouts[:1])]
@@ -581,8 +581,8 @@ def _staged(way: str, at: int, schedule: str, dims: dict[str, int]) -> None:
         ("forward", 0, "1f1b", {}),
         ("backward", 3, "1f1b", {}),
         ("forward", 3, "1f1b", {}),
-        pytest.param("backward", 0, "zero_bubble", {}, marks=pytest.mark.full),
-        pytest.param("forward", 3, "1f1b", {"dp_replicate": 2}, marks=pytest.mark.full),
+        ("backward", 0, "zero_bubble", {}),
+        ("forward", 3, "1f1b", {"dp_replicate": 2}),
     ],
 )
 def test_a_fault_in_a_stage_is_told_of_its_own_rank(ranks: Ranks, way: str, at: int, schedule: str, dims: dict[str, int]) -> None:
@@ -625,7 +625,7 @@ def _tied(frozen_on: int) -> Any:
 
 @pytest.mark.full
 @pytest.mark.standing_ranks
-@pytest.mark.parametrize("frozen_on", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("frozen_on", [0, 1])
 def test_copies_of_a_tied_weight_stay_equal_where_one_is_frozen(ranks: Ranks, frozen_on: int) -> None:
     one, other = ranks(2, _tied, frozen_on)
     assert torch.equal(one, other)

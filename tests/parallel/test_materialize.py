@@ -338,7 +338,7 @@ def _plain_sums() -> dict[str, float]:
     # DiLoCo's outer optimizer trains to other numbers.
     [
         (2, [s for s in (*LAYOUTS, "tp") if s != "diloco"]),
-        pytest.param(4, ["zero1", "fsdp", "hsdp"], marks=pytest.mark.full),
+        (4, ["zero1", "fsdp", "hsdp"]),
     ],
 )
 def test_every_strategy_gives_the_values_of_a_plain_build_and_trains(ranks: Ranks, size: int, named: list[str]) -> None:

@@ -173,7 +173,7 @@ def _frozen_later(layout: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["ddp", "zero1", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp"])
 def test_layers_that_are_frozen_during_training_stay_and_the_others_are_averaged(ranks: Ranks, layout: str) -> None:
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)

@@ -282,7 +282,7 @@ def trained_with_data(name: str, updates: list[list[Tokens]], layout: Any, dp: i
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("copies", "schedule"),
-    [(1, "1f1b"), pytest.param(2, "interleaved", marks=pytest.mark.full)],
+    [(1, "1f1b"), (2, "interleaved")],
 )
 def test_stages_are_sharded_over_the_data_ranks(ranks: Ranks, copies: int, schedule: str) -> None:
     updates = windows(10, 4, rows=(2, 2, 1, 3, 2))
@@ -385,7 +385,7 @@ def test_a_checkpoint_of_a_pipeline_is_read_by_others_and_theirs_by_it(ranks: Ra
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dp", [1, 2])
 def test_a_resumed_pipeline_ends_with_the_same_bits(ranks: Ranks, tmp_path: Any, dp: int) -> None:
     updates = windows(5, 2)
     layout = ech.Layout(pp=2)

@@ -94,7 +94,7 @@ def _compiled() -> nn.Module:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("make", [_with_forward, pytest.param(_compiled, marks=pytest.mark.full)])
+@pytest.mark.parametrize("make", [_with_forward, _compiled])
 def test_a_replaced_forward_ends_where_the_stage_does(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     results = ranks(2, _trained, make, "pp=2")
     want = {name.removeprefix("_orig_mod."): value for name, value in _plain(make()).items()}

@@ -413,7 +413,7 @@ def _each(makes: list[type[Base]], layout: Any) -> list[Told]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", pytest.param("zero_bubble", marks=pytest.mark.full)])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 def test_what_a_stage_uses_of_an_earlier_one_is_found_by_its_use(ranks: Ranks, schedule: str) -> None:
     """Writes in place were made twice, or in one stage only; what stood behind a comparison was nan."""
     told = ranks(2, _each, RIGHT, ech.Layout(pp=2, schedule=schedule))

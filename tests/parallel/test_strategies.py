@@ -100,7 +100,7 @@ def _plain(case: str, ranks: int) -> Trained:
     ("size", "layouts", "cases"),
     [
         pytest.param(2, KINDS, list(CASES), id="2"),
-        pytest.param(4, FORMS, ["tied"], id="4, other forms", marks=pytest.mark.full),
+        pytest.param(4, FORMS, ["tied"], id="4, other forms"),
     ],
 )
 def test_tied_weights_and_batches_of_ones_own_under_every_strategy(
@@ -208,7 +208,7 @@ def _with_options(names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_options_change_no_number(ranks: Ranks, size: int) -> None:
     windows = [[batch(4, 10 * i + r) for r in range(size)] for i in range(3)]
     want, _, _ = plain_training(windows, clip=0.3, optimizer="AdamW")

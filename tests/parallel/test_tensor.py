@@ -111,8 +111,8 @@ def _equality(layout: Any, cases: list[str]) -> dict[str, tuple[float, float]]:
     [
         pytest.param(2, "tp", list(CASES), id="tp on two"),
         pytest.param(4, "tp=2", ["tied, with attention"], id="tp two, fsdp two"),
-        pytest.param(4, "tp=4", ["adam", "tied, with attention"], id="tp on four", marks=pytest.mark.full),
-        pytest.param(4, "dp_replicate=2,dp_shard=1,tp=2", ["clip by value"], id="tp two, copies two", marks=pytest.mark.full),
+        pytest.param(4, "tp=4", ["adam", "tied, with attention"], id="tp on four"),
+        pytest.param(4, "dp_replicate=2,dp_shard=1,tp=2", ["clip by value"], id="tp two, copies two"),
     ],
 )
 def test_the_numbers_are_those_of_one_process(ranks: Ranks, size: int, layout: str, cases: list[str]) -> None:
@@ -299,7 +299,7 @@ OTHER = {4: [("tp4", "tp2"), ("tp2", "tp4"), ("fsdp", "tp2")], 2: [("tp4", "tp")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pairs", [pytest.param(SOME, id="some"), pytest.param(OTHER, id="others", marks=pytest.mark.full)])
+@pytest.mark.parametrize("pairs", [pytest.param(SOME, id="some"), pytest.param(OTHER, id="others")])
 def test_a_checkpoint_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path, pairs: dict[int, list[tuple[str, str]]]) -> None:
     ranks(4, _save_each, tmp_path, sorted({saved for each in pairs.values() for saved, _ in each}))
     want = _resume(tmp_path / "absent", "none", 8)

@@ -285,13 +285,13 @@ OTHERS = [
     [
         pytest.param("tp", SOME, id="tp"),
         pytest.param("tp + sp", ["llama"], id="tp + sp"),
-        pytest.param("tp", ["deepseek"], id="tp, deepseek", marks=pytest.mark.full),
+        pytest.param("tp", ["deepseek"], id="tp, deepseek"),
         pytest.param("words of before", ["small"], id="words of before"),
-        pytest.param("tp + sp", ["shared"], id="tp + sp, shared", marks=pytest.mark.full),
-        pytest.param("tp", ["shared", *OTHERS, "bert", "examples/gpt.py"], id="tp, others", marks=pytest.mark.full),
-        pytest.param("tp + sp", OTHERS, id="tp + sp, others", marks=pytest.mark.full),
+        pytest.param("tp + sp", ["shared"], id="tp + sp, shared"),
+        pytest.param("tp", ["shared", *OTHERS, "bert", "examples/gpt.py"], id="tp, others"),
+        pytest.param("tp + sp", OTHERS, id="tp + sp, others"),
         # Shards of what is split; the plans are those of two ranks.
-        *(pytest.param(name, ["qwen2, tied", "small"], id=name, marks=pytest.mark.full) for name in SETUPS if "fsdp" in name),
+        *(pytest.param(name, ["qwen2, tied", "small"], id=name) for name in SETUPS if "fsdp" in name),
     ],
 )
 def test_plans_that_nobody_wrote_give_plain_numbers(ranks: Ranks, setup: str, names: list[str]) -> None:

@@ -276,12 +276,8 @@ USUAL = ("right_auto", "right_by_hand", "right_two_optimizers")
     ("script", "ranks"),
     [
         *(pytest.param(script, [2] if script in UNUSUAL else [1, 2], id=script) for script in USUAL),
-        *(pytest.param(script, [4], id=f"{script} on four", marks=pytest.mark.full) for script in USUAL if script not in UNUSUAL),
-        *(
-            pytest.param(script, [2] if script in UNUSUAL else [1, 2], id=script, marks=pytest.mark.full)
-            for script in RIGHT
-            if script not in USUAL
-        ),
+        *(pytest.param(script, [4], id=f"{script} on four") for script in USUAL if script not in UNUSUAL),
+        *(pytest.param(script, [2] if script in UNUSUAL else [1, 2], id=script) for script in RIGHT if script not in USUAL),
     ],
 )
 def test_a_right_script_passes(script: str, ranks: list[int]) -> None:
@@ -658,7 +654,7 @@ ech.train(Bank(module=model(), layout="ddp"), own, max_epochs=1)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", ["class", pytest.param("bank", marks=pytest.mark.full)])
+@pytest.mark.parametrize("what", ["class", "bank"])
 def test_state_that_moves_with_every_micro_batch_is_no_agreement(tmp_path: Path, what: str) -> None:
     """It was put back for the reference, and so was right."""
     target = replace(_script(tmp_path, MOVES), args=(what,))
@@ -1022,7 +1018,7 @@ ech.train(Doubled(module=model().double(), layout="ddp"), loader(), max_epochs=1
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["default", pytest.param("by itself", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["default", "by itself"])
 def test_a_script_in_float64_is_compared_in_float64(tmp_path: Path, how: str) -> None:
     target = replace(_script(tmp_path, DOUBLE), args=(how,))
     proof = prove_target(target, matrix(["ddp"], [1, 2], [1], sgd=False), 2, False)
@@ -1044,7 +1040,7 @@ ech.train(Halved(module=model().to(half), layout="ddp"), loader(), max_epochs=1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("made", "half"),
-    [("cast", "bfloat16"), *(pytest.param(*how, marks=pytest.mark.full) for how in (("made", "bfloat16"), ("cast", "float16")))],
+    [("cast", "bfloat16"), ("made", "bfloat16"), ("cast", "float16")],
 )
 def test_parameters_in_half_precision_are_compared_in_float64(tmp_path: Path, made: str, half: str) -> None:
     """Whether they were cast or made so: half precision rounds by as much as many a mistake weighs."""

@@ -52,7 +52,7 @@ OTHERS = tuple(part.name for part in PARTS[1:] if not part.name.startswith(QUICK
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("only", [QUICK, pytest.param(OTHERS, marks=pytest.mark.full)], ids=["quick", "others"])
+@pytest.mark.parametrize("only", [QUICK, OTHERS], ids=["quick", "others"])
 def test_the_reduced_form_runs_every_part_to_its_end(tmp_path: Path, only: tuple[str, ...]) -> None:
     day = start(tmp_path, "--only", *only)
     shown, _ = day.communicate(timeout=300)
