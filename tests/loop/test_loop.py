@@ -765,3 +765,23 @@ def test_a_run_leaves_no_reference_cycle_with_the_model() -> None:
         assert module() is None
     finally:
         gc.enable()
+
+
+def test_a_hook_that_takes_something_else_is_refused_as_its_class_is_made() -> None:
+    with refused(UnitError):
+
+        class Logs(ech.AutoUnit[Any]):
+            def on_train_step_end(self, state: Any, data: Any, step: int, loss: Any, outputs: Any) -> None:  # type: ignore[override]
+                pass
+
+    with refused(UnitError):
+        type("Watches", (ech.Callback,), {"on_train_epoch_end": lambda self, state: None})
+
+    class Takes(ech.AutoUnit[Any]):
+        def on_train_step_end(self, *given: Any) -> None:
+            pass
+
+        def on_eval_step_end(self, state: Any, data: Any, step: int, loss: Any, outputs: Any, more: int = 0) -> None:
+            pass
+
+    type("Own", (Takes, ech.Callback), {"on_a_thing_of_its_own": lambda self: None})

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from echelon.common.errors import UsageError, require
+from echelon.common.errors import UnitError, UsageError, require
 from echelon.common.numbers import plain
 
-__all__ = ["flags", "flags_of", "is_list", "is_path", "mapping", "options_of", "several"]
+__all__ = ["check_hooks", "flags", "flags_of", "is_list", "is_path", "mapping", "options_of", "several"]
 
 T = TypeVar("T")
 
@@ -84,3 +85,26 @@ def mapping(name: str, given: Any, *, kind: type[UsageError] = UsageError) -> di
 def is_path(value: Any) -> bool:
     """Whether it can name a file or folder. The empty text does not, though Path takes it for the present folder."""
     return isinstance(value, os.PathLike) or (isinstance(value, str) and value != "")
+
+
+def check_hooks(cls: type) -> None:
+    """What a class overrides of the library's hooks must take what the loop gives it: told as the class is made, not in a run.
+
+    Raises:
+        UnitError: with what the hook is given.
+    """
+    for name, hook in vars(cls).items():
+        if not name.startswith("on_") or not inspect.isfunction(hook):
+            continue
+        bases = (base for base in cls.__mro__[1:] if name in vars(base) and base.__module__.startswith("echelon."))
+        if (base := next(bases, None)) is None:
+            continue
+        given = inspect.signature(vars(base)[name]).parameters.values()
+        if any(p.kind is p.VAR_POSITIONAL for p in given):
+            continue
+        words = [p.name for p in given if p.kind is p.POSITIONAL_OR_KEYWORD]
+        try:
+            inspect.signature(hook).bind(*words)
+        except TypeError:
+            wanted, got = (", ".join(list(each)[1:]) for each in (words, map(str, inspect.signature(hook).parameters)))
+            raise UnitError(f"{cls.__name__}.{name} must take ({wanted}), got ({got}).") from None

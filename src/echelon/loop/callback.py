@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from echelon.common.arguments import check_hooks
+
 if TYPE_CHECKING:
     from echelon.loop.state import State
     from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit
@@ -33,6 +35,10 @@ class Callback:
     meets = False
     is_of_unit = False
     meets_in_steps = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_hooks(cls)
 
     @property
     def name(self) -> str:

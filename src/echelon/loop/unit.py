@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from echelon.checkpoint.layout import Stateful
+from echelon.common.arguments import check_hooks
 from echelon.common.errors import UnitError
 from echelon.loop.progress import Progress
 from echelon.parallel.names import without_compile
@@ -116,6 +117,10 @@ class Unit(AppStateMixin):
     may_lack: tuple[str, ...] = ()
     restored_from: str | None = None
     resumes_with: dict[str, Any] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_hooks(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         missing = sorted(getattr(cls, "__abstractmethods__", ()))
