@@ -94,6 +94,8 @@ MISTAKES = {
     "same_worker_init": ("identical augmentation", None),
     "same_generator_of_workers": ("identical augmentation", None),
     "hardest_of_a_shuffle": ("an operation over the whole batch", "forward"),
+    "hardest_later": ("an operation over the whole batch", None),
+    "hardest_boxes_later": ("an operation over the whole batch", None),
     "boxes_of_a_batch": ("loss weighted per rank", "forward"),
     "weights_of_a_clipped_loop": ("an operation over the whole batch", "forward"),
     "hook_of_a_rank": ("gradients that each rank changes", "gradient"),

@@ -348,8 +348,7 @@ class Proving:
 
     def _with_constant_draws(self, seen: Judged, alike: frozenset[tuple[str, int]] = frozenset()) -> tuple[Result | None, str]:
         """The row with draws that a sample has in any batch, as it was judged; and why that does not show all, if so."""
-        ran = seen.ran  # what each rank has kept may show late
-        row = replace(ran.row, constant_draws=True, drawn_alike=alike, brief=ran.row.brief or not ran.row.restores)
+        row = replace(seen.ran.row, constant_draws=True, drawn_alike=alike)
         result = Result(row.label, row.ranks)
         try:
             ran = self._on_ranks.row(row, with_constant_draws(seen.ran.folder), self.dtype)

@@ -12,7 +12,7 @@ hardest ones: under a layout such a program trains another model than one proces
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ _MOST_BATCHES = 4
 
 
 def split(reference: Reference) -> dict[str, Any]:
-    """Take the first batches of the recorded ones apart.
+    """Take some of the recorded batches apart, before training and after all updates but the last.
 
     Returns:
         `why_not`: why nothing could be tested, else None; `error`: how far the loss or the gradient of the whole is from that of
@@ -42,12 +42,17 @@ def split(reference: Reference) -> dict[str, Any]:
     reference.begin(write=False)
     reference.enter_epoch(reference.updates[0][0].epoch)
     found: dict[str, Any] = {"why_not": "no batch has two samples", "error": 0.0, "best": False, "allowed": 0.0, "padded": False}
-    for divisible in _divisible(reference, found):
+    for divisible in _divisible(reference, reference.updates, found):
         _take_apart(reference, *divisible, found)
         found["why_not"], found["allowed"] = None, _TOLERANCE["wide" if reference.how == "wide" else "right"]
     if found["why_not"] is None and found["error"] <= found["allowed"]:
         with contextlib.suppress(Exception):  # what rows show is known; samples of a user's own can be anything
             found["padded"] = _take_apart_padded(reference, found)
+    if found["why_not"] is None and found["error"] <= found["allowed"]:
+        for k in range(len(reference.updates) - 1):
+            reference.update(k)
+        for divisible in _divisible(reference, reference.updates[-1:], {}):  # what begins later, as after a warm-up
+            _take_apart(reference, *divisible, found)
     return found
 
 
@@ -84,12 +89,14 @@ def _take_apart_padded(reference: AutoReference, found: dict[str, Any]) -> bool:
     return True
 
 
-def _divisible(reference: Reference, found: dict[str, Any]) -> Iterator[tuple[int, Callable[[int, int], Any], Micro]]:
+def _divisible(
+    reference: Reference, updates: Sequence[Sequence[Micro]], found: dict[str, Any]
+) -> Iterator[tuple[int, Callable[[int, int], Any], Micro]]:
     """How many samples a batch has, and what gives it from one sample to before another one: of those that weigh most; or, if
     none has the loader's samples in its rows, of a batch that the loader's collate function makes of its first samples.
     """
     loader = reference.loader
-    micros = sorted((m for u in reference.updates for m in u), key=lambda m: -m.weight)
+    micros = sorted((m for update in updates for m in update), key=lambda m: -m.weight)
     every: list[tuple[Samples, Micro]] = []
     for micro in micros[:_MOST_BATCHES]:
         try:
