@@ -265,9 +265,11 @@ def _counts_only(module: nn.Module) -> bool:
 
 @functools.cache
 def _set_by_libraries(kind: type) -> frozenset[str]:
-    """The attributes that library classes among its bases set: theirs, and no state of the script's."""
-    stored = set().union(*(set_by(each) for each in kind.__mro__ if is_library(each.__module__)))
-    return frozenset({*stored, "training", "_parameters", "_buffers", "_modules"})
+    """The attributes that library classes among its bases have or set: theirs, and no state of the script's."""
+    of_libraries = [each for each in kind.__mro__ if is_library(each.__module__)]
+    return frozenset(
+        {"training", "_parameters", "_buffers", "_modules"}.union(*map(set_by, of_libraries), *map(vars, of_libraries))
+    )
 
 
 @functools.cache
