@@ -56,7 +56,8 @@ def _states(average: Any, model: Any) -> None:
 
 
 def _target(average: Any, model: Any) -> None:
-    average.load_state_dict(getattr(model, "module", model).state_dict())
+    average.load_state_dict(model.state_dict())
+    model.load_state_dict(average.state_dict())
 
 
 WAYS: dict[str, Callable[[Any, Any], None]] = {

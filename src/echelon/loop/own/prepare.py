@@ -43,6 +43,7 @@ from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.own.refit import check_optimizer, divide_alike, refit
 from echelon.loop.own.session import Session
 from echelon.loop.unit import LRScheduler
+from echelon.parallel.ddp.wrapper import read_as_wrapped
 from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
@@ -142,6 +143,7 @@ def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
     for i, each in enumerate(parts.copies):
         for of_model in shapes:
             divide_alike(each, unit, of_model, options.layout)
+        read_as_wrapped(each)
         setattr(unit, f"copy_{i}", each.to(unit.device))
     for i, each in enumerate(parts.stateful):
         setattr(unit, f"stateful_{i}", each)

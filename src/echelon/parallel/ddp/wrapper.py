@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torch.nn import parallel
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "read_as_wrapped"]
+
+_PREFIX = "module."
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -51,7 +55,26 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         else:
             super().__delattr__(name)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """By the wrapper's names, or by the module's own, as of a copy that is not wrapped."""
+        wrapped = all(name.startswith(_PREFIX) for name in state_dict)
+        if wrapped:
+            return super().load_state_dict(state_dict, *args, **options)
+        return self.module.load_state_dict(state_dict, *args, **options)
+
     def _is_inner(self, name: str) -> bool:
         mine = vars(self)
         own = name.startswith("_") or name in mine or name == "module" or hasattr(type(self), name)
         return not own and "_is_made" in mine
+
+
+def read_as_wrapped(copy: nn.Module) -> None:
+    """Have `copy.load_state_dict(model.state_dict())` work where the model has a wrapper and its copy has none."""
+    copy.register_load_state_dict_pre_hook(_without_prefix)
+
+
+def _without_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    if prefix or hasattr(module, "module") or not all(name.startswith(_PREFIX) for name in state_dict):
+        return
+    for name in list(state_dict):
+        state_dict[name.removeprefix(_PREFIX)] = state_dict.pop(name)
