@@ -101,6 +101,7 @@ MISTAKES = {
     "hook_of_a_rank": ("gradients that each rank changes", "gradient"),
     "baseline_of_a_loop": ("the forward pass keeps state", "forward"),
     "threshold_of_a_rank": ("the forward pass keeps state", None),
+    "teacher_by_samples": ("the forward pass keeps state", None),
     "baseline_of_a_rank": ("the forward pass keeps state", None),
     "norms_of_a_shard": ("an optimizer that computes with its shard alone", "update"),
     "step_by_world_size": ("another step of the optimizer", "update"),
@@ -125,6 +126,7 @@ SEEN = {
     "samples_counted_by_a_rank": "weight is another than in one process: 8 on every rank, 16 in one process",
     "mean_of_a_rank": "centred.mean is not the same on all ranks",
     "threshold_of_a_rank": "usual is not the same on all ranks",
+    "teacher_by_samples": "teacher is another than in one process",
     "order_of_a_set": "PYTHONHASHSEED",
     "samples_by_count": "the data set's count changes as samples are read",
 }
@@ -136,6 +138,11 @@ def _prove(script: str, layouts: list[str], ranks: list[int], updates: int = 3, 
 
 
 @pytest.mark.full
+def test_padded_batches_whose_steps_speak_to_other_ranks_are_undecided() -> None:
+    proof = _prove("gathered_lists", ["ddp"], [2])
+    assert [row.verdict for row in proof.results] == ["undecided"] and not proof.holds
+
+
 def test_bf16_is_compared_with_one_process_in_bf16() -> None:
     """A right script agrees under every kind of layout; a weight of a rank's own differs there, too."""
     rows = [row for row in matrix(["fsdp"], [1, 2], [1], sgd=False, bf16=True) if row.precision]

@@ -39,6 +39,7 @@ __all__ = [
     "parameters_apart",
     "state_apart",
     "state_moves",
+    "state_of_ranks",
 ]
 
 Cause = tuple[str, str]  # its name, and what was seen
@@ -231,22 +232,30 @@ def of_state(records: list[dict[str, Any]], probed: Mapping[str, Any]) -> Cause 
     if probed["writes"]:
         return _KEEPS, f"the forward pass itself sets the parameter {probed['writes']}, from the samples of its own batch"
     state: Mapping[str, Sequence[str]] = probed["state"]
-    if found := state_apart(records, state) or state_moves(records, state):
+    if found := state_apart(records, state) or state_moves(records, state) or state_of_ranks(records, probed):
         return found
-    later = records[0]["updates"][1][0].state if len(records[0]["updates"]) > 1 else {}
-    for name, paths in state.items():
-        for path in paths:
-            mine, one = later.get(path), probed["kept"].get(path)
-            if not _is_near(mine, one):
-                numbers = f": {mine:g} on every rank, {one:g} in one process" if isinstance(one, (int, float)) else ""
-                seen = f"after the first update {name} is another than in one process{numbers}; the loss depends on it"
-                return _KEEPS, seen
     if probed["repeatable"]:
         return None
     variables = [name for name in state if name.startswith(VARIABLE)]
     if not variables:
         return "a forward pass that cannot be repeated", "the first forward pass gave another loss when it was run again"
     return _KEEPS, f"the first batch, given again, has another loss: {variables[0]} changes from one to the next"
+
+
+def state_of_ranks(records: list[dict[str, Any]], probed: Mapping[str, Any]) -> Cause | None:
+    """What all ranks have alike after the first update, and one process has not, though it ran the same code on the same samples.
+
+    Of a unit that is evaluated this says nothing: one process evaluates nothing here.
+    """
+    updates = records[0]["updates"]
+    later = updates[1][0].state if len(updates) > 1 and not records[0]["evaluates"] else {}
+    for name, paths in probed["state"].items():
+        for path in paths:
+            mine, one = later.get(path), probed["kept"].get(path)
+            if not _is_near(mine, one):
+                numbers = f": {mine:g} on every rank, {one:g} in one process" if isinstance(one, (int, float)) else ""
+                return _KEEPS, f"after the first update {name} is another than in one process{numbers}; the loss depends on it"
+    return None
 
 
 def state_apart(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]]) -> Cause | None:

@@ -60,6 +60,7 @@ class Row:
         yours: the script's own layout and accumulation; also its precision, and compiled if it compiles, as no other row is.
         restores: paths of state that the unit keeps between passes (`kept_state.py`), with which those of the reference begin.
         constant_draws: random operators give a sample the same numbers in any batch (`constant_draws.py`).
+        apart: one process cannot train on joined batches, and adds them up by their weights.
         draws: the row before drew random numbers, or none has told yet. If not, ranks that share samples need no constant draws.
         drawn_alike: and these the same for all samples: operators, with numbers of dimensions.
         fits_some: nobody asked for it by name; a model that cannot be run so is not a failure, and a note says why.
@@ -81,6 +82,7 @@ class Row:
     precision: str | None = None
     yours: bool = False
     constant_draws: bool = False
+    apart: bool = False
     draws: bool = True
     drawn_alike: frozenset[tuple[str, int]] = frozenset()
     restores: frozenset[str] = frozenset()

@@ -232,7 +232,15 @@ class Proving:
 
     def _judge(self, result: Result, ran: Ran) -> Judged:
         """A row against its reference, whose passes over micro-batches are as the ranks' were."""
-        seen = self._against(ran, self._reference(ran))
+        try:
+            reference = self._reference(ran)
+        except RankFailedError:
+            if ran.row.apart or ran.records[0]["kind"] is UnitKind.STEP:
+                raise
+            # A loop that fails on a joined batch has ended: batches that are sorted, each by itself, are not when joined.
+            ran = replace(ran, row=replace(ran.row, apart=True))
+            reference = self._reference(ran)
+        seen = self._against(ran, reference)
         if seen.verdict.meaningless is not None:
             fill(result, seen.verdict)
             result.verdict, result.message = "failed", seen.verdict.meaningless
@@ -253,8 +261,11 @@ class Proving:
             result.causes = [found]
         # Of one pass over a whole batch, what ranks had apart is not put back, and shows as a difference.
         in_one_pass = reference.facts["joined"] and (ran.row.constant_draws or not reference.facts["drew"])
-        if result.is_equal and ran.row.restores and not in_one_pass:
-            found = causes.state_apart(ran.records, self._references.state(ran, reference))
+        if result.is_equal and ran.row.restores:
+            if in_one_pass:
+                found = causes.state_of_ranks(ran.records, self._references.probed(ran, reference))
+            else:
+                found = causes.state_apart(ran.records, self._references.state(ran, reference))
             result.causes = [found] if found is not None else []
             result.verdict = "DIFFERS" if result.causes else result.verdict
         return seen
@@ -328,9 +339,13 @@ class Proving:
         unsure = result.verdict == "not possible"
         if drew and result.verdict == "DIFFERS":  # collectives, and a loop's variables, are not repeated as they were
             unsure = speaks or any(name.startswith(VARIABLE) for name in self._references.state(ran, seen.reference))
+        why = "batches cannot be joined into one"
+        if not drew and speaks and result.verdict == "DIFFERS" and not seen.is_recorded:
+            result.verdict, result.first, result.causes = "undecided", None, []
+            result.message = f"{why}, and its steps speak to other ranks: one process has nothing to compare with"
+            return
         if seen.is_recorded or not (result.is_equal or unsure):
             return
-        why = "batches cannot be joined into one"
         if drew:
             other, why = self._with_constant_draws(seen)
             if other is not None:
@@ -348,7 +363,7 @@ class Proving:
 
     def _with_constant_draws(self, seen: Judged, alike: frozenset[tuple[str, int]] = frozenset()) -> tuple[Result | None, str]:
         """The row with draws that a sample has in any batch, as it was judged; and why that does not show all, if so."""
-        row = replace(seen.ran.row, constant_draws=True, drawn_alike=alike)
+        row = replace(seen.ran.row, constant_draws=True, drawn_alike=alike, restores=frozenset())
         result = Result(row.label, row.ranks)
         try:
             ran = self._on_ranks.row(row, with_constant_draws(seen.ran.folder), self.dtype)
@@ -426,7 +441,7 @@ class Proving:
 
     def _splitting(self, seen: Judged, constant_draws: bool) -> dict[str, Any]:
         row = replace(seen.ran.row, constant_draws=constant_draws)
-        replay = self._on_ranks.replay(replace(seen.ran, row=row), self.folder)
+        replay = self._on_ranks.replay(replace(seen.ran, row=row), seen.reference.folder)  # which has the initial values
         for how in ("wide", "right"):
             with contextlib.suppress(RankFailedError):
                 return self._on_ranks.launch(run_reference, 1, replay, split, how)

@@ -154,6 +154,7 @@ class Replay:
             reference.loader = dataloader
             reference.callbacks = [c for c in callbacks if getattr(c, "saves", False) is not True and _is_own(c)]
             reference.constant_draws, reference.restores = self.row.constant_draws, self.row.restores
+            reference.joined = not self.row.apart
             draws.by_sample, draws.alike, reference.by_sample = records[0]["by_sample"], self.row.drawn_alike, draws
             return work(reference)
 

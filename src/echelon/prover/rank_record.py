@@ -61,6 +61,7 @@ class RankRecord:
     plan: Plan | None = None  # which samples the first epoch has for this rank, if the loader tells
     rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
     is_double: bool = False  # the script computes in float64 by itself, which was not asked for
+    evaluates: bool = False  # the loop evaluates the unit among the updates that are compared
     communicates: bool = False  # its steps speak to other ranks: SyncBatchNorm, or collectives that the script calls itself
     draws_apart: bool = False  # ranks that share samples draw other numbers for them than one process
     constant_draws: bool = False  # random operators gave a sample the same numbers in any batch

@@ -397,6 +397,9 @@ class StepRecorder(Callback):
 
     # --- during training
 
+    def on_eval_start(self, state: State, unit: Any) -> None:
+        self.record.evaluates = True
+
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
         if self.record.plan is None and not self.record.updates:
             self.record.plan = plan_of(self._loader)

@@ -187,7 +187,8 @@ class Reference(ABC):
 
     def begin(self, *, write: bool = True) -> None:
         """Bring the unit to where training begins, with the initial values that are meant."""
-        self.folder.mkdir(exist_ok=True)
+        if write:
+            self.folder.mkdir(exist_ok=True)
         for root in () if self.unit.keeps_modes else self.unit.tracked_modules().values():
             begin_training(root)  # as the loop does, a teacher's as well
         for _, module in modules_of(self.unit):

@@ -115,6 +115,7 @@ def data_of(ran: Ran) -> _Data:
         row.narrow,
         row.workers,
         row.constant_draws,
+        row.apart,
         first["by_sample"],
         row.drawn_alike,
         as_script,

@@ -25,7 +25,8 @@ from echelon.prover.unit_kind import UnitKind
 
 __all__ = ["split"]
 
-_TOLERANCE = {"wide": 1e-9, "right": 1e-4}
+_TOLERANCE = {"wide": 1e-6, "right": 1e-4}  # in float64 as well, a script may compute something in float32
+_ROUNDINGS = 8  # of a type with few digits
 _MOST_BATCHES = 4
 
 
@@ -45,6 +46,8 @@ def split(reference: Reference) -> dict[str, Any]:
     for divisible in _divisible(reference, reference.updates, found):
         _take_apart(reference, *divisible, found)
         found["why_not"], found["allowed"] = None, _TOLERANCE["wide" if reference.how == "wide" else "right"]
+        if reference.how != "wide" and reference.computes.dtype is not None:
+            found["allowed"] = _ROUNDINGS * torch.finfo(reference.computes.dtype).eps
     if found["why_not"] is None and found["error"] <= found["allowed"]:
         with contextlib.suppress(Exception):  # what rows show is known; samples of a user's own can be anything
             found["padded"] = _take_apart_padded(reference, found)
