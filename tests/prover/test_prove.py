@@ -126,7 +126,7 @@ SEEN = {
     "samples_counted_by_a_rank": "weight is another than in one process: 8 on every rank, 16 in one process",
     "mean_of_a_rank": "centred.mean is not the same on all ranks",
     "threshold_of_a_rank": "usual is not the same on all ranks",
-    "teacher_by_samples": "teacher is another than in one process",
+    "teacher_by_samples": "is another than in one process",
     "order_of_a_set": "PYTHONHASHSEED",
     "samples_by_count": "the data set's count changes as samples are read",
 }

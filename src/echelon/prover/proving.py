@@ -263,7 +263,9 @@ class Proving:
         in_one_pass = reference.facts["joined"] and (ran.row.constant_draws or not reference.facts["drew"])
         if result.is_equal and ran.row.restores:
             if in_one_pass:
-                found = causes.state_of_ranks(ran.records, self._references.probed(ran, reference))
+                probed = self._references.probed(ran, reference)
+                moves = causes.state_moves(ran.records, probed["state"]) is not None  # which is said in the end
+                found = None if moves else causes.state_of_ranks(ran.records, probed)
             else:
                 found = causes.state_apart(ran.records, self._references.state(ran, reference))
             result.causes = [found] if found is not None else []
