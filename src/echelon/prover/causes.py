@@ -16,7 +16,7 @@ import torch
 from echelon.prover.kept_state import VARIABLE, unlike
 from echelon.prover.micro import digest
 from echelon.prover.unit_kind import UnitKind
-from echelon.prover.values import near
+from echelon.prover.values import near_values
 from echelon.prover.verdict import Difference, Verdict
 
 __all__ = [
@@ -252,7 +252,7 @@ def state_of_ranks(records: list[dict[str, Any]], probed: Mapping[str, Any]) -> 
     for name, paths in probed["state"].items():
         for path in paths:
             mine, one = later.get(path), probed["kept"].get(path)
-            if not _is_near(mine, one):
+            if not near_values(mine, one):
                 numbers = f": {mine:g} on every rank, {one:g} in one process" if isinstance(one, (int, float)) else ""
                 return _KEEPS, f"after the first update {name} is another than in one process{numbers}; the loss depends on it"
     return None
@@ -306,14 +306,6 @@ def state_moves(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]
             how = "change it as an update ends, in on_train_step_end if self.has_updated, in a loop if window.is_last"
             return _KEEPS, f"{seen}: {how}"
     return None
-
-
-def _is_near(one: Any, other: Any) -> bool:
-    """Of numbers and tensors, to rounding; of other values nothing is said."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape != other.shape or near(one, other, 1e-3)
-    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
-    return not numbers or abs(one - other) <= 1e-3 * abs(other)
 
 
 # --- of the first difference

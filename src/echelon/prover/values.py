@@ -29,6 +29,7 @@ __all__ = [
     "modules_of",
     "named_values",
     "near",
+    "near_values",
     "number_in",
     "owners_of",
     "parameters_of",
@@ -206,6 +207,14 @@ def near(one: torch.Tensor, other: torch.Tensor, relative: float) -> bool:
     one, other = one.double(), other.double()
     largest = float(other.nan_to_num(0.0, 0.0, 0.0).abs().max()) if other.numel() else 0.0
     return one.shape == other.shape and torch.allclose(one, other, relative, relative * largest, True)
+
+
+def near_values(one: Any, other: Any) -> bool:
+    """Of numbers and tensors of one shape, to a thousandth; of other values nothing is said."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape != other.shape or near(one, other, 1e-3)
+    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
+    return not numbers or abs(one - other) <= 1e-3 * abs(other)
 
 
 def as_real(tensors: dict[str, Any]) -> dict[str, Any]:
