@@ -258,7 +258,7 @@ def test_on_dragon_failures_arrive_groups_close_and_the_example_trains(tmp_path:
 
     assert "fall: RankFailedError of rank 1" in said and ", in fall" in said, said
     assert "ValueError: a fault in the training function" in said and "fall by ValueError('a fault" in said, said
-    assert "vanish: RankFailedError of rank 1: rank 1 ended without a word" in said
+    assert "vanish: RankFailedError of rank 1: rank 1 ended without a word" in said, said
     assert "unsendable: RankFailedError of rank " in said and "of type lock, cannot be sent to the caller" in said
     assert "late: RankTimeoutError: the ranks had not finished after 0.1 s" in said
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.common.errors import ClusterError, RankFailedError, RankTimeoutError
+from echelon.common.lock import HeldError, Lock, look
 from echelon.common.machine import usable_cores
 from echelon.common.terminal import printable
 from echelon.contracts.rank import RankInfo
@@ -133,6 +134,15 @@ class DragonRanks:
     def _value(self, rank: int, error: str = "") -> Path:
         return self._folder / f"value.rank{rank}.pkl{error}"
 
+    def _lives(self, rank: int) -> bool:
+        try:
+            look(_lock(self._folder, rank))
+        except HeldError:
+            return True
+        except OSError:  # it did not come so far
+            pass
+        return False
+
     def _reported(self) -> list[Failure]:
         records = {rank: rank_record(self._folder / f"exit.rank{rank}.json") for rank in range(self._ranks)}
         return [
@@ -154,6 +164,8 @@ class DragonRanks:
             time.sleep(0.02)
 
     def _failure(self, text: str) -> RankFailedError:
+        # Before Dragon's signals end those that do not hear them: who is gone by now was first.
+        gone = [rank for rank in range(self._ranks) if not self._lives(rank)]
         failures = self._hear_out()
         if own := [f for f in failures if f.kind != _INTERRUPTED]:
             return self._error(own)
@@ -161,6 +173,7 @@ class DragonRanks:
         silent = [r for r in range(self._ranks) if r not in heard and not self._value(r).exists()]
         if not silent and failures:
             return self._error(failures)
+        silent = [rank for rank in silent if rank in gone] or silent
         which = f"rank {' or '.join(map(str, silent))}" if silent else "a rank"
         rank = silent[0] if len(silent) == 1 else -1
         return RankFailedError(f"{which} ended without a word, as when it is killed. Dragon says: {text}", rank=rank, exit_code=1)
@@ -175,6 +188,7 @@ class DragonRanks:
 def _run_rank(folder: str, key: str, placed: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """What Dragon starts: torch's variables, the place, the function, and a record of how it ended."""
     info = _known_to_torch(RankInfo())
+    Lock.take(_lock(Path(folder), info.rank))  # until this process ends, however it does
     record = Path(folder) / f"exit.rank{info.rank}.json"
     try:
         leave_value(lambda: placed(*args, **kwargs), f"{folder}/value.rank{info.rank}.pkl", placed.__name__, key)
@@ -184,6 +198,10 @@ def _run_rank(folder: str, key: str, placed: Callable[..., Any], args: Sequence[
         write_json(record, {"exit_code": 1, **describe(error)})
         # Not an exception: Dragon would print it without saying whose it is. And at once: the others wait.
         os._exit(1)
+
+
+def _lock(folder: Path, rank: int) -> Path:
+    return folder / f"lives.rank{rank}"
 
 
 def _known_to_torch(info: RankInfo) -> RankInfo:
