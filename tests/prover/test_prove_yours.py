@@ -79,6 +79,20 @@ ech.train(Auto(module=model(), layout=ech.DDPStrategy(bucket_cap_mb=1)), loader(
     assert [row.yours for row in proof.results] == [True], [row.label for row in proof.results]
 
 
+@pytest.mark.full
+def test_a_trainers_layout_is_the_scripts_own(tmp_path: Path) -> None:
+    """Its unit was made without one."""
+    (tmp_path / "train.py").write_text(f"""
+import sys
+sys.path.insert(0, {str(PLANTED)!r})
+from common import Auto, ech, loader, model
+ech.Trainer(layout="ddp", max_epochs=1).fit(Auto(module=model()), loader())
+""")
+    rows = matrix(["ddp"], [2], [1], sgd=False, yours=True)[:1]
+    proof = prove_target(Target(script=str(tmp_path / "train.py")), rows, 1, False)
+    assert [(row.label, row.ranks, row.verdict) for row in proof.results] == [("ddp", 2, "agrees")], proof.results
+
+
 def test_the_scripts_own_configuration_comes_first() -> None:
     rows = matrix(["ddp"], [1, 2, 4], [1], sgd=False, yours=True)
     assert rows[0].yours and rows[0].ranks == 2 and not any(row.yours for row in rows[1:])

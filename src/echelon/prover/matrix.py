@@ -1,7 +1,8 @@
 """Which ways of running a script are compared: a row each.
 
-The script's own optimizer is in every row; every layout has a row with SGD as well, since Adam with clipping hides a
-gradient of the wrong scale.
+The script's own optimizer is in every row; there are rows with SGD as well, since Adam with clipping hides a gradient of the
+wrong scale. What a row says beyond its layout (more ranks, a split, SGD) is asked of every layout that somebody names; by
+default, of `ddp` and `fsdp` alone, of whose engines the others are made.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ YOURS = "yours"
 
 # Of LAYOUTS those that train the same numbers as one process, and tp.
 DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "tp")
+
+_ENGINES = ("ddp", "fsdp")
 
 # More directions, by the number of ranks: each where so many are run and the model can be divided so.
 DIRECTIONS: dict[int, dict[str, dict[str, Any]]] = {
@@ -64,8 +67,8 @@ class Row:
         draws: the row before drew random numbers, or none has told yet. If not, ranks that share samples need no constant draws.
         drawn_alike: and these the same for all samples: operators, with numbers of dimensions.
         fits_some: nobody asked for it by name; a model that cannot be run so is not a failure, and a note says why.
-        brief: an earlier row has the same but for the number of ranks, the split, the optimizer or the order of a schedule, or
-            earlier ones have its directions: fewer updates are compared, if those of earlier rows end within the first epoch.
+        brief: an earlier row divides batches between ranks, and is compared for all updates: fewer are, if those end within the
+            first epoch.
         eager: compilation is off in the row `yours`, too.
         seeded_alike: what the script does not seed draws alike on all ranks before it trains, as it does not without prove.
         compiles, half: what was found as it ran: that the script compiles; "bf16", "fp16" or "float8" if it computes in that.
@@ -134,7 +137,7 @@ def matrix(
     """Every layout at every number of ranks above one; accumulation splits, SGD and bf16 at the smallest of them.
 
     A layout on one rank is compared once, with `none`. Splits, SGD and bf16 do not depend on how many ranks there are beyond
-    one, so they are not multiplied with them.
+    one, so they are not multiplied with them. The first layout that divides batches is compared for all updates.
 
     Args:
         layouts: names, or Layouts by the names to show; None is `DEFAULT`, and `DIRECTIONS` and tp where they fit.
@@ -152,16 +155,21 @@ def matrix(
             )
     accumulation = sorted(set(accumulation))
     several = sorted({r for r in ranks if r > 1})
-    rows = [Row("none", 1, "none", a, brief=True) for a in accumulation if a > 1] if 1 in ranks else []
+    rows = [Row("none", 1, "none", a) for a in accumulation if a > 1] if 1 in ranks else []
     if 1 in ranks:
         rows.insert(0, Row("none", 1, "none", 1))
         rows += [Row("none", 1, "none", 1, precision="bf16")] if bf16 else []
     for name, layout in named.items():
-        if name != "none":
-            rows += _of_layout(name, layout, several, accumulation, sgd=sgd, bf16=bf16)
+        if name == "none":
+            continue
+        more = layouts is not None or name in _ENGINES
+        rows += _of_layout(name, layout, several, accumulation if more else [1], sgd=sgd and more, bf16=bf16, once=not more)
     if layouts is None:
         rows = [replace(row, fits_some=True) if row.name.startswith("tp") else row for row in rows]
         rows += _directions(several, accumulation)
+    if (whole := next((row for row in rows if _divides_batches(row)), None)) is not None:
+        full = (whole, rows[0])
+        rows = [replace(row, brief=row not in full and row.precision is None) for row in rows]
     if parts:
         rows += _bitwise(named, ranks, parts)
     if not rows:
@@ -169,35 +177,38 @@ def matrix(
     return [Row(YOURS, (several or [1])[0], yours=True, eager=eager), *rows] if yours else rows
 
 
+def _divides_batches(row: Row) -> bool:
+    """Between all of its ranks: none of them share samples."""
+    layout = resolve(row.layout)
+    return row.ranks > 1 and not (isinstance(layout, Layout) and (layout.cp, layout.tp, layout.pp) != (1, 1, 1))
+
+
 def _of_layout(
-    name: str, layout: Any, several: Sequence[int], accumulation: Sequence[int], *, sgd: bool, bf16: bool
+    name: str, layout: Any, several: Sequence[int], accumulation: Sequence[int], *, sgd: bool, bf16: bool, once: bool
 ) -> list[Row]:
+    """
+    Args:
+        once: on the fewest ranks alone.
+    """
     sizes = [r for r in several if r >= 4] if name == "hsdp" else several  # two ranks cannot be split in both ways
+    sizes = sizes[:1] if once else sizes
     if isinstance(resolve(layout), LocalSGDStrategy):
         return [Row(f"{name}, every update", r, LocalSGDStrategy(every=1), 1, "sgd", workers=True) for r in sizes]
-    rows = [Row(name, r, layout, 1, brief=r > sizes[0]) for r in sizes]
+    rows = [Row(name, r, layout, 1) for r in sizes]
     if sizes:
         first = rows[0]
-        rows += [replace(first, accumulation=a, brief=True) for a in accumulation if a > 1]
-        rows += [replace(first, optimizer="sgd", brief=True)] if sgd else []
+        rows += [replace(first, accumulation=a) for a in accumulation if a > 1]
+        rows += [replace(first, optimizer="sgd")] if sgd else []
         rows += [replace(first, precision="bf16", accumulation=max(accumulation))] if bf16 else []
     if name == "tp" and layout == "tp" and 4 in several:
-        rows.append(Row("tp x fsdp", 4, Layout(tp=2), 1, brief=several[0] < 4))
+        rows.append(Row("tp x fsdp", 4, Layout(tp=2), 1))
     return rows
 
 
 def _directions(several: Sequence[int], accumulation: Sequence[int]) -> list[Row]:
     """Each alone with the most micro-batches of an update, which a pipeline has under way at once."""
-    first = next(iter(SCHEDULES))
     return [
-        Row(
-            name,
-            size,
-            Layout(**axes),
-            max(accumulation),
-            fits_some=True,
-            brief=size > several[0] or axes.get("schedule", first) != first,
-        )
+        Row(name, size, Layout(**axes), max(accumulation), fits_some=True)
         for size in several
         for name, axes in DIRECTIONS.get(size, {}).items()
     ]

@@ -58,13 +58,13 @@ def probe(reference: Reference) -> dict[str, Any]:
 
 
 def _written(reference: Reference) -> str | None:
-    """As a layer does that is initialised by its first batch."""
+    """As a layer does that is initialised by its first batch. Noise that is added to parameters is the same for both batches."""
     first = reference.updates[0]
     left: list[dict[str, torch.Tensor]] = []
     for micro in (first[0], first[-1]) if isinstance(reference, AutoReference) and len(first) > 1 else ():
         with reference.taken_back():
             before = {name: p.detach().clone() for name, p in parameters_of(reference.unit)}
-            reference.try_pass([Pass(micro.data, 1.0, micro.streams)])
+            reference.try_pass([Pass(micro.data, 1.0, first[0].streams)])
             now = parameters_of(reference.unit)
             left.append({name: p.detach().clone() for name, p in now if _is_set(p, before[name])})
     one, other = left or ({}, {})

@@ -48,14 +48,15 @@ def prove(
             processes, as with `launch`.
         make_data: builds the loader, best an `echelon.Loader`, whose global batches do not depend on the ranks.
         layouts: names, or a mapping of the table's names to Layouts. By default ddp, fsdp, hsdp, zero1, zero2, and every
-            direction (tp, cp, pp, ep, products) by which the model can be divided; a note says why another cannot.
+            direction (tp, cp, pp, ep, products) by which the model can be divided; a note says why another cannot. Of the
+            default ones, ddp and fsdp alone are tried with more ranks, accumulation and SGD.
         ranks: numbers of processes. 1 is the loop itself against plain PyTorch.
         accumulation: micro-batches per update on each rank, tried at the smallest number of ranks above one.
         updates: how many optimizer updates are compared. A mistake shows in the first, as a rule; five let buffers, momentum
-            and schedules take part. Within the first epoch, rows that differ from an earlier one in the number of ranks, the
-            accumulation, the optimizer or a pipeline's schedule alone are compared for two; so are products of directions.
+            and schedules take part. Within the first epoch, they are compared in the script's own row and in the first that divides
+            batches between ranks; in the others on several ranks, two.
         float64: compare in float64, to 1e-11.
-        sgd: each layout once with SGD in place of the unit's optimizer.
+        sgd: rows with SGD in place of the unit's optimizer, too.
         parts: also the bit-equal mode, with global batches in so many micro-batches.
         bf16: each layout once in bf16, compared with one process under autocast.
         seed: of every process before `make_unit`.

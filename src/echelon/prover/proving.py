@@ -160,8 +160,8 @@ class Proving:
             )
         if self._on_ranks.updates_of(ran.row) < self.updates:
             self._say(
-                "Rows that differ from an earlier one in the number of ranks, the accumulation, the optimizer or a pipeline's "
-                f"schedule alone, and products of directions on more ranks, were compared for {len(updates)} updates."
+                "All updates were compared in the script's own row and in the first that divides batches between ranks; in the "
+                f"other rows on several ranks {len(updates)}."
             )
         if len(updates) < self._on_ranks.updates_of(ran.row):
             self._say(f"The script ended after {len(updates)} of {self.updates} updates: no more were compared.")

@@ -72,6 +72,8 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
 
     def watch(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         building.close()
+        if chosen is not None:
+            chosen.check()
         _adapt(unit, row)
         if row.yours and any(prepared.trains == "alone" for _, prepared in prepared_of(unit)):
             raise ProveError("workers that meet now and then train other numbers than one process: there is nothing to compare.")

@@ -94,12 +94,14 @@ class Pass:
     Args:
         share: of the global batch's mean.
         streams: RNG states before it. state: what the unit keeps from earlier passes, as far as it is to be put back.
+        beside: another rank's pass at the same time comes next.
     """
 
     data: Any
     share: float = 1.0
     streams: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
+    beside: bool = False
 
     @classmethod
     def of(cls, micro: Micro, share: float = 1.0) -> Pass:
@@ -298,6 +300,16 @@ class Reference(ABC):
         self.sources.restore(before.streams)
         self.kept.restore(before.state)
 
+    @contextlib.contextmanager
+    def same_parameters(self, each: Pass) -> Iterator[None]:
+        """For all ranks at one time, whatever the script's own code does to parameters in each, such as adding noise."""
+        before = [p.detach().clone() for _, p in parameters_of(self.unit)] if each.beside else []
+        yield
+        with torch.no_grad():
+            for (_, parameter), value in zip(parameters_of(self.unit), before, strict=False):
+                if not torch.equal(parameter, value):
+                    parameter.copy_(value)
+
     def draws_for(self, data: Any) -> None:
         if self.by_sample is not None:
             self.by_sample.begin(data)
@@ -394,7 +406,14 @@ class AutoReference(Reference):
                 self.joined = False
                 self.module.zero_grad()
         total = sum(m.weight for m in micros)
-        return self.backward([Pass(m.data, m.weight / total, m.streams, self._own(m.state)) for m in micros])
+        at_once = [[m for m in same if m.weight > 0] for same in by_index(self.records, k)]
+        return self.backward(
+            [
+                Pass(m.data, m.weight / total, m.streams, self._own(m.state), beside=m is not same[-1])
+                for same in at_once
+                for m in same
+            ]
+        )
 
     def _joined_passes(self, k: int) -> list[Pass]:
         """One pass; where the unit keeps state from one micro-batch to the next, one for each micro-batch of all ranks."""
@@ -422,12 +441,13 @@ class AutoReference(Reference):
         mean, before_backward = 0.0, getattr(self.unit._update, "before_backward", None)
         for each in passes:
             self.put_back(each)
-            with self.computes.autocast(self.device):
-                loss = self.loss_of(each.data)
-            self.note_draws(each)
-            if before_backward is not None:
-                before_backward(self.unit, loss)
-            (loss * (each.share * self.scale)).backward()
+            with self.same_parameters(each):
+                with self.computes.autocast(self.device):
+                    loss = self.loss_of(each.data)
+                self.note_draws(each)
+                if before_backward is not None:
+                    before_backward(self.unit, loss)
+                (loss * (each.share * self.scale)).backward()
             mean += float(loss.detach()) * each.share
         self.unscale()
         return mean

@@ -73,11 +73,12 @@ class LoopReference(AutoReference):
             is_last, is_first = self._trains and i == len(passes), self._trains and i == 1
             self.turns.plain = plain = Plain(each.share * self.scale, is_last, is_first, computes, self.scale)
             batch = self.as_given(each.data)
-            self.turns.give(batch)
-            for _ in range(_LOOKS):
-                if self._has_begun or plain.loss is not None:
-                    break
-                self.turns.again(batch)
+            with self.same_parameters(each):
+                self.turns.give(batch)
+                for _ in range(_LOOKS):
+                    if self._has_begun or plain.loss is not None:
+                        break
+                    self.turns.again(batch)
             self._has_begun = True
             if plain.loss is None:
                 raise ProveError("the loop took no window of a batch in one process, but it did on the ranks.")

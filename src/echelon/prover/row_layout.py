@@ -33,12 +33,12 @@ class RowLayout(Strategy):
         self._layout: Strategy = self._given or NOOPStrategy()
         self.name, self.own, self.own_row = self._layout.name, "", ""
         self.used, self.is_own, self._dtype = False, True, dtype
+        self._names_one = False
 
     def __call__(self, own: Strategy | None) -> Strategy:
         """In place of the script's own layout."""
         own = own or NOOPStrategy()
-        if self._given is None and isinstance(own, NOOPStrategy) and rank_info().world_size > 1:
-            raise ProveError("the script names no layout: it is for one process.")
+        self._names_one |= not isinstance(own, NOOPStrategy)
         # Mixed precision is left out: of layouts that are compared, only the script's own has it.
         mine = own.but(mixed_precision=None) if isinstance(own, FSDPStrategy) else own
         self._layout = self._given or (mine if self._dtype is torch.float64 else own)
@@ -48,6 +48,15 @@ class RowLayout(Strategy):
         self.own_row = _row_of(own, mine) or self.own
         self.is_own = self.is_own and self._layout == mine
         return self
+
+    def check(self) -> None:
+        """When training begins: a Trainer has given its layout to a unit that was made without one.
+
+        Raises:
+            UsageError: the script's own has none, on several ranks.
+        """
+        if self._given is None and self.used and not self._names_one and rank_info().world_size > 1:
+            raise ProveError("the script names no layout: it is for one process.")
 
     def prepare(self, module: Any, world: Any, recipe: Any) -> Prepared[Any]:
         self.used = True

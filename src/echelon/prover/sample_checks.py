@@ -59,8 +59,9 @@ class SampleChecks:
             updates = of_updates(ranks) if joined and not ranks[0]["left_out"] else []
             others = unlike_one_process(updates, self._of_one_process(replay, sum(len(seen.rows) for seen in updates)))
             others = self._divided_before(ranks) or others
-        elif joined and (epoch := self._epoch(replay)) is not None:
-            others = unlike_an_epoch(ranks, epoch)
+        divided = ranks[0]["loader"] == "Loader"
+        if joined and not self._samples_of_one and (epoch := self._epoch(replay)) is not None:  # whose loader may be another
+            others = others or unlike_an_epoch(ranks if divided else ranks[:1], epoch)
         if self._keeps is not None:
             others = f"the data set's {self._keeps} changes as samples are read, and what they are depends on it"
         if others is not None:

@@ -255,22 +255,26 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def unlike_an_epoch(records: list[dict[str, Any]], one: Epoch) -> str | None:
-    """Of the samples of rank 0, which a single process is too, those that are not in its epoch; None where most numbers are.
+    """Of the samples of ranks those that are not in one process's epoch; None where most numbers are.
 
-    Sequences that each rank packs from its own documents are other samples made of the same numbers, and a stream that only other
-    ranks have may be their own. Numbers that one process never reads were made otherwise, as where each rank standardises its
-    own files.
+    Sequences that each rank packs from its own documents are other samples made of the same numbers. Numbers that one process
+    never reads were made otherwise, as where each rank standardises its own files.
+
+    Args:
+        records: of ranks that have no samples but those of one process: all where a Loader divides them, else rank 0, since a
+            stream that only other ranks have may be their own.
     """
-    micros = [m for update in records[0]["updates"] for m in update if m.weight > 0 and m.epoch == 0]
-    rows = rows_of(micros)
-    lacking = sum(count for row, count in rows.items() if row not in one.rows)
-    if not lacking or not one.repeats or len(one.shapes) > 1 or len(one.values) >= _MOST_VALUES:
+    if not one.repeats or len(one.shapes) > 1 or len(one.values) >= _MOST_VALUES:
         return None
-    values = [value for m in micros for tensor in _floats(m.plain) for value in tensor.flatten().tolist()]
-    strange = sum(value not in one.values for value in values)
-    if strange * 2 <= len(values):
-        return None
-    return f"{lacking} of {rows.total()} samples of rank {records[0]['rank']} are none that one process reads in an epoch"
+    for record in records:
+        micros = [m for update in record["updates"] for m in update if m.weight > 0 and m.epoch == 0]
+        rows = rows_of(micros)
+        if not (lacking := sum(count for row, count in rows.items() if row not in one.rows)):
+            continue
+        values = [value for m in micros for tensor in _floats(m.plain) for value in tensor.flatten().tolist()]
+        if sum(value not in one.values for value in values) * 2 > len(values):
+            return f"{lacking} of {rows.total()} samples of rank {record['rank']} are none that one process reads in an epoch"
+    return None
 
 
 def note_on(records: list[dict[str, Any]], of_one_process: Callable[[], Epoch | None]) -> str | None:
