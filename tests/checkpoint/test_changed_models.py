@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -493,30 +494,40 @@ def _on_rank_0(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None
 CHANGES |= {"noise": _noise, "on rank 0": _on_rank_0}
 
 
-def _said_at_saves(layout: str, change: str, folder: Path) -> list[str]:
+@contextlib.contextmanager
+def _heard() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("echelon.loop.checkpointing.replicas")
     log.addHandler(handler)
     try:
-        unit = Regression(module=_model(), layout=layout)
-        saver = ech.DistributedCheckpointSaver(folder / f"{layout} {change}", save_every_n_updates=2)
-        data = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS)
-        ech.train(unit, data, max_epochs=1, callbacks=[Changes(CHANGES[change]), saver])
+        yield said
     finally:
         log.removeHandler(handler)
+
+
+def _said_of_copies(layout: str, change: str, folder: Path | None) -> list[str]:
+    with _heard() as said:
+        unit = Regression(module=_model(), layout=layout)
+        name = f"{layout} {change}"
+        savers = [] if folder is None else [ech.DistributedCheckpointSaver(folder / name, save_every_n_updates=2)]
+        data = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS)
+        ech.train(unit, data, max_epochs=1, callbacks=[Changes(CHANGES[change]), *savers])
     return said
 
 
-def _of_each_change(folder: Path) -> dict[str, dict[str, list[str]]]:
+def _of_each_change(folder: Path | None) -> dict[str, dict[str, list[str]]]:
     layouts = ["ddp", "fsdp", "hsdp"]
-    return {change: under_each(layouts, _said_at_saves, change, folder) for change in ("noise", "on rank 0", "nothing")}
+    return {change: under_each(layouts, _said_of_copies, change, folder) for change in ("noise", "on rank 0", "nothing")}
 
 
 @pytest.mark.full
-def test_a_save_says_once_that_ranks_have_changed_their_copies_each_in_its_own_way(ranks: Ranks, tmp_path: Path) -> None:
-    first, other = ranks(2, _of_each_change, tmp_path)
+@pytest.mark.parametrize("saves", [True, False], ids=["at a save", "at the end"])
+def test_ranks_that_have_changed_their_copies_each_in_its_own_way_are_told_once(
+    ranks: Ranks, tmp_path: Path, saves: bool
+) -> None:
+    first, other = ranks(2, _of_each_change, tmp_path if saves else None)
     for layout in ("ddp", "hsdp"):  # under zero1 the owner's values go to all after each update
         (said,) = first["noise"][layout]
         assert said.startswith("the ranks hold different values of module.first.weight (one of 12 parameters)"), said
@@ -524,6 +535,27 @@ def test_a_save_says_once_that_ranks_have_changed_their_copies_each_in_its_own_w
         assert "module.first.weight (one of " in said
     assert first["noise"]["fsdp"] == [] and set(map(len, first["nothing"].values())) == {0}
     assert all(not said for of_change in other.values() for said in of_change.values())
+
+
+def _said_of_rates() -> list[str]:
+    """A rate that falls on rank 0 alone; the epoch in which it does is the last."""
+    model, loader = _model(), ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with _heard() as said:
+        trained, optimizer, batches = ech.prepare(model, optimizer, loader, layout="ddp")
+        for rows, wanted in batches:
+            with ech.window(trained) as window:
+                window.backward(nn.functional.mse_loss(trained(rows), wanted))
+                optimizer.step()
+                optimizer.zero_grad()
+            if ech.is_main():
+                optimizer.param_groups[0]["lr"] *= 0.3
+    return said
+
+
+def test_a_loop_whose_ranks_have_other_rates_is_told_at_its_end(ranks: Ranks) -> None:
+    (said,), nothing = ranks(2, _said_of_rates)
+    assert "must be copies" in said and not nothing, said
 
 
 class Scaled(nn.Module):

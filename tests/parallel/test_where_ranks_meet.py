@@ -79,7 +79,7 @@ PLACES = {
     "_needed": CALLED,
     "_over": ASKED,
     "_unit": "test_what_cannot_be_prepared_is_refused_on_all_ranks",
-    "_warn_of_drift": "test_a_save_says_once_that_ranks_have_changed_their_copies_each_in_its_own_way",
+    "_warn_of_drift": "test_ranks_that_have_changed_their_copies_each_in_its_own_way_are_told_once",
     "check": "test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all",
     "check_loss": "test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter",
     "check_tracked": STEPS,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import echelon.compat.lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+import echelon.compat.lightning.pytorch as pl
 
 
 class Regression(pl.LightningModule):

@@ -20,6 +20,7 @@ from echelon.data.base import BaseLoader, Combined
 from echelon.loop import agreements
 from echelon.loop.auto.optimizer_checks import check_tracked
 from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.replicas import check_ranks
 from echelon.loop.checkpointing.unfrozen import look_at_built
 from echelon.loop.feeding import check_evaluation, warn_of_same_samples
 from echelon.loop.modes import in_mode
@@ -130,6 +131,7 @@ class Run:
             state.recorder.flush()
         state.stopped_by_script = state.should_stop and agree.any_rank(state.stopped_by_script)
         self._inner.phase_ended(state, "train")
+        check_ranks(self._inner)
         stage.call(stage.hooks.end)
         self.state.event("train_end", step=stage.progress.num_updates_completed)
         return self._leaves(stage)

@@ -321,8 +321,6 @@ class Prepared(Generic[M]):
 
     def end_training(self) -> None:
         """Training is over, not only interrupted. Collective."""
-        for guard in self.guards:
-            guard.settle()
 
     def _follow_step(self, follow: Callable[[], None]) -> None:
         """Have something done after each update."""

@@ -53,8 +53,8 @@ def prove(
         ranks: numbers of processes. 1 is the loop itself against plain PyTorch.
         accumulation: micro-batches per update on each rank, tried at the smallest number of ranks above one.
         updates: how many optimizer updates are compared. A mistake shows in the first, as a rule; five let buffers, momentum
-            and schedules take part. Within the first epoch, they are compared in the script's own row and in the first that divides
-            batches between ranks; in the others on several ranks, two.
+            and schedules take part. Within the first epoch, they are compared in the first row that divides batches between
+            ranks; in the others on several ranks, two.
         float64: compare in float64, to 1e-11.
         sgd: rows with SGD in place of the unit's optimizer, too.
         parts: also the bit-equal mode, with global batches in so many micro-batches.

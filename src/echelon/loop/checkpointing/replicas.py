@@ -1,8 +1,8 @@
-"""At a save, a look at whether the ranks did alike what they must, and whether the copies of a model are still copies.
+"""At a save and at the end, a look at whether the ranks did alike what they must, and whether copies of a model are still copies.
 
-Gradients are averaged, not parameters. A callback that draws noise into weights, or changes them on rank 0 only, leaves the ranks
-with models that drift apart; rank 0's is saved. Communication: one all-reduce for each axis of ranks that have the same, of four
-numbers a parameter.
+Gradients are averaged, not parameters. A script that draws noise into weights, or changes them or a learning rate on rank 0 only,
+leaves the ranks with models that drift apart; rank 0's is saved. Communication: one all-reduce for each axis of ranks that have
+the same, of four numbers a parameter.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _warn_of_drift(unit: Unit) -> None:
             if agree.is_rank0():
                 logger.error(
                     "the ranks hold different values of %s.%s (one of %s parameters), which must be copies; rank 0's are saved. "
-                    "Change parameters alike on all ranks: noise from a torch.Generator with the same seed, no `if rank == 0`",
+                    "Change parameters and learning rates alike on all ranks: noise from a torch.Generator with the same seed, "
+                    "a schedule by `ech.all_mean(...)`, no `if rank == 0`. `echelon prove` finds where they begin to differ",
                     name,
                     *first,
                 )
