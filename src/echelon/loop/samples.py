@@ -99,7 +99,8 @@ def tell_of_doubts(unit: str, data: Any, samples: int, doubts: str, given: int |
     if agree.is_rank0():
         logger.warning(
             "%s: a batch (%s) was taken for %s samples, and may have another number: its parts have %s. That number weighs it "
-            "among the micro-batches and ranks. Override weight(data)%s",
+            "among the micro-batches and ranks. Give what it counts as weight: `ech.window(model, weight=...)`, or a unit's "
+            "weight(data)%s",
             unit,
             type(data).__name__,
             samples,

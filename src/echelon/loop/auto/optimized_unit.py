@@ -21,6 +21,7 @@ from echelon.loop.auto.several import Several, configured
 from echelon.loop.auto.sub_batches import pieces_for
 from echelon.loop.auto.unit_options import AutoOptions, BuiltAtFirstUse
 from echelon.loop.auto.update import Update
+from echelon.loop.records.monitored import is_own_loop
 from echelon.loop.samples import samples_of, tell_of_doubts
 from echelon.loop.unit import TrainedUnit
 from echelon.loop.window import Window
@@ -141,7 +142,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         samples, doubts = samples_of(data, self.samples_given)
         if doubts is not None and not self._told_of_doubts:
             self._told_of_doubts = True
-            tell_of_doubts(type(self).__name__, data, samples, doubts, self.samples_given)
+            tell_of_doubts("the loop" if is_own_loop(self) else type(self).__name__, data, samples, doubts, self.samples_given)
         share = self.prepared.batches.share
         return samples if isinstance(share, float) and share == 1 else samples * share
 
