@@ -29,6 +29,11 @@ _SUMS: dict[str, Loss] = {
         F.binary_cross_entropy_with_logits(m(x), t.sigmoid(), reduction="sum") - 0.5 * torch.sum(1 - m(x).pow(2))
     ),
 }
+_OVER_ALL: dict[str, Loss] = {
+    "cross_entropy": lambda m, x, y, t: F.cross_entropy(m(x), y, reduction="sum") / 4,
+    "by hand": lambda m, x, y, t: (m(x) - t).pow(2).sum(1).sum() / 4,
+    "two sums": lambda m, x, y, t: ((m(x) - t).abs().sum() + F.cross_entropy(m(x), y, reduction="sum")) / 4,
+}
 _DIVIDED: dict[str, Loss] = {
     "cross_entropy": lambda m, x, y, t: F.cross_entropy(m(x), y) / 4,
     "two terms": lambda m, x, y, t: (F.cross_entropy(m(x), y) + 0.1 * F.mse_loss(m(x), t)) / 4,
@@ -40,6 +45,8 @@ _MEANS: dict[str, Loss] = {
     "kl": lambda m, x, y, t: F.kl_div(m(x).log_softmax(-1), t.softmax(-1), reduction="batchmean"),
     "sum over outputs": lambda m, x, y, t: (m(x) - t).pow(2).sum(1).mean(),
     "sum over samples": lambda m, x, y, t: F.cross_entropy(m(x), y, reduction="sum") / len(x),
+    "over elements": lambda m, x, y, t: (m(x)[:, :2] - t[:, :2]).pow(2).sum() / 4,
+    "over elements of the loss": lambda m, x, y, t: F.mse_loss(m(x)[:, :2], t[:, :2], reduction="sum") / 4,
     "times": lambda m, x, y, t: F.cross_entropy(m(x), y, reduction="sum") * (1 / len(x)),
     "masked": lambda m, x, y, t: (F.cross_entropy(m(x), y, reduction="none") * (y > 0)).sum() / (y > 0).sum().clamp(min=1),
     "weight decay": lambda m, x, y, t: F.cross_entropy(m(x), y) + 1e-3 * sum(p.pow(2).sum() for p in m.parameters()),
@@ -60,6 +67,7 @@ _OF_PARAMETERS = ("weight decay", "decay first", "pulled to a point", "of parame
 _LOSSES = {
     "sum": _SUMS,
     "divided": _DIVIDED,
+    "over all": _OVER_ALL,
     "mean": _MEANS,
     "of outputs": {name: loss for name, loss in _MEANS.items() if name not in _OF_PARAMETERS},
 }
@@ -94,6 +102,14 @@ def test_a_summed_loss_is_told_once(ranks: Ranks, layout: str) -> None:
     first, second = ranks(2, _told, "sum", layout, 1)
     assert first == dict.fromkeys(_SUMS, (1, 0))
     assert second == dict.fromkeys(_SUMS, (0, 0))  # rank 0 speaks
+
+
+@pytest.mark.full
+def test_a_sum_over_the_samples_of_the_global_batch_is_told_once(ranks: Ranks) -> None:
+    first, second = ranks(2, _told, "over all", "ddp", 1)
+    assert first == dict.fromkeys(_OVER_ALL, (1, 1)) and second == dict.fromkeys(_OVER_ALL, (0, 0))
+    assert ranks(1, _told, "over all", "none", 1) == [dict.fromkeys(_OVER_ALL, (0, 0))]
+    assert ranks(2, _told, "mean", "ddp", 1)[0] == dict.fromkeys(_MEANS, (0, 0))
 
 
 @pytest.mark.full

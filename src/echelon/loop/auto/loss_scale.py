@@ -1,4 +1,5 @@
-"""A loss that is no mean, as far as autograd's graph of it shows: a sum over the samples, or divided by the accumulation.
+"""A loss that is no mean, as far as autograd's graph of it shows: a sum over the samples, also divided by those of the global
+batch, or a mean divided by the accumulation.
 
 Both are right in plain PyTorch in one process, and train with another step size here, where losses are averaged over ranks and
 micro-batches. What the graph does not show for certain (a loss in compiled code, or of an autograd.Function of the user's) is
@@ -8,6 +9,7 @@ taken as it is.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +45,15 @@ def tell_of_scale(loss: torch.Tensor, samples: int, accumulation: int, divided: 
             "the loss seems to be a sum over the %s samples of a micro-batch. It must be their mean: gradients are the mean over "
             "%s micro-batches, so that those of a sum come out as many times too small. Take reduction='mean', or divide by the "
             "samples",
+            samples,
+            divided,
+        )
+    elif divided > 1 and _is_sum_over(node, samples, samples * divided):
+        logger.warning(
+            "the loss seems to be a sum over the %s samples of a micro-batch, divided by the %s of the global batch. Divide by its "
+            "own %s: the mean over the %s micro-batches is taken anyway, so that gradients come out as many times too small",
+            samples,
+            samples * divided,
             samples,
             divided,
         )
@@ -102,10 +113,35 @@ def _is_sum(node: Any, samples: int) -> bool:
     return bool(terms) and _sums(terms[0], samples) and not any(_is_mean(term) or _name(term).startswith("Div") for term in terms)
 
 
+def _is_sum_over(node: Any, samples: int, number: int) -> bool:
+    """Whether it is a sum over samples, divided by this very number, which is not that of what is summed up."""
+    if not _is_over(node, number):
+        return False
+    term = next(_terms(_through(node.next_functions[0][0]), _MOST), None)
+    return term is not None and _sums(term, samples) and number not in _elements(term)
+
+
+def _elements(node: Any) -> list[int]:
+    """How many numbers a sum may be of."""
+    kept = (getattr(node, f"_saved_{name}", None) for name in ("self", "target"))
+    sizes: Any = getattr(node, "_saved_self_sym_sizes", None)
+    return [each.numel() for each in kept if isinstance(each, torch.Tensor)] + ([math.prod(sizes)] if sizes else [])
+
+
+def _is_over(node: Any, number: int) -> bool:
+    by = getattr(node, "_saved_other", None)
+    return (
+        _name(node) == "DivBackward0"
+        and isinstance(by, torch.Tensor)
+        and not by.dim()
+        and by.device.type == "cpu"
+        and by == number
+    )
+
+
 def _is_divided(node: Any, number: int) -> bool:
     """Whether it is a mean loss over this very number, which is not that of the losses in it."""
-    by = getattr(node, "_saved_other", None)
-    if _name(node) != "DivBackward0" or not isinstance(by, torch.Tensor) or by.dim() or by.device.type != "cpu" or by != number:
+    if not _is_over(node, number):
         return False
     terms = list(_terms(_through(node.next_functions[0][0]), _MOST))
     halves = number == 2 and any(_is_square(term) for term in terms)  # as half the squared error
