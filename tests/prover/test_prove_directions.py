@@ -39,6 +39,18 @@ def test_rows_of_directions_stand_beside_the_strategies() -> None:
     assert not any(row.fits_some for row in matrix(["fsdp"], [2], [1], sgd=True))
 
 
+def test_by_default_ranks_splits_and_sgd_are_tried_with_two_layouts_and_with_all_that_are_named() -> None:
+    default = matrix(None, [1, 2, 4], [1, 2], sgd=True)
+    varied = [row for row in default if row.name in ("zero1", "zero2", "hsdp")]
+    assert [row.label for row in varied] == ["hsdp", "zero1", "zero2"]
+    named = [row.label for row in matrix(["zero1"], [2, 4], [1, 2], sgd=True)]
+    assert named == ["zero1", "zero1", "zero1, accumulation 2", "zero1, sgd"]
+    full = [(row.label, row.ranks) for row in default if not row.brief]
+    assert full == [("none", 1), ("ddp", 2)]
+    assert [row.brief for row in matrix(["tp=2", "ddp"], [2], [1], sgd=False, yours=True)] == [False, False, False]
+    assert [row.brief for row in matrix(["ddp", "tp=2"], [2], [1], sgd=False, yours=True)] == [False, False, True]
+
+
 _BY_PLACE = """
 import torch, echelon as ech
 ech.seed(0)
@@ -113,8 +125,8 @@ def test_every_direction_that_fits_is_compared_and_others_are_noted() -> None:
     proof = ech.prove(partial(_of, partial(_Unplanned, 4)), _data, ranks=[2], accumulation=[2], updates=2, sgd=False)
     verdicts = {r.label: r.verdict for r in proof.results}
     assert proof.holds, verdicts
-    some = ("tp", "tp, sequence parallel", "cp", "pp, gpipe", "pp, 1f1b", "pp, zbv")
-    assert {f"{name}, accumulation 2" for name in some} <= verdicts.keys()
+    some = ("tp, sequence parallel", "cp", "pp, gpipe", "pp, 1f1b", "pp, zbv")
+    assert {"tp", *(f"{name}, accumulation 2" for name in some)} <= verdicts.keys()
     assert not any(label.startswith("ep") for label in verdicts)
     assert any(note.startswith("Not for this model: ep. ep must be 1 for _Unplanned") for note in proof.notes), proof.notes
 
