@@ -184,6 +184,10 @@ def _told(loader: str) -> str:
         "own parts": lambda: DataLoader(mine, batch_size=4, shuffle=True),
         "sampler": lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA)),
         "one rank": lambda: DataLoader(DATA, batch_size=2 if rank else 4, sampler=DistributedSampler(DATA) if rank else None),
+        "a stream": lambda: ech.StreamLoader(_Stream(), 8, shards="itself"),
+        "a divided stream": lambda: ech.StreamLoader(_Stream(), 8, shards="stride"),
+        "a list": lambda: list(DataLoader(DATA, batch_size=4)),
+        "own list": lambda: list(DataLoader(DATA, batch_size=4))[rank::2],
     }
     records: list[str] = []
     handler = logging.Handler()
@@ -197,14 +201,21 @@ def _told(loader: str) -> str:
     return "".join(records)
 
 
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (DATA[i] for i in range(len(DATA)))
+
+
 @pytest.mark.full
 def test_ranks_that_all_train_on_all_samples_are_told(ranks: Ranks) -> None:
-    loaders = ["shuffled", "augmented", "own parts", "sampler", "one rank"]
+    loaders = ["shuffled", "augmented", "own parts", "sampler", "one rank", "a stream", "a divided stream", "a list", "own list"]
     said, others = ranks(2, under_each, loaders, _told)
     assert said.pop("shuffled") == (
         "each of 2 ranks trains on all 48 samples of the DataLoader in every epoch, instead of its share: nothing divides them. "
         "Give echelon.Loader(dataset, global_batch=8), or a DataLoader with a DistributedSampler"
     )
+    for same in ("a stream", "a list"):
+        assert said.pop(same).startswith("ranks 0 and 1 have the same first batch"), same
     assert set(said.values()) == set(others.values()) == {""}
 
 

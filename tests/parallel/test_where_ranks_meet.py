@@ -68,7 +68,7 @@ PLACES = {
     "Weights._refuse": CALLED,
     "Weights.gather": CALLED,
     "Window._compare_batches": "test_other_numbers_of_batches_are_told_to_all",
-    "Window.estimate": STEPS,
+    "Update.estimate": STEPS,
     "_MeanLoss.__call__": "test_a_line_search_decides_by_the_loss_of_all_ranks",
     "_Reduction.__init__": LEFT_OUT,
     "_Reduction.wait": TOLD,

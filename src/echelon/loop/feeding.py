@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, TensorDataset
 
 from echelon.common.errors import LoopError, UsageError
+from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined, loaders_of
 from echelon.data.fingerprint import checksum, read_twice
 from echelon.data.loader import Loader
@@ -180,6 +181,34 @@ def warn_of_same_samples(loader: Any, unit: Unit) -> None:
             told[0][0],
             size * (loader.batch_size or 1),
         )
+
+
+def checksum_of_first(here: PhaseState | None, batch: Any) -> int | None:
+    """Of the first batch of a run, where nothing else tells whether ranks have samples of their own: of an iterable."""
+    loader = here.dataloader if isinstance(here, PhaseState) else ()
+    divided = isinstance(loader, Loader) or getattr(loader, "shards", None) == "stride"
+    if divided or overrides().observes or seen_of(loader) is not None:
+        return None
+    try:
+        return checksum(batch)
+    except Exception:  # a batch of the user's own can be anything
+        return None
+
+
+def warn_of_same_batches(seen: Sequence[int | None]) -> None:
+    """Of the first batches of the ranks, as `checksum_of_first` has them; only rank 0 speaks."""
+    first: dict[int, int] = {}
+    for rank, each in enumerate(seen):
+        if each is not None and (other := first.setdefault(each, rank)) != rank:
+            if agree.is_rank0():
+                logger.warning(
+                    "ranks %s and %s have the same first batch: where nothing divides the samples, each rank trains on all of "
+                    "them instead of its share. Divide by rank where they are read, or give echelon.Loader or "
+                    "StreamLoader(..., shards='stride')",
+                    other,
+                    rank,
+                )
+            return
 
 
 def seen_of(loader: Any) -> list[int] | None:

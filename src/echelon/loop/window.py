@@ -86,13 +86,9 @@ class Window:
             guard.begin_pass(first=self.count == 1)
         return is_last_batch or self.count >= self.size
 
-    def estimate(self, weight: float | torch.Tensor, *, over_ranks: bool) -> None:
-        """Before the first backward pass of a run: W0 from every rank's first weight. Collective, once, if `over_ranks`."""
-        if self.fixed:
-            self.reference = 1.0
-            return
-        first = agree.gather(float(weight)) if over_ranks else [float(weight)]
-        self.reference = (sum(first) * self.size) or 1.0
+    def estimate(self, weights: Sequence[float]) -> None:
+        """Before the first backward pass of a run: W0 from every rank's first weight."""
+        self.reference = 1.0 if self.fixed else (sum(weights) * self.size) or 1.0
 
     def discard(self) -> None:
         """Forget the micro-batches of an unfinished window."""

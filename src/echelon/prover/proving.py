@@ -160,8 +160,8 @@ class Proving:
             )
         if self._on_ranks.updates_of(ran.row) < self.updates:
             self._say(
-                "All updates were compared in the script's own row and in the first that divides batches between ranks; the others "
-                f"on several ranks were compared for {len(updates)} updates."
+                "All updates were compared in the script's own row and in the first that divides batches between ranks; the "
+                f"others on several ranks were compared for {len(updates)} updates."
             )
         if len(updates) < self._on_ranks.updates_of(ran.row):
             self._say(f"The script ended after {len(updates)} of {self.updates} updates: no more were compared.")

@@ -191,7 +191,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             check_parts(check, self, state, in_order(data, step.is_padding, None)[0][0] if isinstance(data, Pieces) else data)
         micro_batches = self._micro_batches(data, is_padding=step.is_padding, is_last=ends_window)
         if window.reference is None:
-            update.estimate(self, micro_batches)
+            update.estimate(self, state, micro_batches)
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
         if self.prepared.trains == "scheduled":

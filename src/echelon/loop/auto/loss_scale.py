@@ -50,8 +50,8 @@ def tell_of_scale(loss: torch.Tensor, samples: int, accumulation: int, divided: 
         )
     elif divided > 1 and _is_sum_over(node, samples, samples * divided):
         logger.warning(
-            "the loss seems to be a sum over the %s samples of a micro-batch, divided by the %s of the global batch. Divide by its "
-            "own %s: the mean over the %s micro-batches is taken anyway, so that gradients come out as many times too small",
+            "the loss seems to be a sum over the %s samples of a micro-batch, divided by the %s of the global batch. Divide by "
+            "its own %s: the mean over the %s micro-batches is taken anyway, so that gradients come out as many times too small",
             samples,
             samples * divided,
             samples,
@@ -130,13 +130,9 @@ def _elements(node: Any) -> list[int]:
 
 def _is_over(node: Any, number: int) -> bool:
     by = getattr(node, "_saved_other", None)
-    return (
-        _name(node) == "DivBackward0"
-        and isinstance(by, torch.Tensor)
-        and not by.dim()
-        and by.device.type == "cpu"
-        and by == number
-    )
+    if _name(node) != "DivBackward0" or not isinstance(by, torch.Tensor) or by.dim() or by.device.type != "cpu":
+        return False
+    return by.item() == number
 
 
 def _is_divided(node: Any, number: int) -> bool:

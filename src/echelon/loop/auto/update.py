@@ -37,6 +37,7 @@ from echelon.loop.auto.finite import FiniteWatch
 from echelon.loop.auto.loss_scale import tell_of_labels, tell_of_scale
 from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
 from echelon.loop.auto.standing_in import explain_one_sample, standing_in
+from echelon.loop.feeding import checksum_of_first, warn_of_same_batches
 from echelon.loop.samples import samples_of
 from echelon.loop.state import step_under_way
 from echelon.parallel.experts.loads import Routers, routers_of
@@ -150,10 +151,16 @@ class Update:
         unit.samples_given = step.samples
         return step
 
-    def estimate(self, unit: Any, micro_batches: Sequence[MicroBatch[Any]]) -> None:
+    def estimate(self, unit: Any, state: State, micro_batches: Sequence[MicroBatch[Any]]) -> None:
         """Before the passes of the first step of a run, whose window has no reference yet. Collective."""
-        mine = 0 if unit.prepared.is_replica else sum(each.weight for each in micro_batches)
-        unit.window.estimate(mine, over_ranks=self.joined)
+        mine = 0.0 if unit.prepared.is_replica else float(sum(each.weight for each in micro_batches))
+        if unit.window.fixed or not self.joined:
+            unit.window.estimate([mine])
+            return
+        seen = checksum_of_first(state.train_state, micro_batches[0].data) if mine else None
+        weights, batches = zip(*agree.gather([mine, seen]), strict=True)
+        unit.window.estimate(weights)
+        warn_of_same_batches(batches)
 
     def passes(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> AbstractContextManager[Any]:
         """Context of the forward and the backward pass over a micro-batch."""
