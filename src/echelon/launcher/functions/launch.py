@@ -26,7 +26,6 @@ from echelon.launcher.calls import Call, load_exception, load_values, pack, refu
 from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, parse_ranks
 from echelon.launcher.local.relay import SilentScreen
-from echelon.launcher.local.run import run_local
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.worker import SLOW_MODULES
 from echelon.launcher.records import rank_record
@@ -223,6 +222,8 @@ def _values(
     job: JobSpec, payload: bytes, run: RunDir, timeout_s: float | None, screen: SilentScreen | None, cancel: Cancel | None
 ) -> list[Any]:
     """What the ranks returned."""
+    from echelon.launcher.local.run import run_local  # which the ranks, who import what has called `launch`, have no need of
+
     key = secrets.token_hex(32)
     fields = call_fields(write_call(Path(job.target), payload), key)
     with _one_server(wait=cancel is None) as server, _cancellable(cancel, server):
