@@ -47,6 +47,7 @@ _MEANS: dict[str, Loss] = {
     "sum over samples": lambda m, x, y, t: F.cross_entropy(m(x), y, reduction="sum") / len(x),
     "over elements": lambda m, x, y, t: (m(x)[:, :2] - t[:, :2]).pow(2).sum() / 4,
     "over elements of the loss": lambda m, x, y, t: F.mse_loss(m(x)[:, :2], t[:, :2], reduction="sum") / 4,
+    "by shares": lambda m, x, y, t: (F.cross_entropy(m(x), y, reduction="none") * t[:, 0].softmax(0)).sum(),
     "times": lambda m, x, y, t: F.cross_entropy(m(x), y, reduction="sum") * (1 / len(x)),
     "masked": lambda m, x, y, t: (F.cross_entropy(m(x), y, reduction="none") * (y > 0)).sum() / (y > 0).sum().clamp(min=1),
     "weight decay": lambda m, x, y, t: F.cross_entropy(m(x), y) + 1e-3 * sum(p.pow(2).sum() for p in m.parameters()),

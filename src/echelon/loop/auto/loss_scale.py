@@ -163,7 +163,16 @@ def _sums(node: Any, samples: int) -> bool:
         return False
     sizes: Any = getattr(node, "_saved_self_sym_sizes", None)
     inner = _through(node.next_functions[0][0])
-    return bool(sizes) and sizes[0] % samples == 0 and _name(inner) not in _LISTS and not _is_of_parameter(inner)
+    is_mean = _name(inner) in _LISTS or _has_shares(inner) or _is_of_parameter(inner)
+    return bool(sizes) and sizes[0] % samples == 0 and not is_mean
+
+
+def _has_shares(node: Any) -> bool:
+    """Whether it is a product with weights that add up to 1."""
+    factors = (getattr(node, f"_saved_{name}", None) for name in ("self", "other")) if _name(node) == "MulBackward0" else ()
+    return any(
+        isinstance(each, torch.Tensor) and each.dim() > 0 and abs(float(each.detach().sum()) - 1) < 1e-3 for each in factors
+    )
 
 
 def _is_mean(node: Any) -> bool:
