@@ -52,6 +52,8 @@ def _warn_of_drift(unit: Unit) -> None:
             continue
         reshard(prepared.module)
         copies = _copies(prepared)
+        if not copies and not prepared.place.stages:  # all is in shards, on every rank
+            continue
         drifted: dict[str, None] = {}
         for group, parameters in copies.items():
             drifted |= dict.fromkeys(_differing(parameters, group))
