@@ -86,7 +86,9 @@ class Net(nn.Module):
 
 class Batches:
     def __init__(self, steps: int, fault: Fault) -> None:
-        self._steps, self._fault, self._batch = steps, fault, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
+        own = torch.Generator().manual_seed(ech.RankInfo().rank)  # two ranks with one batch are warned of
+        self._steps, self._fault = steps, fault
+        self._batch = (torch.randn(ROWS, WIDTH, generator=own), torch.randn(ROWS, WIDTH, generator=own))
 
     def __len__(self) -> int:
         return self._steps
