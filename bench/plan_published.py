@@ -1,4 +1,4 @@
-"""Planned against published: Llama models that others trained, by `echelon plan`. No constant was fitted to these rows.
+"""Planned against published: Llama and MPT models that others trained, by `echelon plan`. No constant was fitted to these rows.
 
     python bench/plan_published.py [--only torchao-013 ...] [--json]
 
@@ -27,12 +27,13 @@ class Run:
     cluster: str
     size: str
     context: int
-    sequences: int  # of an update on each rank
+    sequences: int  # of a micro-batch
     layout: str
     recompute: str
     compiles: bool
     tokens: float
     reserved: float = 0.0
+    accumulate: int = 1
 
     @property
     def ranks(self) -> int:
@@ -42,27 +43,43 @@ class Run:
 
 # pytorch/ao docs/source/workflows/training.md and torchao/prototype/float8nocompile/README.md; pytorch/torchtitan benchmarks/
 # llama3_h100_202412_torchtitan.md, asyncTP_llama3_h100_2025-06_torchtitan.md and docs/performance.md of 2024 (A100);
-# foundation-model-stack/fms-fsdp README.md.
+# foundation-model-stack/fms-fsdp README.md; mosaicml/llm-foundry scripts/train/benchmarking/README.md.
 RUNS = (
     Run("torchao-013", "1x8xh100-96", "8B", 4096, 1, "fsdp", "none", False, 5339, 53.12 * 1e9 / 2**30),
-    Run("torchao-001", "1x8xh100-96", "8B", 8192, 1, "fsdp", "selective", True, 6150, 47.65 * 1e9 / 2**30),
-    Run("titan-2412-001", "1x8xh100-96", "8B", 8192, 2, "fsdp", "selective", False, 5762, 82.4),
-    Run("titan-a100-002", "8x8xa100-80", "8B", 8192, 1, "fsdp", "selective", True, 2973),
+    Run("torchao-001", "1x8xh100-96", "8B", 8192, 1, "fsdp", "every-second-product", True, 6150, 47.65 * 1e9 / 2**30),
+    Run("titan-2412-001", "1x8xh100-96", "8B", 8192, 2, "fsdp", "every-second-product", False, 5762, 82.4),
+    Run("titan-a100-002", "8x8xa100-80", "8B", 8192, 1, "fsdp", "every-second-product", True, 2973),
     Run("fms-fsdp-002", "12x8xh100-sxm", "2-7B", 4096, 2, "hsdp", "none", True, 9600),
     Run("fms-fsdp-001", "16x8xa100-80", "2-7B", 4096, 2, "hsdp", "none", True, 4550),
     Run("titan-a100-004", "8x8xa100-80", "2-13B", 4096, 2, "fsdp", "none", True, 2162),
-    Run("titan-a100-006", "8x8xa100-80", "2-13B", 4096, 2, "fsdp", "selective", True, 1904),
+    Run("titan-a100-006", "8x8xa100-80", "2-13B", 4096, 2, "fsdp", "every-second-product", True, 1904),
     Run("titan-a100-003", "8x8xa100-80", "70B", 8192, 1, "fsdp", "blocks", True, 331),
+    Run("mosaic-003", "16x8xh100-sxm", "mpt-70b", 2048, 8, "fsdp", "blocks", False, 1058),
+    Run("mosaic-010", "64x8xh100-sxm", "mpt-7b", 2048, 6, "fsdp", "none", False, 9670),
+    Run("mosaic-039", "1x8xh100-sxm", "mpt-7b", 2048, 6, "fsdp", "none", False, 10_643),
+    Run("mosaic-057", "4x8xh100-sxm", "mpt-1b", 2048, 20, "fsdp", "none", False, 45_130),
+    Run("mosaic-066", "4x8xh100-sxm", "mpt-760m", 2048, 24, "fsdp", "none", False, 67_971),
+    Run("mosaic-088", "1x8xa100-80", "mpt-13b", 4096, 10, "fsdp", "blocks", False, 2060, accumulate=3),
+    Run("mosaic-096", "1x8xa100-80", "mpt-7b", 2048, 6, "fsdp", "none", False, 4641, accumulate=2),
+    Run("mosaic-103", "1x8xa100-80", "mpt-3b", 2048, 10, "fsdp", "none", False, 10_811, accumulate=2),
+    Run("mosaic-115", "1x8xa100-80", "mpt-760m", 32_768, 1, "fsdp", "none", False, 8802, accumulate=2),
+    Run("mosaic-147", "4x8xa100-40", "mpt-13b", 2048, 14, "fsdp", "blocks", False, 1998),
+    Run("mosaic-157", "4x8xa100-40", "mpt-7b", 2048, 18, "fsdp", "blocks", False, 3725),
+    Run("mosaic-166", "16x8xa100-40", "mpt-3b", 2048, 6, "fsdp", "none", False, 9538),
+    Run("mosaic-178", "8x8xa100-40", "mpt-1b", 2048, 10, "fsdp", "none", False, 19_001),
+    Run("mosaic-199", "16x8xa100-40", "mpt-350m", 2048, 18, "fsdp", "none", False, 51_934),
+    Run("mosaic-214", "1x8xa100-40", "mpt-125m", 2048, 26, "fsdp", "none", False, 136_334, accumulate=3),
     Run("titan-asynctp-002", "32x8xh100-96", "70B", 8192, 16, "dp_shard=32,tp=8", "blocks", True, 652.4),
 )
 
 
 def planned(run: Run) -> dict[str, float]:
     ways = run.ranks // 8 if "tp=8" in run.layout else run.ranks  # that have other sequences
-    words = ["--size", run.size, "--context", str(run.context), "--sequences", str(run.sequences * ways), "--layout", run.layout]
-    words += ["--recompute", run.recompute, *(["--compile"] if run.compiles else [])]
+    sequences = run.sequences * run.accumulate * ways
+    words = ["--size", run.size, "--context", str(run.context), "--sequences", str(sequences), "--layout", run.layout]
+    words += ["--accumulate", str(run.accumulate), "--recompute", run.recompute, *(["--compile"] if run.compiles else [])]
     command = [sys.executable, "-m", "echelon", "plan", "--cluster", run.cluster, "--layout", run.layout, "--json"]
-    script = str(Path(__file__).with_name("plan_llama.py"))
+    script = str(Path(__file__).with_name("plan_models.py"))
     done = subprocess.run([*command, script, *words], capture_output=True, text=True, check=False)
     if not done.stdout:
         sys.exit(f"{run.name}: {done.stderr}")

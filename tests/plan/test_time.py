@@ -18,7 +18,7 @@ from echelon.plan.calibrate import calibrate
 from echelon.plan.devices import DEVICES, Device, Measured, device_named, written
 from echelon.plan.links import Links
 from echelon.plan.steps import COPY_IN, Collective, Operator, Step
-from echelon.plan.timeline import Timeline, fused, operator_seconds, simulate
+from echelon.plan.timeline import SLOWED, Timeline, fused, operator_seconds, simulate
 from tests.kit.refusals import refused
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -31,6 +31,7 @@ PLAIN = Device(
     reached=1.0,
     copied=1.0,
     least=0.0,
+    contention=1.0,
     collectives=(Measured("all-gather", 2, 0, 1e9),),
 )
 GB = 10**9
@@ -105,6 +106,25 @@ def test_a_machine_without_overlap_takes_the_sum() -> None:
     steps = (collective("all-reduce", 7), product(1, 0), product(2, 7))
     made = taken(*steps, device=replace(PLAIN, overlaps=False))
     assert (made.seconds, dict(made.waits)) == (3.0, {"all-reduce": 1.0})
+
+
+def test_operators_are_slower_while_a_collective_runs_beside_them() -> None:
+    half = replace(PLAIN, contention=2.0)
+    made = taken(collective("all-reduce", 7), product(1, 0), device=half)
+    assert (made.seconds, made.busy[SLOWED]) == (1.5, 0.5)  # half of it in the first second
+    long = taken(collective("all-reduce", 7, seconds=4), product(1, 0), product(2, 0), device=half)
+    assert (long.seconds, long.busy[SLOWED]) == (4.0, 2.0)
+    apart = taken(product(1, 0), collective("all-reduce", 1), product(2, 1), device=half)
+    assert (apart.seconds, apart.busy[SLOWED]) == (3.0, 0.0)
+    both = taken(collective("all-reduce", 7), replace(collective("all-reduce", 8), ranks=(0, 2)), product(1, 0), device=half)
+    assert (both.seconds, both.busy[SLOWED]) == (1.5, 0.5)  # two at a time are no worse than one
+
+
+def test_a_gather_slows_the_layer_that_is_traced_before_it() -> None:
+    forward = [step for layer in range(2) for step in gathered(layer)]
+    made = taken(*forward, device=replace(PLAIN, contention=2.0))
+    # The first gather; half of the first product beside the second gather, and the other half; the second product.
+    assert (made.seconds, made.busy[SLOWED]) == (3.5, 0.5)
 
 
 def gathered(layer: int, moment: str = "forward", seconds: float = 1.0) -> list[Step]:
@@ -237,6 +257,7 @@ def test_a_device_is_read_as_it_was_written(tmp_path: Path) -> None:
         "name = 3",
         "processors = 1.5",
         "overlaps = 1",
+        "contention = 0.9",
         "attention = [0.5]",
         "peak = 5",
         "[peak]\nfloat32 = 0",

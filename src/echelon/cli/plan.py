@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from echelon.cli.script import check_script
 from echelon.common.errors import PlanError, require
+from echelon.common.files import parse_object
 from echelon.common.terminal import printable
 from echelon.contracts.rank import RankInfo
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from echelon.plan.bill import Bill, Goal
     from echelon.plan.memory import Answer
 
-__all__ = ["add_arguments", "execute", "refuse_unfit"]
+__all__ = ["add_arguments", "execute", "found_batch", "refuse_unfit"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--search",
         action="store_true",
         help="all layouts of these devices, each with the fewest micro-batches that fit: the fastest first, and its command",
+    )
+    parser.add_argument(
+        "--find-batch",
+        action="store_true",
+        help="the largest micro-batch that fits, tried for real on --gpus ranks of this machine (default: all GPUs, else 1)",
     )
     parser.add_argument("--goal", metavar="AMOUNT", help="the whole training, such as '300B tokens': days, device-hours")
     parser.add_argument("--price", type=float, metavar="P", help="of a device for an hour: what the goal costs")
@@ -76,12 +82,17 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.calibrate:
         return _calibrate(arguments)
     others = arguments.layout or arguments.search or arguments.layers
+    if arguments.find_batch:
+        elsewhere = others or arguments.cluster or arguments.device or arguments.budget or arguments.nodes
+        require(not elsewhere, "--find-batch", "given with --gpus and --only alone: it tries this machine", True, kind=PlanError)
     require(
         not (arguments.only and others), "--only", "given without --layout, --search, --layers", arguments.only, kind=PlanError
     )
     if arguments.script is None:
         raise PlanError("plan needs a script, got none. Only --calibrate FILE.toml goes without.")
     check_script(arguments.script)
+    if arguments.find_batch:
+        return _find_batch(arguments)
     return _layers(arguments) if arguments.layers else _memory(arguments)
 
 
@@ -159,6 +170,46 @@ def _memory(arguments: argparse.Namespace) -> int:
         print(printable("\n".join(told)))
     traced = [each.verdict for each in (*found, *out) if each.peak]
     return 2 if not traced else 1 if set(traced) == {"does not fit"} else 0
+
+
+def _find_batch(arguments: argparse.Namespace) -> int:
+    from echelon.common.machine import visible_devices
+    from echelon.loop.target import Target
+    from echelon.plan.largest_batch import largest_batch, trial_lines
+
+    ranks = arguments.ranks or len(visible_devices()) or 1
+    layout = None if arguments.only in (None, "yours") else arguments.only
+    target = Target(script=arguments.script, args=tuple(arguments.args))
+    trials = largest_batch(target, ranks, layout=layout)
+    best = min((each for each in trials if each.fits), key=lambda trial: trial.micro_batches)
+    if arguments.json:
+        print(json.dumps({"ranks": ranks, "trials": [each.to_json() for each in trials], "accumulate": best.micro_batches}))
+        return 0
+    layouts = ["--layout", layout] if layout else []
+    command = ["echelon", "run", "--ranks", str(ranks), *layouts, "--find-batch", arguments.script, *arguments.args]
+    last = (
+        f"The largest micro-batch that fits has {best.samples} samples on each of {ranks} ranks: "
+        f"accumulate={best.micro_batches}. To find it anew and train with it: {shlex.join(command)}"
+    )
+    print(printable("\n".join([*trial_lines(trials), "", last])))
+    return 0
+
+
+def found_batch(layout: str | None, ranks: int, script: str, args: Sequence[str]) -> int:
+    """For `run --find-batch`, which loads no torch: micro-batches of an update, as a process of its own finds them.
+
+    Raises:
+        PlanError: none fits, or the script fails; it has said why.
+    """
+    words = [sys.executable, "-m", "echelon", "plan", "--find-batch", "--json", "--gpus", str(ranks)]
+    words += ["--only", layout or "yours", script, *args]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
+    told = parse_object(done.stdout) if done.returncode == 0 else None
+    if told is None:
+        raise PlanError(
+            "the script must train with some micro-batch, got what is said above. Mend that, or leave out --find-batch."
+        )
+    return int(told["accumulate"])
 
 
 def refuse_unfit(device: str, layout: str | None, ranks: int, nodes: int, script: str, args: Sequence[str]) -> None:

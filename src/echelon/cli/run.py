@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--restart", action="store_true", help="start over although the run's folder shows progress, which is set aside"
+    )
+    parser.add_argument(
+        "--find-batch",
+        action="store_true",
+        help="first find the largest micro-batch that fits, by trying, and train with it; the global batch stays what it is",
     )
     parser.add_argument(
         "--metrics-port", type=int, metavar="PORT", help="serve the run's numbers to Prometheus at /metrics; 0 takes a free port"
@@ -159,6 +165,8 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     job = _job(arguments, least, ranks)
     over_its_head = decided(arguments, ranks if least is not None else None)
+    if arguments.find_batch:
+        over_its_head = replace(over_its_head, accumulation=_found_batch(arguments, ranks))
     if over_its_head != Overrides():
         os.environ.update(over_its_head.to_env())
     listening = _listening(arguments)
@@ -289,6 +297,17 @@ def plan_first(arguments: argparse.Namespace, ranks: int, nodes: int = 1) -> Non
     from echelon.cli.plan import refuse_unfit
 
     refuse_unfit(arguments.plan, arguments.layout, ranks, nodes, arguments.script, arguments.args)
+
+
+def _found_batch(arguments: argparse.Namespace, ranks: int) -> int:
+    """Before there is a run's folder."""
+    fits = not (arguments.module or arguments.bitwise)
+    require(fits, "--find-batch", "given with the file of a script, and without --bitwise", True, kind=CommandError)
+    from echelon.cli.plan import found_batch
+
+    many = found_batch(arguments.layout, ranks, arguments.script, arguments.args)
+    _say(f"echelon: the largest micro-batch that fits is that of accumulate={many}")
+    return many
 
 
 def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> Overrides:

@@ -48,6 +48,9 @@ class Device:
         network: bytes/s that a device sends to other nodes, all devices of a node at a time.
         domain: devices that `node` joins; a node's, if 0.
         overlaps: collectives run beside operators. On a CPU they take turns.
+        contention: how many times as long an operator takes beside a collective, which has some of the processors and of the
+            memory's bandwidth. 1.189 is the mean over training of GPT and LLaMA on A100, H100, MI210 and MI250
+            (arXiv 2507.03114).
         products: measured in place of `reached`: type, FLOP of a product, FLOP/s of it, in this order.
         collectives: measured in place of `node` and `network`.
     """
@@ -65,6 +68,7 @@ class Device:
     network: float = 0.0
     domain: int = 0
     overlaps: bool = True
+    contention: float = 1.189
     products: tuple[tuple[str, float, float], ...] = ()
     collectives: tuple[Measured, ...] = ()
 
@@ -117,10 +121,12 @@ def _device(name: str, mib: int, tflops: tuple[float, float, float], tb_s: float
 
 
 # Memory: what nvidia-smi shows as total, less than the number on the box. Peaks (16 bits, TF32, float32) and bandwidths: NVIDIA's
-# data sheets, without sparsity; of the RTX 4090 its Ada whitepaper, with float32 accumulation.
+# data sheets, without sparsity; of the RTX 4090 its Ada whitepaper, with float32 accumulation; the H100 of 96 GB has HBM2e of
+# 2.41 TB/s (arXiv 2604.11391).
 #
-# reached: bfloat16 on an A100 SXM 271.2 of 312, on an H100 SXM 794.5 of 989 TFLOP/s (Bekman, "Machine Learning Engineering",
-# table of maximum achievable matmul FLOPS); ours on an H100 798.5 (BENCHMARKS.md). Of the others nothing sourced is known: 0.80.
+# reached: by torch with values as training has them, which take more power than zeros or whole numbers: bfloat16 on an A100 SXM
+# 257 of 312 (He, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data", 2024), on an H100 SXM 794.5
+# of 989 TFLOP/s (Bekman, "Machine Learning Engineering"); ours on an H100 798.5 (BENCHMARKS.md). Of others nothing sourced: 0.80.
 # copied: 2,971 of 3,350 GB/s on an H100 (BENCHMARKS.md), taken for all.
 # attention: FlashAttention-2, which is torch's kernel, on an A100 73% forward and 63% backward (arXiv 2307.08691); on an H100
 # 35% (FlashAttention-3, arXiv 2407.08608), taken for newer ones, too.
@@ -128,7 +134,7 @@ def _device(name: str, mib: int, tflops: tuple[float, float, float], tb_s: float
 # node: NCCL's own numbers for an NVLink, 20 GB/s of an A100's 12, 20.6 of a Hopper's 18, 40.1 of a Blackwell's 18
 # (src/graph/topo.h); else PCIe 4 or 5 of 16 lanes. network: an adapter of 200, 400 or 100 Gbit/s for each device, of which
 # 94 to 97% is data (SimAI's table of busbw: 23.5 and 48.5 GB/s).
-_AMPERE: dict[str, Any] = {"reached": 0.869, "attention": (0.73, 0.63), "processors": 108, "node": 240e9, "network": 23.5e9}
+_AMPERE: dict[str, Any] = {"reached": 0.824, "attention": (0.73, 0.63), "processors": 108, "node": 240e9, "network": 23.5e9}
 _HOPPER: dict[str, Any] = {"reached": 0.803, "processors": 132, "node": 370.8e9, "network": 48.5e9}
 _BLACKWELL: dict[str, Any] = {"processors": 148, "node": 721.8e9, "network": 48.5e9}
 _ADA: dict[str, Any] = {"attention": (0.73, 0.63), "node": 24e9, "network": 11.8e9}
@@ -139,7 +145,7 @@ DEVICES = {
         _device("a100-80", 81_920, (312, 156, 19.5), 2.039, **_AMPERE),
         _device("h100-sxm", 81_559, (989.4, 494.7, 66.9), 3.35, **_HOPPER),
         _device("h100-pcie", 81_559, (756, 378, 51.2), 2.0, **(_HOPPER | {"processors": 114, "node": 48e9})),
-        _device("h100-96", 97_871, (989.4, 494.7, 66.9), 3.35, **_HOPPER),
+        _device("h100-96", 97_871, (989.4, 494.7, 66.9), 2.41, **_HOPPER),
         _device("h200", 143_771, (989.4, 494.7, 66.9), 4.8, **_HOPPER),
         _device("b200", 183_359, (2250, 1125, 75), 7.7, **_BLACKWELL),
         _device("gb200", 189_471, (2500, 1250, 80), 8.0, **(_BLACKWELL | {"domain": 72})),
@@ -170,7 +176,7 @@ def device_named(name: str) -> Device:
 # --- files
 
 
-_NUMBERS = ("bandwidth", "reached", "copied", "least", "node", "network")
+_NUMBERS = ("bandwidth", "reached", "copied", "least", "contention", "node", "network")
 _TABLES = {"products": ("dtype", "flop", "rate"), "collectives": tuple(each.name for each in fields(Measured))}
 
 
@@ -198,7 +204,9 @@ def _check(path: Path, name: str, value: Any) -> None:
         if not holds:
             raise PlanError(f"{path}: {name} must be {what}, got {got!r}.")
 
-    if name == "name":
+    if name == "contention":
+        needs(_is_amount(value) and value >= 1, "a number from 1", value)
+    elif name == "name":
         needs(isinstance(value, str) and bool(value), "a name", value)
     elif name in _NUMBERS:
         needs(_is_amount(value), "a number above 0", value)

@@ -7,13 +7,14 @@
                     parameters were copied out, backward the last ones. A reduction waits for the gradients; what is done with its
                     result belongs to it; and the next one's operators wait for it
 
-An operator takes the longer of its arithmetic and its memory traffic, and no less than the device's least. Loading of data,
-checkpoints, and a host that is slower than its device are left out.
+An operator takes the longer of its arithmetic and its memory traffic, and no less than the device's least; beside a collective
+it takes `Device.contention` times that. Loading of data, checkpoints, and a host that is slower than its device are left out.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import math
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,9 +22,11 @@ from echelon.plan.devices import Device
 from echelon.plan.links import Links
 from echelon.plan.steps import COPY_IN, Collective, Operator, Step
 
-__all__ = ["Timeline", "fused", "operator_seconds", "simulate"]
+__all__ = ["SLOWED", "Timeline", "fused", "operator_seconds", "simulate"]
 
+SLOWED = "slowed by collectives"
 _REDUCE_IN = "fsdp::chunk_cat"
+_RECENT = 4096  # operators before a collective that may have run beside it
 
 
 @dataclass
@@ -31,7 +34,7 @@ class Timeline:
     """
     Attributes:
         seconds: of the update.
-        busy: seconds of operators: of products, attention, and memory.
+        busy: seconds of operators: of products, attention, and memory; and how much longer these took beside collectives.
         waits: seconds in which operators waited for collectives, by kind.
         communication: seconds of collectives, hidden or not.
     """
@@ -122,6 +125,9 @@ class _Simulation:
         self._reductions: set[int] = set()
         self._copied_out = [0.0, 0.0]  # when gathered parameters were
         self._last_reduction = 0.0
+        self._shared: list[tuple[float, float]] = []  # when collectives run, from now on
+        self._charged = 0.0  # until when operators were slowed by them
+        self._alone: deque[tuple[float, float]] = deque(maxlen=_RECENT)  # when operators ran at their own pace
 
     def of(self, steps: list[Step]) -> Timeline:
         beside = _beside(steps)
@@ -157,7 +163,7 @@ class _Simulation:
         if self._gathers.intersection(step.reads):
             self._copied_out = [self._copied_out[1], self._now + seconds]
             self._gathers.difference_update(step.reads)
-        self._now += seconds
+        self._compute(seconds)
         if step.size:
             self._made.busy[step.kind or "memory"] += seconds
         for number in step.writes:
@@ -194,10 +200,39 @@ class _Simulation:
         ready = max([ready, *(self._pending[number][0] for number in step.reads if number in self._pending)])
         end = max(ready, self._free[step.ranks]) + seconds
         self._free[step.ranks] = end
+        self._share(end - seconds, end)
         if self._reductions.intersection(step.writes) and step.kind == "reduce-scatter":
             self._last_reduction = end
         for number in step.writes:
             self._pending[number] = end, step.kind, step.ranks
+
+    def _compute(self, seconds: float) -> None:
+        """An operator of so many seconds, which are more while collectives run beside it."""
+        slower, began, left = self._device.contention, self._now, seconds
+        while left > 0:
+            while self._shared and self._shared[0][1] <= self._now:
+                self._shared.pop(0)
+            start, end = self._shared[0] if self._shared else (math.inf, math.inf)
+            pace, until = (slower, end) if start <= self._now else (1.0, start)
+            took = min(left * pace, until - self._now)
+            if pace == 1.0:
+                self._alone.append((self._now, self._now + took))
+            self._now, left = self._now + took, left - took / pace
+            left = left if left > 1e-15 else 0.0
+        self._made.busy[SLOWED] += self._now - began - seconds
+
+    def _share(self, start: float, end: float) -> None:
+        """A collective runs from `start` to `end`. What operators did in it before now, they did too fast."""
+        slower, shared = self._device.contention, max(start, self._charged)
+        done = sum(min(b, end) - max(a, shared) for a, b in self._alone if b > shared and a < end)
+        more = min(done * (slower - 1), (end - shared) * (1 - 1 / slower))
+        if more > 0:
+            self._now += more
+            self._made.busy[SLOWED] += more
+        self._charged = max(self._charged, min(end, self._now))
+        if end > self._now:
+            self._shared.append((max(start, self._now), end))
+            self._shared.sort()
 
     def _wait(self, until: float, kind: str) -> None:
         if until > self._now:

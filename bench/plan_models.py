@@ -1,0 +1,94 @@
+"""A training script of the Llama and MPT families for `echelon plan`: nothing is learned from its data, which are zeros.
+
+echelon plan --cluster 1x8xH100 bench/plan_models.py --size 8B --context 8192 --sequences 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench._mpt import MPT, MPT_SHAPES
+from bench.gpu.llama import SIZES, Llama, Size
+
+import echelon as ech
+
+# Of Llama 2 (arXiv 2307.09288) and Llama 3 (arXiv 2407.21783, table 3).
+SHAPES = SIZES | {
+    "2-7B": Size(width=4096, depth=32, heads=32, kv_heads=32, hidden=11_008, vocabulary=32_000, context=4096),
+    "2-13B": Size(width=5120, depth=40, heads=40, kv_heads=40, hidden=13_824, vocabulary=32_000, context=4096),
+    "70B": Size(width=8192, depth=80, heads=64, kv_heads=8, hidden=28_672, vocabulary=128_256, context=8192),
+}
+
+
+def every_second_product() -> Any:
+    """As torchtitan's "selective (op)": attention is kept, and of products every second one.
+
+    Source: pytorch/torchtitan, torchtitan/parallelisms/parallelize_llama.py of December 2024.
+    """
+    count: Counter[bool] = Counter()
+    aten = torch.ops.aten
+    attends = {aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
+
+    def kept(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        count[context.is_recompute] += op == aten.mm.default
+        saves = op in attends or (op == aten.mm.default and count[context.is_recompute] % 2 == 1)
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(kept)
+
+
+RECOMPUTES = {
+    "none": "none",
+    "blocks": "blocks",
+    "selective": "selective",
+    "every-second-product": ech.layouts.ActivationCheckpointParams(context_fn=every_second_product),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=[*SHAPES, *MPT_SHAPES], default="8B")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, default=8, help="of an update, on all ranks")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of an update on each rank")
+    parser.add_argument("--layout", default="fsdp")
+    parser.add_argument("--recompute", choices=RECOMPUTES, default="none")
+    parser.add_argument("--compile", action="store_true", help="the blocks")
+    given = parser.parse_args()
+    ech.init_from_env()
+    with ech.on_meta():
+        shape = replace((SHAPES | MPT_SHAPES)[given.size], context=given.context)
+        model = MPT(shape) if given.size in MPT_SHAPES else Llama(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    rows = torch.zeros(1, dtype=torch.int64).expand(2 * given.sequences, given.context)
+    loader = ech.Loader(torch.utils.data.TensorDataset(rows), global_batch=given.sequences)
+    compiled = "blocks" if given.compile else None
+    model, optimizer, loader = ech.prepare(
+        model,
+        optimizer,
+        loader,
+        layout=given.layout,
+        precision="bf16",
+        accumulate=given.accumulate,
+        recompute=RECOMPUTES[given.recompute],
+        compile=compiled,
+    )
+    for (tokens,) in loader:
+        with ech.window(model) as window:
+            window.backward(model(tokens, tokens))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()
