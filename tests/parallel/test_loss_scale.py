@@ -25,6 +25,7 @@ _SUMS: dict[str, Loss] = {
     "by hand": lambda m, x, y, t: (m(x) - t).pow(2).sum(),
     "l1": lambda m, x, y, t: F.l1_loss(m(x), t, reduction="sum"),
     "log likelihood": lambda m, x, y, t: -m(x).log_softmax(-1).gather(1, y[:, None]).sum(),
+    "policy": lambda m, x, y, t: -(m(x).log_softmax(-1).gather(1, y[:, None]) * t[:, :1].sign()).sum(),
     "vae": lambda m, x, y, t: (
         F.binary_cross_entropy_with_logits(m(x), t.sigmoid(), reduction="sum") - 0.5 * torch.sum(1 - m(x).pow(2))
     ),
@@ -48,6 +49,7 @@ _MEANS: dict[str, Loss] = {
     "over elements": lambda m, x, y, t: (m(x)[:, :2] - t[:, :2]).pow(2).sum() / 4,
     "over elements of the loss": lambda m, x, y, t: F.mse_loss(m(x)[:, :2], t[:, :2], reduction="sum") / 4,
     "by shares": lambda m, x, y, t: (F.cross_entropy(m(x), y, reduction="none") * t[:, 0].softmax(0)).sum(),
+    "by shares of all ranks": lambda m, x, y, t: (F.cross_entropy(m(x), y, reduction="none") * (t[:, 0].softmax(0) * 1.2)).sum(),
     "times": lambda m, x, y, t: F.cross_entropy(m(x), y, reduction="sum") * (1 / len(x)),
     "masked": lambda m, x, y, t: (F.cross_entropy(m(x), y, reduction="none") * (y > 0)).sum() / (y > 0).sum().clamp(min=1),
     "weight decay": lambda m, x, y, t: F.cross_entropy(m(x), y) + 1e-3 * sum(p.pow(2).sum() for p in m.parameters()),

@@ -168,10 +168,11 @@ def _sums(node: Any, samples: int) -> bool:
 
 
 def _has_shares(node: Any) -> bool:
-    """Whether it is a product with weights that add up to 1."""
+    """Whether it is a product with weights that add up to about 1, also those divided by what they are on all ranks."""
     factors = (getattr(node, f"_saved_{name}", None) for name in ("self", "other")) if _name(node) == "MulBackward0" else ()
     return any(
-        isinstance(each, torch.Tensor) and each.dim() > 0 and abs(float(each.detach().sum()) - 1) < 1e-3 for each in factors
+        isinstance(each, torch.Tensor) and each.dim() > 0 and float(each.detach().abs().sum()) < math.sqrt(each.numel())
+        for each in factors
     )
 
 
