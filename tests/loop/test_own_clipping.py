@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
 from tests.conftest import Ranks
 from tests.kit.models import batch, net
 from tests.kit.own_loops import own_loop, told
+
+pytestmark = pytest.mark.standing_ranks
 
 
 def _clipped_by_torch(layout: str, accumulation: int, right: bool) -> int:
@@ -32,3 +36,34 @@ def test_clipping_that_was_left_in_an_unfinished_update_is_told_once(ranks: Rank
     assert ranks(2, _clipped_by_torch, "ddp", 2, False) == [1, 1]
     assert ranks(2, _clipped_by_torch, "ddp", 2, True) == [0, 0]
     assert ranks(2, _clipped_by_torch, "ddp", 1, False) == [0, 0]  # of whole gradients
+
+
+def _two_optimizers(change: str, accumulation: int) -> int:
+    """How often it was told that gradients were changed where they are not whole yet."""
+    first, second = net(), net()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+    rows = list(zip(*batch(16, 0), strict=True))
+    with told() as texts:
+        first, second, *optimizers, loader = ech.prepare(
+            *(first, second, *optimizers, ech.Loader(rows, 8, accumulate=accumulation)),
+            layout="ddp" if dist.is_initialized() else "none",
+        )
+        for x, y in loader:
+            with ech.window(first) as window:
+                for model, optimizer in zip((first, second), optimizers, strict=True):
+                    window.backward(nn.functional.mse_loss(model(x), y))
+                    if change == "torch's":
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                    elif change == "window's":
+                        window.clip_grad_norm_(0.01, of=optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return sum("were changed before its step()" in text for text in texts)
+
+
+def test_clipping_of_several_optimizers_by_torch_is_told_once(ranks: Ranks) -> None:
+    """It clips the gradients of a rank's batch, where one process clips those of the whole batch."""
+    assert ranks(2, _two_optimizers, "torch's", 1) == [1, 1]
+    assert ranks(1, _two_optimizers, "torch's", 2) == [1]
+    assert ranks(1, _two_optimizers, "torch's", 1) == [0]
+    assert [ranks(2, _two_optimizers, change, 2)[0] for change in ("window's", "")] == [0, 0]

@@ -24,7 +24,7 @@ from echelon.data.stream import StreamLoader, of_all_ranks
 from echelon.world import rng
 from echelon.world.device import record_stream
 
-__all__ = ["NO_STEP", "Feed", "Step", "known_length", "restored_state"]
+__all__ = ["NO_STEP", "Feed", "Step", "known_length", "restored_state", "samples_by_batch"]
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,12 @@ def _sizes(loader: Any, start: int) -> tuple[int | None, float, Callable[[int], 
         return size, math.inf, _unknown
     samples = known_length(loader.sampler)
     return size, math.inf if samples is None else samples // size - start, lambda used: (samples or 0) % size
+
+
+def samples_by_batch(loader: Any) -> Callable[[int], int | None]:
+    """How many samples a batch of this iteration has, by its number from 1, as far as the loader says."""
+    first, alike, later = _sizes(loader, loader.start if isinstance(loader, (Loader, StreamLoader)) else 0)
+    return lambda used: first if used <= alike else later(used)
 
 
 def _of_tail(loader: Loader, start: int, used: int) -> int:

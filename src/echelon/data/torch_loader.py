@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -24,11 +25,12 @@ def is_distributed(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
 
-def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why: str) -> Loader:
+def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why: str, *, seed: int | None = None) -> Loader:
     """
     Args:
         global_batch: samples of an update, over all ranks and micro-batches.
         why: what cannot be done with a loader that has an order of its own.
+        seed: of the order, where no DistributedSampler says one; None is that of the loader's generator, else 0.
     Raises:
         UsageError: it has one: a sampler that is no torch's, or an iterable dataset; or its sampler draws a part of the data.
     """
@@ -62,7 +64,7 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     made = Loader(
         loader.dataset,
         global_batch,
-        seed=sampler.seed if divided else 0,
+        seed=sampler.seed if divided else _seed_of(sampler) if seed is None else seed,
         shuffle=sampler.shuffle if divided else _is(sampler, RandomSampler),
         accumulate=accumulation,
         tail="drop" if loader.drop_last else "keep",
@@ -72,6 +74,11 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     )
     made.worker_init_fn = loader.worker_init_fn
     return made
+
+
+def _seed_of(sampler: Any) -> int:
+    generator = getattr(sampler, "generator", None)
+    return generator.initial_seed() if isinstance(generator, torch.Generator) else 0
 
 
 def _chooses(sampler: Any) -> bool:

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from echelon.common.errors import RanksDisagreeError
+from echelon.contracts.overrides import overrides
+from echelon.data.base import loaders_of
+from echelon.data.loader import Loader
 from echelon.data.prefetch import Feed
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
@@ -32,11 +35,19 @@ def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callbac
         "max_steps": phase.max_steps,
         "max_steps_per_epoch": phase.max_steps_per_epoch,
         "accumulate": getattr(window, "size", None),
+        "seed of the order": _seeds(phase.dataloader),
         "epochs done": progress.num_epochs_completed,
         "updates done": progress.num_updates_completed,
         "steps done": progress.num_steps_completed,
     }
-    agree.same_on_all("where training begins and ends", limits, "Give all ranks the same limits and the same checkpoint.")
+    agree.same_on_all("where training begins and ends", limits, "Give all ranks the same limits, loader and checkpoint.")
+
+
+def _seeds(dataloader: Any) -> list[int | None]:
+    """By loader, where they decide which samples a rank has: with others, some come twice and some never."""
+    if overrides().observes:
+        return []
+    return [each.order.seed if isinstance(each, Loader) and each.options.dp is None else None for each in loaders_of(dataloader)]
 
 
 def on_calls(phase: str) -> None:

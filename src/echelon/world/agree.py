@@ -357,8 +357,17 @@ def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | Non
         return value
     if all(v == values[0] for v in values):  # 1 and 1.0, or a dict in another order
         return value
-    shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values[:16])) + (", ..." if len(values) > 16 else "")
+    apart = _where_apart(values)
+    shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(apart[:16])) + (", ..." if len(values) > 16 else "")
     raise RanksDisagreeError(f"ranks disagree about {name}: {shown}. {remedy}", name=name, values=values)
+
+
+def _where_apart(values: list[Any]) -> list[Any]:
+    """Of several things by name, those that differ."""
+    if not all(isinstance(each, dict) and each.keys() == values[0].keys() for each in values):
+        return values
+    names = [name for name in values[0] if any(each[name] != values[0][name] for each in values)]
+    return [{name: each[name] for name in names} for each in values]
 
 
 def from_rank0(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

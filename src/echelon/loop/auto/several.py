@@ -11,6 +11,7 @@ another optimizer leaves there, and is cleared before the next pass, is in none 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from echelon.parallel.gradients import clip as gradients
 from echelon.parallel.gradients.fused import fuse
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.networks import Networks
+from echelon.parallel.shards import is_split
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree, clock
 from echelon.world.clock import Part
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from echelon.loop.state import State
 
 __all__ = ["Several", "Turn", "configured", "of_one", "sum_of_losses"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -99,6 +103,8 @@ class Several:
         self.count = 0  # micro-batches so far in this window
         self._ended = False  # the window has
         self.total: float | None = None  # what the window's global batch weighs, once the ranks have met
+        self._looked_at: dict[Turn, tuple[nn.Parameter, int]] = {}  # a gradient of each after the latest pass
+        self._told_of_change = False
 
     def check(self, names: Mapping[nn.Parameter, str]) -> None:
         """
@@ -171,11 +177,39 @@ class Several:
         if scale == 0:
             gradients.pass_zeros(loss)
         loss.backward(gradient=None if scale == 1 else torch.full_like(loss, scale), retain_graph=retain_graph)
+        if not self._told_of_change:
+            self._look_at_gradients()
+
+    def _look_at_gradients(self) -> None:
+        for turn in self.turns:
+            seen = self._looked_at.get(turn)
+            if seen is not None and seen[0].grad is not None:
+                found: nn.Parameter | None = seen[0]
+            else:
+                found = next((p for p in turn.parameters if p.grad is not None and not is_split(p)), None)
+            if found is not None:
+                self._looked_at[turn] = found, gradients.times_changed(found)
+
+    def _tell_of_change(self, turn: Turn) -> None:
+        """Once, where the script has changed a gradient since the latest pass, of which the other ranks know nothing."""
+        seen = self._looked_at.get(turn)
+        parts = self._unit.prepared.averaged_over * self._unit.window.size
+        if parts == 1 or seen is None or self._told_of_change or seen[0].grad is None:
+            return
+        if gradients.times_changed(seen[0]) != seen[1]:
+            self._told_of_change = True
+            logger.warning(
+                "gradients of %s were changed before its step(), when they are those of this rank's batch alone: with several "
+                "optimizers the ranks, and the batches of an update, come together in step(). Call window.clip_grad_norm_(..., "
+                "of=optimizer) or window.clip_grad_value_ in place of torch's, which come after that",
+                turn,
+            )
 
     def keep(self, turn: Turn) -> None:
         """The step of an optimizer in a micro-batch that is not the window's last."""
         if turn.times_kept == self.count:
             raise _twice(turn)
+        self._tell_of_change(turn)
         turn.times_kept += 1
         turn.put_aside()
 
@@ -194,6 +228,7 @@ class Several:
                 "window.is_last before it; what happens in some updates only, choose by window.update, in a unit by "
                 "train_progress.num_updates_completed."
             )
+        self._tell_of_change(turn)
         self.total = self._meet(turn.number, f"step() of {turn}")
         turn.take_back()
         turn.settled = True

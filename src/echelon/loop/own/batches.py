@@ -13,6 +13,7 @@ from echelon.common.errors import OwnLoopError
 from echelon.common.numbers import whole
 from echelon.data.base import BaseLoader, Combined, loaders_of
 from echelon.data.parts import Padding
+from echelon.data.prefetch import samples_by_batch
 from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.own.kept import kept_for
 from echelon.loop.own.loop_unit import LoopUnit
@@ -67,11 +68,16 @@ class TrainingBatches(_Batches):
 
 
 class EvaluationBatches(_Batches):
-    """This rank's share of the batches, on its device, each sample once over all ranks."""
+    """This rank's share of the batches, on its device, each sample once over all ranks.
 
-    def __init__(self, loader: Any, unit: LoopUnit) -> None:
-        super().__init__(self._divided(loader, unit), loader)
-        self._unit = unit
+    Args:
+        number: of the loader, from 1: a DataLoader that shuffles has an order of its own, so that one that is read beside the
+            training loader does not pair each sample with itself.
+    """
+
+    def __init__(self, loader: Any, unit: LoopUnit, number: int) -> None:
+        super().__init__(self._divided(loader, unit, number), loader)
+        self._unit, self._orders = unit, 0
         self._check()
 
     def _check(self) -> None:
@@ -82,30 +88,40 @@ class EvaluationBatches(_Batches):
             raise OwnLoopError(_TOO_FEW)
 
     @staticmethod
-    def _divided(loader: Any, unit: LoopUnit) -> Any:
+    def _divided(loader: Any, unit: LoopUnit, number: int) -> Any:
         size = unit.data_rank_and_size
         ranks = size[1] if size is not None else 1
         if isinstance(loader, DataLoader):
             per_rank = loader.batch_size or 1
             batch = per_rank * ranks if is_distributed(loader) else math.ceil(per_rank / ranks) * ranks
-            loader = as_loader(loader, batch, 1, "cannot be divided between the ranks, each of which would see all samples")
+            why = "cannot be divided between the ranks, each of which would see all samples"
+            loader = as_loader(loader, batch, 1, why, seed=number)
         if isinstance(loader, (BaseLoader, Combined)) and size is not None:
             loader.set_data_rank(*size)
         return loader
 
     def __iter__(self) -> Iterator[Any]:
-        together = self._unit.forward_is_collective
+        unit, together = self._unit, self._unit.forward_is_collective
         self._check()  # its dataset may have changed
+        self._next_order()
+        samples = samples_by_batch(self.loader)
         try:
-            for batch in self.loader:
+            for number, batch in enumerate(self.loader, 1):
                 if not isinstance(batch, Padding):
-                    self._unit.evaluated = batch = copy_data_to_device(batch, self._unit.device)
-                    self._unit.has_evaluated = True
+                    unit.evaluated = batch = copy_data_to_device(batch, unit.device)
+                    unit.samples_given, unit.has_evaluated = samples(number), True
                     yield batch
                 elif together:  # of a loader that cannot tell before
                     raise OwnLoopError(_TOO_FEW)
         finally:
-            self._unit.evaluated = None
+            unit.evaluated = unit.samples_given = None
+
+    def _next_order(self) -> None:
+        """A loader that shuffles has another order each time, as a DataLoader has; after a restart that of the epoch."""
+        for each in loaders_of(self.loader):
+            if isinstance(each, BaseLoader):
+                each.set_epoch(max(self._orders, self._unit.train_progress.num_epochs_completed))
+                self._orders = each.epoch + 1
 
 
 def refuse_prepared(objects: Sequence[Any], layout: Any) -> None:

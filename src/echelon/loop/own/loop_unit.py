@@ -30,7 +30,8 @@ class LoopUnit(OptimizedUnit):
         configured: the optimizers and the schedulers that the loop has.
         reference: of `echelon prove`, where plain PyTorch trains: it gives the batches in place of the loader, and the windows.
         given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
-        evaluated, has_evaluated: the batch of an evaluation loader that the loop has, and whether it had one in this evaluation.
+        evaluated, samples_given: the batch of an evaluation loader that the loop has, and its samples, where the loader says so.
+        has_evaluated: whether it had one in this evaluation.
         shares_batches: whether the ranks share a batch of the loader that the loop was given.
     """
 
@@ -84,7 +85,6 @@ class LoopUnit(OptimizedUnit):
 
     def samples_evaluated(self) -> float | torch.Tensor:
         """What the batch weighs that the loop evaluates."""
-        self.samples_given = None
         return self.weight(self.evaluated)
 
     def zero_grad(self, state: State) -> None:

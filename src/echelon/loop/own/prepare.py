@@ -110,7 +110,7 @@ def prepare(
         device=device,
     )
     unit = _unit(parts, options)
-    evaluation = {id(each): EvaluationBatches(each, unit) for each in parts.evaluation}
+    evaluation = {id(each): EvaluationBatches(each, unit, number) for number, each in enumerate(parts.evaluation, 1)}
     batches = _joined(parts, unit, loader, list(callbacks), checkpoints)
     made = {id(parts.loader): batches, **dict(zip(map(id, parts.models), _as_made(parts, unit), strict=True)), **evaluation}
     returned = tuple(made.get(id(each), each) for each in objects)

@@ -1,0 +1,113 @@
+"""The loaders of a loop of one's own: in which order each is read, and how many samples its batches have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import echelon as ech
+from echelon.common.errors import RanksDisagreeError
+from tests.conftest import Ranks
+
+pytestmark = pytest.mark.standing_ranks
+
+NUMBERED = TensorDataset(torch.arange(8.0).view(-1, 1), torch.arange(8))
+
+
+def _step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    with ech.window(model) as window:
+        window.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _prepared(*loaders: Any) -> Any:
+    model = nn.Linear(1, 1)
+    layout = "ddp" if dist.is_initialized() else "none"
+    return ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), *loaders, layout=layout)
+
+
+def _zipped() -> list[tuple[list[int], list[int]]]:
+    """Numbers of the samples of both loaders, by epoch."""
+    model, optimizer, first, second = _prepared(*(DataLoader(NUMBERED, 4, shuffle=True) for _ in range(2)))
+    seen = []
+    for _ in ech.epochs(first, 3):
+        both: tuple[list[int], list[int]] = [], []
+        for (x, i), (_, j) in zip(first, second, strict=True):
+            both[0].extend(i.tolist())
+            both[1].extend(j.tolist())
+            _step(model, optimizer, x)
+        seen.append(both)
+    return seen
+
+
+def test_a_second_loader_that_shuffles_has_an_order_of_its_own_in_each_epoch(ranks: Ranks) -> None:
+    """As in plain PyTorch: two loaders of one dataset, zipped, pair samples at random and do not pair each with itself."""
+    (alone,) = ranks(1, _zipped)
+    assert all(sorted(first) == sorted(second) == [*range(8)] for first, second in alone)
+    assert all(first != second for first, second in alone)
+    assert len({tuple(second) for _, second in alone}) == 3
+    for epoch, (first, second) in enumerate(zip(*ranks(2, _zipped), strict=True)):
+        assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [sorted(each) for each in alone[epoch]]
+
+
+def _of_generator(seed: int, *, by_rank: bool = False) -> list[int] | str:
+    generator = torch.Generator().manual_seed(seed + (ech.RankInfo().rank if by_rank else 0))
+    model, optimizer, loader = _prepared(DataLoader(NUMBERED, 4, shuffle=True, generator=generator))
+    seen: list[int] = []
+    try:
+        for x, i in loader:
+            seen += i.tolist()
+            _step(model, optimizer, x)
+    except RanksDisagreeError as error:
+        return str(error.fields["name"])
+    return seen
+
+
+def test_a_generator_decides_the_order(ranks: Ranks) -> None:
+    one, same, other = (ranks(1, _of_generator, seed)[0] for seed in (1, 1, 2))
+    assert one == same != other
+    assert ranks(2, _of_generator, 1, by_rank=True) == ["where training begins and ends"] * 2
+
+
+def _of_seed(*, by_rank: bool) -> str | None:
+    seed = ech.RankInfo().rank if by_rank else 1
+    model, optimizer, loader = _prepared(ech.Loader(NUMBERED, 4, seed=seed))
+    try:
+        for x, _ in loader:
+            _step(model, optimizer, x)
+    except RanksDisagreeError as error:
+        return str(error.fields["name"])
+    return None
+
+
+def test_ranks_with_other_orders_are_refused(ranks: Ranks) -> None:
+    """Some samples would come twice, and others never."""
+    assert ranks(2, _of_seed, by_rank=True) == ["where training begins and ends"] * 2
+    assert ranks(2, _of_seed, by_rank=False) == [None, None]
+
+
+def _time_first(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """(T, B), as nn.LSTM takes it."""
+    return torch.stack([x.expand(5) for x, _ in samples], 1)
+
+
+def _evaluated(kind: str) -> float:
+    held_out: Any = TensorDataset(torch.arange(10.0).view(-1, 1), torch.arange(10))
+    make: Any = DataLoader if kind == "DataLoader" else lambda *given, **more: ech.Loader(*given, shuffle=False, **more)
+    model, _, _, loader = _prepared(DataLoader(NUMBERED, 4), make(held_out, 4, collate_fn=_time_first))
+    with ech.evaluating(model) as evaluation:
+        for x in loader:
+            evaluation.log("mean", x.mean())
+    return float(evaluation.numbers["mean"])
+
+
+@pytest.mark.parametrize("kind", ["DataLoader", "Loader"])
+def test_a_batch_of_an_evaluation_weighs_what_its_loader_put_into_it(ranks: Ranks, kind: str) -> None:
+    """The last batch has two samples, and five steps in its first dimension like the others."""
+    assert ranks(1, _evaluated, kind) == [4.5] and ranks(2, _evaluated, kind) == [4.5, 4.5]
