@@ -124,6 +124,26 @@ def _with_teacher() -> bool:
     return hasattr(teacher.weight, "device_mesh")
 
 
+def _evaluated_by_its_average() -> tuple[float | None, bool]:
+    model = net()
+    average = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaders = [DataLoader(TensorDataset(X, Y), 8) for _ in range(2)]
+    model, average, optimizer, *loaders = ech.prepare(model, average, optimizer, *loaders, layout="ddp")
+    for x, y in loaders[0]:
+        update(model, optimizer, x, y, False)
+    with ech.evaluating(average) as evaluation:
+        for x, y in loaders[1]:
+            evaluation.log("loss", nn.functional.mse_loss(average(x), y))
+        modes = average.training or model.training
+    return evaluation.numbers.get("loss"), modes
+
+
+def test_an_average_may_be_what_an_evaluation_is_asked_for(ranks: Ranks) -> None:
+    (first, modes), second = ranks(2, _evaluated_by_its_average)
+    assert second == (first, modes) and first is not None and not modes
+
+
 def test_a_teacher_of_another_kind_stays_whole(ranks: Ranks) -> None:
     assert ranks(2, _with_teacher) == [False, False]
 

@@ -111,3 +111,22 @@ def _evaluated(kind: str) -> float:
 def test_a_batch_of_an_evaluation_weighs_what_its_loader_put_into_it(ranks: Ranks, kind: str) -> None:
     """The last batch has two samples, and five steps in its first dimension like the others."""
     assert ranks(1, _evaluated, kind) == [4.5] and ranks(2, _evaluated, kind) == [4.5, 4.5]
+
+
+def _of_few(logs: bool) -> tuple[int, float | None]:
+    """Batches that this rank had, and the mean of what was logged."""
+    few = TensorDataset(torch.tensor([[1.0], [2.0], [6.0]]))
+    model, _, _, loader = _prepared(DataLoader(NUMBERED, 4), DataLoader(few, 8))
+    batches = 0
+    with ech.evaluating(model) as evaluation:
+        for (x,) in loader:
+            batches += 1
+            if logs:
+                evaluation.log("mean", x.mean())
+    return batches, evaluation.numbers.get("mean")
+
+
+@pytest.mark.full
+def test_an_evaluation_may_have_fewer_samples_than_there_are_ranks(ranks: Ranks) -> None:
+    assert ranks(4, _of_few, True) == [(1, 3.0), (1, 3.0), (1, 3.0), (0, 3.0)]
+    assert ranks(4, _of_few, False) == [(1, None), (1, None), (1, None), (0, None)]

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from echelon.common.errors import OwnLoopError
 from echelon.common.numbers import whole
 from echelon.data.base import BaseLoader, Combined, loaders_of
+from echelon.data.loader import Loader
 from echelon.data.parts import Padding
 from echelon.data.prefetch import samples_by_batch
 from echelon.data.torch_loader import as_loader, is_distributed
@@ -105,6 +106,8 @@ class EvaluationBatches(_Batches):
         self._check()  # its dataset may have changed
         self._next_order()
         samples = samples_by_batch(self.loader)
+        if isinstance(self.loader, Loader) and self.loader.order.length < self.loader.dp[1]:
+            unit.leaves_out_ranks = True
         try:
             for number, batch in enumerate(self.loader, 1):
                 if not isinstance(batch, Padding):

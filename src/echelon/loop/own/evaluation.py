@@ -51,7 +51,8 @@ class LoopEvaluation:
         """
         session, unit = self._session, self._session.unit
         best = session.best
-        if not (self._logs or best is not None):
+        logs = agree.any_rank(self._logs) if unit.leaves_out_ranks else self._logs
+        if not (logs or best is not None):
             return
         if unit.has_evaluated:
             session.logged.takes_part("eval")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["keep", "kept_for"]
+__all__ = ["keep", "keep_for_copy", "kept_for", "kept_for_copy"]
 
 # By what `prepare` has returned. A session holds all of that, so it must not be held here: they would stay for good.
 _sessions: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -32,6 +32,17 @@ def keep(session: Any, module: nn.Module, things: Iterable[Any]) -> None:
     for each in things:
         _sessions[each] = weakref.ref(session)
     vars(module)["_echelon_session"] = _Kept(session)
+
+
+def keep_for_copy(session: Any, copy: nn.Module) -> None:
+    """Of a copy that a session has, which a later one may have as well, such as a teacher."""
+    vars(copy)["_echelon_session"] = _Kept(session)
+
+
+def kept_for_copy(thing: Any) -> Any:
+    """The latest session that has it as a copy, or as its model; None for what is neither."""
+    kept = vars(thing).get("_echelon_session") if isinstance(thing, nn.Module) else None
+    return None if kept is None else kept.session
 
 
 def kept_for(thing: Any) -> Any:

@@ -32,6 +32,7 @@ class LoopUnit(OptimizedUnit):
         given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
         evaluated, samples_given: the batch of an evaluation loader that the loop has, and its samples, where the loader says so.
         has_evaluated: whether it had one in this evaluation.
+        leaves_out_ranks: an evaluation loader has fewer samples than there are ranks: only some of them know what was logged.
         shares_batches: whether the ranks share a batch of the loader that the loop was given.
     """
 
@@ -62,7 +63,7 @@ class LoopUnit(OptimizedUnit):
         self.taken: Callable[[State, Any, float, Any], None] | None = None
         self.shares_batches = True
         self.evaluated: Any = None
-        self.has_evaluated = False
+        self.has_evaluated = self.leaves_out_ranks = False
 
     @property
     def divided(self) -> int:

@@ -172,7 +172,8 @@ def _joined(
     session = Session(unit, loader, callbacks, None if overrides().observes else saver)
     session.take_over()
     batches = TrainingBatches(loader, parts.loader, session)
-    session.adopt(_as_made(parts, unit), *parts.models, *(optimizer for optimizer, _ in parts.optimizers), batches)
+    objects = (*parts.models, *(optimizer for optimizer, _ in parts.optimizers), batches)
+    session.adopt(_as_made(parts, unit), parts.copies, *objects)
     if saver is not None:
         take_up(checkpoints, saver, unit, loader)
     return batches

@@ -21,7 +21,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import LoopModes
 from echelon.loop.own.batch_window import OwnWindow
-from echelon.loop.own.kept import keep, kept_for
+from echelon.loop.own.kept import keep, keep_for_copy, kept_for, kept_for_copy
 from echelon.loop.own.loop_run import LoopRun
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.records.logged import Logged
@@ -71,9 +71,11 @@ class Session:
 
     # --- which session something belongs to
 
-    def adopt(self, modules: Sequence[torch.nn.Module], *objects: Any) -> None:
+    def adopt(self, modules: Sequence[torch.nn.Module], copies: Sequence[torch.nn.Module], *objects: Any) -> None:
         for module in modules:
             keep(self, module, (*modules, *objects))
+        for copy in copies:
+            keep_for_copy(self, copy)
 
     @staticmethod
     def of(thing: Any, asked_by: str) -> Session:
@@ -81,7 +83,7 @@ class Session:
         Raises:
             UsageError: `prepare` has not seen it.
         """
-        found: Session | None = kept_for(thing)
+        found: Session | None = kept_for(thing) or kept_for_copy(thing)
         if found is None:
             raise OwnLoopError(
                 f"{asked_by} must be given what echelon.prepare(...) returned, its model, optimizer or training loader, got a "
