@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 import echelon as ech
@@ -221,6 +222,39 @@ def test_a_run_over_streams_goes_on_exactly_through_checkpoints(ranks: Ranks, tm
     rest = ranks(2, _saved_and_restored, tmp_path / "cut", 11, True, 2)
     assert [a + b for a, b in zip(first, rest, strict=True)] == want
     assert want[0][-1][0] >= 1000 and not set(sum(want[0], [])) & set(sum(want[1], []))
+
+
+class _Counted:
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(float(self._count)).view(-1, 1))
+
+
+def _trained_on(count: int, workers: int) -> tuple[int, int]:
+    """Updates of two epochs over a stream of so many samples, and how many samples this rank has trained on."""
+    model, seen = torch.nn.Linear(1, 1), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    loader: Any = ech.StreamLoader(_Counted(count), 8, shards="stride", num_workers=workers)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="ddp" if dist.is_initialized() else "none")
+    updates = 0
+    for _ in ech.epochs(loader, 2):
+        for x in loader:
+            seen += len(x)
+            with ech.window(model) as window:
+                window.backward(model(x).square().mean())
+                updates += window.is_last
+                optimizer.step()
+                optimizer.zero_grad()
+    return updates, seen
+
+
+@pytest.mark.parametrize(("count", "workers"), [(48, 0), (47, 0), (9, 0), (7, 0), pytest.param(95, 2, marks=pytest.mark.full)])
+def test_what_not_all_ranks_have_is_dropped_with_the_tail(ranks: Ranks, count: int, workers: int) -> None:
+    """Of 47 samples one rank has 24, six micro-batches of 4, and the other 23: five are trained on."""
+    updates = 2 * (count // 2 // 4 if not workers else 11)  # of four streams the last has five
+    assert ranks(2, _trained_on, count, workers) == [(updates, 4 * updates)] * 2
 
 
 def _workers_left() -> int:

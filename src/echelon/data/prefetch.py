@@ -197,6 +197,11 @@ class Feed(Iterator[Step[Any]]):
             return Step(batch if self._move is None else self._move(batch, False), used == self.total, padding, used, samples)
         return self._next_ahead()
 
+    def end(self, after: int) -> None:
+        """Give no further batch, though there may be one, and count so many as used."""
+        self.used = self.total = after
+        self._next = _END
+
     def _end(self) -> None:
         """Let torch's iterator come to its end, as `for` does: a sampler may draw from its generator there.
 

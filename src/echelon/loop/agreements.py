@@ -72,19 +72,29 @@ def on_lengths(phase: str, feed: Feed, unit: Any) -> bool:
     return length is None
 
 
-def on_end(phase: str, used: int, *, ended: bool, is_last: bool) -> None:
+def on_end(phase: str, used: int, *, ended: bool, is_last: bool, drops: bool) -> bool | None:
     """Between two batches of loaders without a length: all ranks have one more, or none has. Nor is it the last on some ranks
     only: there it would end a window, whose gradients the others do not sum up yet.
+
+    Args:
+        drops: what not all ranks have is left out.
+    Returns:
+        None where ranks go on. Else the epoch ends, since others have no more: with this rank's batch if True, else without it.
     """
     if not agree.any_rank(ended or is_last):
-        return
-    told = agree.gather([used, ended, is_last])
-    if all(each[1:] == told[0][1:] for each in told):
-        return
+        return None
+    told = agree.gather([used, ended, is_last, drops])
+    if all(each[1:3] == told[0][1:3] for each in told):
+        return None
+    if all(each[3] for each in told):
+        return not any(each[1] for each in told)
     shown = ", ".join(
-        f"rank {r}: {'ended after' if e else 'has only' if last else 'has batch'} {n}" for r, (n, e, last) in enumerate(told)
+        f"rank {r}: {'ended after' if e else 'has only' if last else 'has batch'} {n}" for r, (n, e, last, _) in enumerate(told)
     )
-    raise RanksDisagreeError(f"ranks disagree about the end of the {phase} epoch: {shown}. Give every rank equally many batches.")
+    raise RanksDisagreeError(
+        f"ranks disagree about the end of the {phase} epoch: {shown}. Give every rank equally many batches; "
+        "StreamLoader(tail='drop') leaves out what not all ranks have."
+    )
 
 
 class CutShort:

@@ -12,6 +12,7 @@ from echelon.common.errors import EchelonError
 from echelon.contracts import pulse
 from echelon.contracts.pulse import Phase
 from echelon.data.prefetch import NO_STEP, Feed
+from echelon.data.stream import StreamLoader
 from echelon.loop import agreements
 from echelon.loop.feeding import Batches, open_feed, own_fetch
 from echelon.loop.progress import Progress
@@ -49,6 +50,8 @@ class Steps:
         meets = stage.inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in stage.callbacks)
         meets = meets or getattr(stage.here.dataloader, "meets_in_steps", False)
         unsized = not state.alone and (stage.trains or meets) and agreements.on_lengths(phase, self.feed, stage.unit)
+        loader = stage.here.dataloader
+        self._drops = isinstance(loader, StreamLoader) and loader.tail == "drop"
         fetch = own_fetch(stage, self.batches, always=unsized)
         self.fetch = partial(self._fetch_agreed, fetch) if unsized and fetch is not None else fetch
         self.cuts = agreements.cuts_evaluation(state, together=meets) if not stage.trains else None
@@ -145,15 +148,21 @@ class Steps:
 
     def _fetch_agreed(self, fetch: Callable[[], Any]) -> Any:
         """Where no loader has a length: all ranks have one more batch, or none has."""
+        feed, here, phase, drops = self.feed, self.stage.here, self.stage.phase, self._drops
         try:
             data = fetch()
         except StopIteration:
-            agreements.on_end(self.stage.phase, self.feed.used, ended=True, is_last=False)
+            agreements.on_end(phase, feed.used, ended=True, is_last=False, drops=drops)
             raise
         before = clock.enter(Part.WAIT)
-        is_last = data is not self.batches and self.stage.here.step.is_last  # a step that fetches for itself has not yet
-        agreements.on_end(self.stage.phase, self.feed.used, ended=False, is_last=is_last)
+        is_last = data is not self.batches and here.step.is_last  # a step that fetches for itself has not yet
+        with_it = agreements.on_end(phase, feed.used, ended=False, is_last=is_last, drops=drops)
         clock.enter(before)
+        if with_it is not None:
+            feed.end(after=feed.used if with_it else feed.used - 1)
+            here.step = here.step._replace(is_last=True)
+            if not with_it:
+                raise StopIteration
         return data
 
     def _leave_out(self, data: Any, progress: Progress) -> None:

@@ -399,9 +399,11 @@ class Session:
             return
         if self._skipped:  # its state knows of epochs that were trained before a restart
             return
-        with warnings.catch_warnings():
-            if self._replays:  # the optimizer did step before it, in the run that was restored
-                warnings.filterwarnings("ignore", "Detected call of", UserWarning)
+        if not self._replays:
+            original(*args, **options)
+            return
+        with warnings.catch_warnings():  # the optimizer did step before it, in the run that was restored
+            warnings.filterwarnings("ignore", "Detected call of", UserWarning)
             original(*args, **options)
 
     def _counts(self, window: OwnWindow | None, turn: Turn | None) -> bool:
