@@ -207,7 +207,9 @@ def _blocks(module: nn.Module, size: int, whole: dict[str, str]) -> Iterator[tup
                 if layers[n].get_parameter("weight").shape[split_dims(layers[n], style)["weight"]] % size
             ]
             if wrong:
-                whole |= dict.fromkeys((_pattern(prefix + n) for n in some), f"{size} ranks do not divide {wrong[0]}")
+                whole |= dict.fromkeys(
+                    (_pattern(prefix + n) for n in some), f"{size} ranks do not divide layer {prefix}{wrong[0]}"
+                )
             else:
                 yield from ((prefix + n, style) for n, style in some.items())
 
