@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from echelon.parallel.shards import is_split
 from echelon.world import agree
 
 __all__ = ["tell_of_labels", "tell_of_scale"]
@@ -75,6 +76,8 @@ def tell_of_labels(loss: torch.Tensor, samples: int) -> None:
     if len(found) != 1 or samples < 2 or not agree.is_rank0():
         return
     of_classes, labels, index = (getattr(found[0], f"_saved_{name}") for name in ("weight", "target", "ignore_index"))
+    if is_split(labels):
+        return
     labels = labels.flatten()
     if len(labels) % samples:
         return
@@ -130,7 +133,7 @@ def _elements(node: Any) -> list[int]:
 
 def _is_over(node: Any, number: int) -> bool:
     by = getattr(node, "_saved_other", None)
-    if _name(node) != "DivBackward0" or not isinstance(by, torch.Tensor) or by.dim() or by.device.type != "cpu":
+    if _name(node) != "DivBackward0" or not isinstance(by, torch.Tensor) or by.dim() or by.device.type != "cpu" or is_split(by):
         return False
     return by.item() == number
 
@@ -171,7 +174,10 @@ def _has_shares(node: Any) -> bool:
     """Whether it is a product with weights that add up to about 1, also those divided by what they are on all ranks."""
     factors = (getattr(node, f"_saved_{name}", None) for name in ("self", "other")) if _name(node) == "MulBackward0" else ()
     return any(
-        isinstance(each, torch.Tensor) and each.dim() > 0 and float(each.detach().abs().sum()) < math.sqrt(each.numel())
+        isinstance(each, torch.Tensor)
+        and not is_split(each)  # of which only all ranks together know the sum
+        and each.dim() > 0
+        and float(each.detach().abs().sum()) < math.sqrt(each.numel())
         for each in factors
     )
 
