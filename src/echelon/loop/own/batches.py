@@ -78,7 +78,7 @@ class EvaluationBatches(_Batches):
 
     def __init__(self, loader: Any, unit: LoopUnit, number: int) -> None:
         super().__init__(self._divided(loader, unit, number), loader)
-        self._unit, self._orders = unit, 0
+        self._unit = unit
         self._check()
 
     def _check(self) -> None:
@@ -104,7 +104,7 @@ class EvaluationBatches(_Batches):
     def __iter__(self) -> Iterator[Any]:
         unit, together = self._unit, self._unit.forward_is_collective
         self._check()  # its dataset may have changed
-        self._next_order()
+        self._choose_order()
         samples = samples_by_batch(self.loader)
         if isinstance(self.loader, Loader) and self.loader.order.length < self.loader.dp[1]:
             unit.leaves_out_ranks = True
@@ -119,12 +119,11 @@ class EvaluationBatches(_Batches):
         finally:
             unit.evaluated = unit.samples_given = None
 
-    def _next_order(self) -> None:
-        """A loader that shuffles has another order each time, as a DataLoader has; after a restart that of the epoch."""
+    def _choose_order(self) -> None:
+        """A loader that shuffles has another order each time, as a DataLoader has: after a restart, too, that of the update."""
         for each in loaders_of(self.loader):
-            if isinstance(each, BaseLoader):
-                each.set_epoch(max(self._orders, self._unit.train_progress.num_epochs_completed))
-                self._orders = each.epoch + 1
+            if isinstance(each, Loader):
+                each.set_epoch(self._unit.train_progress.num_updates_completed)
 
 
 def refuse_prepared(objects: Sequence[Any], layout: Any) -> None:
