@@ -103,7 +103,8 @@ class Several:
         self.count = 0  # micro-batches so far in this window
         self._ended = False  # the window has
         self.total: float | None = None  # what the window's global batch weighs, once the ranks have met
-        self._looked_at: dict[Turn, tuple[nn.Parameter, int]] = {}  # a gradient of each after the latest pass
+        self._witnesses: dict[Turn, nn.Parameter | None] = {}  # of whose gradients it is seen that the script changes them
+        self._seen_versions: dict[Turn, int] = {}  # after the latest pass
         self._told_of_change = False
 
     def check(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -182,21 +183,20 @@ class Several:
 
     def _look_at_gradients(self) -> None:
         for turn in self.turns:
-            seen = self._looked_at.get(turn)
-            if seen is not None and seen[0].grad is not None:
-                found: nn.Parameter | None = seen[0]
-            else:
-                found = next((p for p in turn.parameters if p.grad is not None and not is_split(p)), None)
-            if found is not None:
-                self._looked_at[turn] = found, gradients.times_changed(found)
+            if (
+                turn not in self._witnesses
+                and (found := next((p for p in turn.parameters if p.grad is not None), None)) is not None
+            ):
+                self._witnesses[turn] = None if is_split(found) else found  # of shards each pass is averaged by itself
+            if (witness := self._witnesses.get(turn)) is not None:
+                self._seen_versions[turn] = gradients.times_changed(witness)
 
     def _tell_of_change(self, turn: Turn) -> None:
         """Once, where the script has changed a gradient since the latest pass, of which the other ranks know nothing."""
-        seen = self._looked_at.get(turn)
-        parts = self._unit.prepared.averaged_over * self._unit.window.size
-        if parts == 1 or seen is None or self._told_of_change or seen[0].grad is None:
+        witness, parts = self._witnesses.get(turn), self._unit.prepared.averaged_over * self._unit.window.size
+        if parts == 1 or self._told_of_change or witness is None or witness.grad is None:
             return
-        if gradients.times_changed(seen[0]) != seen[1]:
+        if gradients.times_changed(witness) != self._seen_versions[turn]:
             self._told_of_change = True
             logger.warning(
                 "gradients of %s were changed before its step(), when they are those of this rank's batch alone: with several "
