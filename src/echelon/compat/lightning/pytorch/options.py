@@ -71,7 +71,7 @@ _OF_UNITS = {
 # Lightning's others, and where what they mean is to be had.
 _ELSEWHERE = {
     "auto_lr_find": "there is no search for a learning rate",
-    "auto_scale_batch_size": "there is no search for a batch size",
+    "auto_scale_batch_size": "it is the launcher's: `echelon run --find-batch`, which keeps the global batch",
     "checkpoint_callback": "write enable_checkpointing",
     "max_time": "it is the launcher's: `echelon run --stop-after 55m`",
     "num_processes": "write devices",

@@ -51,7 +51,7 @@ CALLBACKS = {
     "BackboneFinetuning": "requires_grad_ in on_train_epoch_start, with the optimizer holding all parameters from the start",
     "BaseFinetuning": "requires_grad_ in on_train_epoch_start, with the optimizer holding all parameters from the start",
     "BasePredictionWriter": "what trainer.predict returns, or on_predict_batch_end",
-    "BatchSizeFinder": "a batch size that fits; there is no search for one",
+    "BatchSizeFinder": "`echelon run --find-batch`, which keeps the global batch",
     "GradientAccumulationScheduler": "Trainer(accumulate_grad_batches=...)",
     "LearningRateFinder": "a learning rate of your own; there is no search for one",
     "ModelPruning": "torch.nn.utils.prune, in hooks of your own",
@@ -126,7 +126,7 @@ OTHERS = {
 }
 
 # Modules of which nothing is here.
-_SEARCH = "a learning rate and a batch size of your own; there is no search for them"
+_SEARCH = "a learning rate of your own; `echelon run --find-batch` finds the largest micro-batch of your global batch"
 _FABRIC = NAMES["Fabric"]
 _SMALL = "a small LightningModule of your own"
 _ACCELERATORS = "Trainer(accelerator='cpu') or 'gpu', and torch.cuda"
