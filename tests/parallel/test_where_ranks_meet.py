@@ -50,6 +50,7 @@ PLACES = {
     "FiniteWatch._whose": "test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter",
     "Frozen.leave_out": STATE,
     "Logged.end_phase": TOLD,
+    "LoopEvaluation.end": "test_an_evaluation_may_have_fewer_samples_than_there_are_ranks",
     "Mean.compute": CALLED,
     "RollBack._go_back": STEPS,
     "RollBack.on_train_step_end": STEPS,
