@@ -35,13 +35,13 @@ def keep(session: Any, module: nn.Module, things: Iterable[Any]) -> None:
 
 
 def keep_for_copy(session: Any, copy: nn.Module) -> None:
-    """Of a copy that a session has, which a later one may have as well, such as a teacher."""
-    vars(copy)["_echelon_session"] = _Kept(session)
+    """Of a copy that a session has, which a later one may have as well, such as a teacher that another session has trained."""
+    vars(copy)["_echelon_session_of_copy"] = _Kept(session)
 
 
 def kept_for_copy(thing: Any) -> Any:
-    """The latest session that has it as a copy, or as its model; None for what is neither."""
-    kept = vars(thing).get("_echelon_session") if isinstance(thing, nn.Module) else None
+    """The latest session that has it as a copy; None for what is none."""
+    kept = vars(thing).get("_echelon_session_of_copy") if isinstance(thing, nn.Module) else None
     return None if kept is None else kept.session
 
 
