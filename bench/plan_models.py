@@ -26,6 +26,8 @@ import echelon as ech
 SHAPES = SIZES | {
     "2-7B": Size(width=4096, depth=32, heads=32, kv_heads=32, hidden=11_008, vocabulary=32_000, context=4096),
     "2-13B": Size(width=5120, depth=40, heads=40, kv_heads=40, hidden=13_824, vocabulary=32_000, context=4096),
+    # Of huggingface/nanotron's benchmark of 2025; its head is tied.
+    "nanotron-1b": Size(width=2048, depth=24, heads=32, kv_heads=32, hidden=4096, vocabulary=50_257, context=4096),
     "70B": Size(width=8192, depth=80, heads=64, kv_heads=8, hidden=28_672, vocabulary=128_256, context=8192),
 }
 
@@ -69,25 +71,25 @@ def main() -> None:
     with ech.on_meta():
         shape = replace((SHAPES | MPT_SHAPES)[given.size], context=given.context)
         model = MPT(shape) if given.size in MPT_SHAPES else Llama(shape)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     rows = torch.zeros(1, dtype=torch.int64).expand(2 * given.sequences, given.context)
-    loader = ech.Loader(torch.utils.data.TensorDataset(rows), global_batch=given.sequences)
-    compiled = "blocks" if given.compile else None
-    model, optimizer, loader = ech.prepare(
-        model,
-        optimizer,
-        loader,
+    unit = Unit(
+        module=model,
         layout=given.layout,
         precision="bf16",
-        accumulate=given.accumulate,
         recompute=RECOMPUTES[given.recompute],
-        compile=compiled,
+        compile="blocks" if given.compile else None,
     )
-    for (tokens,) in loader:
-        with ech.window(model) as window:
-            window.backward(model(tokens, tokens))
-            optimizer.step()
-            optimizer.zero_grad()
+    loader = ech.Loader(torch.utils.data.TensorDataset(rows), global_batch=given.sequences, accumulate=given.accumulate)
+    ech.train(unit, loader, max_updates=2)
+
+
+class Unit(ech.AutoUnit[Any]):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        (tokens,) = data
+        return self.module(tokens, tokens), None
+
+    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True), None
 
 
 if __name__ == "__main__":

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import sys
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,30 @@ from typing import Any
 import torch
 
 from echelon.common.errors import EchelonError, PlanError
+from echelon.common.machine import usable_cores
 from echelon.common.terminal import columns
 from echelon.common.traces import in_library
 from echelon.loop.target import Target
 from echelon.plan.devices import Device
 from echelon.plan.links import Links
-from echelon.plan.timeline import fused, simulate
+from echelon.plan.stages import run_together
+from echelon.plan.timeline import Timeline, fused, simulate
 from echelon.plan.trace import KINDS
-from echelon.plan.update import Planned, trace_update
+from echelon.plan.update import trace_update
 
-__all__ = ["PASSING", "Answer", "Setting", "duration", "layouts_for", "lines", "plan_memory", "size", "traced"]
+__all__ = [
+    "PASSING",
+    "Answer",
+    "Job",
+    "Setting",
+    "all_traced",
+    "duration",
+    "layouts_for",
+    "lines",
+    "plan_memory",
+    "size",
+    "traced",
+]
 
 # What a trace does not see. The caching allocator cannot use all that it reserves: a tenth is taken for that. CUDA's context, the
 # buffers of NCCL and the workspaces of cuBLAS lie beside it: a GiB is taken. Both are rules of thumb, and no measurements.
@@ -56,6 +73,7 @@ class Answer:
         mfu: share of the device's peak that the model's own products and attention take, without what is computed again.
         parameter_bytes: of the whole model.
         recompute: repeated blocks were computed again in the backward pass, in place of what the script recomputes.
+        stages: of a pipeline, the peak of each; the one shown is the fullest, and times are means over all.
         verdict: fits, at risk, does not fit; "" without a budget.
         why: it could not be traced.
     """
@@ -80,6 +98,7 @@ class Answer:
     mfu: float = 0.0
     parameter_bytes: int = 0
     recompute: bool = False
+    stages: list[int] | None = None
     verdict: str = ""
     why: str = ""
 
@@ -129,7 +148,7 @@ def plan_memory(
     budget: int | None = None,
     device: Device | None = None,
 ) -> list[Answer]:
-    """Two updates of the script under each layout, traced as rank 0 of so many, and the script's own layout first.
+    """Two updates of the script under each layout, traced as one rank of so many, and the script's own layout first.
 
     Args:
         layouts: those to try beside; by default `layouts_for`.
@@ -140,90 +159,183 @@ def plan_memory(
     setting = Setting(ranks, per_node, budget, device)
     if only is not None:
         return [traced(target, None if only == "yours" else only, setting)]
-    made = [traced(target, None, setting)]
-    for layout in layouts or layouts_for(ranks, per_node):
-        if layout != made[0].layout:
-            made.append(traced(target, layout, setting))
-    return made
+    own = traced(target, None, setting)
+    others = [layout for layout in layouts or layouts_for(ranks, per_node) if layout != own.layout]
+    return [own, *all_traced([Job(target, layout, setting) for layout in others])]
 
 
-def traced(
-    target: Target, layout: str | None, setting: Setting, accumulation: int | None = None, *, recompute: bool = False
-) -> Answer:
-    """In a process of its own, since what a script began stays begun. No daemon: its loader may have workers.
+@dataclass(frozen=True)
+class Job:
+    """What a process traces.
 
     Args:
         layout: None is the script's own.
         accumulation: micro-batches of an update, in place of the script's own.
         recompute: repeated blocks are computed again in the backward pass, in place of what the script recomputes.
+        rank: as which.
     """
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_trace, args=(there, target, layout, setting, accumulation, recompute))
-    with warnings.catch_warnings(action="ignore"):  # threads of torch's, which the child does not use
-        child.start()
-    there.close()
-    try:
-        told = here.recv()
-    except EOFError:
-        child.join()
-        told = {"why": f"its process ended with exit code {child.exitcode}, as the kernel's OOM killer ends one with -9"}
-    child.join()
-    found = Answer(layout=told.pop("layout", layout or ""), is_own=layout is None, **told)
-    return (
-        Answer(**{**asdict(found), "verdict": _verdict(found.peak, setting.budget)}) if setting.budget and found.peak else found
-    )
+
+    target: Target
+    layout: str | None
+    setting: Setting
+    accumulation: int | None = None
+    recompute: bool = False
+    rank: int = 0
 
 
-def _trace(
-    there: Connection, target: Target, layout: str | None, setting: Setting, accumulation: int | None, recompute: bool
-) -> None:
-    told: dict[str, Any]
+def traced(
+    target: Target, layout: str | None, setting: Setting, accumulation: int | None = None, *, recompute: bool = False
+) -> Answer:
+    """See `Job`."""
+    return all_traced([Job(target, layout, setting, accumulation, recompute)])[0]
+
+
+def all_traced(jobs: Sequence[Job]) -> list[Answer]:
+    """Each as rank 0, and a pipeline as a rank of each of its stages."""
+    firsts = _in_processes(jobs)
+    stages = [[replace(job, rank=rank) for rank in first.pipeline[1:]] for job, first in zip(jobs, firsts, strict=True)]
+    others = iter(_in_processes([each for those in stages for each in those]))
+    return [_answer(job, [first, *(next(others) for _ in those)]) for job, first, those in zip(jobs, firsts, stages, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What was found as one rank.
+
+    Args:
+        counted: micro-batches that were traced; of a pipeline, whose passes repeat themselves, not all.
+        own_flops: without what is computed again.
+        peak_flops: a second, of the device.
+    """
+
+    answer: Answer
+    pipeline: tuple[int, ...] = ()
+    counted: int = 1
+    timeline: Timeline | None = None
+    own_flops: int = 0
+    peak_flops: float = 0.0
+
+
+def _answer(job: Job, found: list[_Rank]) -> Answer:
+    if failed := next((each.answer for each in found if each.answer.why), None):
+        return failed
+    made = max((each.answer for each in found), key=lambda answer: answer.peak)
+    if found[0].timeline is not None:
+        made = _timed(made, job.setting, found)
+    if len(found) > 1:
+        more = made.micro_batches / found[0].counted
+        made = replace(
+            made,
+            stages=[each.answer.peak for each in found],
+            sent=int(more * max(each.answer.sent for each in found)),
+            flops=int(more * max(each.answer.flops for each in found)),
+        )
+    return replace(made, verdict=_verdict(made.peak, job.setting.budget)) if job.setting.budget and made.peak else made
+
+
+def _timed(answer: Answer, setting: Setting, found: list[_Rank]) -> Answer:
+    """Of several stages the means."""
+    timelines = [each.timeline for each in found if each.timeline is not None]
+    more = answer.micro_batches / found[0].counted
+    busy: defaultdict[str, float] = defaultdict(float)
+    waits: defaultdict[str, float] = defaultdict(float)
+    for timeline in timelines:
+        for sums, parts in ((busy, timeline.busy), (waits, timeline.waits)):
+            for kind, much in parts.items():
+                sums[kind] += much * more / len(found)
+    seconds = timelines[0].seconds
+    if len(found) > 1:
+        together = run_together(dict(zip(found[0].pipeline, timelines, strict=True)), _links(setting))
+        # Once a pipeline is full, a micro-batch takes as long as the slowest stage needs for one.
+        slowest = max(timeline.passes for timeline in timelines) / found[0].counted
+        seconds = together + slowest * (answer.micro_batches - found[0].counted)
+        waits["other stages"] = max(0.0, seconds - sum((*busy.values(), *waits.values())))
+    own, available = more * sum(each.own_flops for each in found), seconds * sum(each.peak_flops for each in found)
+    mfu = own / available if available else 0.0
+    return replace(answer, seconds=seconds, busy=dict(busy), waits=dict(waits), mfu=mfu)
+
+
+def _in_processes(jobs: Sequence[Job]) -> list[_Rank]:
+    """Each in one of its own, since what a script began stays begun; as many at a time as there are cores."""
+    context, waiting = multiprocessing.get_context("fork"), list(enumerate(jobs))
+    running: dict[Connection, tuple[int, Any]] = {}
+    found: dict[int, _Rank] = {}
+    while waiting or running:
+        while waiting and len(running) < usable_cores():
+            number, job = waiting.pop(0)
+            here, there = context.Pipe(duplex=False)
+            child = context.Process(target=_trace, args=(there, job))  # no daemon: its loader may have workers
+            with warnings.catch_warnings(action="ignore"):  # threads of torch's, which the child does not use
+                child.start()
+            there.close()
+            running[here] = number, child
+        ready = connection.wait(list(running))
+        for here in [each for each in running if each in ready]:
+            number, child = running.pop(here)
+            try:
+                found[number] = here.recv()
+            except EOFError:
+                child.join()
+                why = f"its process ended with exit code {child.exitcode}, as the kernel's OOM killer ends one with -9"
+                found[number] = _Rank(Answer(jobs[number].layout or "", jobs[number].layout is None, why=why))
+            child.join()
+    return [found[number] for number in range(len(jobs))]
+
+
+def _trace(there: Connection, job: Job) -> None:
+    told: _Rank
     os.dup2(2, 1)  # what the script prints is not the plan
     warnings.simplefilter("ignore")
+    if job.rank:
+        logging.disable(logging.WARNING)  # rank 0 has said it
+    setting, blank = job.setting, Answer(job.layout or "", job.layout is None)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             planned = trace_update(
-                target, layout, setting.ranks, per_node=setting.per_node, accumulation=accumulation, recompute=recompute
+                job.target,
+                job.layout,
+                setting.ranks,
+                per_node=setting.per_node,
+                accumulation=job.accumulation,
+                recompute=job.recompute,
+                rank=job.rank,
             )
         found = planned.traced
-        told = {
-            "layout": planned.layout,
-            "model": planned.model,
-            "parameters": planned.parameters,
-            "parameter_bytes": planned.parameter_bytes,
-            "peak": found.peak,
-            "by_kind": found.by_kind,
-            "largest": list(found.by_module.items())[:3],
-            "moment": f"{found.moment} pass" + (f" of {found.module}" if found.module else ""),
-            "flops": found.flops,
-            "sent": int(found.sent()),
-            "read": planned.read,
-            "samples": planned.samples,
-            "tokens": planned.tokens,
-            "micro_batches": planned.micro_batches,
-            **_timed(planned, setting),
-        }
+        made = replace(
+            blank,
+            layout=planned.layout,
+            model=planned.model,
+            parameters=planned.parameters,
+            parameter_bytes=planned.parameter_bytes,
+            peak=found.peak,
+            by_kind=found.by_kind,
+            largest=list(found.by_module.items())[:3],
+            moment=f"{found.moment} pass" + (f" of {found.module}" if found.module else ""),
+            flops=found.flops,
+            sent=int(found.sent()),
+            read=planned.read,
+            samples=planned.samples,
+            tokens=planned.tokens,
+            micro_batches=planned.micro_batches,
+        )
+        told = _Rank(made, planned.pipeline, planned.counted)
+        if setting.device is not None and setting.device.is_timed:
+            steps = fused(found.steps) if planned.is_compiled else found.steps
+            peak = setting.device.peak_of(found.types.most_common(1)[0][0]) if found.types else 0.0
+            timeline = simulate(steps, setting.device, _links(setting))
+            told = replace(told, timeline=timeline, own_flops=found.flops - found.repeated, peak_flops=peak)
     except EchelonError as error:
-        told = {"why": str(error)}
+        told = _Rank(replace(blank, why=str(error)))
     except BaseException as error:  # the script's own
-        told = {"why": _said(error)}
+        told = _Rank(replace(blank, why=_said(error)))
     there.send(told)
     there.close()
     os._exit(0)  # no exit function of a script's runs with tensors that have no memory
 
 
-def _timed(planned: Planned, setting: Setting) -> dict[str, Any]:
-    device = setting.device
-    if device is None or not device.is_timed:
-        return {}
-    found = planned.traced
-    steps = fused(found.steps) if planned.is_compiled else found.steps
-    time = simulate(steps, device, Links(device, setting.per_node))
-    own = found.flops - found.repeated
-    peak = device.peak_of(found.types.most_common(1)[0][0]) if found.types else 0.0
-    mfu = own / time.seconds / peak if peak and time.seconds else 0.0
-    return {"seconds": time.seconds, "busy": dict(time.busy), "waits": dict(time.waits), "mfu": mfu}
+def _links(setting: Setting) -> Links:
+    assert setting.device is not None
+    return Links(setting.device, setting.per_node)
 
 
 def _said(error: BaseException) -> str:
@@ -272,7 +384,7 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
     first = known[0]
     on = f"{device or 'a device'}{of}"
     of_what = "memory and time" if timed else "memory"
-    made = [f"{first.model}, {first.parameters:,} parameters, on {ranks} ranks: {of_what} of rank 0 in an update, on {on}"]
+    made = [f"{first.model}, {first.parameters:,} parameters, on {ranks} ranks: {of_what} of a rank in an update, on {on}"]
     made += ["", *columns(table), ""]
     most = ", ".join(f"{name or 'outside of modules'} {size(much)}" for name, much in first.largest or [])
     made.append(f"{first.layout} is fullest in the {first.moment}; most activations then: {most or 'none'}.")
@@ -281,6 +393,10 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
         ordered = sorted(parts.items(), key=lambda part: -part[1])
         took = ", ".join(f"{name} {much / first.seconds:.0%}" for name, much in ordered if much >= first.seconds / 200)
         made.append(f"{first.layout}: {duration(first.seconds)} are {took}.")
+    for each in known:
+        if each.stages:
+            peaks = ", ".join(map(size, each.stages))
+            made.append(f"{each.layout}: memory is that of its fullest stage, of {peaks}; times are means over the stages.")
     made += [f"Not traced: {each.layout or 'yours'}. {each.why}" for each in answers if not each.peak]
     if first.read:
         made.append(f"The script read {first.read} values of tensors, which a plan does not have: they were taken to be 1.")

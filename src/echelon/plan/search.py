@@ -20,16 +20,24 @@ class Candidate:
     Args:
         parameters, optimizer: over how many ranks it splits these.
         ways: ranks that have other samples.
+        stages: of a pipeline.
     """
 
     layout: str
     parameters: int
     optimizer: int
     ways: int
+    stages: int = 1
+
+
+_PIPELINES = (2, 4, 8)  # stages that are tried; each is traced as a rank of every stage
+_MICRO_BATCHES = 4  # for each stage, so that about a fifth of the update is spent on filling and emptying a pipeline
 
 
 def candidates(ranks: int, per_node: int) -> list[Candidate]:
-    """dp_replicate x dp_shard x tp, where a node has the ranks of tp, and shards lie over all of the ways or over a node's."""
+    """dp_replicate x dp_shard x tp, where a node has the ranks of tp, and shards lie over all of the ways or over a node's; over
+    several nodes also pp x dp_shard, with layers whole or over all of a node.
+    """
     found = [Candidate("ddp", 1, 1, ranks), Candidate("zero1", 1, ranks, ranks)] if ranks > 1 else []
     tensor = [tp for tp in (1, 2, 4, 8) if tp <= per_node and ranks % tp == 0 and ranks > tp]
     for tp in tensor:
@@ -39,6 +47,11 @@ def candidates(ranks: int, per_node: int) -> list[Candidate]:
             axes = {"dp_replicate": ways // shard, "dp_shard": shard, "tp": tp}
             words = ",".join(f"{axis}={many}" for axis, many in axes.items() if many > 1)
             found.append(Candidate("fsdp" if shard == ranks else words, shard * tp, shard * tp, ways))
+    for pp in [each for each in _PIPELINES if ranks > per_node and ranks % (each * per_node) == 0]:
+        for tp in sorted({1, min(8, per_node)}):
+            axes = {"pp": pp, "dp_shard": ranks // pp // tp, "tp": tp}
+            words = ",".join(f"{axis}={many}" for axis, many in axes.items() if many > 1)
+            found.append(Candidate(words, ranks, ranks, ranks // pp // tp, pp))
     return found
 
 
@@ -77,13 +90,17 @@ def found_best(first: Answer, setting: Setting, trace: Trace) -> tuple[list[Answ
     # Bytes for each of the parameters'; unknown where a layout splits the one and not the other.
     optimizer = (first.by_kind or {}).get("optimizer", 0) / held if held and not first.layout.startswith("zero") else 0.0
     for each in candidates(setting.ranks, setting.per_node):
-        least = int(first.parameter_bytes * (1 / each.parameters + optimizer / each.optimizer))
-        if least > budget and each.layout != first.layout:
-            why = f"parameters and the optimizer's state alone are {size(least)} on a rank"
+        alone = int(first.parameter_bytes * (1 / each.parameters + optimizer / each.optimizer))
+        if alone > budget and each.layout != first.layout:
+            why = f"parameters and the optimizer's state alone are {size(alone)} on a rank"
         elif first.samples % each.ways:
             why = f"a global batch of {first.samples} has no equal parts for {each.ways} ways"
+        elif first.samples // each.ways < each.stages:
+            why = f"a stage has {first.samples // each.ways} samples of an update, too few for {each.stages} stages"
         else:
-            found = _better(each.layout, first.samples // each.ways, budget, trace)
+            rows = first.samples // each.ways
+            least = _divisor(rows, _MICRO_BATCHES * each.stages) if each.stages > 1 else 1
+            found = _better(each.layout, rows, least, budget, trace)
             (out if found.why or found.verdict == "does not fit" else fit).append(found)
             continue
         out.append(Answer(each.layout, False, why=why))
@@ -96,18 +113,18 @@ def _order(answer: Answer) -> tuple[int, float]:
     return ("fits", "at risk", "does not fit", "").index(answer.verdict), -answer.rate
 
 
-def _better(layout: str, rows: int, budget: int, trace: Trace) -> Answer:
+def _better(layout: str, rows: int, least: int, budget: int, trace: Trace) -> Answer:
     """With or without recomputed blocks."""
-    found = _fewest(layout, rows, budget, trace, recompute=False)
-    if found.why or (found.micro_batches == 1 and found.verdict == "fits"):
+    found = _fewest(layout, rows, least, budget, trace, recompute=False)
+    if found.why or (found.micro_batches == least and found.verdict == "fits"):
         return found
-    again = _fewest(layout, rows, budget, trace, recompute=True)
+    again = _fewest(layout, rows, least, budget, trace, recompute=True)
     # A model without repeated blocks has none to recompute, and a script may do so already.
     return found if again.why or _order(found) <= _order(again) else again
 
 
-def _fewest(layout: str, rows: int, budget: int, trace: Trace, *, recompute: bool) -> Answer:
-    many = 1
+def _fewest(layout: str, rows: int, least: int, budget: int, trace: Trace, *, recompute: bool) -> Answer:
+    many = least
     while True:
         found = trace(layout, many, recompute)
         if found.why or found.verdict != "does not fit" or many == rows:
@@ -118,7 +135,12 @@ def _fewest(layout: str, rows: int, budget: int, trace: Trace, *, recompute: boo
         if room <= 0:
             return found
         wanted = -(-scales * many // room)
-        many = next((each for each in range(max(many + 1, wanted), rows) if rows % each == 0), rows)
+        many = _divisor(rows, max(many + 1, wanted))
+
+
+def _divisor(rows: int, least: int) -> int:
+    """The fewest equal parts of so many rows, at least so many."""
+    return next((each for each in range(least, rows) if rows % each == 0), rows)
 
 
 def options_of(best: Answer) -> str:

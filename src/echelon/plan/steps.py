@@ -51,7 +51,8 @@ class Collective:
     Args:
         kind: all-gather, reduce-scatter, all-reduce, ...
         size: bytes, as in `Traced.message`.
-        ranks: that take part, of the world.
+        ranks: that take part, of the world; of what one rank sends to another, those of their group.
+        peer: of these, to which this rank sends, or from which it receives.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Collective:
     writes: tuple[int, ...]
     size: int
     ranks: tuple[int, ...]
+    peer: int | None = None
 
 
 Step = Operator | Collective

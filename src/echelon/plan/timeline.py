@@ -16,17 +16,35 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echelon.plan.devices import Device
 from echelon.plan.links import Links
 from echelon.plan.steps import COPY_IN, Collective, Operator, Step
 
-__all__ = ["SLOWED", "Timeline", "fused", "operator_seconds", "simulate"]
+__all__ = ["SLOWED", "Message", "Timeline", "fused", "operator_seconds", "simulate"]
 
 SLOWED = "slowed by collectives"
 _REDUCE_IN = "fsdp::chunk_cat"
 _RECENT = 4096  # operators before a collective that may have run beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Between stages of a pipeline.
+
+    Args:
+        at: seconds: when it is sent, or when what is received is needed.
+        peer: the rank to which it goes, or from which it comes.
+        number: of those between the two ranks in this direction, from 0.
+        size: bytes.
+    """
+
+    at: float
+    sends: bool
+    peer: int
+    number: int
+    size: int
 
 
 @dataclass
@@ -34,15 +52,20 @@ class Timeline:
     """
     Attributes:
         seconds: of the update.
+        passes: of these, those before the optimizer's step.
         busy: seconds of operators: of products, attention, and memory; and how much longer these took beside collectives.
         waits: seconds in which operators waited for collectives, by kind.
         communication: seconds of collectives, hidden or not.
+        messages: to and from other stages of a pipeline, which are taken to be there when they are needed; `run_together` has
+            several timelines wait for each other.
     """
 
     seconds: float = 0.0
+    passes: float = 0.0
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     communication: float = 0.0
+    messages: list[Message] = field(default_factory=list)
 
 
 def operator_seconds(step: Operator, device: Device) -> float:
@@ -121,6 +144,8 @@ class _Simulation:
         self._free: dict[tuple[int, ...], float] = defaultdict(float)  # when a group's collectives are over
         self._pending: dict[int, tuple[float, str, tuple[int, ...]]] = {}  # a storage that a collective fills: until when, which
         self._written: dict[int, float] = defaultdict(float)  # when an operator filled a storage
+        self._received: dict[int, Message] = {}  # by storage that another stage fills
+        self._count: Counter[tuple[str, int]] = Counter()  # of messages, by direction and peer
         self._gathers: set[int] = set()  # storages of `fully_shard`'s gathers, and of its reductions
         self._reductions: set[int] = set()
         self._copied_out = [0.0, 0.0]  # when gathered parameters were
@@ -132,8 +157,15 @@ class _Simulation:
     def of(self, steps: list[Step]) -> Timeline:
         beside = _beside(steps)
         for at, step in enumerate(steps):
+            if self._received:
+                self._needs(step)
+            if step.moment != "optimizer":
+                self._made.passes = self._now
             if isinstance(step, Collective):
-                self._collective(step)
+                if step.peer is None:
+                    self._collective(step)
+                else:
+                    self._message(step, step.peer)
             elif at in beside:
                 self._fills_a_gather(step)
             else:
@@ -144,6 +176,21 @@ class _Simulation:
             made.waits[max(self._pending.values())[1]] += end - self._now
         made.seconds = end
         return made
+
+    def _message(self, step: Collective, peer: int) -> None:
+        number = self._count[step.kind, peer]
+        self._count[step.kind, peer] += 1
+        if step.kind == "send":
+            ready = max([self._now, *(self._pending[each][0] for each in step.reads if each in self._pending)])
+            self._made.messages.append(Message(ready, True, peer, number, step.size))
+        else:
+            self._received.update(dict.fromkeys(step.writes, Message(0.0, False, peer, number, step.size)))
+
+    def _needs(self, step: Step) -> None:
+        """What other stages have sent, if the step reads it."""
+        for each in step.reads:
+            if (message := self._received.pop(each, None)) is not None:
+                self._made.messages.append(replace(message, at=self._now))
 
     def _operator(self, step: Operator) -> None:
         seconds = operator_seconds(step, self._device)

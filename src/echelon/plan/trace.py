@@ -6,7 +6,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -104,10 +104,13 @@ class Trace(TorchDispatchMode):
 
     Args:
         rounding: bytes of which every allocation is a multiple: CUDA's allocator has 512, a CPU's about 64.
+    Attributes:
+        leaves_out: whether what happens now is to be left out, as what ranks learn of each other in the first update is.
     """
 
     def __init__(self, rounding: int = 512) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.leaves_out: Callable[[], bool] = lambda: False
         self._rounding = rounding
         self._storages: weakref.WeakKeyDictionary[torch.UntypedStorage, _Storage] = weakref.WeakKeyDictionary()
         self._changes: list[tuple[_Storage, int, str, str]] = []  # what has how many bytes more, at which moment, in which module
@@ -195,6 +198,8 @@ class Trace(TorchDispatchMode):
             return NotImplemented  # what a wrapper does with its own parts comes by again
         kwargs = kwargs or {}
         made = op(*args, **kwargs)
+        if self.leaves_out():
+            return made
         kind = None
         if op in sync_ops:
             kind = "communication"
@@ -242,7 +247,8 @@ class Trace(TorchDispatchMode):
         # Those of `torch.distributed` fill what they are given first; the functional ones make a tensor.
         into = made if "c10d_functional" in name else () if kind == "send" else args[0]
         written = {self._number(t) for t in tensors_in(into)}
-        self._counts.steps.append(Collective(kind, self._moment, tuple(reads), tuple(written), whole, members))
+        peer = members[args[2]] if kind in ("send", "receive") else None
+        self._counts.steps.append(Collective(kind, self._moment, tuple(reads), tuple(written), whole, members, peer))
         label = "gathered" if kind == "all-gather" else "communication"
         if kind in ("all-gather", "reduce-scatter"):
             for tensor in tensors_in(args):

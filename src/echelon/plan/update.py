@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
-from echelon.plan.pretended import NoMemory, pretended_world, without_values
+from echelon.plan.pretended import NoMemory, pretended_world, ranks_of, without_values
 from echelon.plan.trace import Trace, Traced
 from echelon.world.init import World
 
@@ -47,10 +47,12 @@ class Planned:
         model: the module's class.
         parameters, parameter_bytes: of the whole model.
         traced: what the rank holds, sends and computes.
-        read: values of tensors that the script read in the updates, which were made up.
+        read: values of tensors that the script read in an update, which were made up.
         samples, tokens: of an update, on all ranks; 0 tokens if its batches have no rows of whole numbers.
         micro_batches: of an update on a rank.
         is_compiled: the script compiles the module, which a trace leaves out.
+        pipeline: the ranks that have the stages of this one's model, it among them; none without a pipeline.
+        counted: of the micro-batches, those that were traced.
     """
 
     layout: str
@@ -64,6 +66,8 @@ class Planned:
     tokens: int
     micro_batches: int
     is_compiled: bool
+    pipeline: tuple[int, ...]
+    counted: int
 
 
 @dataclass
@@ -99,8 +103,9 @@ def trace_update(
     rounding: int = 512,
     accumulation: int | None = None,
     recompute: bool = False,
+    rank: int = 0,
 ) -> Planned:
-    """Run the script up to its second update, as rank 0 of so many, with a model that has no memory.
+    """Run the script up to its second update, as one rank of so many, with a model that has no memory.
 
     Compilation is left out. Only for a process of its own, which ends afterwards: what the script began stays begun.
 
@@ -115,9 +120,9 @@ def trace_update(
         UsageError: what training would be refused for.
     """
     here = min(per_node, ranks)
-    info = RankInfo(rank=0, local_rank=0, world_size=ranks, local_world_size=here, run_id="plan")
+    info = RankInfo(rank=rank, local_rank=rank % here, world_size=ranks, local_world_size=here, run_id="plan")
     os.environ.update({**info.to_env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    with pretended_world(ranks) as mode:
+    with pretended_world(ranks, rank) as mode:
         chosen: list[_WithoutValues] = []
 
         def choose(own: Strategy | None) -> Strategy:
@@ -162,6 +167,8 @@ def trace_update(
             watcher.tokens,
             watcher.micro_batches,
             watcher.is_compiled,
+            watcher.pipeline,
+            watcher.counted,
         )
 
 
@@ -170,9 +177,10 @@ class _Watcher(Callback):
 
     def __init__(self, mode: NoMemory, rounding: int) -> None:
         self.trace, self.updates = Trace(rounding), 0
-        self.samples = self.tokens = self.micro_batches = 0  # of the latest update
+        self.samples = self.tokens = self.micro_batches = self.counted = 0  # of the latest update
         self.is_compiled = False
-        self._modes = (mode, self.trace)
+        self.pipeline: tuple[int, ...] = ()
+        self._mode, self._modes = mode, (mode, self.trace)
         self._step = contextlib.ExitStack()
 
     def look_at(self, unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
@@ -189,13 +197,30 @@ class _Watcher(Callback):
         kept += unit.swa_model.state_dict().values() if unit.swa_model is not None else ()
         self.trace.watch(unit.prepared.unwrapped, unit.optimizers, kept)
         self.is_compiled = unit._options.compile is not None
-        update, passes = unit._update, unit._update.passes
+        update, passes, run_window = unit._update, unit._update.passes, unit._update.run_window
+        if unit.prepared.trains == "scheduled":
+            self.pipeline = ranks_of(unit.prepared.place.stages[0])
+            unit.prepared.is_replica = False  # of the ranks that count their samples this one is all there are
+            self.trace.leaves_out = lambda: unit.prepared.batches.is_trying
 
         def seen(unit: Any, state: State, micro_batch: MicroBatch[Any]) -> Any:
             self._count(unit, micro_batch.data)
+            self.counted += 1
             return passes(unit, state, micro_batch)
 
-        update.passes = seen
+        def window(unit: Any, state: State, micro_batches: Sequence[MicroBatch[Any]], *args: Any, **options: Any) -> Any:
+            """A pipeline that is full repeats itself, unless no backward pass begins before the last forward one."""
+            for each in micro_batches:
+                self._count(unit, each.data)
+            pipeline = unit.prepared.pipeline
+            few = pipeline.cut.count + (len(self.pipeline) if self.updates else 0)  # of the first, the optimizer's state matters
+            if pipeline.kind.name == "gpipe":
+                few = len(micro_batches)
+            made = list(run_window(unit, state, micro_batches[:few], *args, **options))
+            self.counted = len(made)
+            return iter(made + [made[-1]] * (len(micro_batches) - len(made)))
+
+        update.passes, update.run_window = seen, window
 
     def _count(self, unit: Any, data: Any) -> None:
         """A micro-batch of this rank; others have as many, but for those that have a part of the same samples."""
@@ -216,7 +241,8 @@ class _Watcher(Callback):
             if self.updates >= 2:
                 raise _Enough
             self.trace.next_update()
-            self.samples = self.tokens = self.micro_batches = 0
+            self._mode.read = 0
+            self.samples = self.tokens = self.micro_batches = self.counted = 0
 
     def close(self) -> None:
         self._step.close()

@@ -63,7 +63,8 @@ class Cut:
         self.run: Run | Shapes | None = None
         self.draws = Draws(device)
         self.kept: dict[str, dict[tuple[str, str], tuple[Any, ...]]] = {}  # by unit, tensors that it keeps as attributes
-        self._taken: list[tuple[nn.Module, str]] = []  # parameters that other ranks have
+        self._taken: list[tuple[nn.Module, str]] = []  # parameters and buffers that other ranks have
+        self._listed: list[tuple[nn.Module, str]] = []  # of these, the parameters that may be trained
         self._hidden: list[tuple[nn.Module, str, Any]] = []  # attributes that are absent in the pass under way
 
     def __deepcopy__(self, memo: Any) -> Cut:  # a copy of the module is cut alike
@@ -72,18 +73,36 @@ class Cut:
     @contextlib.contextmanager
     def listed(self) -> Iterator[None]:
         """Context in which `parameters()` gives what stands for other ranks' parameters, too, and not this rank's alone."""
-        for part, name in self._taken:
+        for part, name in self._listed:
             vars(part)["_parameters"][name] = vars(part)[name].detach().requires_grad_()
         try:
             yield
         finally:
-            for part, name in self._taken:
+            for part, name in self._listed:
                 del vars(part)["_parameters"][name]
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context in which this rank has all stages, with any values: for a world whose other ranks do not exist, where nobody
+        else says what theirs give.
+        """
+        own, self.own = self.own, list(range(self.count))
+        before = [vars(part)[name] for part, name in self._taken]
+        for (part, name), absent in zip(self._taken, before, strict=True):
+            made = torch.empty(absent.shape, dtype=absent.dtype, device=self.device)
+            vars(part)[name] = made.requires_grad_(made.dtype.is_floating_point)
+        try:
+            yield
+        finally:
+            self.own = own
+            for (part, name), absent in zip(self._taken, before, strict=True):
+                vars(part)[name] = absent
 
     def take(self, part: nn.Module, name: str, stand_in: torch.Tensor) -> None:
         """Put it in the place of a parameter or buffer that another rank has."""
         if name in vars(part)["_parameters"] and stand_in.dtype.is_floating_point:
-            self._taken.append((part, name))
+            self._listed.append((part, name))
+        self._taken.append((part, name))
         delattr(part, name)
         vars(part)[name] = stand_in
 

@@ -185,8 +185,8 @@ class Run:
         """Calls whose outputs share memory."""
         found: dict[int, list[str]] = defaultdict(list)
         for call, held in self._held.items():
-            for address in {t.untyped_storage().data_ptr() for t in held.tensors if t.numel()}:
-                found[address].append(call)
+            for storage in {id(t.untyped_storage()) for t in held.tensors if t.numel()}:  # torch keeps one object of each
+                found[storage].append(call)
         return [calls for calls in found.values() if len(calls) > 1]
 
     def unseen_writes(self) -> list[str]:

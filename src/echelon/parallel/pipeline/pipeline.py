@@ -251,9 +251,9 @@ class Pipeline:
                 self.kind, size, modules, self.cut.count, kinds, learned.loss, self.group, self.cut.device
             )
         self._schedules.move_to_end(key)
-        numbers = torch.arange(size)
+        targets = torch.arange(size) if self.has_last else None  # of which nothing is made: torch asks for some
         try:
-            self._schedules[key].step(number=numbers, target=numbers if self.has_last else None, return_outputs=False)
+            self._schedules[key].step(target=targets, return_outputs=False)
         except RuntimeError as error:
             # Of a backward pass torch tells all tensors, and the error itself as the cause.
             failed = self._under_way.failed or (error.__cause__ if "Failed to run stage" in str(error) else None)

@@ -76,18 +76,24 @@ def parts(kind: Kind, number: int, pp: int) -> list[int]:
 
 
 class StageModule(nn.Module):
-    """What torch's schedule calls for a stage: with what was received, and the number of the micro-batch."""
+    """What torch's schedule calls for a stage, with what was received.
+
+    Attributes:
+        number: of the micro-batch, which the stage's object sets before.
+    """
+
+    number = 0
 
     def __init__(self, compute: Callable[[int, tuple[torch.Tensor, ...]], Any], weights: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self._compute, self._held = compute, list(weights)
         self._not_split: Callable[[], None] | None = None
 
-    def forward(self, *received: torch.Tensor, number: torch.Tensor) -> Any:
+    def forward(self, *received: torch.Tensor) -> Any:
         for t in received if self._held else ():
             if t.requires_grad:
                 t.register_hook(torch.Tensor.contiguous)  # torch sends what it computes apart from weights as it is laid out
-        made = self._compute(int(number), received)
+        made = self._compute(self.number, received)
         if self._not_split is not None and torch.is_grad_enabled():
             if not can_be_split(received, made if isinstance(made, tuple) else (made,), self._held):
                 self._not_split()
@@ -123,8 +129,15 @@ def torch_schedule(
     """
     from torch.distributed import pipelining
 
+    class Stage(pipelining.PipelineStage):
+        """Says which micro-batch comes. An argument that says it would be a tensor, which fake tensors leave without a value."""
+
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+            modules[self.stage_index].number = fwd_chunk_id
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
     stages = [
-        pipelining.PipelineStage(
+        Stage(
             module,
             stage,
             count,
@@ -143,7 +156,7 @@ def torch_schedule(
     return make(stages[0] if single else stages, number, loss_fn=_itself, scale_grads=False)
 
 
-def _itself(loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+def _itself(loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return loss
 
 

@@ -9,6 +9,7 @@ needed tensors, as often as it turns out to need more.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,7 +89,7 @@ class Walk:
         same structure.
         """
         watched = partial(self._alone, RefuseCollectives(self.cut.kind, self.group), act)
-        with self._trials.undone(), torch.enable_grad():
+        with self._whole(), self._trials.undone(), torch.enable_grad():
             return self._through(watched, known, learns=True)
 
     @staticmethod
@@ -98,7 +99,8 @@ class Walk:
 
     def evaluate(self, act: Callable[[], Any], needs: Needs) -> Any:
         """What `act` gives on the last stage, on all ranks. What cannot be sent, such as an object, is None elsewhere."""
-        return self._through(act, needs, share=True).value
+        with self._whole():
+            return self._through(act, needs, share=True).value
 
     def shapes(self, act: Callable[[], Any]) -> Shapes | None:
         """The forms of all calls for a batch, if they follow from its shapes; None if something asks for a value. Not collective:
@@ -118,8 +120,12 @@ class Walk:
                 self.cut.run = None
         return None
 
-    def owner(self, call: str) -> int:
-        return self.ranks[self.cut.stage_of[call.rpartition(":")[0]]]
+    def _whole(self) -> contextlib.AbstractContextManager[None]:
+        return self.cut.whole() if agree.is_alone() else contextlib.nullcontext()
+
+    def _rank_of(self, stage: int) -> int:
+        """In the group: which rank computes the stage. In a world whose other ranks do not exist, this one."""
+        return dist.get_rank(self.group) if agree.is_alone() else self.ranks[stage]
 
     def _through(self, act: Callable[[], Any], known: Needs | None, *, learns: bool = False, share: bool = False) -> Walked:
         forms: dict[str, Form] = {}
@@ -299,7 +305,7 @@ class Walk:
             raise own
         if failed := next((each["error"] for each in every if "error" in each), None):
             raise agree.told_error(f"stage {stage} of {self.cut.kind}", *failed)
-        if everywhere:
+        if everywhere and not agree.is_alone():
             members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
             here = every[members[self.ranks[stage]]]
             every = [here, *({key: each[key] for key in ("wrote", "more") if key in each} for each in every)]
@@ -307,9 +313,9 @@ class Walk:
 
     def _move(self, calls: list[str], stage: int, forms: dict[str, Form], received: dict[str, Any]) -> None:
         """Send these from the ranks that hold them to the one that computes the stage."""
-        me, there = dist.get_rank(self.group), self.ranks[stage]
+        me, there = dist.get_rank(self.group), self._rank_of(stage)
         for call in calls:
-            source = self.owner(call)
+            source = self._rank_of(self.cut.stage_of[call.rpartition(":")[0]])
             if me == source:
                 tensors = self._held[call][1]
             else:
@@ -327,7 +333,7 @@ class Walk:
 
     def _shared(self, result: Form) -> Any:
         """The last stage's value, on all ranks."""
-        source = self.ranks[-1]
+        source = self._rank_of(self.cut.count - 1)
         is_source = dist.get_rank(self.group) == source
         tensors = self._held["result"][1] if is_source else [leaf.empty(self.device) for leaf in result.tensors]
         for tensor in tensors:
