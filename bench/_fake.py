@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.plan.pretended import Chunks
-from echelon.plan.steps import flops_of
+from echelon.planner.pretended import Chunks
+from echelon.planner.steps import flops_of
 
 __all__ = ["Step", "Traced", "even_loads", "fake_tensors", "fake_world"]
 

@@ -60,6 +60,8 @@ Checkpoints:
 Evidence:
     prove                       does a script train what one process trains?  [prover.prove]
     Proof                       what prove found  [prover.prove]
+    plan                        will it fit, how fast, and what will it cost?  [planner.plan]
+    Plan                        what plan found  [planner.plan]
     EchelonError                the base of all errors; they are in echelon.errors  [common.errors]
     UsageError                  a value that cannot work, with the remedy  [common.errors]
     CheckpointError             a checkpoint that cannot be written or read  [common.errors]
@@ -147,6 +149,8 @@ if TYPE_CHECKING:
     from echelon.parallel.over_ranks import gather as gather
     from echelon.parallel.over_ranks import gathered_rows as gathered_rows
     from echelon.parallel.strategy import Strategy as Strategy
+    from echelon.planner.plan import Plan as Plan
+    from echelon.planner.plan import plan as plan
     from echelon.prover.prove import Proof as Proof
     from echelon.prover.prove import prove as prove
     from echelon.world.init import init_from_env as init_from_env

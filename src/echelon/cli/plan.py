@@ -11,19 +11,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from echelon.cli.script import check_script
 from echelon.common.errors import PlanError, require
 from echelon.common.files import parse_object
 from echelon.common.terminal import printable
 from echelon.contracts.rank import RankInfo
-
-if TYPE_CHECKING:
-    from echelon.plan.bill import Bill, Goal
-    from echelon.plan.memory import Answer
 
 __all__ = ["add_arguments", "execute", "found_batch", "refuse_unfit"]
 
@@ -100,8 +94,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     file = Path(arguments.calibrate)
     require(file.suffix == ".toml", "--calibrate", "a file whose name ends with .toml", arguments.calibrate, kind=PlanError)
     from echelon.common.files import write_whole
-    from echelon.plan.calibrate import calibrate
-    from echelon.plan.devices import written
+    from echelon.planner.calibrate import calibrate
+    from echelon.planner.devices import written
 
     ranks = arguments.ranks or 1
     device = calibrate(ranks, file.stem)
@@ -116,66 +110,34 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    from echelon.plan.devices import Cluster, bytes_of, device_named
-
-    alone = not (arguments.ranks or arguments.nodes or arguments.device)
-    require(
-        alone or not arguments.cluster,
-        "--cluster",
-        "given without --gpus, --nodes and --device, which it says",
-        arguments.cluster,
-        kind=PlanError,
-    )
-    cluster = Cluster.of(arguments.cluster) if arguments.cluster else None
-    device = cluster.device if cluster else device_named(arguments.device) if arguments.device else None
-    budget = bytes_of(arguments.budget, "--budget") if arguments.budget else (device.memory or None) if device else None
-    if cluster:
-        ranks, per_node = cluster.nodes * cluster.per_node, cluster.per_node
-    elif arguments.ranks:
-        nodes = arguments.nodes or -(-arguments.ranks // 8)
-        require(
-            arguments.ranks % nodes == 0, "--gpus", f"the same number on each of {nodes} nodes", arguments.ranks, kind=PlanError
-        )
-        ranks, per_node = arguments.ranks, arguments.ranks // nodes
-    else:
-        raise PlanError("plan must know the devices, got none. Give --gpus 8, or --cluster 16x8xH100; or --layers.")
-
     from echelon.loop.target import Target
-    from echelon.plan.bill import Goal, bill_lines
-    from echelon.plan.memory import Setting, lines, plan_memory
-    from echelon.plan.search import command_of, options_of, search
+    from echelon.planner.plan import Spending, plan_of, setting_of
+    from echelon.planner.search import command_of, options_of
 
-    goal = Goal.of(arguments.goal) if arguments.goal else None
+    setting = setting_of(arguments.ranks, arguments.nodes, arguments.device, arguments.cluster, arguments.budget)
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
-    out: list[Answer] = []
-    if not arguments.search:
-        layouts, only = arguments.layout or (), arguments.only
-        found = plan_memory(target, ranks, layouts=layouts, only=only, per_node=per_node, budget=budget, device=device)
-    elif budget is None or device is None or not device.is_timed:
-        raise PlanError(f"--search must know a device's memory and speed, got {arguments.device}. Give --device, or --cluster.")
-    else:
-        found, out = search(target, Setting(ranks, per_node, budget, device))
-    bill = _bill(arguments, goal, found, ranks) if goal and found else None
-    command = command_of(found[0], ranks, arguments.script, arguments.args) if arguments.search and found else None
+    spending = None
+    if arguments.goal:
+        spending = Spending(arguments.goal, arguments.price, arguments.mtbf, arguments.save_time)
+    layouts, only = arguments.layout or (), arguments.only
+    plan = plan_of(target, setting, layouts=layouts, only=only, searches=arguments.search, spending=spending)
+    fastest = plan.layouts[0] if arguments.search and plan.layouts else None
+    command = command_of(fastest, setting.ranks, arguments.script, arguments.args) if fastest else None
     if arguments.json:
-        layouts = [each.to_json() for each in (*found, *out)]
-        said = {"ranks": ranks, "per_node": per_node, "budget": budget, "layouts": layouts, "command": command}
-        print(json.dumps({**said, "bill": asdict(bill) if bill else None}))
+        print(json.dumps(plan.to_json() | {"command": command}))
     else:
-        told = lines([*found, *out], ranks, device.name if device else "", budget)
-        if command:
-            given = options_of(found[0])
-            told += ["", f"The fastest that fits: {shlex.join(command)}" + (f"  (with {given})" if given else "")]
-        told += bill_lines(bill, arguments.goal, found[0].layout) if bill else []
-        print(printable("\n".join(told)))
-    traced = [each.verdict for each in (*found, *out) if each.peak]
+        print(printable(str(plan)))
+        if fastest and command:
+            given = options_of(fastest)
+            print(printable(f"\nThe fastest that fits: {shlex.join(command)}" + (f"  (with {given})" if given else "")))
+    traced = [each.verdict for each in (*plan.layouts, *plan.left_out) if each.peak]
     return 2 if not traced else 1 if set(traced) == {"does not fit"} else 0
 
 
 def _find_batch(arguments: argparse.Namespace) -> int:
     from echelon.common.machine import visible_devices
     from echelon.loop.target import Target
-    from echelon.plan.largest_batch import largest_batch, trial_lines
+    from echelon.planner.largest_batch import largest_batch, trial_lines
 
     ranks = arguments.ranks or len(visible_devices()) or 1
     layout = None if arguments.only in (None, "yours") else arguments.only
@@ -231,26 +193,10 @@ def refuse_unfit(device: str, layout: str | None, ranks: int, nodes: int, script
         raise PlanError("the run must be one that can be planned, got what is said above. Mend that, or leave out --plan.")
 
 
-def _bill(arguments: argparse.Namespace, goal: Goal, found: Sequence[Answer], ranks: int) -> Bill:
-    """Of the first layout."""
-    from echelon.plan.bill import bill_of
-
-    best = next((each for each in found if each.seconds), None)
-    if best is None:
-        raise PlanError("--goal must have a layout that could be timed, got none. Give --device, or --cluster.")
-    per_update = {"tokens": best.tokens, "samples": best.samples, "updates": 1}[goal.unit]
-    require(
-        per_update > 0, "--goal", "samples or updates, since the batches have no rows of tokens", arguments.goal, kind=PlanError
-    )
-    return bill_of(
-        goal, per_update, best.seconds, ranks, price=arguments.price or 0.0, mtbf=arguments.mtbf or 0.0, save=arguments.save_time
-    )
-
-
 def _layers(arguments: argparse.Namespace) -> int:
     from echelon.launcher.local.nodes import free_port
     from echelon.loop.target import Target
-    from echelon.plan.layers import lines, plan_layers
+    from echelon.planner.layers import lines, plan_layers
 
     layouts = arguments.layout or [None]
     require(len(layouts) == 1, "--layout", "given once with --layers", layouts, kind=PlanError)

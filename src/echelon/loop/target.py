@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from echelon.common.machine import DEVICE_VARIABLE
+from echelon.contracts.overrides import Overrides, impose
+from echelon.loop.reporting.observer import Observer, observing
 from echelon.loop.run import train
 from echelon.world.init import init_from_env
 
-__all__ = ["Target"]
+__all__ = ["Enough", "Target"]
+
+
+class Enough(BaseException):
+    """Raised by who looks on at a script: it has done what was wanted of it."""
 
 
 @dataclass(frozen=True)
@@ -51,3 +57,17 @@ class Target:
         main.__dict__.update(__file__=str(path), __builtins__=builtins, __cached__=None, __loader__=loader, __annotations__={})
         sys.modules["__main__"] = main
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), main.__dict__)
+
+    def run_until_enough(self, overrides: Overrides, observer: Observer) -> None:
+        """Run it with these in place of its own choices and somebody looking on, until that raises `Enough` or it ends."""
+        impose(overrides)
+        try:
+            with observing(observer):
+                self.run()
+        except Enough:
+            pass
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+        finally:
+            impose(None)

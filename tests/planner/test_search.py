@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from echelon.common.errors import PlanError
-from echelon.plan.bill import Goal, bill_of
-from echelon.plan.memory import Answer, Setting, lines
-from echelon.plan.search import candidates, found_best, options_of
+from echelon.planner.bill import Goal, bill_of
+from echelon.planner.memory import Answer, Setting, lines
+from echelon.planner.search import candidates, found_best, options_of
 from tests.kit.refusals import refused
 
 GIB = 2**30
@@ -41,6 +41,8 @@ def test_layouts_are_products_of_axes_that_the_nodes_allow() -> None:
         "dp_shard=4,tp=4",
         "dp_replicate=2,dp_shard=2,tp=4",
         "dp_shard=2,tp=8",
+        "pp=2,dp_shard=8",
+        "pp=2,tp=8",
     }
     assert (two_nodes["dp_shard=4,tp=4"].parameters, two_nodes["dp_shard=4,tp=4"].ways) == (16, 4)
     assert candidates(1, 8) == []

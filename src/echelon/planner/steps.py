@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from echelon.plan.pretended import is_plain
+from echelon.planner.pretended import is_plain
 
 __all__ = ["COPY_IN", "Collective", "Operator", "Step", "flops_of", "operator_of", "tensors_in"]
 

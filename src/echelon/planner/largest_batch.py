@@ -18,15 +18,14 @@ import torch
 from echelon.common.errors import PlanError, RankFailedError
 from echelon.common.files import parse_object, write_whole
 from echelon.common.terminal import columns
-from echelon.contracts.overrides import Overrides, impose
+from echelon.contracts.overrides import Overrides
 from echelon.launcher.explain.kinds import kind_of_words
 from echelon.launcher.functions.launch import launch
 from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.callback import Callback
-from echelon.loop.reporting.observer import observing
 from echelon.loop.state import State
-from echelon.loop.target import Target
-from echelon.plan.memory import size
+from echelon.loop.target import Enough, Target
+from echelon.planner.memory import size
 from echelon.world.init import rank_info
 
 __all__ = ["Trial", "largest_batch", "trial_lines"]
@@ -147,15 +146,7 @@ def _out_of_memory(error: RankFailedError) -> str | None:
 def _train(target: Target, layout: str | None, many: int, updates: int, file: str) -> int:
     """On each rank: a few updates, and the bytes of the fullest moment."""
     trial = _Trial(updates, Path(file))
-    impose(Overrides(layout, accumulation=many, observes=True))
-    try:
-        with observing(trial.look_at):
-            target.run()
-    except _Enough:
-        pass
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            raise
+    target.run_until_enough(Overrides(layout, accumulation=many, observes=True), trial.look_at)
     if trial.kept_free is None:
         raise PlanError(f"{target.script} must call echelon's train, fit or prepare, and it did not.")
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -171,10 +162,6 @@ def _filled_memory(device: torch.device) -> torch.Tensor:
         limits = [resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
         most = min((each for each in limits if each != resource.RLIM_INFINITY), default=0)
     return torch.zeros(int(most * _KEPT_FREE), dtype=torch.uint8, device=device)
-
-
-class _Enough(BaseException):
-    """The script has made the updates that were wanted."""
 
 
 class _Trial(Callback):
@@ -198,7 +185,7 @@ class _Trial(Callback):
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         if unit.train_progress.num_updates_completed >= self._updates:
-            raise _Enough
+            raise Enough
 
 
 def trial_lines(trials: list[Trial]) -> list[str]:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from echelon.common.errors import PlanError
-from echelon.plan.calibrate import calibrate
-from echelon.plan.devices import DEVICES, Device, Measured, device_named, written
-from echelon.plan.links import Links
-from echelon.plan.steps import COPY_IN, Collective, Operator, Step
-from echelon.plan.timeline import SLOWED, Timeline, fused, operator_seconds, simulate
+from echelon.planner.calibrate import calibrate
+from echelon.planner.devices import DEVICES, Device, Measured, device_named, written
+from echelon.planner.links import Links
+from echelon.planner.steps import COPY_IN, Collective, Operator, Step
+from echelon.planner.timeline import SLOWED, Timeline, fused, operator_seconds, simulate
 from tests.kit.refusals import refused
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -11,17 +11,16 @@ from torch import nn
 
 from echelon.common.errors import PlanError
 from echelon.common.terminal import columns
-from echelon.contracts.overrides import Overrides, impose
+from echelon.contracts.overrides import Overrides
 from echelon.loop.auto.prepared_unit import PreparedUnit
 from echelon.loop.callback import Callback
-from echelon.loop.reporting.observer import observing
-from echelon.loop.target import Target
+from echelon.loop.target import Enough, Target
 from echelon.parallel.composed import Layout
 from echelon.parallel.layouts import resolve, with_options_of
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
-from echelon.plan.rows import Layers, layers_of
+from echelon.planner.rows import Layers, layers_of
 from echelon.world.init import World
 
 __all__ = ["lines", "plan_layers"]
@@ -33,10 +32,6 @@ _STYLES = {
     "rowwise_split": "its inputs are split, of which every rank has all, and the results summed up",
     "summed": "whole, on split features: its gradients are summed up",
 }
-
-
-class _Trains(BaseException):
-    """The script is where it would train: that is far enough."""
 
 
 @dataclass
@@ -76,19 +71,9 @@ def plan_layers(target: Target, layout: str | None = None, ranks: int | None = N
     def far_enough(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         if isinstance(unit, PreparedUnit):
             unit.prepared  # noqa: B018  (it is made when it is first asked for)
-        raise _Trains
+        raise Enough
 
-    impose(Overrides(looks, compile=False, observes=True))
-    try:
-        with observing(far_enough):
-            target.run()
-    except _Trains:
-        pass
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            raise
-    finally:
-        impose(None)
+    target.run_until_enough(Overrides(looks, compile=False, observes=True), far_enough)
     if not looks.found:
         raise PlanError(
             f"{target.script} gave echelon no module that is not parallel already, so there is nothing to show. It must reach "

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from echelon.common.errors import PlanError
-from echelon.plan.links import Links
-from echelon.plan.timeline import Timeline
+from echelon.planner.links import Links
+from echelon.planner.timeline import Timeline
 
 __all__ = ["run_together"]
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from echelon.parallel.shards import local
-from echelon.plan.pretended import CollectiveOp, TorchDispatchMode, collective_ops, is_backward, is_plain, ranks_of, sync_ops
-from echelon.plan.steps import Collective, Operator, Step, flops_of, operator_of, tensors_in
+from echelon.planner.pretended import CollectiveOp, TorchDispatchMode, collective_ops, is_backward, is_plain, ranks_of, sync_ops
+from echelon.planner.steps import Collective, Operator, Step, flops_of, operator_of, tensors_in
 
 __all__ = ["KINDS", "Trace", "Traced"]
 
@@ -74,7 +74,17 @@ def _twice(ranks: int) -> float:
     return 2 * _others_parts(ranks)
 
 
-_RING = {"all-gather": _others_parts, "reduce-scatter": _others_parts, "all-reduce": _twice, "all-to-all": _others_parts}
+def _nothing(ranks: int) -> float:
+    return 0.0
+
+
+_RING = {
+    "all-gather": _others_parts,
+    "reduce-scatter": _others_parts,
+    "all-reduce": _twice,
+    "all-to-all": _others_parts,
+    "receive": _nothing,
+}
 _COLLECTIVES = {  # the first whose word is in an operator's name
     "allgather": "all-gather",
     "all_gather": "all-gather",

@@ -3,7 +3,7 @@
 torch's "fake" process group answers every collective at once, and FakeTensorMode runs operators on shapes alone. So the code
 that trains can be run as a rank of any world, for any size of model. torch 2.13 has no public way to either, nor to what
 `fully_shard` and DistributedDataParallel do in memory that does not exist; what is private is here. Tested with torch 2.13;
-tests/plan/test_pretended.py fails where a version has something else in its place.
+tests/planner/test_pretended.py fails where a version has something else in its place.
 """
 
 from __future__ import annotations

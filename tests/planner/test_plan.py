@@ -13,7 +13,7 @@ from torch import nn
 import echelon as ech
 from echelon.common.errors import UsageError
 from echelon.parallel import resolve
-from echelon.plan.rows import Layers, layers_of
+from echelon.planner.rows import Layers, layers_of
 from tests.kit.context_models import LM
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from echelon.plan.devices import Device
+from echelon.planner.devices import Device
 
 __all__ = ["Links"]
 

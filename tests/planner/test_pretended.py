@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-from echelon.plan.pretended import Chunks, pretended_world, without_values
+from echelon.planner.pretended import Chunks, pretended_world, without_values
 
 Ranks = Callable[..., list[Any]]
 

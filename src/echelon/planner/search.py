@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from echelon.loop.target import Target
-from echelon.plan.memory import PASSING, Answer, Setting, size, traced
+from echelon.planner.memory import PASSING, Answer, Setting, size, traced
 
 __all__ = ["Candidate", "candidates", "command_of", "found_best", "options_of", "search"]
 

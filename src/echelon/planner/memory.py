@@ -24,12 +24,12 @@ from echelon.common.machine import usable_cores
 from echelon.common.terminal import columns
 from echelon.common.traces import in_library
 from echelon.loop.target import Target
-from echelon.plan.devices import Device
-from echelon.plan.links import Links
-from echelon.plan.stages import run_together
-from echelon.plan.timeline import Timeline, fused, simulate
-from echelon.plan.trace import KINDS
-from echelon.plan.update import trace_update
+from echelon.planner.devices import Device
+from echelon.planner.links import Links
+from echelon.planner.stages import run_together
+from echelon.planner.timeline import Timeline, fused, simulate
+from echelon.planner.trace import KINDS
+from echelon.planner.update import trace_update
 
 __all__ = [
     "PASSING",
@@ -138,29 +138,17 @@ def layouts_for(ranks: int, per_node: int) -> list[str]:
     return found
 
 
-def plan_memory(
-    target: Target,
-    ranks: int,
-    *,
-    layouts: Sequence[str] = (),
-    only: str | None = None,
-    per_node: int = 8,
-    budget: int | None = None,
-    device: Device | None = None,
-) -> list[Answer]:
+def plan_memory(target: Target, setting: Setting, *, layouts: Sequence[str] = (), only: str | None = None) -> list[Answer]:
     """Two updates of the script under each layout, traced as one rank of so many, and the script's own layout first.
 
     Args:
         layouts: those to try beside; by default `layouts_for`.
         only: this one alone; "yours" is the script's own.
-        budget: bytes of a device.
-        device: whose time is estimated.
     """
-    setting = Setting(ranks, per_node, budget, device)
     if only is not None:
         return [traced(target, None if only == "yours" else only, setting)]
     own = traced(target, None, setting)
-    others = [layout for layout in layouts or layouts_for(ranks, per_node) if layout != own.layout]
+    others = [layout for layout in layouts or layouts_for(setting.ranks, setting.per_node) if layout != own.layout]
     return [own, *all_traced([Job(target, layout, setting) for layout in others])]
 
 
@@ -397,7 +385,11 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
         if each.stages:
             peaks = ", ".join(map(size, each.stages))
             made.append(f"{each.layout}: memory is that of its fullest stage, of {peaks}; times are means over the stages.")
-    made += [f"Not traced: {each.layout or 'yours'}. {each.why}" for each in answers if not each.peak]
+    unknown: defaultdict[str, list[str]] = defaultdict(list)
+    for each in answers:
+        if not each.peak:
+            unknown[each.why].append(each.layout or "yours")
+    made += [f"Not traced: {'; '.join(those)}. {why}" for why, those in unknown.items()]
     if first.read:
         made.append(f"The script read {first.read} values of tensors, which a plan does not have: they were taken to be 1.")
     made.append(

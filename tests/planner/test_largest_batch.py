@@ -12,7 +12,7 @@ import pytest
 
 from echelon.common.errors import PlanError, RankFailedError
 from echelon.loop.target import Target
-from echelon.plan.largest_batch import Trial, largest_batch, trial_lines
+from echelon.planner.largest_batch import Trial, largest_batch, trial_lines
 from tests.kit.refusals import refused
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

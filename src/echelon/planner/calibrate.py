@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from echelon.launcher.functions.launch import launch
-from echelon.plan.devices import Device, Measured
+from echelon.planner.devices import Device, Measured
 from echelon.world.init import init_from_env
 
 __all__ = ["calibrate"]

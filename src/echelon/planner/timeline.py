@@ -18,9 +18,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from echelon.plan.devices import Device
-from echelon.plan.links import Links
-from echelon.plan.steps import COPY_IN, Collective, Operator, Step
+from echelon.planner.devices import Device
+from echelon.planner.links import Links
+from echelon.planner.steps import COPY_IN, Collective, Operator, Step
 
 __all__ = ["SLOWED", "Message", "Timeline", "fused", "operator_seconds", "simulate"]
 

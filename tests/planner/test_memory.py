@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from echelon.common.errors import PlanError
-from echelon.plan.devices import DEVICES, Cluster, bytes_of, device_named
+from echelon.planner.devices import DEVICES, Cluster, bytes_of, device_named
 from tests.kit.refusals import refused
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -218,7 +218,7 @@ def test_fields_for_programs_have_the_exit_codes_of_the_table(plan: Callable[...
 
 def test_a_cluster_is_all_of_the_devices(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = plan(UNIT, "--cluster", "2x8xH100", "--gpus", "8")
-    assert done.returncode == 2 and "--cluster must be given without --gpus" in done.stderr
+    assert done.returncode == 2 and "cluster must be given without gpus" in done.stderr
 
 
 def test_devices_and_sizes_are_checked() -> None:

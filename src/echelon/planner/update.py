@@ -11,30 +11,25 @@ from typing import Any
 from torch import nn
 
 from echelon.common.errors import PlanError
-from echelon.contracts.overrides import Overrides, impose
+from echelon.contracts.overrides import Overrides
 from echelon.contracts.rank import RankInfo
 from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.callback import Callback
 from echelon.loop.records.utilization import tokens_of
-from echelon.loop.reporting.observer import observing
 from echelon.loop.samples import samples_of
 from echelon.loop.state import State
-from echelon.loop.target import Target
+from echelon.loop.target import Enough, Target
 from echelon.parallel.layouts import resolve, with_options_of
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
-from echelon.plan.pretended import NoMemory, pretended_world, ranks_of, without_values
-from echelon.plan.trace import Trace, Traced
+from echelon.planner.pretended import NoMemory, pretended_world, ranks_of, without_values
+from echelon.planner.trace import Trace, Traced
 from echelon.world.init import World
 
 __all__ = ["Planned", "trace_update"]
-
-
-class _Enough(BaseException):
-    """The script has made the updates that were wanted."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +127,10 @@ def trace_update(
             return chosen[-1]
 
         watcher = _Watcher(mode, rounding)
-        impose(Overrides(choose, accumulation=accumulation, compile=False, observes=True))
         try:
-            with observing(watcher.look_at):
-                target.run()
-        except _Enough:
-            pass
-        except SystemExit as stop:
-            if stop.code not in (None, 0):
-                raise
+            overrides = Overrides(choose, accumulation=accumulation, compile=False, observes=True)
+            target.run_until_enough(overrides, watcher.look_at)
         finally:
-            impose(None)
             watcher.close()
         if not chosen:
             raise PlanError(
@@ -239,7 +227,7 @@ class _Watcher(Callback):
         if self._seen > before:
             self.updates += 1
             if self.updates >= 2:
-                raise _Enough
+                raise Enough
             self.trace.next_update()
             self._mode.read = 0
             self.samples = self.tokens = self.micro_batches = self.counted = 0

@@ -1,0 +1,201 @@
+"""A plan: what each layout would hold and how long it would take, of a script or of two functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from echelon.common.errors import EchelonError, PlanError, RankFailedError, require
+from echelon.launcher.functions.launch import launch
+from echelon.loop.target import Target
+from echelon.planner.bill import Bill, Goal, bill_lines, bill_of
+from echelon.planner.devices import Cluster, bytes_of, device_named
+from echelon.planner.memory import Answer, Setting, lines, plan_memory
+from echelon.planner.search import search as searched
+
+__all__ = ["Plan", "Spending", "plan", "plan_of", "setting_of"]
+
+
+@dataclass(frozen=True)
+class Spending:
+    """What a whole training is reckoned from.
+
+    Args:
+        goal: an amount, such as "300B tokens".
+        price: of a device for an hour.
+        mtbf: hours between failures of a device.
+        save_time: seconds for which a save holds training up.
+    """
+
+    goal: str
+    price: float | None = None
+    mtbf: float | None = None
+    save_time: float = 60.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was planned. `str()` of it is the table.
+
+    Args:
+        layouts: the script's own first; after a search the fastest first.
+        left_out: by a search: what does not fit, and why.
+        bill: of a goal, by the first layout.
+    """
+
+    setting: Setting
+    layouts: list[Answer]
+    left_out: list[Answer]
+    bill: Bill | None = None
+    goal: str = ""
+
+    @property
+    def best(self) -> Answer | None:
+        """The fastest that fits, or that may; None if nothing does."""
+        order = {"fits": 0, "": 1, "at risk": 1}
+        known = [each for each in self.layouts if each.peak and each.verdict in order]
+        return min(known, key=lambda each: (order[each.verdict], -each.rate), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        bill = asdict(self.bill) if self.bill else None
+        made = {"ranks": self.setting.ranks, "per_node": self.setting.per_node, "budget": self.setting.budget, "bill": bill}
+        return made | {"layouts": [each.to_json() for each in (*self.layouts, *self.left_out)]}
+
+    def __str__(self) -> str:
+        device = self.setting.device.name if self.setting.device else ""
+        told = lines([*self.layouts, *self.left_out], self.setting.ranks, device, self.setting.budget)
+        return "\n".join([*told, *(bill_lines(self.bill, self.goal, self.layouts[0].layout) if self.bill else [])])
+
+
+def setting_of(
+    gpus: int | None = None,
+    nodes: int | None = None,
+    device: str | None = None,
+    cluster: str | None = None,
+    budget: str | None = None,
+) -> Setting:
+    """Where a script would train; see `plan`."""
+    alone = gpus is None and nodes is None and device is None
+    require(alone or not cluster, "cluster", "given without gpus, nodes and device, which it says", cluster, kind=PlanError)
+    all_of_it = Cluster.of(cluster) if cluster else None
+    found = all_of_it.device if all_of_it else device_named(device) if device else None
+    most = bytes_of(budget, "budget") if budget else (found.memory or None) if found else None
+    if all_of_it:
+        return Setting(all_of_it.nodes * all_of_it.per_node, all_of_it.per_node, most, found)
+    if gpus is None:
+        raise PlanError(
+            "plan must know the devices, got none. Give gpus=8 (--gpus 8), or cluster='16x8xH100' (--cluster 16x8xH100)."
+        )
+    nodes = nodes or -(-gpus // 8)
+    require(gpus % nodes == 0, "gpus", f"the same number on each of {nodes} nodes", gpus, kind=PlanError)
+    return Setting(gpus, gpus // nodes, most, found)
+
+
+def plan(
+    make_unit: Callable[[], Any],
+    make_data: Callable[[], Any],
+    *,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    device: str | None = None,
+    cluster: str | None = None,
+    budget: str | None = None,
+    layouts: Sequence[str] = (),
+    search: bool = False,
+    goal: str | None = None,
+    price: float | None = None,
+    mtbf: float | None = None,
+    save_time: float = 60.0,
+) -> Plan:
+    """What training would hold in memory and how long an update would take, under each layout; `echelon plan` for two functions.
+
+    They run in processes of their own, as a rank of a world that need not exist, with tensors that have no memory. Build a model
+    that this machine cannot hold under `on_meta()`.
+
+    Args:
+        make_unit: builds the unit.
+        make_data: builds the loader.
+        gpus: devices, a rank on each.
+        nodes: machines on which these are, equally many on each; by default 8 devices on each.
+        device: a name that is known, such as "h100-sxm", or a TOML file as `echelon plan --calibrate` writes it. By default no
+            time is estimated.
+        cluster: all three in a word, such as "16x8xH100".
+        budget: memory of a device, such as "80GiB"; by default the device's.
+        layouts: to try beside the unit's own; by default those that the devices allow.
+        search: look for the fastest layout that fits, in place of these.
+        goal: of the whole training, such as "300B tokens": days, device-hours, and what follows.
+        price: of a device for an hour.
+        mtbf: hours between failures of one device.
+        save_time: seconds for which a save holds training up.
+    Raises:
+        UsageError: no devices are named, or such as are not known; nothing could be traced.
+    """
+    require(callable(make_unit), "make_unit", "a function that builds the unit", make_unit, kind=PlanError)
+    require(callable(make_data), "make_data", "a function that builds the loader", make_data, kind=PlanError)
+    target, setting = (
+        Target(make_unit=make_unit, make_data=make_data, device="cpu"),
+        setting_of(gpus, nodes, device, cluster, budget),
+    )
+    for name, given in (("price", price), ("mtbf", mtbf), ("save_time", save_time)):
+        require(given is None or 0 < given < math.inf, name, "above 0", given, kind=PlanError)
+    spending = Spending(goal, price, mtbf, save_time) if goal else None
+    try:
+        # Those that trace are forked, and this process may have threads that compute.
+        made: Plan = launch(_plan, ranks=1, args=(target, setting, tuple(layouts), search, spending), quiet=True)[0]
+    except RankFailedError as error:
+        if isinstance(error.__cause__, EchelonError):
+            raise error.__cause__ from None
+        raise
+    return made
+
+
+def _plan(target: Target, setting: Setting, layouts: Sequence[str], searches: bool, spending: Spending | None) -> Plan:
+    made = plan_of(target, setting, layouts=layouts, searches=searches, spending=spending)
+    if not any(each.peak for each in (*made.layouts, *made.left_out)):
+        raise PlanError(f"nothing could be traced: {(made.layouts or made.left_out)[0].why}")
+    return made
+
+
+def plan_of(
+    target: Target,
+    setting: Setting,
+    *,
+    layouts: Sequence[str] = (),
+    only: str | None = None,
+    searches: bool = False,
+    spending: Spending | None = None,
+) -> Plan:
+    """See `plan`. This process is forked.
+
+    Args:
+        only: this layout alone; "yours" is the script's own.
+    """
+    goal = Goal.of(spending.goal) if spending else None
+    out: list[Answer] = []
+    if not searches:
+        found = plan_memory(target, setting, layouts=layouts, only=only)
+    elif setting.budget is None or setting.device is None or not setting.device.is_timed:
+        got = setting.device.name if setting.device else None
+        raise PlanError(
+            f"a search must know a device's memory and speed, got {got}. Give device= (--device), or cluster= (--cluster)."
+        )
+    else:
+        found, out = searched(target, setting)
+    bill = _bill(goal, spending, found, setting.ranks) if goal and spending and found else None
+    return Plan(setting, found, out, bill, spending.goal if spending else "")
+
+
+def _bill(goal: Goal, spending: Spending, found: Sequence[Answer], ranks: int) -> Bill:
+    """Of the first layout."""
+    best = next((each for each in found if each.seconds), None)
+    if best is None:
+        raise PlanError(
+            "a goal must have a layout that could be timed, got none. Give device= (--device), or cluster= (--cluster)."
+        )
+    per_update = {"tokens": best.tokens, "samples": best.samples, "updates": 1}[goal.unit]
+    require(per_update > 0, "goal", "samples or updates, since the batches have no rows of tokens", spending.goal, kind=PlanError)
+    price, mtbf = spending.price or 0.0, spending.mtbf or 0.0
+    return bill_of(goal, per_update, best.seconds, ranks, price=price, mtbf=mtbf, save=spending.save_time)
