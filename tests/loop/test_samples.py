@@ -279,6 +279,19 @@ def test_what_batches_tell_by_themselves() -> None:
         ([torch.zeros(3, 5, 5)] * 4, 4, 4),
         (torch.zeros(20, 4, 6), 4, 4),
         ((torch.zeros(16, 3), torch.zeros(16)), 8, 16),
+        # Fields that look like samples of each other: the loader's number decides where a dimension has it, else what they share.
+        ((torch.zeros(9, 6), torch.zeros(7, 6)), 6, 6),
+        ([torch.zeros(9, 6), torch.zeros(7, 6)], 6, 6),
+        ((torch.zeros(6, 2), torch.zeros(18, 2)), 6, 6),
+        ([torch.zeros(6, 2), torch.zeros(18, 2)], 6, 6),
+        ([torch.zeros(1, 7), torch.zeros(1, 5)], 2, 1),
+        ([torch.zeros(2, 7), torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64)], 3, 2),
+        ((torch.zeros(4, 7), torch.zeros(4, 5)), 2, 4),
+        # Samples of other lengths, and of the same.
+        ([torch.zeros(5, 3), torch.zeros(4, 3)], 2, 2),
+        ([torch.zeros(5, 3), torch.zeros(5, 3)], 2, 2),
+        ((torch.zeros(3, 5, 5), torch.zeros(3, 4, 4)), 2, 2),
+        (([torch.zeros(3, 5, 5), torch.zeros(3, 4, 4)], [{}, {}]), 2, 2),
     ]
     for data, given, want in clear:
         assert samples_of(data, given) == (want, None), (data, given)
@@ -286,6 +299,8 @@ def test_what_batches_tell_by_themselves() -> None:
     found, doubts = samples_of(unclear)
     assert found == 8 and doubts is not None and "3" in doubts
     assert samples_of(unclear, 8) == (8, None)
+    found, doubts = samples_of([torch.zeros(4, 7), torch.zeros(4, 5)], 2)  # two samples, or four rows in two fields
+    assert found == 2 and doubts is not None and "4" in doubts
     filtered = {"class_weights": torch.zeros(3), "x": x[:5], "y": y[:5]}
     assert samples_of(filtered, 8)[0] == 5
     # Links of graphs: the two ends of an edge are no two samples.

@@ -72,14 +72,23 @@ def _of_nothing(data: Any, given: int | None, items: int | None) -> int:
 
 
 def _with_given(data: Any, given: int, read: list[set[int]], common: set[int], items: int | None) -> tuple[int, str | None]:
-    if given in common or given == items:
+    if given in common:
         return given, None
-    if items is not None and (are_images(data) or (not common and _are_alike(data))):
-        return items, None
+    of_samples = items is not None and _may_be_samples(data)
+    if of_samples and items is not None:
+        fewer = len(common) == 1 and min(common) < given and not _have_colours(data)  # some samples were filtered
+        if are_images(data):
+            return items, None
+        if items == given and not fewer:  # or the rows of two fields, of several for each sample
+            return items, _shown([{items}, *read]) if len(common) == 1 and len({_shape(each) for each in data}) > 1 else None
+    if _are_second(data, given):
+        return given, None
     if len(common) == 1:  # some were filtered, or all were laid end to end
-        return given if _are_second(data, given) else common.pop(), None
+        return common.pop(), None
     if not common and any(given in sizes for sizes in read):
         return given, None
+    if of_samples and items is not None and not common:
+        return items, None
     found = _most_frequent(read, common)
     is_likely = found < given and 2 * sum(found in sizes for sizes in read) > len(read)  # two edges of a graph have 2, too
     return (found if is_likely else given), _shown(read)
@@ -194,11 +203,27 @@ def _are_alike(items: Sequence[Any]) -> bool:
     return not isinstance(first, Sequence) or len({len(item) for item in items}) == 1
 
 
+def _may_be_samples(items: Sequence[Any]) -> bool:
+    """Whether the items of a list may be samples. Those of a tuple of tensors are fields, but for images."""
+    if not items or not _are_alike(items):
+        return False
+    return type(items) is list or not isinstance(items[0], torch.Tensor) or _have_colours(items)
+
+
+def _shape(item: Any) -> Any:
+    return getattr(item, "shape", None)
+
+
+def _have_colours(items: Sequence[Any]) -> bool:
+    first = items[0]
+    return isinstance(first, torch.Tensor) and first.dim() > 2 and first.size(0) in (1, 3)
+
+
 def are_images(items: Any) -> bool:
     """Whether they are samples that have a first dimension in common, such as colours, and differ in others."""
-    if not _is_list(items) or len(items) < 2 or not all(type(item) is torch.Tensor and item.dim() > 2 for item in items):
+    if not _is_list(items) or len(items) < 2 or not all(type(item) is torch.Tensor for item in items):
         return False
-    return items[0].size(0) in (1, 3) and _are_alike(items) and len({item.shape for item in items}) > 1
+    return _have_colours(items) and _are_alike(items) and len({item.shape for item in items}) > 1
 
 
 def _are_second(data: Any, given: int) -> bool:
