@@ -617,3 +617,38 @@ def test_an_evaluation_of_ones_own_has_a_loss_by_which_a_checkpoint_is_the_best(
         assert len(names) == 1 and numbers == {"loss": 1.5}
     told = manifest.read(tmp_path / names[0])
     assert told["metrics"] == {name: 1.5} and told["best"] == {"name": name, "mode": "min"}
+
+
+# --- gradients that are left from one update to the next
+
+
+def _leaving(layout: str, *, set_to_none: bool = True) -> dict[str, torch.Tensor]:
+    """Cleared every third update; the epoch's last batch is a short one."""
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    model, optimizer, loader = ech.prepare(module, optimizer, ech.Loader(DATA, 8, shuffle=False), layout=layout)
+    for _ in ech.epochs(loader, 3):
+        for x, y in loader:
+            with ech.window(model) as window:
+                if window.update % 3 == 1:
+                    optimizer.zero_grad(set_to_none=set_to_none)
+                window.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+    return whole(model)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero1"])
+def test_gradients_that_are_left_count_as_they_are(ranks: Ranks, layout: str) -> None:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for update in range(9):
+        x, y = (each[update % 3 * 8 :][:8] for each in DATA.tensors)
+        if update % 3 == 1:
+            optimizer.zero_grad()
+        nn.functional.mse_loss(module(x), y).backward()
+        optimizer.step()
+    wanted = {name: p.detach() for name, p in module.named_parameters()}
+    for got in ranks(2, _leaving, layout):
+        assert largest_difference(got, wanted) < 1e-12
+    for got in ranks(2, _leaving, layout, set_to_none=False):
+        assert largest_difference(got, wanted) < 1e-12

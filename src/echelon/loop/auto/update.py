@@ -45,6 +45,7 @@ from echelon.parallel.gradients import clip
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe.precision import Shards, check_scaler
+from echelon.parallel.state.partition import parameter_groups, parameters_of
 from echelon.world import agree, clock
 from echelon.world.clock import Part
 
@@ -90,6 +91,7 @@ class Update:
         # The one that was looked at, while ranks train together.
         self._trains_with: torch.optim.Optimizer | None = None
         self._saw_loss = False
+        self._left: dict[nn.Parameter, torch.Tensor] = {}  # gradients of earlier updates, as long as one is under way
 
     # --- before the first
 
@@ -192,6 +194,24 @@ class Update:
         for guard in unit.prepared.guards:
             if (said := guard.explain(error)) is not None:
                 raise said.with_traceback(error.__traceback__) from error  # whose line it is
+
+    def put_left_aside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first backward pass of an update, where a loop may leave gradients of earlier ones: these are right already,
+        whatever this one's global batch weighs.
+        """
+        groups = parameter_groups(optimizer)
+        if all(parameter.grad is None for parameter in (*groups[0][:1], *groups[-1][-1:])):  # as a rule all are cleared, or none
+            return
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                self._left[parameter] = parameter.grad.clone()  # which may be memory that the next pass writes into
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _take_left_back(self) -> None:
+        for parameter, left in self._left.items():
+            parameter.grad = left if parameter.grad is None else parameter.grad.add_(left)
+        self._left = {}
 
     def begin_forward(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> None:
         """In `run_window`. What is counted and logged in the pass counts as much as its micro-batch."""
@@ -321,6 +341,7 @@ class Update:
         state.logged.end_window(window.told, None if unit.device.type == "cpu" else unit.device)
         self.weight, self.loss = weight, loss
         if window.is_nothing:
+            self._take_left_back()
             return
         if unit.several is not None:  # whose gradients are so already
             window.reference = float(weight)
@@ -336,6 +357,8 @@ class Update:
         elif weight != window.reference:
             prepared.scale_grads(window.reference / weight)
             window.reference = window.reference if window.fixed else float(weight)
+        if self._left:
+            self._take_left_back()
 
     def clip(self, unit: Any) -> torch.Tensor | None:
         """Of whole gradients, before the optimizer's step. Returns their norm, if they are clipped by it."""

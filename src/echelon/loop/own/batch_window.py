@@ -139,6 +139,8 @@ class OwnWindow:
             if unit.several is not None:
                 unit.several.backward(loss, self._micro_batch, retain_graph=retain_graph)
             else:
+                if not self._session.accumulates:
+                    unit.update.put_left_aside(unit.optimizer)
                 unit.update.backward(unit, self._state, loss, self._micro_batch, retain_graph=retain_graph)
         before = 0.0 if self.trained is None else self.trained[1]
         self.trained = self._micro_batch.weight, loss.detach() + before
