@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import echelon as ech
 from echelon.common.errors import RanksDisagreeError
@@ -130,3 +130,75 @@ def _of_few(logs: bool) -> tuple[int, float | None]:
 def test_an_evaluation_may_have_fewer_samples_than_there_are_ranks(ranks: Ranks) -> None:
     assert ranks(4, _of_few, True) == [(1, 3.0), (1, 3.0), (1, 3.0), (0, 3.0)]
     assert ranks(4, _of_few, False) == [(1, None), (1, None), (1, None), (0, None)]
+
+
+# --- a dataset that grows, and batches that are dropped
+
+
+class _Growing(Dataset[torch.Tensor]):
+    size = 24
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return torch.full((2,), float(at))
+
+
+def _grown(shuffle: bool) -> tuple[list[list[int]], list[float]]:
+    """Which samples each epoch had on this rank, and the mean of those that were evaluated."""
+    data, held_out, module = _Growing(), _Growing(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    loaders = DataLoader(data, 8 // ech.world_size(), shuffle=shuffle), DataLoader(held_out, 8)
+    if ech.world_size() > 1:
+        loaders = (DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=shuffle)), loaders[1])
+    model, optimizer, loader, evaluated = ech.prepare(module, optimizer, *loaders)
+    seen, means = [], []
+    for _ in ech.epochs(loader, 3):
+        seen.append(list[int]())
+        for x in loader:
+            with ech.window(model) as window:
+                window.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            seen[-1] += x[:, 0].int().tolist()
+        with ech.evaluating(model) as evaluation:
+            for x in evaluated:
+                evaluation.log("mean", x.mean())
+        means.append(evaluation.numbers["mean"])
+        data.size, held_out.size = data.size + 8, held_out.size + 8
+    return seen, means
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_epoch_has_the_samples_that_its_dataset_has_by_then(ranks: Ranks, shuffle: bool) -> None:
+    found = ranks(2, _grown, shuffle)
+    for epoch, size in enumerate((24, 32, 40)):
+        assert sorted(sample for seen, _ in found for sample in seen[epoch]) == list(range(size))
+    assert all(means == [11.5, 15.5, 19.5] for _, means in found)
+
+
+def _dropping(accumulate: int) -> tuple[int, set[int]]:
+    module = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    data = TensorDataset(torch.arange(53.0)[:, None])
+    loader = DataLoader(data, 6, sampler=DistributedSampler(data), drop_last=True)
+    model, optimizer, loader = ech.prepare(module, optimizer, loader, accumulate=accumulate)
+    updates, seen = 0, set[int]()
+    for _ in ech.epochs(loader, 2):
+        for (x,) in loader:
+            with ech.window(model) as window:
+                window.backward(model(x).pow(2).mean() * 1e-6)
+                optimizer.step()
+                optimizer.zero_grad()
+            updates += window.is_last
+            seen |= set(x[:, 0].int().tolist())
+    return updates, seen
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_drop_last_drops_a_batch_that_is_not_whole_and_no_others(ranks: Ranks, accumulate: int) -> None:
+    """Of 53 samples five, other ones in each epoch; the last update of an epoch has the one batch that is left."""
+    found = ranks(2, _dropping, accumulate)
+    assert {updates for updates, _ in found} == {2 * (4 if accumulate == 1 else 2)}
+    assert len(set.union(*(seen for _, seen in found))) > 48

@@ -104,22 +104,45 @@ class Loader(BaseLoader):
             if not len(dataset):
                 raise LoaderError(f"dataset must hold at least one sample, got an empty {type(dataset).__name__}.")
             self.order = Order(len(dataset), seed, shuffle=shuffle)
-        samples, self.shuffle = self.order.length, shuffle
-        if samples < global_batch and (shuffle or tail == "drop"):
-            raise LoaderError(
-                f"dataset must hold at least one global batch of {global_batch} samples, got {samples}. "
-                f"Set global_batch to {samples} or less, or use more data."
-            )
+        self.shuffle = shuffle
+        self._check_length()
+        self.multiple = 1  # samples that are too few for one more time so many are left out
         self.worker_init_fn: Callable[[int], Any] | None = None  # of a torch DataLoader that this one stands for
         self.start = 0  # the micro-batch at which the next iteration begins; only `seek` and `load_state_dict` set it
         self._position = 0
         self._resumed: tuple[int, int] | None = None  # epoch and position as the saved run counts them
 
+    def _check_length(self) -> None:
+        samples, global_batch = self.order.length, self.global_batch
+        if samples < global_batch and (self.shuffle or self.tail == "drop"):
+            raise LoaderError(
+                f"dataset must hold at least one global batch of {global_batch} samples, got {samples}. "
+                f"Set global_batch to {samples} or less, or use more data."
+            )
+
+    def take_length(self) -> None:
+        """Where an epoch begins: its dataset may have grown, or shrunk, since the last one.
+
+        Raises:
+            UsageError: it holds too few samples now.
+        """
+        if isinstance(self.dataset, Ordered) or (now := len(self.dataset)) == self.order.length:
+            return
+        if not now:
+            raise LoaderError(f"dataset must hold at least one sample, got an empty {type(self.dataset).__name__}.")
+        self.order = Order(now, self.order.seed, shuffle=self.shuffle)
+        self._check_length()
+
+    @property
+    def samples(self) -> int:
+        """Of an epoch, over all ranks, without what is left out at its end."""
+        return self.order.length - self.order.length % (self.multiple if self.tail == "keep" else self.global_batch)
+
     @property
     def global_batches(self) -> int:
         """Optimizer updates per epoch."""
-        whole, rest = divmod(self.order.length, self.global_batch)
-        return whole + (1 if rest and self.tail == "keep" else 0)
+        whole, rest = divmod(self.samples, self.global_batch)
+        return whole + (1 if rest else 0)
 
     @property
     def pads(self) -> bool:
@@ -133,7 +156,7 @@ class Loader(BaseLoader):
 
     @property
     def _tail_samples(self) -> int:
-        return self.order.length % self.global_batch if self.tail == "keep" else 0
+        return self.samples % self.global_batch
 
     def __len__(self) -> int:
         return self.global_batches * self.accumulation
@@ -146,6 +169,8 @@ class Loader(BaseLoader):
         """Choose the epoch of the next iteration; the loops call it. Another epoch than the present one begins at its start."""
         if epoch != self.epoch:
             self.epoch, self.start, self._position = epoch, 0, 0
+        if not self.start:
+            self.take_length()
 
     def seek(self, position: int) -> int:
         """Begin the next iteration, and only that, after `position` micro-batches; at the epoch's end it gives none.
@@ -162,7 +187,7 @@ class Loader(BaseLoader):
         """The positions, from and to, of a micro-batch of one data-parallel rank; an empty range if it is padding."""
         batch, m = divmod(micro, self.accumulation)
         start = batch * self.global_batch
-        count = min(self.global_batch, self.order.length - start)
+        count = min(self.global_batch, self.samples - start)
         # Micro-batch by micro-batch over the ranks, so that a short batch leaves late micro-batches empty, not a rank.
         low, high = share(count, m * self.dp[1] + dp_rank, self.accumulation * self.dp[1])
         return start + low, start + high
@@ -282,7 +307,7 @@ class _Shares:
         return self._last - self._first
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        loader, whole = self._loader, self._loader.order.length // self._loader.global_batch * self._loader.accumulation
+        loader, whole = self._loader, self._loader.samples // self._loader.global_batch * self._loader.accumulation
         for begin in range(self._first, min(whole, self._last), _AT_ONCE):
             yield from self._whole(begin, min(begin + _AT_ONCE, whole, self._last))
         for micro in range(max(self._first, whole), self._last):

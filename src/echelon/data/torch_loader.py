@@ -67,11 +67,13 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         seed=sampler.seed if divided else _seed_of(sampler) if seed is None else seed,
         shuffle=sampler.shuffle if divided else _is(sampler, RandomSampler),
         accumulate=accumulation,
-        tail="drop" if loader.drop_last else "keep",
+        tail="drop" if loader.drop_last and accumulation == 1 else "keep",
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory or None,
     )
+    if loader.drop_last and accumulation > 1:  # it drops what is no whole batch, and not what is no whole update
+        made.multiple = global_batch // accumulation
     made.worker_init_fn = loader.worker_init_fn
     return made
 

@@ -181,6 +181,6 @@ def _samples(state: State, unit: TrainedUnit) -> list[int]:
     if not isinstance(loader, Loader):
         return []
     start = (unit.train_progress.num_updates_completed_in_epoch - 1) * loader.global_batch
-    positions = np.arange(start, min(start + min(loader.global_batch, 256), loader.order.length), dtype=np.int64)
+    positions = np.arange(start, min(start + min(loader.global_batch, 256), loader.samples), dtype=np.int64)
     found: list[int] = loader.order.at(loader.epoch, positions).tolist()
     return found

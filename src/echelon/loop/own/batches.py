@@ -83,6 +83,8 @@ class EvaluationBatches(_Batches):
 
     def _check(self) -> None:
         """On all ranks, before any of them waits for another in the model."""
+        if isinstance(self.loader, Loader):
+            self.loader.take_length()
         if isinstance(self.loader, BaseLoader):
             _ = self.loader.dp  # which says so if the ranks cannot divide its batches
         if self._unit.forward_is_collective and getattr(self.loader, "pads", False):
@@ -106,7 +108,7 @@ class EvaluationBatches(_Batches):
         self._check()  # its dataset may have changed
         self._choose_order()
         samples = samples_by_batch(self.loader)
-        if isinstance(self.loader, Loader) and self.loader.order.length < self.loader.dp[1]:
+        if isinstance(self.loader, Loader) and self.loader.samples < self.loader.dp[1]:
             unit.leaves_out_ranks = True
         try:
             for number, batch in enumerate(self.loader, 1):
