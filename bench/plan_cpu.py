@@ -33,7 +33,7 @@ from bench.gpu.llama import Llama, Size
 import echelon as ech
 
 HERE = Path(__file__)
-UPDATES = 5
+UPDATES = 3
 
 
 @dataclass(frozen=True)
