@@ -43,7 +43,8 @@ class Run:
 
 # pytorch/ao docs/source/workflows/training.md and torchao/prototype/float8nocompile/README.md; pytorch/torchtitan benchmarks/
 # llama3_h100_202412_torchtitan.md, asyncTP_llama3_h100_2025-06_torchtitan.md and docs/performance.md of 2024 (A100);
-# foundation-model-stack/fms-fsdp README.md; mosaicml/llm-foundry scripts/train/benchmarking/README.md.
+# foundation-model-stack/fms-fsdp README.md; mosaicml/llm-foundry scripts/train/benchmarking/README.md; nanotron/old_bench on
+# Hugging Face (llama-1B/8_GPUS/dp-1_tp-1_pp-8_mbz-4).
 RUNS = (
     Run("torchao-013", "1x8xh100-96", "8B", 4096, 1, "fsdp", "none", False, 5339, 53.12 * 1e9 / 2**30),
     Run("torchao-001", "1x8xh100-96", "8B", 8192, 1, "fsdp", "every-second-product", True, 6150, 47.65 * 1e9 / 2**30),
@@ -69,12 +70,25 @@ RUNS = (
     Run("mosaic-178", "8x8xa100-40", "mpt-1b", 2048, 10, "fsdp", "none", False, 19_001),
     Run("mosaic-199", "16x8xa100-40", "mpt-350m", 2048, 18, "fsdp", "none", False, 51_934),
     Run("mosaic-214", "1x8xa100-40", "mpt-125m", 2048, 26, "fsdp", "none", False, 136_334, accumulate=3),
+    Run(
+        "nanotron-oldbench-003",
+        "1x8xh100-sxm",
+        "nanotron-1b",
+        4096,
+        4,
+        "pp=8",
+        "none",
+        False,
+        18_000,
+        43.0 * 1e9 / 2**30,
+        accumulate=256,
+    ),
     Run("titan-asynctp-002", "32x8xh100-96", "70B", 8192, 16, "dp_shard=32,tp=8", "blocks", True, 652.4),
 )
 
 
 def planned(run: Run) -> dict[str, float]:
-    ways = run.ranks // 8 if "tp=8" in run.layout else run.ranks  # that have other sequences
+    ways = run.ranks // 8 if "tp=8" in run.layout or "pp=8" in run.layout else run.ranks  # that have other sequences
     sequences = run.sequences * run.accumulate * ways
     words = ["--size", run.size, "--context", str(run.context), "--sequences", str(sequences), "--layout", run.layout]
     words += ["--accumulate", str(run.accumulate), "--recompute", run.recompute, *(["--compile"] if run.compiles else [])]
