@@ -82,6 +82,20 @@ def test_ranks_draw_otherwise_than_each_other_after_a_sanity_check(ranks: Any) -
     assert [first, second] == ranks(2, drawn_by_rank, 0)
 
 
+def drawn_by_hand() -> list[float]:
+    echelon.seed(3)
+    module, drawn = made(GAN), list[float]()
+    module.on_train_batch_start = lambda *_: drawn.append(float(torch.rand(())))
+    Trainer(max_epochs=1, strategy="ddp", **QUIET).fit(module, loader_of(GAN, 1))
+    return drawn
+
+
+def test_ranks_draw_otherwise_than_each_other_where_a_module_steps_by_hand(ranks: Any) -> None:
+    """A GAN's noise was the same on all ranks."""
+    first, second = ranks(2, drawn_by_hand)
+    assert len(first) == len(second) and not set(first) & set(second)
+
+
 # --- beside the weights
 
 

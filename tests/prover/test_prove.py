@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import signal
 import subprocess
@@ -118,6 +119,8 @@ MISTAKES = {
     "one_norm_of_a_batch": ("an operation over the whole batch", "forward"),
     "balanced_by_a_batch": ("an operation over the whole batch", "gradient"),
     "mean_over_padded_places": ("an operation over the whole batch", None),
+    "mean_over_padded_places_longest_first": ("an operation over the whole batch", None),
+    "mean_over_padded_places_of_a_stream": ("an operation over the whole batch", None),
     "spread_of_a_critic": ("an operation over the whole batch", "forward"),
     "covariance_of_a_rank": ("parameters that drift apart", None),
 }
@@ -143,6 +146,12 @@ def _prove(script: str, layouts: list[str], ranks: list[int], updates: int = 3, 
 def test_padded_batches_whose_steps_speak_to_other_ranks_are_undecided() -> None:
     proof = _prove("gathered_lists", ["ddp"], [2])
     assert [row.verdict for row in proof.results] == ["undecided"] and not proof.holds
+
+
+@pytest.mark.full
+def test_what_padding_adds_is_not_tested_where_padding_draws() -> None:
+    proof = _prove("padding_of_random_words", ["ddp"], [2])
+    assert [row.verdict for row in proof.results] == [IN_PART] and "what the padding itself adds" in proof.results[0].message
 
 
 def test_bf16_is_compared_with_one_process_in_bf16() -> None:
@@ -275,6 +284,9 @@ UNUSUAL = (
         "right_ramp_of_a_loop",
         "right_copied_teacher",
         "right_nodes_of_graphs",
+        "right_data_objects",
+        "right_jagged",
+        "right_packed_loop",
     ),
 )
 
@@ -1317,6 +1329,12 @@ def test_batches_are_joined_by_their_structure() -> None:
     with pytest.raises(NotJoinable, match="other numbers"):
         join([(torch.ones(2, 4), torch.ones(3, 4))] * 2, [5, 5])
     assert digest(torch.ones(2, 2)) != digest(torch.ones(4)) != digest(torch.ones(4, dtype=torch.float64))
+    # Of objects, whatever memory their tensors lie in; of sparse and nested tensors.
+    one, same, other = (collections.deque([torch.full((3,), value)]) for value in (1.0, 1.0, 2.0))
+    assert digest(one) == digest(same) != digest(other)
+    assert digest(torch.eye(3).to_sparse()) == digest(torch.eye(3).to_sparse()) != digest(torch.ones(3, 3).to_sparse())
+    nested = [torch.nested.nested_tensor([torch.ones(2), torch.ones(each)], layout=torch.jagged) for each in (3, 3, 4)]
+    assert digest(nested[0]) == digest(nested[1]) != digest(nested[2])
 
 
 BOXES = [torch.ones(n, 4) for n in (1, 3, 2)]

@@ -67,7 +67,8 @@ class KeptState:
                 owner, _, name = path.rpartition(".")
                 names = self._owner(owner) if value != ABSENT or not isinstance(value, str) else None
             if names is not None and isinstance(value, str) and value == ABSENT:
-                del names[name]
+                if not isinstance(names, tuple):  # such as a PackedSequence, whose fields come and go with it
+                    del names[name]
             elif names is not None:
                 _put(names, name, _copied(value))
 

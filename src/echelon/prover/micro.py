@@ -130,7 +130,10 @@ def plain(data: Any) -> Any:
         return [plain(v) for v in data]
     if is_dataclass(data) and not isinstance(data, type):
         return {f.name: plain(getattr(data, f.name)) for f in fields(data)}
-    return f"{type(data).__qualname__} {zlib.crc32(pickle.dumps(data))}"
+    file = io.BytesIO()
+    packer = _Packer(file)  # torch pickles a tensor under the address of its memory
+    packer.dump(data)
+    return {type(data).__qualname__: zlib.crc32(file.getvalue()), "tensors": [plain(tensor) for tensor in packer.tensors]}
 
 
 def widths(records: Sequence[Mapping[str, Any]]) -> set[tuple[torch.Size, ...]]:
@@ -141,7 +144,8 @@ def widths(records: Sequence[Mapping[str, Any]]) -> set[tuple[torch.Size, ...]]:
 def widths_of(data: Any) -> Iterator[torch.Size]:
     """The same of one batch, as `plain` has it."""
     if isinstance(data, torch.Tensor):
-        yield data.shape[1:]
+        if not data.is_nested:  # whose samples have lengths of their own
+            yield data.shape[1:]
     elif isinstance(data, (list, dict)):
         for each in data.values() if isinstance(data, dict) else data:
             yield from widths_of(each)
@@ -195,7 +199,9 @@ def count_of(data: Any, given: int | None = None) -> int:
 
 
 def _columns(data: Any, samples: int) -> int | None:
-    """How many parts of a batch have its samples; None if one has another number."""
+    """How many parts of a batch have its samples; None if one has another number, or cannot be cut."""
+    if isinstance(data, torch.Tensor) and data.is_nested:
+        return None
     if isinstance(data, (torch.Tensor, np.ndarray)):
         return None if data.ndim and data.shape[0] != samples else min(data.ndim, 1)
     if _is_list_of_samples(data, samples):
@@ -323,7 +329,10 @@ def digest(data: Any) -> int:
 
 
 def _folded(data: Any, value: int) -> int:
+    if isinstance(data, torch.Tensor) and data.is_nested:
+        return _folded(list(data.detach().unbind()), value)
     if isinstance(data, torch.Tensor):
+        data = data if data.layout is torch.strided else data.detach().to_dense()
         raw = flat_bytes(data.cpu())
         return zlib.crc32(raw.numpy().data, zlib.crc32(repr((tuple(data.shape), data.dtype)).encode(), value))
     if isinstance(data, dict):

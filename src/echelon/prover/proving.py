@@ -431,14 +431,12 @@ class Proving:
             norms = seen.ran.records[0]["batch_norms"]
             result.causes = [causes.of_split(found["best"], found["error"], norms, padded=found["padded"])]
         elif not found["padded"] and len(widths(seen.ran.records)) > 1:
-            self._say(
-                "Batches are padded to other widths, and were taken apart as wide as they are: what the padding itself adds to a "
-                "loss was not tested."
-            )
+            why = "batches are padded to other widths, and were taken apart as wide as they are"
+            self._leave_untested(result, why, "what the padding itself adds to a loss")
 
-    def _leave_untested(self, result: Result, why: str) -> None:
+    def _leave_untested(self, result: Result, why: str, what: str = "weights, and whatever reaches over samples") -> None:
         result.verdict = IN_PART
-        untested = f"not tested: weights, and whatever reaches over samples. {why[0].upper()}{why[1:]}"
+        untested = f"not tested: {what}. {why[0].upper()}{why[1:]}"
         result.message = "; ".join(filter(None, (result.message, untested)))
 
     def _splitting(self, seen: Judged, constant_draws: bool) -> dict[str, Any]:

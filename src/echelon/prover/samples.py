@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -405,6 +406,9 @@ def kept_by_reading(loader: Any) -> str | None:
 
 
 def first_samples(loader: Any) -> list[Any]:
+    """As one process reads them; of a stream, those that it begins with."""
+    if isinstance(loader.dataset, IterableDataset):
+        return list(itertools.islice(loader.dataset, _FIRST_SAMPLES))
     return [loader.dataset[i] for i in range(min(len(loader.dataset), _FIRST_SAMPLES))]
 
 

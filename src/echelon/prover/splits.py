@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from echelon.prover.micro import Micro, NotDivisible, Samples, on_host, plain, widths_of
+from echelon.prover.micro import Micro, NotDivisible, Samples, digest, on_host, plain, widths_of
 from echelon.prover.mistakes import best_shares
 from echelon.prover.reference import AutoReference, Pass, Reference, Values
 from echelon.prover.samples import first_samples, reads_alike
@@ -74,22 +74,28 @@ def _take_apart_padded(reference: AutoReference, found: dict[str, Any]) -> bool:
     """Rows of a padded batch are as wide as that one; on a rank the loader pads a part by itself, to another width.
 
     Returns:
-        whether it could be tried: samples that are read alike are padded to several widths, and what is drawn is dropout, of
+        whether it could be tried: samples that are collated alike are padded to several widths, and what is drawn is dropout, of
         which all samples and places then have the same row.
     """
     loader, draws = reference.loader, reference.by_sample
-    if (draws is not None and any("dropout" not in name for name, *_ in draws.kinds)) or not reads_alike(loader):
+    if draws is not None and any("dropout" not in name for name, *_ in draws.kinds):
         return False
-    values = first_samples(loader)
+    # The narrow ones first, so that they are narrower by themselves than the whole.
+    values = sorted(first_samples(loader), key=lambda each: [size.numel() for size in _widths(loader, [each])])
     count = len(values)
-    batches = (values, values[:1], values[: count // 2]) if count > 1 else ()
-    if len({tuple(widths_of(plain(loader.collate_fn(each)))) for each in batches}) < 2:
+    if count < 2 or _widths(loader, values[:1]) == _widths(loader, values):
+        return False
+    if digest(plain(loader.collate_fn(values))) != digest(plain(loader.collate_fn(values))):
         return False
     if draws is not None:
         draws.end()
         reference.by_sample = None
     _take_apart(reference, count, lambda begin, end: loader.collate_fn(values[begin:end]), reference.updates[0][0], found)
     return True
+
+
+def _widths(loader: Any, samples: list[Any]) -> list[torch.Size]:
+    return list(widths_of(plain(loader.collate_fn(samples))))
 
 
 def _divisible(

@@ -29,7 +29,7 @@ from echelon.parallel.parallelize import prepare_module
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.shards import is_split
-from echelon.world import agree
+from echelon.world import agree, rng
 from echelon.world.init import World, init_from_env
 
 __all__ = ["ManualUnit"]
@@ -143,6 +143,9 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
 
     def autocast(self) -> Any:
         return self.computes.autocast(self.device)
+
+    def on_train_start(self, state: State) -> None:
+        rng.separate(self._parts[0].dp_rank)
 
     def train_step(self, state: State, data: Any) -> Any:
         self.batch = data
