@@ -2,7 +2,8 @@
 
     python bench/plan_cpu.py [--model gpt|resnet|llama ...] [--only 2:fsdp ...] [--time] [--json]
 
-Memory: the resident memory of the fullest rank at its largest, above that before the model was built. glibc gives every larger
+Memory: the resident memory of the fullest rank at its largest, above that before the model was built, when torch's kernels and
+gloo were loaded. glibc gives every larger
 tensor memory of its own then (MALLOC_MMAP_THRESHOLD_), as it otherwise keeps what was freed. --time calibrates the
 machine first, once for each number of ranks, and wants idle cores.
 """
@@ -90,7 +91,7 @@ def built(model: str) -> tuple[nn.Module, Any]:
         blocks = [block for into, out, stride in stages for block in (Basic(into, out, stride), Basic(out, out, 1))]
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000)]
         return nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.ReLU(), *blocks, *head), (
-            torch.randn(64, 3, 128, 128),
+            torch.randn(64, 3, 192, 192),
             torch.randint(0, 1000, (64,)),
         )
     if model == "llama":
@@ -131,10 +132,26 @@ class Watch(ech.Callback):
             self.seconds.append(time.perf_counter() - self.started)
 
 
+def warm_up(model: str) -> None:
+    """What Python, torch's kernels and gloo load when they are first used is no tensor of the model's."""
+    if model == "llama":
+        import transformers.models.llama.modeling_llama  # noqa: F401
+    small: nn.Module = nn.Sequential(Basic(3, 4, 2), nn.Flatten(), nn.Linear(64, 8)) if model == "resnet" else nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(small.parameters(), fused=True)
+    data = torch.randn(2, 3, 8, 8) if model == "resnet" else torch.randn(2, 8)
+    for _ in range(2):
+        F.cross_entropy(small(data), torch.tensor([0, 1])).backward()
+        optimizer.step()
+    if ech.world_size() > 1:
+        torch.distributed.all_reduce(torch.zeros(2**20))
+
+
 def train() -> None:
     """What is planned, and run: a few updates; each rank leaves what it measured."""
     model, layout, accumulate, precision, recompute, *folder = sys.argv[2:]
     ech.init_from_env()
+    if folder:
+        warm_up(model)
     torch.manual_seed(0)
     memory, watch = PeakMemory(), Watch()
     module, data = built(model)
