@@ -154,7 +154,7 @@ def test_two_functions_are_planned_as_a_script_is() -> None:
     assert found.best is not None and found.best.rate == max(each.rate for each in found.layouts)
     assert found.bill is not None and found.bill.updates == 1_000_000 // ROWS
     assert str(found).count("fits") == 2
-    assert found.to_json()["layouts"][1]["layout"] == "ddp"
+    assert found.to_json()["layouts"][1]["layout"] == "ddp" and "picture" not in found.to_json()["layouts"][1]
 
 
 @pytest.mark.parametrize(

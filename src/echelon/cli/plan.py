@@ -15,7 +15,7 @@ from pathlib import Path
 
 from echelon.cli.script import check_script
 from echelon.common.errors import PlanError, require
-from echelon.common.files import parse_object
+from echelon.common.files import parse_object, write_whole
 from echelon.common.terminal import printable
 from echelon.contracts.rank import RankInfo
 
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-time", type=float, default=60.0, metavar="S", help="for which a save holds training up (default: 60)"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--page", metavar="FILE.html", help="also leave a page with pictures: memory, and an update over time")
     parser.add_argument("--layers", action="store_true", help="what the layout does with each layer, in place of memory")
     parser.add_argument(
         "--calibrate",
@@ -93,7 +94,6 @@ def execute(arguments: argparse.Namespace) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     file = Path(arguments.calibrate)
     require(file.suffix == ".toml", "--calibrate", "a file whose name ends with .toml", arguments.calibrate, kind=PlanError)
-    from echelon.common.files import write_whole
     from echelon.planner.calibrate import calibrate
     from echelon.planner.devices import written
 
@@ -114,6 +114,8 @@ def _memory(arguments: argparse.Namespace) -> int:
     from echelon.planner.plan import Spending, plan_of, setting_of
     from echelon.planner.search import command_of, options_of
 
+    if arguments.page:
+        require(arguments.page.endswith(".html"), "--page", "a file whose name ends with .html", arguments.page, kind=PlanError)
     setting = setting_of(arguments.ranks, arguments.nodes, arguments.device, arguments.cluster, arguments.budget)
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
     spending = None
@@ -121,6 +123,8 @@ def _memory(arguments: argparse.Namespace) -> int:
         spending = Spending(arguments.goal, arguments.price, arguments.mtbf, arguments.save_time)
     layouts, only = arguments.layout or (), arguments.only
     plan = plan_of(target, setting, layouts=layouts, only=only, searches=arguments.search, spending=spending)
+    if arguments.page:
+        write_whole(Path(arguments.page), plan.to_html(f"echelon plan {Path(arguments.script).name}"), 0o644)
     fastest = plan.layouts[0] if arguments.search and plan.layouts else None
     command = command_of(fastest, setting.ranks, arguments.script, arguments.args) if fastest else None
     if arguments.json:

@@ -28,7 +28,7 @@ from echelon.planner.devices import Device
 from echelon.planner.links import Links
 from echelon.planner.stages import run_together
 from echelon.planner.timeline import Timeline, fused, simulate
-from echelon.planner.trace import KINDS
+from echelon.planner.trace import BINS, KINDS
 from echelon.planner.update import trace_update
 
 __all__ = [
@@ -49,6 +49,19 @@ __all__ = [
 # buffers of NCCL and the workspaces of cuBLAS lie beside it: a GiB is taken. Both are rules of thumb, and no measurements.
 _UNUSABLE, _BESIDE = 0.10, 2**30
 PASSING = ("activations", "temporary")  # kinds of memory that go by the samples of a micro-batch; logits are among them
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An update in equal parts.
+
+    Args:
+        memory: of each part, of equally many steps, bytes by `KINDS`.
+        shares: by kind of operator or collective, and whether it is one: of each part of the time, the share that it takes.
+    """
+
+    memory: list[list[int]]
+    shares: dict[tuple[str, bool], list[float]]
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,7 @@ class Answer:
         stages: of a pipeline, the peak of each; the one shown is the fullest, and times are means over all.
         verdict: fits, at risk, does not fit; "" without a budget.
         why: it could not be traced.
+        picture: what a page shows of the update, and `to_json` leaves out.
     """
 
     layout: str
@@ -101,6 +115,7 @@ class Answer:
     stages: list[int] | None = None
     verdict: str = ""
     why: str = ""
+    picture: Picture | None = None
 
     @property
     def rate(self) -> float:
@@ -108,7 +123,7 @@ class Answer:
         return (self.tokens or self.samples) / self.seconds if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(replace(self, picture=None), dict_factory=lambda fields: {k: v for k, v in fields if k != "picture"})
 
 
 @dataclass(frozen=True)
@@ -306,12 +321,16 @@ def _trace(there: Connection, job: Job) -> None:
             tokens=planned.tokens,
             micro_batches=planned.micro_batches,
         )
+        shares: dict[tuple[str, bool], list[float]] = {}
         told = _Rank(made, planned.pipeline, planned.counted)
         if setting.device is not None and setting.device.is_timed:
             steps = fused(found.steps) if planned.is_compiled else found.steps
             peak = setting.device.peak_of(found.types.most_common(1)[0][0]) if found.types else 0.0
             timeline = simulate(steps, setting.device, _links(setting))
+            shares = dict(timeline.shares(BINS))
+            timeline.spans.clear()
             told = replace(told, timeline=timeline, own_flops=found.flops - found.repeated, peak_flops=peak)
+        told = replace(told, answer=replace(made, picture=Picture(found.curve, shares)))
     except EchelonError as error:
         told = _Rank(replace(blank, why=str(error)))
     except BaseException as error:  # the script's own

@@ -13,6 +13,7 @@ from echelon.loop.target import Target
 from echelon.planner.bill import Bill, Goal, bill_lines, bill_of
 from echelon.planner.devices import Cluster, bytes_of, device_named
 from echelon.planner.memory import Answer, Setting, lines, plan_memory
+from echelon.planner.page import page
 from echelon.planner.search import search as searched
 
 __all__ = ["Plan", "Spending", "plan", "plan_of", "setting_of"]
@@ -63,6 +64,10 @@ class Plan:
         bill = asdict(self.bill) if self.bill else None
         made = {"ranks": self.setting.ranks, "per_node": self.setting.per_node, "budget": self.setting.budget, "bill": bill}
         return made | {"layouts": [each.to_json() for each in (*self.layouts, *self.left_out)]}
+
+    def to_html(self, title: str = "echelon plan") -> str:
+        """A page that works offline: the table, memory by layout, and of the first few layouts an update over time."""
+        return page(self.layouts, self.setting.budget or 0, str(self), title)
 
     def __str__(self) -> str:
         device = self.setting.device.name if self.setting.device else ""

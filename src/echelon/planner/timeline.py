@@ -56,6 +56,7 @@ class Timeline:
         busy: seconds of operators: of products, attention, and memory; and how much longer these took beside collectives.
         waits: seconds in which operators waited for collectives, by kind.
         communication: seconds of collectives, hidden or not.
+        spans: of operators and collectives: when each began and ended, of which kind, and whether it is a collective.
         messages: to and from other stages of a pipeline, which are taken to be there when they are needed; `run_together` has
             several timelines wait for each other.
     """
@@ -65,7 +66,18 @@ class Timeline:
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     communication: float = 0.0
+    spans: list[tuple[float, float, str, bool]] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+
+    def shares(self, parts: int) -> dict[tuple[str, bool], list[float]]:
+        """By kind, and whether it is a collective: of each of so many equal parts of the update, the share that it takes."""
+        made: dict[tuple[str, bool], list[float]] = defaultdict(lambda: [0.0] * parts)
+        each = self.seconds / parts or 1.0
+        for begins, ends, kind, collective in self.spans:
+            shares = made[kind, collective]
+            for part in range(int(begins / each), min(parts, int(ends / each) + 1)):
+                shares[part] += max(0.0, min(ends, (part + 1) * each) - max(begins, part * each)) / each
+        return made
 
 
 def operator_seconds(step: Operator, device: Device) -> float:
@@ -210,9 +222,11 @@ class _Simulation:
         if self._gathers.intersection(step.reads):
             self._copied_out = [self._copied_out[1], self._now + seconds]
             self._gathers.difference_update(step.reads)
+        began = self._now
         self._compute(seconds)
         if step.size:
             self._made.busy[step.kind or "memory"] += seconds
+            self._made.spans.append((began, self._now, step.kind or "memory", False))
         for number in step.writes:
             self._written[number] = self._now
         if step.name == _REDUCE_IN:
@@ -234,6 +248,7 @@ class _Simulation:
         self._made.communication += seconds
         ready = self._now
         if not self._device.overlaps:
+            self._made.spans.append((self._now, self._now + seconds, step.kind, True))
             self._wait(self._now + seconds, step.kind)
             return
         if self._gathers.intersection(step.reads):
@@ -247,6 +262,7 @@ class _Simulation:
         ready = max([ready, *(self._pending[number][0] for number in step.reads if number in self._pending)])
         end = max(ready, self._free[step.ranks]) + seconds
         self._free[step.ranks] = end
+        self._made.spans.append((end - seconds, end, step.kind, True))
         self._share(end - seconds, end)
         if self._reductions.intersection(step.writes) and step.kind == "reduce-scatter":
             self._last_reduction = end

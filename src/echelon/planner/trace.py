@@ -19,7 +19,9 @@ from echelon.parallel.shards import local
 from echelon.planner.pretended import CollectiveOp, TorchDispatchMode, collective_ops, is_backward, is_plain, ranks_of, sync_ops
 from echelon.planner.steps import Collective, Operator, Step, flops_of, operator_of, tensors_in
 
-__all__ = ["KINDS", "Trace", "Traced"]
+__all__ = ["BINS", "KINDS", "Trace", "Traced"]
+
+BINS = 240  # parts of an update, for a picture of it
 
 # What memory is for, in the order in which it is shown.
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "kept", "activations", "gathered", "communication", "temporary")
@@ -42,6 +44,7 @@ class Traced:
         repeated: of these, those of what is computed again.
         types: of these, by type.
         steps: operators and collectives, in order.
+        curve: over the update in `BINS` parts, of equally many steps each: the bytes by `KINDS` where a part is fullest.
     """
 
     peak: int = 0
@@ -56,6 +59,7 @@ class Traced:
     repeated: int = 0
     types: Counter[str] = field(default_factory=Counter)
     steps: list[Step] = field(default_factory=list)
+    curve: list[list[int]] = field(default_factory=list)
 
     def sent(self) -> float:
         """Bytes that this rank sends if each collective sends as little as can be: in a ring, or to each its part."""
@@ -123,7 +127,9 @@ class Trace(TorchDispatchMode):
         self.leaves_out: Callable[[], bool] = lambda: False
         self._rounding = rounding
         self._storages: weakref.WeakKeyDictionary[torch.UntypedStorage, _Storage] = weakref.WeakKeyDictionary()
-        self._changes: list[tuple[_Storage, int, str, str]] = []  # what has how many bytes more, at which moment, in which module
+        # What has how many bytes more, at which moment, in which module, after how many steps.
+        self._changes: list[tuple[_Storage, int, str, str, int]] = []
+        self._begins = 0  # the latest update, among these
         self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._count_storages = itertools.count()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -170,7 +176,7 @@ class Trace(TorchDispatchMode):
 
     def next_update(self) -> None:
         """One is over, and the next begins."""
-        self._counts = Traced()
+        self._counts, self._begins = Traced(), len(self._changes)
 
     @property
     def _moment(self) -> str:
@@ -281,7 +287,8 @@ class Trace(TorchDispatchMode):
         """A storage has so many bytes now; 0 if it is gone."""
         now = -(-size // self._rounding) * self._rounding
         if now != known.size and not self._is_over:
-            self._changes.append((known, now - known.size, self._moment, self._inside[-1] if self._inside else ""))
+            module, steps = self._inside[-1] if self._inside else "", len(self._counts.steps)
+            self._changes.append((known, now - known.size, self._moment, module, steps))
             known.size = now
 
     def _resizing(self, real: Any) -> Any:
@@ -300,13 +307,13 @@ class Trace(TorchDispatchMode):
     def result(self) -> Traced:
         """Of the latest update; the peak is that of all, since the first may hold more than others."""
         held, peak, at = 0, 0, 0
-        for number, (_, more, _, _) in enumerate(self._changes):
+        for number, (_, more, _, _, _) in enumerate(self._changes):
             held += more
             if held > peak:
                 peak, at = held, number
         by_kind: Counter[str] = Counter()
         by_module: Counter[str] = Counter()
-        for known, more, _, _ in self._changes[: at + 1]:
+        for known, more, _, _, _ in self._changes[: at + 1]:
             by_kind[known.kind] += more
             if known.kind == "activations":
                 by_module[known.module] += more
@@ -315,5 +322,22 @@ class Trace(TorchDispatchMode):
         made.by_kind = {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}
         made.by_module = {name: size for name, size in by_module.most_common() if size > 0}
         if self._changes:
-            _, _, made.moment, made.module = self._changes[at]
+            _, _, made.moment, made.module, _ = self._changes[at]
+        made.curve = self._curve(len(made.steps))
         return made
+
+    def _curve(self, steps: int) -> list[list[int]]:
+        held: Counter[str] = Counter()
+        for known, more, _, _, _ in self._changes[: self._begins]:
+            held[known.kind] += more
+        fullest = [held[kind] for kind in KINDS]
+        made, now = list[list[int]](), 0
+        for known, more, _, _, at in self._changes[self._begins :]:
+            part = min(BINS - 1, at * BINS // max(1, steps))
+            while now < part:
+                made.append(fullest)
+                now, fullest = now + 1, [held[kind] for kind in KINDS]
+            held[known.kind] += more
+            if sum(held.values()) > sum(fullest):
+                fullest = [held[kind] for kind in KINDS]
+        return [*made, fullest] + [[held[kind] for kind in KINDS]] * (BINS - 1 - now)
