@@ -148,6 +148,15 @@ def test_stages_that_are_sharded_or_split_are_traced_too(echelon_command: Comman
     assert parameters // 4 <= made["by_kind"]["parameters"] <= parameters // 4 * 1.2
 
 
+def test_another_precision_is_that_of_the_products(echelon_command: Command, script: Path) -> None:
+    one, two = (
+        _planned(echelon_command, script, "--gpus", "1", "--only", "yours", *words, accumulate=1)
+        for words in ((), ("--precision", "bf16"))
+    )
+    assert (one["dtype"], two["dtype"]) == ("float32", "bfloat16") and one["flops"] == two["flops"]
+    assert two["by_kind"]["parameters"] == one["by_kind"]["parameters"]  # autocast keeps them as they are
+
+
 def test_two_functions_are_planned_as_a_script_is() -> None:
     found = ech.plan(_unit, _data, gpus=2, device="h100-sxm", layouts=["ddp"], goal="1M samples", price=2.0)
     assert [each.layout for each in found.layouts] == ["fsdp", "ddp"] and found.layouts[0].is_own
@@ -159,7 +168,14 @@ def test_two_functions_are_planned_as_a_script_is() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gpus": 2, "search": True}, {"gpus": 3, "nodes": 2}, {"cluster": "1x8xH100", "gpus": 8}, {"gpus": 2, "price": -1.0}],
+    [
+        {},
+        {"gpus": 2, "precision": "int8"},
+        {"gpus": 2, "search": True},
+        {"gpus": 3, "nodes": 2},
+        {"cluster": "1x8xH100", "gpus": 8},
+        {"gpus": 2, "price": -1.0},
+    ],
 )
 def test_what_plan_cannot_be_asked_is_refused(options: dict[str, Any]) -> None:
     with refused(PlanError):

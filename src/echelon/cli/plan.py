@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--strategy", dest="layout", action="append", help=argparse.SUPPRESS)  # the older word
     parser.add_argument("--only", metavar="LAYOUT", help="this layout alone; 'yours' is the script's own")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="in place of the script's own")
     parser.add_argument(
         "--search",
         action="store_true",
@@ -116,7 +117,9 @@ def _memory(arguments: argparse.Namespace) -> int:
 
     if arguments.page:
         require(arguments.page.endswith(".html"), "--page", "a file whose name ends with .html", arguments.page, kind=PlanError)
-    setting = setting_of(arguments.ranks, arguments.nodes, arguments.device, arguments.cluster, arguments.budget)
+    setting = setting_of(
+        arguments.ranks, arguments.nodes, arguments.device, arguments.cluster, arguments.budget, arguments.precision
+    )
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
     spending = None
     if arguments.goal:
@@ -132,7 +135,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     else:
         print(printable(str(plan)))
         if fastest and command:
-            given = options_of(fastest)
+            given = options_of(fastest, arguments.precision)
             print(printable(f"\nThe fastest that fits: {shlex.join(command)}" + (f"  (with {given})" if given else "")))
     traced = [each.verdict for each in (*plan.layouts, *plan.left_out) if each.peak]
     return 2 if not traced else 1 if set(traced) == {"does not fit"} else 0

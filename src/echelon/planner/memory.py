@@ -87,6 +87,7 @@ class Answer:
         parameter_bytes: of the whole model.
         recompute: repeated blocks were computed again in the backward pass, in place of what the script recomputes.
         stages: of a pipeline, the peak of each; the one shown is the fullest, and times are means over all.
+        dtype: of most products and attention.
         verdict: fits, at risk, does not fit; "" without a budget.
         why: it could not be traced.
         picture: what a page shows of the update, and `to_json` leaves out.
@@ -113,6 +114,7 @@ class Answer:
     parameter_bytes: int = 0
     recompute: bool = False
     stages: list[int] | None = None
+    dtype: str = ""
     verdict: str = ""
     why: str = ""
     picture: Picture | None = None
@@ -134,12 +136,14 @@ class Setting:
         per_node: ranks of a node.
         budget: bytes of a device.
         device: whose time is estimated.
+        precision: "fp32", "bf16" or "fp16", in place of the script's own.
     """
 
     ranks: int
     per_node: int = 8
     budget: int | None = None
     device: Device | None = None
+    precision: str | None = None
 
 
 def layouts_for(ranks: int, per_node: int) -> list[str]:
@@ -301,6 +305,7 @@ def _trace(there: Connection, job: Job) -> None:
                 per_node=setting.per_node,
                 accumulation=job.accumulation,
                 recompute=job.recompute,
+                precision=setting.precision,
                 rank=job.rank,
             )
         found = planned.traced
@@ -320,12 +325,13 @@ def _trace(there: Connection, job: Job) -> None:
             samples=planned.samples,
             tokens=planned.tokens,
             micro_batches=planned.micro_batches,
+            dtype=found.types.most_common(1)[0][0] if found.types else "",
         )
         shares: dict[tuple[str, bool], list[float]] = {}
         told = _Rank(made, planned.pipeline, planned.counted)
         if setting.device is not None and setting.device.is_timed:
             steps = fused(found.steps) if planned.is_compiled else found.steps
-            peak = setting.device.peak_of(found.types.most_common(1)[0][0]) if found.types else 0.0
+            peak = setting.device.peak_of(made.dtype) if made.dtype else 0.0
             timeline = simulate(steps, setting.device, _links(setting))
             shares = dict(timeline.shares(BINS))
             timeline.spans.clear()
@@ -411,6 +417,8 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
     made += [f"Not traced: {'; '.join(those)}. {why}" for why, those in unknown.items()]
     if first.read:
         made.append(f"The script read {first.read} values of tensors, which a plan does not have: they were taken to be 1.")
+    if first.seconds and first.dtype == "float32":
+        made.append("The script computes in float32. --precision bf16 plans it under autocast.")
     made.append(
         "Traced: two updates of the script, eager, with the kernels of CPUs. Beside it lie CUDA's context and the workspaces "
         "of NCCL and cuBLAS; a peak within a tenth and a GiB of the budget is at risk."

@@ -18,6 +18,8 @@ from echelon.planner.search import search as searched
 
 __all__ = ["Plan", "Spending", "plan", "plan_of", "setting_of"]
 
+_PRECISIONS = ("fp32", "bf16", "fp16")
+
 
 @dataclass(frozen=True)
 class Spending:
@@ -81,22 +83,24 @@ def setting_of(
     device: str | None = None,
     cluster: str | None = None,
     budget: str | None = None,
+    precision: str | None = None,
 ) -> Setting:
     """Where a script would train; see `plan`."""
+    require(precision in (None, *_PRECISIONS), "precision", f"one of {', '.join(_PRECISIONS)}", precision, kind=PlanError)
     alone = gpus is None and nodes is None and device is None
     require(alone or not cluster, "cluster", "given without gpus, nodes and device, which it says", cluster, kind=PlanError)
     all_of_it = Cluster.of(cluster) if cluster else None
     found = all_of_it.device if all_of_it else device_named(device) if device else None
     most = bytes_of(budget, "budget") if budget else (found.memory or None) if found else None
     if all_of_it:
-        return Setting(all_of_it.nodes * all_of_it.per_node, all_of_it.per_node, most, found)
+        return Setting(all_of_it.nodes * all_of_it.per_node, all_of_it.per_node, most, found, precision)
     if gpus is None:
         raise PlanError(
             "plan must know the devices, got none. Give gpus=8 (--gpus 8), or cluster='16x8xH100' (--cluster 16x8xH100)."
         )
     nodes = nodes or -(-gpus // 8)
     require(gpus % nodes == 0, "gpus", f"the same number on each of {nodes} nodes", gpus, kind=PlanError)
-    return Setting(gpus, gpus // nodes, most, found)
+    return Setting(gpus, gpus // nodes, most, found, precision)
 
 
 def plan(
@@ -109,6 +113,7 @@ def plan(
     cluster: str | None = None,
     budget: str | None = None,
     layouts: Sequence[str] = (),
+    precision: str | None = None,
     search: bool = False,
     goal: str | None = None,
     price: float | None = None,
@@ -130,6 +135,7 @@ def plan(
         cluster: all three in a word, such as "16x8xH100".
         budget: memory of a device, such as "80GiB"; by default the device's.
         layouts: to try beside the unit's own; by default those that the devices allow.
+        precision: "fp32", "bf16" or "fp16", in place of the unit's own.
         search: look for the fastest layout that fits, in place of these.
         goal: of the whole training, such as "300B tokens": days, device-hours, and what follows.
         price: of a device for an hour.
@@ -142,7 +148,7 @@ def plan(
     require(callable(make_data), "make_data", "a function that builds the loader", make_data, kind=PlanError)
     target, setting = (
         Target(make_unit=make_unit, make_data=make_data, device="cpu"),
-        setting_of(gpus, nodes, device, cluster, budget),
+        setting_of(gpus, nodes, device, cluster, budget, precision),
     )
     for name, given in (("price", price), ("mtbf", mtbf), ("save_time", save_time)):
         require(given is None or 0 < given < math.inf, name, "above 0", given, kind=PlanError)

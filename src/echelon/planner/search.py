@@ -143,10 +143,11 @@ def _divisor(rows: int, least: int) -> int:
     return next((each for each in range(least, rows) if rows % each == 0), rows)
 
 
-def options_of(best: Answer) -> str:
+def options_of(best: Answer, precision: str | None = None) -> str:
     """What the script has to give beside the command, for people."""
     given = [f"accumulate={best.micro_batches}"] if best.micro_batches > 1 else []
-    return ", ".join([*given, "recompute='blocks'"] if best.recompute else given)
+    given += ["recompute='blocks'"] if best.recompute else []
+    return ", ".join([*given, f"precision={precision!r}"] if precision else given)
 
 
 def command_of(best: Answer, ranks: int, script: str, arguments: Sequence[str]) -> list[str]:
