@@ -111,6 +111,7 @@ MISTAKES = {
     "scale_of_the_first_batch": ("the forward pass keeps state", "forward"),
     "samples_counted_by_a_rank": ("the forward pass keeps state", "forward"),
     "mean_of_a_rank": ("the forward pass keeps state", "forward"),
+    "queue_in_slots": ("the forward pass keeps state", None),
     "order_of_a_set": ("samples that depend on the rank", None),
     "samples_by_count": ("samples that depend on the rank", None),
     "clamped_gradients": ("gradients that each rank changes", "gradient"),
@@ -132,6 +133,7 @@ SEEN = {
     "mean_of_a_rank": "centred.mean is not the same on all ranks",
     "threshold_of_a_rank": "usual is not the same on all ranks",
     "teacher_by_samples": "is another than in one process",
+    "queue_in_slots": "script.queue.keys is not the same on all ranks",
     "order_of_a_set": "PYTHONHASHSEED",
     "samples_by_count": "the data set's count changes as samples are read",
 }

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from echelon.world import agree
 
-__all__ = ["are_images", "samples_of", "tell_of_doubts"]
+__all__ = ["are_images", "samples_of", "slots_of", "tell_of_doubts"]
 
 logger = logging.getLogger(__name__)
 
@@ -178,12 +178,13 @@ def _fields(value: Any, depth: int) -> list[Any] | None:
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     if depth and not hasattr(value, "__attrs_attrs__"):
         return None
-    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    slots = [name for kind in type(value).__mro__ for name in slots_of(kind)]
     found = [*vars(value).values()] if hasattr(value, "__dict__") else []
     return [*found, *(getattr(value, name, None) for name in slots)] or None
 
 
-def _slots(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
+    """The attributes that objects of a class keep in slots of its own."""
     named = vars(kind).get("__slots__", ())
     return [name for name in ((named,) if isinstance(named, str) else named) if name not in ("__dict__", "__weakref__")]
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from echelon.loop.samples import slots_of
 from echelon.loop.unit import Unit
 from echelon.prover.values import modules_of, parameters_of
 
@@ -213,6 +214,9 @@ def _of_object(value: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     others = _set_by_libraries(kind) if isinstance(value, (Unit, nn.Module)) else ()
     yield from ((_joined(path, name), names, name) for name in list(names) if name not in others)
     kinds = [each for each in kind.__mro__ if not is_library(each.__module__)]
+    if slots := [name for each in kinds for name in slots_of(each) if hasattr(value, name)]:
+        held = _Names(slots, functools.partial(getattr, value), functools.partial(setattr, value))
+        yield from ((_joined(path, name), held, name) for name in slots)
     yield from ((each.__name__, kinds, i) for i, each in enumerate(kinds))
 
 
@@ -225,7 +229,7 @@ def _module_path(module: types.ModuleType) -> str:
 
 
 class _Names:
-    """What a function keeps in variables of the one around it, or a class in itself, as a dict."""
+    """What a function keeps in variables of the one around it, a class in itself, or an object in slots, as a dict."""
 
     def __init__(self, names: Iterable[str], get: Callable[[str], Any], put: Callable[[str, Any], None]) -> None:
         self.names, self.get, self.put = names, get, put
