@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.samples import slots_of
 from echelon.loop.unit import Unit
 from echelon.prover.values import modules_of, parameters_of
@@ -92,6 +93,8 @@ class Objects:
 
     def _roots(self) -> Iterator[tuple[str, Any, bool]]:
         """Paths and values, and whether their state can be put back, as local variables cannot."""
+        if isinstance(self.root, LoopUnit):
+            yield from self._variables_of_a_loop(self.root)
         yield self._name, self.root, True
         for prefix, module in modules_of(self.root) if isinstance(self.root, Unit) else ():
             yield _joined(self._name, f"{prefix}module"), module, True
@@ -102,6 +105,16 @@ class Objects:
                 if _is_opened(value):
                     is_own = isinstance(value, types.FunctionType) or not is_library(type(value).__module__)
                     yield f"{frame.f_code.co_name}.{name}", value, is_own and not isinstance(value, _NO_STATE)
+
+    @staticmethod
+    def _variables_of_a_loop(unit: LoopUnit) -> Iterator[tuple[str, Any, bool]]:
+        """What a script gave `prepare` beside the model goes by its variable, and not by what the loop's unit calls it."""
+        held = {id(value) for value in vars(unit).values() if _is_opened(value)} - {id(unit.module)}
+        spaces = [(_module_path(own), vars(own)) for own in own_modules(unit)]
+        spaces += [(frame.f_code.co_name, frame.f_locals) for frame in own_frames()]
+        yield from (
+            (f"{path}.{name}", value, True) for path, names in spaces for name, value in list(names.items()) if id(value) in held
+        )
 
     def _name_tensors_once(self) -> None:
         """Of several paths to one, such as a variable left by a loop, the last."""
