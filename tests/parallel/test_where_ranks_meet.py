@@ -184,6 +184,7 @@ PLACES = {
     "OptimizerState._of_all_stages": STATE,
     "OptimizerState.state_dict": STATE,
     "_of_all_stages": STATE,
+    "further_state": "test_so_is_what_each_rank_has_of_its_own_parameters",
 }  # fmt: skip
 
 

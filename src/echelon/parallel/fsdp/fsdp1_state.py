@@ -11,6 +11,7 @@ from torch import nn
 
 from echelon.parallel.names import plain_name
 from echelon.parallel.state import keys as state_keys
+from echelon.parallel.state.further import FURTHER, further_state, given_back
 from echelon.parallel.state.keys import Saved
 from echelon.world import agree
 
@@ -39,17 +40,25 @@ class FSDP1OptimizerState:
         with FSDP.state_dict_type(self._module, sharded, ShardedStateDictConfig(), ShardedOptimStateDictConfig()):
             return FSDP.optim_state_dict(self._module, self._optimizer, state)
 
+    def _of_parameters(self) -> dict[str, Any]:
+        """The optimizer's state without what belongs to no parameter."""
+        told = self._optimizer.state_dict()
+        return {
+            "state": {number: each for number, each in told["state"].items() if isinstance(number, int)},
+            "param_groups": told["param_groups"],
+        }
+
     @functools.cached_property
     def _names(self) -> list[list[str]]:
         """Of each group's parameters."""
-        stateless = {**self._optimizer.state_dict(), "state": {}}
+        stateless = {**self._of_parameters(), "state": {}}
         return [[plain_name(n) for n in group["params"]] for group in self._translated(stateless)["param_groups"]]
 
     def full_names(self) -> dict[str, str]:
         return {name: f"{self._owner}{name}" for group in self._names for name in group}
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._optimizer.state_dict()
+        state = self._of_parameters()
         absent = self._complete(state)
         translated = self._translated(state)
         own: dict[str, Any] = {}
@@ -57,6 +66,8 @@ class FSDP1OptimizerState:
             own |= state_keys.leaves(f"state.{plain_name(name)}", each)
         for group in translated["param_groups"]:
             own |= {f"param_groups.{plain_name(n)}.{k}": v for n in group["params"] for k, v in group.items() if k != "params"}
+        if further := further_state(self._optimizer):
+            own[FURTHER] = further
         return {key: value for key, value in own.items() if key not in absent}
 
     def _complete(self, state: dict[str, Any]) -> set[str]:
@@ -109,7 +120,9 @@ class FSDP1OptimizerState:
             for group, names in zip(self._optimizer.param_groups, self._names, strict=True)
         ]
         local = FSDP.optim_state_dict_to_load(self._module, self._optimizer, {"state": state, "param_groups": groups})
-        self._optimizer.load_state_dict(local)
+        further = given_back(self._optimizer, state_dict.get(FURTHER))
+        state = {**further["state"], **local["state"]}
+        self._optimizer.load_state_dict({**further["dict"], "state": state, "param_groups": local["param_groups"]})
 
 
 def _kind(value: Any) -> list[Any]:

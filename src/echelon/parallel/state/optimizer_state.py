@@ -16,6 +16,7 @@ from echelon.common.errors import CheckpointMismatchError
 from echelon.parallel.names import plain_names
 from echelon.parallel.shards import local
 from echelon.parallel.state import keys as state_keys
+from echelon.parallel.state.further import FURTHER, further_state, given_back
 from echelon.parallel.state.keys import Saved
 from echelon.parallel.state.partition import Partition, parameter_groups
 from echelon.parallel.state.stage_group import ranks_apart
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 class OptimizerState:
     """An optimizer's state, keyed "state.<parameter>.<what>" and "param_groups.<parameter>.<option>".
 
-    What it trains and no module has, such as a learned weight of a loss, is in nobody else's state: "values.<parameter>".
+    What it trains and no module has, such as a learned weight of a loss, is in nobody else's state: "values.<parameter>". What
+    else its `state_dict()` has is "further", once for all parameters (`further.py`).
 
     Of an optimizer that is divided over the ranks each has the tensors of what it owns; the methods are collective then.
 
@@ -76,6 +78,8 @@ class OptimizerState:
             for key, value in group.items()
             if key != "params"
         }
+        if further := further_state(self._optimizer, is_divided=self._is_divided or self._apart is not None):
+            options[FURTHER] = further
         if self._apart is not None:
             return {**self._of_all_stages({**options, **own}), **options, **own}
         if not self._is_divided:
@@ -176,7 +180,8 @@ class OptimizerState:
                     state[number] = living
                 elif keys := by_parameter.get(name):
                     state[number] = state_keys.nested(f"state.{name}", {k: state_dict[k] for k in keys})
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        further = given_back(self._optimizer, state_dict.get(FURTHER))
+        self._optimizer.load_state_dict({**further["dict"], "state": {**further["state"], **state}, "param_groups": groups})
         for number, given in state.items():
             _keep_types(self._optimizer.state[parameters[number]], given)
             quantise_again(self._optimizer, parameters[number])

@@ -1,0 +1,187 @@
+"""What an optimizer keeps besides the state of its parameters is there again in a resumed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+import echelon as ech
+from echelon.common.errors import CheckpointError
+from echelon.parallel.state import optimizer_state
+from tests.conftest import Ranks
+from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.refusals import refused
+from tests.kit.units import Regression
+
+pytestmark = pytest.mark.standing_ranks
+
+Saver = ech.DistributedCheckpointSaver
+DATA = torch.utils.data.TensorDataset(*batch(48, 0))
+
+
+class ByKey(torch.optim.SGD):
+    """Its rate falls with a count of its own, which lies in its state under a name."""
+
+    def count(self) -> float:
+        self.state["steps"] = self.state["steps"] + 1 if "steps" in self.state else 1
+        return float(self.state["steps"])
+
+    def step(self, closure: Any = None) -> Any:
+        rates = [group["lr"] for group in self.param_groups]
+        count = self.count()
+        for group in self.param_groups:
+            group["lr"] /= count
+        super().step(closure)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+class ByTensors(ByKey):
+    """Several counts, deep in its state."""
+
+    def count(self) -> float:
+        held = self.state["held"]
+        if not held:
+            held |= {"counts": [torch.zeros(()), (torch.zeros(2, dtype=torch.int64), "name")]}
+        held["counts"][0] += 1
+        held["counts"][1][0].add_(1)
+        return float(held["counts"][0] + held["counts"][1][0].sum()) / 3
+
+
+class ByOverride(ByKey):
+    """Its `state_dict` has a further key, without which it cannot be loaded."""
+
+    steps = 0
+
+    def count(self) -> float:
+        self.steps += 1
+        return self.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        given = dict(state_dict)
+        self.steps = given.pop("steps")
+        super().load_state_dict(given)
+
+
+class ByHooks(ByKey):
+    """The same by hooks."""
+
+    steps = 0
+    count = ByOverride.count
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_state_dict_post_hook(lambda optimizer, state: {**state, "steps": self.steps})
+        self.register_load_state_dict_pre_hook(lambda optimizer, state: setattr(self, "steps", state["steps"]))
+
+
+class Unlike(torch.optim.SGD):
+    """Keeps what no checkpoint can give back."""
+
+    how = ""
+
+    def state_dict(self) -> Any:
+        state = super().state_dict()
+        if self.how == "a number":
+            self.state[0] = {}  # type: ignore[index]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        mine = {str(i): p.detach() for i, p in enumerate(parameters) if p in self.state}
+        return {
+            "list": [state],
+            "by tensors": {**state, "slow": dict.fromkeys(parameters, 1.0)},
+            "parts": {**state, "slow": [p.detach() for p in parameters]},
+            "owned": {**state, "slow": mine},
+            "function": {**state, "made by": len},
+        }.get(self.how, state)
+
+
+KINDS: dict[str, type[torch.optim.Optimizer]] = {
+    "key": ByKey,
+    "tensors": ByTensors,
+    "override": ByOverride,
+    "hooks": ByHooks,
+    "plain": torch.optim.SGD,
+}
+
+
+class Counting(Regression):
+    def __init__(self, which: str, layout: str) -> None:
+        self.which = which
+        if layout == "fsdp1":  # wrapped by hand
+            super().__init__(module=FSDP(net(), device_id=torch.device("cpu"), use_orig_params=True))
+        else:
+            super().__init__(module=net(), layout=layout)
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        kind = KINDS.get(self.which) or type("Unlike", (Unlike,), {"how": self.which})
+        return kind(module.parameters(), lr=0.1, momentum=0.9), None  # type: ignore[call-arg]
+
+
+def _run(folder: Path | None, kind: str, layout: str, until: int) -> dict[str, torch.Tensor]:
+    """Restored from the folder if there is something, and saved there."""
+    unit, loader = Counting(kind, layout), ech.Loader(DATA, 12, seed=1)
+    if folder is not None:
+        Saver.restore_from_latest(folder, unit, train_dataloader=loader)
+    ech.train(unit, loader, max_updates=until, callbacks=[] if folder is None else [Saver(folder)])
+    if layout != "fsdp1":
+        return whole(unit.module)
+    with FSDP.summon_full_params(unit.module):
+        return {n: p.detach().clone() for n, p in unit.module.module.named_parameters()}
+
+
+def _each(folder: Path | None, kinds: list[str], layout: str, until: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {kind: _run(folder and folder / kind, kind, layout, until) for kind in kinds}
+
+
+PAIRS = [
+    pytest.param((1, "none"), (1, "none"), id="alone"),
+    pytest.param((2, "zero1"), (3, "fsdp"), id="other ranks"),
+    pytest.param((2, "pp=2"), (2, "zero1"), id="of stages"),
+    pytest.param((2, "ddp"), (2, "pp=2"), id="to stages", marks=pytest.mark.full),
+    pytest.param((2, "fsdp1"), (2, "fsdp1"), id="of older shards", marks=pytest.mark.full),
+    pytest.param((2, "fsdp"), (1, "none"), id="of shards", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("first", "then"), PAIRS)
+def test_what_belongs_to_no_parameter_goes_on(ranks: Ranks, tmp_path: Path, first: Any, then: Any) -> None:
+    kinds = ["key", "tensors", "override", "hooks"]
+    want = ranks(1, _each, None, kinds, "none", 9)[0]
+    ranks(first[0], _each, tmp_path, kinds, first[1], 4)
+    parts = ranks(then[0], _each, tmp_path, kinds, then[1], 9)
+    got = {kind: {name: value for part in parts for name, value in part[kind].items()} for kind in kinds}
+    assert {kind: largest_difference(got[kind], want[kind]) for kind in kinds} == pytest.approx(
+        dict.fromkeys(kinds, 0), abs=1e-12
+    )
+
+
+def test_what_an_earlier_echelon_did_not_save_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer_state, "further_state", lambda optimizer, **options: {})
+        _run(tmp_path, "override", "none", 4)
+    assert _run(tmp_path, "override", "none", 9)
+
+
+def _refusal(folder: Path, kind: str, layout: str) -> str:
+    with refused(CheckpointError) as caught:
+        _run(folder, kind, layout, 4)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["list", "by tensors", "a number", "function"])
+def test_what_cannot_be_kept_is_refused_at_the_first_save(tmp_path: Path, how: str) -> None:
+    assert _refusal(tmp_path, how, "none")
+
+
+@pytest.mark.parametrize(("how", "layout"), [("parts", "fsdp"), ("owned", "zero1")])
+def test_so_is_what_each_rank_has_of_its_own_parameters(ranks: Ranks, tmp_path: Path, how: str, layout: str) -> None:
+    first, second = ranks(2, _refusal, tmp_path, how, layout)
+    assert first == second and "slow" in first
