@@ -146,7 +146,8 @@ def _targets(
             values[name], unknown = stateful.targets(name, kinds, rest[name])
             lacking += [f"{name}.{each}" for each in unknown]
         else:
-            values[name] = dict(stateful.state_dict())
+            room = getattr(stateful, "room", None)  # a module's buffers may have had other shapes
+            values[name] = {**stateful.state_dict(), **({} if room is None else room(name, kinds))}
     return values, lacking
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "matching",
     "names_of_each",
     "plain_buffers",
+    "plain_modules",
     "plain_name",
     "plain_names",
     "tied_names",
@@ -23,7 +24,7 @@ __all__ = [
     "without_compile",
 ]
 
-T = TypeVar("T", bound=torch.Tensor)
+T = TypeVar("T")
 
 # What torch.compile, activation checkpointing and the older FSDP put into names.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -52,9 +53,14 @@ def plain_names(module: nn.Module, *, every_name: bool = False) -> Iterator[tupl
     yield from _plainly(module, module.named_parameters(remove_duplicate=not every_name))
 
 
-def plain_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers by the names that the module's author gave them."""
-    yield from _plainly(module, module.named_buffers())
+def plain_buffers(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers by the names that the module's author gave them; of a shared one the first, or every one."""
+    yield from _plainly(module, module.named_buffers(remove_duplicate=not every_name))
+
+
+def plain_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Modules by the names that their author gave them, every one; of a wrapper what is in it."""
+    return dict(_plainly(module, module.named_modules(remove_duplicate=False)))
 
 
 def plain_name(name: str) -> str:
@@ -78,10 +84,10 @@ def tied_names(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:
 def _plainly(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     kinds = ((name, wrapper_of(m)) for name, m in module.named_modules())
     inside = {name: kind.inner for name, kind in kinds if kind is not None and kind.inner is not None}
-    for name, tensor in named:
+    for name, each in named:
         parts = name.split(".")
         kept = [p for i, p in enumerate(parts) if p not in _WRAPPED and inside.get(".".join(parts[:i])) != p]
-        yield ".".join(kept), tensor
+        yield ".".join(kept), each
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:

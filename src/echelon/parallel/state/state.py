@@ -6,15 +6,18 @@ them in the module's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from echelon.parallel.names import plain_buffers, plain_names, tied_names, unwrapped
+from echelon.parallel.names import plain_buffers, plain_modules, plain_names, tied_names, unwrapped
 from echelon.parallel.registry import wrapper_of
 from echelon.parallel.shards import is_split, reshard
+from echelon.parallel.state.keys import Saved
 from echelon.parallel.state.optimizer_state import OptimizerState, ZeroRedundancyState
 from echelon.parallel.state.partition import Partition, is_zero_redundancy, parameters_of
 from echelon.parallel.state.stage_group import ranks_apart
@@ -40,13 +43,51 @@ class ModuleState:
 
         return dict(self._module.state_dict() if self._is_bare else get_model_state_dict(self._module))
 
+    def room(self, me: str, saved: Saved) -> dict[str, torch.Tensor]:
+        """Tensors to be filled from a checkpoint in place of buffers that had another shape there, or have no value yet.
+
+        Args:
+            me: this state's name in the checkpoint.
+        """
+        here = {key.removeprefix(f"{me}."): kind for key, kind in saved.items() if key.startswith(f"{me}.")}
+        found = {}
+        for key, _, _, buffer in self._reshaped({key: shape for key, (_, shape) in here.items()}):
+            like = next(self._module.parameters(), torch.empty(0, dtype=here[key][0])) if buffer is None else buffer
+            dtype = here[key][0] if buffer is None else buffer.dtype
+            found[key] = torch.empty(here[key][1], dtype=dtype, device=like.device)
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state. A buffer of another shape is the module's own to load; where it does not, it gets that shape."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
         if self._is_bare:
             self._module.load_state_dict(state_dict)
             return
-        set_model_state_dict(self._module, state_dict)
+        with contextlib.ExitStack() as stack:
+            shapes = {key: list(value.shape) for key, value in state_dict.items() if isinstance(value, torch.Tensor)}
+            for key, owner, name, buffer in self._reshaped(shapes):
+                if buffer is None:
+                    setattr(owner, name, torch.empty_like(state_dict[key]))
+                else:  # the last of its hooks: its own, and a `_load_from_state_dict` of its class, have done what they do
+                    stack.callback(owner.register_load_state_dict_pre_hook(partial(_reshape, name)).remove)
+            set_model_state_dict(self._module, state_dict)
+
+    def _reshaped(self, shapes: Mapping[str, list[int]]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor | None]]:
+        """Whole buffers that do not have these shapes, or no value: by key, with their owner and their name in it."""
+        living = (*plain_names(self._module, every_name=True), *plain_buffers(self._module, every_name=True))
+        now = {name: list(tensor.shape) for name, tensor in living}
+        if not (odd := [key for key, shape in shapes.items() if now.get(key) != shape]):
+            return
+        owners = plain_modules(self._module)
+        for key in odd:
+            path, _, name = key.rpartition(".")
+            try:
+                buffer: torch.Tensor | None = owners[path].get_buffer(name)
+            except (KeyError, AttributeError):  # a parameter, or nothing that there is
+                continue
+            if not is_split(buffer):
+                yield key, owners[path], name, buffer
 
     @property
     def is_cut(self) -> bool:
@@ -61,6 +102,13 @@ class ModuleState:
     def tied(self) -> list[list[str]]:
         """Names of one and the same parameter, for each that has several."""
         return tied_names(plain_names(self._module, every_name=True))
+
+
+def _reshape(name: str, owner: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    given, buffer = state.get(prefix + name), owner.get_buffer(name)
+    if isinstance(given, torch.Tensor) and given.shape != buffer.shape:
+        # The same object, which DDP sends to all ranks.
+        buffer.data = torch.empty(given.shape, dtype=buffer.dtype, device=buffer.device)
 
 
 def states_by_name(app_state: Mapping[str, Any]) -> dict[str, Any]:
