@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.common.errors import OptimizerError
 from echelon.contracts.overrides import overrides
+from echelon.loop.records.monitored import is_own_loop
 from echelon.parallel.ddp.bypass import watch
 from echelon.parallel.fsdp.step_by_mesh import step_by_kind
 from echelon.parallel.guards.guard import Guard
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["add_again", "are_alike", "check_holds", "check_tracked", "look_at_first_update", "not_the_modules", "when_it_grows"]
 
 _REMEDY = "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then"
+_IN_A_LOOP = (
+    "Nothing would be trained. Make the optimizer from the parameters of the models that prepare() is given with it, before it"
+)
 
 
 def check_holds(unit: PreparedUnit, optimizer: Any) -> None:
@@ -47,7 +51,7 @@ def check_holds(unit: PreparedUnit, optimizer: Any) -> None:
     reshard(unit.prepared.module)  # an evaluation leaves whole parameters in the place of those that the optimizer has
     if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
         return
-    what = f"{type(unit).__name__}: the {type(optimizer).__name__}"
+    what = f"{_before(unit)}the {type(optimizer).__name__}"
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise OptimizerError(
@@ -63,7 +67,7 @@ def check_holds(unit: PreparedUnit, optimizer: Any) -> None:
         if trains and held and not unit.has_several and len(_strangers(unit, held)) == len(held):
             problem = f"{what} holds {_count(held)}, none of them the module's, which has {len(mine)} (first: {_shown(held[0])})."
     if problem is not None:
-        raise OptimizerError(f"{problem} {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters().")
+        raise OptimizerError(f"{problem} {_remedy(unit)}")
 
 
 def look_at_first_update(unit: PreparedUnit, optimizer: torch.optim.Optimizer, *, together: bool) -> RemovableHandle | None:
@@ -84,11 +88,22 @@ def look_at_first_update(unit: PreparedUnit, optimizer: torch.optim.Optimizer, *
             meets = not held or any(p.grad is not None for p in held)
             if not (agree.any_rank(meets) if together else meets):
                 raise OptimizerError(
-                    f"{type(unit).__name__}: none of the {_count(held)} of the {type(optimizer).__name__}{whose} has a gradient "
-                    f"in the first update. {_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters()."
+                    f"{_before(unit)}none of the {_count(held)} of the {type(optimizer).__name__}{whose} has a gradient "
+                    f"in the first update. {_remedy(unit)}"
                 )
 
     return optimizer.register_step_pre_hook(look)
+
+
+def _before(unit: Any) -> str:
+    """How words about its optimizer begin."""
+    return "" if is_own_loop(unit) else f"{type(unit).__name__}: "
+
+
+def _remedy(unit: Any) -> str:
+    if is_own_loop(unit):
+        return f"{_IN_A_LOOP}."
+    return f"{_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters()."
 
 
 def _strangers(unit: Any, held: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -176,7 +191,7 @@ def check_tracked(unit: Any) -> list[Guard]:
     """
     optimizers, modules = unit.tracked_optimizers(), unit.tracked_modules()
     problem = None if overrides().observes else _problem(unit, optimizers, modules)
-    agree.raise_on_all(f"{problem} {_REMEDY}." if problem else None)
+    agree.raise_on_all(f"{problem} {_IN_A_LOOP if is_own_loop(unit) else _REMEDY}." if problem else None)
     for optimizer in optimizers.values():
         if any(is_split(p) for p in parameters_of(optimizer)):
             step_by_kind(optimizer)
@@ -232,15 +247,16 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
             left += (mine := _left(each.module, everywhere))
             flat = flat or (bool(mine) and each.form.kind == "flat")
     for name, parameters in held.items():
-        what = f"{type(unit).__name__}.{name}"
+        what = f"the {type(optimizers[name]).__name__}" if is_own_loop(unit) else f"{type(unit).__name__}.{name}"
         problem = _stale(what, parameters)
         if problem is not None:
             return problem
         strangers = _strangers(unit, parameters)
         if _are_shaped_as(strangers, left) or (flat and len(strangers) == len(parameters) > 0):
+            whose = "no model of the loop" if is_own_loop(unit) else "no module of the unit"
             return (
-                f"{what} holds {_count(strangers)} that no module of the unit has (first: {_shown(strangers[0])}), and no "
-                f"optimizer holds {_count(len(left))} of its sharded modules."
+                f"{what} holds {_count(strangers)} that {whose} has (first: {_shown(strangers[0])}), and no optimizer holds "
+                f"{_count(len(left))} of its sharded modules."
             )
     return None
 

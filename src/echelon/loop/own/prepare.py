@@ -44,6 +44,7 @@ from echelon.loop.own.refit import check_optimizer, divide_alike, refit
 from echelon.loop.own.session import Session
 from echelon.loop.unit import LRScheduler
 from echelon.parallel.ddp.wrapper import read_as_wrapped
+from echelon.parallel.names import plain_names
 from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
@@ -120,8 +121,8 @@ def prepare(
 def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
     """The model made parallel, with the optimizer over the parameters that it has then."""
     module = parts.models[0] if len(parts.models) == 1 else nn.ModuleList(parts.models)
-    names = {p: name for name, p in module.named_parameters()}
-    shapes = [{name: p.shape for name, p in model.named_parameters()} for model in parts.models]
+    names = {p: name for name, p in plain_names(module)}  # a layout may undo what the loop's author wrapped
+    shapes = [{name: p.shape for name, p in plain_names(model)} for model in parts.models]
     held = {p for optimizer, _ in parts.optimizers for p in parameters_of(optimizer)}
     left = [[p for p in model.parameters() if p.requires_grad and p not in held] for model in (*parts.models, *parts.copies)]
     for optimizer, _ in parts.optimizers:

@@ -11,6 +11,7 @@ from torch import nn
 from echelon.common.errors import OwnLoopError
 from echelon.contracts.overrides import overrides
 from echelon.loop.auto.optimizer_checks import are_alike
+from echelon.parallel.names import plain_names
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.shards import is_split, reshard_after_looking
 from echelon.parallel.state.loading import part_like
@@ -75,7 +76,7 @@ def divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], l
     if not any(is_split(p) for p in unit.prepared.module.parameters()):
         return
     for inner in (copy, getattr(copy, "module", None)):
-        if isinstance(inner, nn.Module) and {name: p.shape for name, p in inner.named_parameters()} == shapes:
+        if isinstance(inner, nn.Module) and {name: p.shape for name, p in plain_names(inner)} == shapes:
             made = parallelize(inner, layout, unit.device, overridden=overrides().layout)
             reshard_after_looking(made.module)  # its parameters are read and written between its passes
             return
