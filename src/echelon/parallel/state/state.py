@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.parallel.names import plain_buffers, plain_modules, plain_names, tied_names, unwrapped
+from echelon.common.errors import CheckpointError
+from echelon.parallel.names import class_name, plain_buffers, plain_modules, plain_name, plain_names, tied_names, unwrapped
 from echelon.parallel.registry import wrapper_of
 from echelon.parallel.shards import is_split, reshard
 from echelon.parallel.state.keys import Saved
@@ -32,6 +33,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._renamed: list[str] = []  # what the module's own hooks gave other names, when it was last asked
 
     @property
     def _is_bare(self) -> bool:
@@ -39,9 +41,33 @@ class ModuleState:
         return not any(True for tensors in (self._module.parameters(), self._module.buffers()) for _ in tensors)
 
     def state_dict(self) -> dict[str, Any]:
+        if self._is_bare:
+            return dict(self._module.state_dict())
+        if (found := self._by_torch()) is not None:
+            return found
+        state = {plain_name(name): value for name, value in unwrapped(self._module).state_dict().items()}
+        known = {name for name, _ in plain_names(self._module, every_name=True)}
+        self._renamed = [n for n, v in state.items() if n not in known and isinstance(v, torch.Tensor) and not is_split(v)]
+        return state
+
+    def _by_torch(self) -> dict[str, Any] | None:
+        """The state by the names of the module's parts; None if hooks of its own have given it others, which torch looks up."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        return dict(self._module.state_dict() if self._is_bare else get_model_state_dict(self._module))
+        try:
+            return dict(get_model_state_dict(self._module))
+        except (AttributeError, AssertionError) as error:
+            kinds = (wrapper_of(part) for part in self._module.modules())
+            if any(kind is not None and kind.name == "fsdp1" for kind in kinds):
+                name, said = class_name(unwrapped(self._module)), str(error).partition(" but ")[0]
+                raise CheckpointError(
+                    f"the state_dict() of the {name} must have the names of its parameters and buffers in a "
+                    f"FullyShardedDataParallel, got others, as hooks of its own give: {said}. Rename in what reads the weights, "
+                    "not in the module; or give the plain module to layout='fsdp'."
+                ) from error
+            if isinstance(error, AssertionError):
+                raise
+            return None
 
     def room(self, me: str, saved: Saved) -> dict[str, torch.Tensor]:
         """Tensors to be filled from a checkpoint in place of buffers that had another shape there, or have no value yet.
@@ -71,12 +97,20 @@ class ModuleState:
                     setattr(owner, name, torch.empty_like(state_dict[key]))
                 else:  # the last of its hooks: its own, and a `_load_from_state_dict` of its class, have done what they do
                     stack.callback(owner.register_load_state_dict_pre_hook(partial(_reshape, name)).remove)
-            set_model_state_dict(self._module, state_dict)
+            if set(shapes).issubset(self._living()) or self._by_torch() is not None:
+                set_model_state_dict(self._module, state_dict)
+            else:
+                names = {plain_name(name): name for name in unwrapped(self._module).state_dict()}
+                unwrapped(self._module).load_state_dict({names.get(name, name): value for name, value in state_dict.items()})
+
+    def _living(self) -> dict[str, list[int]]:
+        """The shapes of parameters and buffers."""
+        living = (*plain_names(self._module, every_name=True), *plain_buffers(self._module, every_name=True))
+        return {name: list(tensor.shape) for name, tensor in living}
 
     def _reshaped(self, shapes: Mapping[str, list[int]]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor | None]]:
         """Whole buffers that do not have these shapes, or no value: by key, with their owner and their name in it."""
-        living = (*plain_names(self._module, every_name=True), *plain_buffers(self._module, every_name=True))
-        now = {name: list(tensor.shape) for name, tensor in living}
+        now = self._living()
         if not (odd := [key for key, shape in shapes.items() if now.get(key) != shape]):
             return
         owners = plain_modules(self._module)
@@ -97,7 +131,7 @@ class ModuleState:
     @property
     def of_first_rank(self) -> list[str]:
         """Buffers, which a forward pass changes on every rank by itself before the next one makes them equal: rank 0's count."""
-        return [name for name, buffer in plain_buffers(self._module) if not is_split(buffer)]
+        return [*(name for name, buffer in plain_buffers(self._module) if not is_split(buffer)), *self._renamed]
 
     def tied(self) -> list[list[str]]:
         """Names of one and the same parameter, for each that has several."""
