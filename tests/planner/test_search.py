@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from echelon.common.errors import PlanError
 from echelon.planner.bill import Goal, bill_of
 from echelon.planner.memory import Answer, Setting, lines
-from echelon.planner.search import candidates, found_best, options_of
+from echelon.planner.search import Trace, candidates, found_best, options_of
 from tests.kit.refusals import refused
 
 GIB = 2**30
@@ -26,6 +27,10 @@ OWN = Answer(
     parameter_bytes=4 * GIB,
     verdict="does not fit",
 )
+
+
+def _each(trace: Callable[[str, int, bool], Answer]) -> Trace:
+    return lambda tries: [trace(*each) for each in tries]
 
 
 def test_layouts_are_products_of_axes_that_the_nodes_allow() -> None:
@@ -70,9 +75,9 @@ def test_what_cannot_fit_is_not_traced_and_the_rest_has_few_micro_batches() -> N
             verdict=verdict,
         )
 
-    fit, out = found_best(OWN, Setting(4, 8, 10 * GIB), trace)
+    fit, out = found_best(OWN, Setting(4, 8, 10 * GIB), _each(trace))
     assert [each.layout for each in out] == ["ddp", OWN.layout] and "12.0 GiB" in out[0].why
-    assert asked == [(layout, many) for layout in ("zero1", "fsdp", "dp_shard=2,tp=2") for many in (1, 4)]
+    assert asked == [(layout, many) for many in (1, 4) for layout in ("zero1", "fsdp", "dp_shard=2,tp=2")]
     assert [each.micro_batches for each in fit] == [4, 4, 4]
 
 
@@ -85,7 +90,7 @@ def test_the_fastest_comes_first_and_refusals_are_kept() -> None:
         return Answer(layout, False, peak=GIB, samples=64, seconds=seconds[layout], micro_batches=many, verdict="fits")
 
     own = replace(OWN, verdict="fits")
-    fit, out = found_best(own, Setting(4, 8, 80 * GIB), trace)
+    fit, out = found_best(own, Setting(4, 8, 80 * GIB), _each(trace))
     assert [each.layout for each in fit] == ["zero1", "fsdp", "ddp", own.layout]
     assert [each.why for each in out] == ["heads are not divided"]
 
@@ -102,7 +107,7 @@ def test_a_micro_batch_of_one_sample_is_the_last_resort() -> None:
             verdict="does not fit",
         )
 
-    fit, out = found_best(OWN, Setting(4, 8, 80 * GIB), trace)
+    fit, out = found_best(OWN, Setting(4, 8, 80 * GIB), _each(trace))
     assert not fit and [each.micro_batches for each in out if not each.is_own] == [16, 16, 16, 32]
 
 
@@ -125,7 +130,7 @@ def test_blocks_are_recomputed_where_that_is_faster_or_all_that_fits() -> None:
             verdict="fits" if fits else "does not fit",
         )
 
-    fit, _ = found_best(OWN, Setting(4, 8, 28 * GIB), trace)
+    fit, _ = found_best(OWN, Setting(4, 8, 28 * GIB), _each(trace))
     assert [(each.layout, each.micro_batches, options_of(each)) for each in fit] == [
         ("fsdp", 1, "recompute='blocks'"),
         ("zero1", 8, "accumulate=8"),

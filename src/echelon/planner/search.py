@@ -4,13 +4,13 @@ with recomputed blocks where that is faster, or all that fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from echelon.loop.target import Target
-from echelon.planner.memory import PASSING, Answer, Setting, size, traced
+from echelon.planner.memory import PASSING, Answer, Job, Setting, all_traced, size, traced
 
-__all__ = ["Candidate", "candidates", "command_of", "found_best", "options_of", "search"]
+__all__ = ["Candidate", "Trace", "candidates", "command_of", "found_best", "options_of", "search"]
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,23 @@ def candidates(ranks: int, per_node: int) -> list[Candidate]:
     return found
 
 
+Try = tuple[str, int, bool]  # a layout, with so many micro-batches, with or without recomputed blocks
+Trace = Callable[[Sequence[Try]], list[Answer]]
+
+
 def search(target: Target, setting: Setting) -> tuple[list[Answer], list[Answer]]:
     """See `found_best`. A script that cannot be traced as it stands is all that falls out."""
     first = traced(target, None, setting)
     if first.why:
         return [], [first]
+    known = (first.layout, first.micro_batches, False)
 
-    def trace(layout: str, many: int, recompute: bool) -> Answer:
-        if (layout, many, recompute) == (first.layout, first.micro_batches, False):
-            return first
-        return replace(traced(target, layout, setting, many, recompute=recompute), layout=layout, recompute=recompute)
+    def trace(tries: Sequence[Try]) -> list[Answer]:
+        wanted = [each for each in tries if each != known]
+        found = iter(all_traced([Job(target, layout, setting, many, recompute) for layout, many, recompute in wanted]))
+        return [first if each == known else replace(next(found), layout=each[0], recompute=each[2]) for each in tries]
 
     return found_best(first, setting, trace)
-
-
-Trace = Callable[[str, int, bool], Answer]
 
 
 def found_best(first: Answer, setting: Setting, trace: Trace) -> tuple[list[Answer], list[Answer]]:
@@ -82,10 +84,10 @@ def found_best(first: Answer, setting: Setting, trace: Trace) -> tuple[list[Answ
     Args:
         first: the script's own.
         setting: with a budget.
-        trace: a layout with so many micro-batches, with or without recomputed blocks.
+        trace: of all layouts that are looked at what each wants to know next, so that it can be found out at a time.
     """
-    fit: list[Answer] = []
     out: list[Answer] = []
+    looked_at: dict[str, Looks] = {}
     budget, held = setting.budget or 0, (first.by_kind or {}).get("parameters", 0)
     # Bytes for each of the parameters'; unknown where a layout splits the one and not the other.
     optimizer = (first.by_kind or {}).get("optimizer", 0) / held if held and not first.layout.startswith("zero") else 0.0
@@ -100,10 +102,12 @@ def found_best(first: Answer, setting: Setting, trace: Trace) -> tuple[list[Answ
         else:
             rows = first.samples // each.ways
             least = _divisor(rows, _MICRO_BATCHES * each.stages) if each.stages > 1 else 1
-            found = _better(each.layout, rows, least, budget, trace)
-            (out if found.why or found.verdict == "does not fit" else fit).append(found)
+            looked_at[each.layout] = _better(each.layout, rows, least, budget)
             continue
         out.append(Answer(each.layout, False, why=why))
+    found = _together(looked_at, trace)
+    out += [each for each in found if each.why or each.verdict == "does not fit"]
+    fit = [each for each in found if each not in out]
     if not any(each.is_own for each in (*fit, *out)):
         (out if first.verdict == "does not fit" else fit).append(first)
     return sorted(fit, key=_order), out
@@ -113,20 +117,36 @@ def _order(answer: Answer) -> tuple[int, float]:
     return ("fits", "at risk", "does not fit", "").index(answer.verdict), -answer.rate
 
 
-def _better(layout: str, rows: int, least: int, budget: int, trace: Trace) -> Answer:
+Looks = Generator[Try, Answer, Answer]  # at a layout, until it is known how it does best
+
+
+def _together(looked_at: Mapping[str, Looks], trace: Trace) -> list[Answer]:
+    found: dict[str, Answer] = {}
+    asks = {layout: next(looks) for layout, looks in looked_at.items()}
+    while asks:
+        told, asks = zip(asks, trace(list(asks.values())), strict=True), {}
+        for layout, answer in told:
+            try:
+                asks[layout] = looked_at[layout].send(answer)
+            except StopIteration as end:
+                found[layout] = end.value
+    return [found[layout] for layout in looked_at]
+
+
+def _better(layout: str, rows: int, least: int, budget: int) -> Looks:
     """With or without recomputed blocks."""
-    found = _fewest(layout, rows, least, budget, trace, recompute=False)
+    found = yield from _fewest(layout, rows, least, budget, recompute=False)
     if found.why or (found.micro_batches == least and found.verdict == "fits"):
         return found
-    again = _fewest(layout, rows, least, budget, trace, recompute=True)
+    again = yield from _fewest(layout, rows, least, budget, recompute=True)
     # A model without repeated blocks has none to recompute, and a script may do so already.
     return found if again.why or _order(found) <= _order(again) else again
 
 
-def _fewest(layout: str, rows: int, least: int, budget: int, trace: Trace, *, recompute: bool) -> Answer:
+def _fewest(layout: str, rows: int, least: int, budget: int, *, recompute: bool) -> Looks:
     many = least
     while True:
-        found = trace(layout, many, recompute)
+        found = yield layout, many, recompute
         if found.why or found.verdict != "does not fit" or many == rows:
             return found
         kinds = found.by_kind or {}
