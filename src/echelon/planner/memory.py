@@ -48,6 +48,7 @@ __all__ = [
 # What a trace does not see. The caching allocator cannot use all that it reserves: a tenth is taken for that. CUDA's context, the
 # buffers of NCCL and the workspaces of cuBLAS lie beside it: a GiB is taken. Both are rules of thumb, and no measurements.
 _UNUSABLE, _BESIDE = 0.10, 2**30
+_MOST_AT_A_TIME = 8  # processes that trace; each takes about half a GiB
 PASSING = ("activations", "temporary")  # kinds of memory that go by the samples of a micro-batch; logits are among them
 
 
@@ -222,6 +223,11 @@ class _Rank:
     own_flops: int = 0
     peak_flops: float = 0.0
 
+    @property
+    def times(self) -> float:
+        """As how many of it the update counts."""
+        return self.answer.micro_batches / self.counted if self.counted else 1.0
+
 
 def _answer(job: Job, found: list[_Rank]) -> Answer:
     if failed := next((each.answer for each in found if each.answer.why), None):
@@ -230,12 +236,11 @@ def _answer(job: Job, found: list[_Rank]) -> Answer:
     if found[0].timeline is not None:
         made = _timed(made, job.setting, found)
     if len(found) > 1:
-        more = made.micro_batches / found[0].counted
         made = replace(
             made,
             stages=[each.answer.peak for each in found],
-            sent=int(more * max(each.answer.sent for each in found)),
-            flops=int(more * max(each.answer.flops for each in found)),
+            sent=int(found[0].times * max(each.answer.sent for each in found)),
+            flops=int(found[0].times * max(each.answer.flops for each in found)),
         )
     return replace(made, verdict=_verdict(made.peak, job.setting.budget)) if job.setting.budget and made.peak else made
 
@@ -243,7 +248,7 @@ def _answer(job: Job, found: list[_Rank]) -> Answer:
 def _timed(answer: Answer, setting: Setting, found: list[_Rank]) -> Answer:
     """Of several stages the means."""
     timelines = [each.timeline for each in found if each.timeline is not None]
-    more = answer.micro_batches / found[0].counted
+    more = found[0].times
     busy: defaultdict[str, float] = defaultdict(float)
     waits: defaultdict[str, float] = defaultdict(float)
     for timeline in timelines:
@@ -268,7 +273,7 @@ def _in_processes(jobs: Sequence[Job]) -> list[_Rank]:
     running: dict[Connection, tuple[int, Any]] = {}
     found: dict[int, _Rank] = {}
     while waiting or running:
-        while waiting and len(running) < usable_cores():
+        while waiting and len(running) < min(usable_cores(), _MOST_AT_A_TIME):
             number, job = waiting.pop(0)
             here, there = context.Pipe(duplex=False)
             child = context.Process(target=_trace, args=(there, job))  # no daemon: its loader may have workers
