@@ -14,8 +14,7 @@ import echelon as ech
 from echelon.common.errors import PlanError
 from echelon.planner.devices import device_named
 from echelon.planner.links import Links
-from echelon.planner.stages import run_together
-from echelon.planner.timeline import Message, Timeline
+from echelon.planner.timeline import Message, Timeline, run_together
 from tests.kit.refusals import refused
 
 LINKS = Links(device_named("h100-sxm"), 8)
@@ -170,6 +169,9 @@ def test_two_functions_are_planned_as_a_script_is() -> None:
     "options",
     [
         {},
+        {"gpus": 0},
+        {"gpus": 2, "nodes": 0},
+        {"gpus": 2, "goal": "1 epoch"},
         {"gpus": 2, "precision": "int8"},
         {"gpus": 2, "search": True},
         {"gpus": 3, "nodes": 2},

@@ -26,8 +26,7 @@ from echelon.common.traces import in_library
 from echelon.loop.target import Target
 from echelon.planner.devices import Device
 from echelon.planner.links import Links
-from echelon.planner.stages import run_together
-from echelon.planner.timeline import Timeline, fused, simulate
+from echelon.planner.timeline import Timeline, fused, run_together, simulate
 from echelon.planner.trace import BINS, KINDS
 from echelon.planner.update import trace_update
 

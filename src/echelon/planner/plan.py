@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from echelon.common.errors import EchelonError, PlanError, RankFailedError, require
+from echelon.common.numbers import number, whole
 from echelon.launcher.functions.launch import launch
 from echelon.loop.target import Target
 from echelon.planner.bill import Bill, Goal, bill_lines, bill_of
@@ -43,9 +44,11 @@ class Plan:
     """What was planned. `str()` of it is the table.
 
     Args:
-        layouts: the script's own first; after a search the fastest first.
+        setting: on which devices.
+        layouts: the script's own first; after a search the fastest first. Memory in bytes, times in seconds.
         left_out: by a search: what does not fit, and why.
-        bill: of a goal, by the first layout.
+        bill: of the goal, by the first layout.
+        goal: as it was given.
     """
 
     setting: Setting
@@ -98,7 +101,8 @@ def setting_of(
         raise PlanError(
             "plan must know the devices, got none. Give gpus=8 (--gpus 8), or cluster='16x8xH100' (--cluster 16x8xH100)."
         )
-    nodes = nodes or -(-gpus // 8)
+    gpus = whole("gpus", gpus, at_least=1, kind=PlanError)
+    nodes = -(-gpus // 8) if nodes is None else whole("nodes", nodes, at_least=1, kind=PlanError)
     require(gpus % nodes == 0, "gpus", f"the same number on each of {nodes} nodes", gpus, kind=PlanError)
     return Setting(gpus, gpus // nodes, most, found, precision)
 
@@ -151,8 +155,11 @@ def plan(
         setting_of(gpus, nodes, device, cluster, budget, precision),
     )
     for name, given in (("price", price), ("mtbf", mtbf), ("save_time", save_time)):
-        require(given is None or 0 < given < math.inf, name, "above 0", given, kind=PlanError)
+        if given is not None:
+            number(name, given, "above 0", lambda found: 0 < found < math.inf, kind=PlanError)
     spending = Spending(goal, price, mtbf, save_time) if goal else None
+    if goal:
+        Goal.of(goal)  # before anything is traced
     try:
         # Those that trace are forked, and this process may have threads that compute.
         made: Plan = launch(_plan, ranks=1, args=(target, setting, tuple(layouts), search, spending), quiet=True)[0]

@@ -8,21 +8,28 @@
                     result belongs to it; and the next one's operators wait for it
 
 An operator takes the longer of its arithmetic and its memory traffic, and no less than the device's least; beside a collective
-it takes `Device.contention` times that. Loading of data, checkpoints, and a host that is slower than its device are left out.
+it takes `Device.contention` times that.
+
+    pipelines       each rank has its own timeline, in which nothing arrives late; then all go on together. A rank that needs what
+                    comes later is later by as much from there on, and so are the collectives of its stage. Messages from one rank
+                    to another follow one after the other
+
+Loading of data, checkpoints, and a host that is slower than its device are left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from echelon.common.errors import PlanError
 from echelon.planner.devices import Device
 from echelon.planner.links import Links
 from echelon.planner.steps import COPY_IN, Collective, Operator, Step
 
-__all__ = ["SLOWED", "Message", "Timeline", "fused", "operator_seconds", "simulate"]
+__all__ = ["SLOWED", "Message", "Timeline", "fused", "operator_seconds", "run_together", "simulate"]
 
 SLOWED = "slowed by collectives"
 _REDUCE_IN = "fsdp::chunk_cat"
@@ -319,3 +326,37 @@ def _beside(steps: Sequence[Step]) -> set[int]:
 
 def _writes_only(step: Step, needed: set[int]) -> bool:
     return isinstance(step, Operator) and not step.flops and bool(step.writes) and needed.issuperset(step.writes)
+
+
+def run_together(timelines: Mapping[int, Timeline], links: Links) -> float:
+    """Seconds of the update.
+
+    Args:
+        timelines: by rank of the world.
+    Raises:
+        PlanError: a rank waits for what nobody sends.
+    """
+    late = dict.fromkeys(timelines, 0.0)
+    at = dict.fromkeys(timelines, 0)
+    arrived: defaultdict[tuple[int, int], list[float]] = defaultdict(list)  # by sender and receiver
+    moves = True
+    while moves:
+        moves = False
+        for rank, timeline in timelines.items():
+            while at[rank] < len(timeline.messages):
+                each = timeline.messages[at[rank]]
+                if each.sends:
+                    way = arrived[rank, each.peer]
+                    starts = max(each.at + late[rank], way[-1] if way else 0.0)
+                    way.append(starts + links.seconds("send", each.size, (rank, each.peer)))
+                elif each.number < len(arrived[each.peer, rank]):
+                    late[rank] = max(late[rank], arrived[each.peer, rank][each.number] - each.at)
+                else:
+                    break
+                at[rank] += 1
+                moves = True
+    if stuck := [rank for rank, timeline in timelines.items() if at[rank] < len(timeline.messages)]:
+        raise PlanError(
+            f"rank {stuck[0]} waits for a message that no stage sends: the stages of the pipeline do not fit together."
+        )
+    return max(timeline.seconds + late[rank] for rank, timeline in timelines.items())
