@@ -6,7 +6,6 @@ import atexit
 import datetime
 import os
 import resource
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -324,8 +323,6 @@ def _raises(how: str) -> None:
         assert most[1] > 90
         kept = [open("/dev/null") for _ in range(90)]
         assert kept
-    if here and how == "exits":
-        sys.exit(3)
     if how == "prints":
         try:
             if here:
@@ -419,12 +416,3 @@ def test_what_a_parser_of_arguments_said_is_told(left: Left, said: str) -> None:
     verdict = left.verdict
     assert verdict.guilty == (0,) and verdict.cause == "exit"
     assert verdict.paragraph == f"Rank 0 ended itself with exit code 2 at train.py:41 in load: its log tells of {said}."
-
-
-@pytest.mark.full
-def test_a_rank_that_ends_itself_is_told_with_the_line(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError):
-        launch(_raises, ranks=2, args=("exits",), run_dir=tmp_path, timeout_s=120)
-    verdict = told(tmp_path)
-    assert verdict.guilty == (1,) and verdict.cause == "exit"
-    assert verdict.headline.startswith("rank 1 ended itself with exit code 3 at ") and verdict.headline.endswith(" in _raises")

@@ -24,6 +24,7 @@ from echelon.common.errors import RankFailedError
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.explain import Evidence, Verdict, explain
+from echelon.launcher.failure import render
 from echelon.launcher.functions.launch import launch
 from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import Attempt
@@ -207,6 +208,17 @@ def test_the_one_for_whom_a_rank_waited_in_vain_is_named(tmp_path: Path, waited:
     assert (verdict.guilty, verdict.cause, first.rank) == ((1,), "did not come", 1), verdict
     verdict, first = verdict_of(tmp_path / "alike", {0: waited, 1: Ended(step=7)})
     assert verdict.guilty == () and first.rank == 0  # nothing tells
+
+
+@pytest.mark.parametrize(("step", "guilty"), [(6, (1,)), (7, ())])
+def test_one_that_heard_of_the_timeout_and_was_ended_too_is_named_if_it_is_behind(
+    tmp_path: Path, step: int, guilty: tuple[int, ...]
+) -> None:
+    told = Ended(log=SEES_DUMP.format(" rank 0"), number=signal.SIGABRT, step=step)
+    verdict, first = verdict_of(tmp_path, {0: aborted(TIMED_OUT + STACK), 1: told, 2: aborted(TIMED_OUT + STACK)})
+    assert verdict.guilty == guilty and first.rank == (guilty or (0,))[0], verdict
+    shown = render(first, 3)
+    assert ("collective operation timeout" in shown or first.rank == 1) and "frame #0" not in shown
 
 
 def test_a_rank_that_raised_is_judged_by_that_although_it_was_aborted_while_it_ended(tmp_path: Path) -> None:

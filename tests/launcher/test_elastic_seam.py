@@ -16,11 +16,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server import SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server import SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
-from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from echelon.launcher.functions.launch import launch
 from echelon.launcher.local.elastic import ForkAgent
@@ -33,73 +32,37 @@ def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("_start_workers", ["self", "worker_group"]),
-        ("_stop_workers", ["self", "worker_group"]),
-        ("_monitor_workers", ["self", "worker_group"]),
-        ("_shutdown", ["self", "death_sig", "timeout"]),
-    ],
-)
-def test_the_four_methods_to_extend_take_what_they_took(method: str, expected: list[str]) -> None:
-    theirs, ours = getattr(SimpleElasticAgent, method), getattr(ForkAgent, method)
-    # Until torch 2.13 the agent gave its children no time of its own; ours has a default for it.
-    older = ["self", "death_sig"] if method == "_shutdown" else expected
-    assert parameters(theirs) in (expected, older), (
-        f"{LOOK}{method} takes {parameters(theirs)}; give ForkAgent.{method} the same."
-    )
-    assert parameters(ours) == expected
+METHODS = {
+    "_start_workers": ["self", "worker_group"],
+    "_stop_workers": ["self", "worker_group"],
+    "_monitor_workers": ["self", "worker_group"],
+    "_shutdown": ["self", "death_sig", "timeout"],
+}
 
 
-def test_there_is_no_fifth_method_to_extend() -> None:
-    missing = getattr(ForkAgent, "__abstractmethods__", frozenset())
-    assert not missing, f"{LOOK}SimpleElasticAgent now also wants {sorted(missing)}; write them in ForkAgent."
+def test_the_four_methods_to_extend_take_what_they_took_and_are_all_that_is_wanted() -> None:
+    for method, expected in METHODS.items():
+        theirs, ours = (parameters(getattr(kind, method)) for kind in (SimpleElasticAgent, ForkAgent))
+        # Until torch 2.13 the agent gave its children no time of its own; ours has a default for it.
+        older = ["self", "death_sig"] if method == "_shutdown" else expected
+        assert theirs in (expected, older), f"{LOOK}{method} takes {theirs}; give ForkAgent.{method} the same."
+        assert ours == expected
+    for kind in (ForkAgent, OneNodeRendezvous):
+        missing = getattr(kind, "__abstractmethods__", frozenset())
+        assert not missing, f"{LOOK}torch now also wants {sorted(missing)}; write them in {kind.__name__}."
 
 
-def test_the_rendezvous_has_what_the_agent_asks_for() -> None:
-    missing = getattr(OneNodeRendezvous, "__abstractmethods__", frozenset())
-    assert not missing, f"{LOOK}RendezvousHandler now also wants {sorted(missing)}; write them in OneNodeRendezvous."
-    assert RendezvousHandler in OneNodeRendezvous.__mro__
-
-
-@pytest.mark.parametrize(
-    ("what", "names"),
-    [
+def test_what_we_construct_takes_what_we_give() -> None:
+    for what, names in (
         (SimpleElasticAgent.__init__, {"spec", "exit_barrier_timeout"}),
         (WorkerSpec, {"role", "local_world_size", "rdzv_handler", "entrypoint", "max_restarts", "monitor_interval"}),
         (ProcessFailure, {"local_rank", "pid", "exitcode", "error_file"}),
         (RunResult, {"state", "return_values", "failures"}),
-    ],
-    ids=lambda value: getattr(value, "__qualname__", ""),
-)
-def test_what_we_construct_takes_what_we_give(what: Any, names: set[str]) -> None:
-    missing = names - set(parameters(what))
-    assert not missing, f"{LOOK}{what.__qualname__} no longer takes {sorted(missing)}."
-
-
-@pytest.mark.parametrize(
-    ("what", "count"), [(RendezvousInfo, 4), (RendezvousStoreInfo, 2)], ids=["RendezvousInfo", "RendezvousStoreInfo"]
-)
-def test_what_we_construct_by_position_takes_as_many(what: Any, count: int) -> None:
-    assert len(parameters(what)) == count, f"{LOOK}{what.__qualname__}{inspect.signature(what)}; see next_rendezvous."
-
-
-def test_a_worker_and_its_group_hold_the_facts_of_a_rank() -> None:
-    spec = WorkerSpec(
-        role="default", local_world_size=1, rdzv_handler=OneNodeRendezvous("x"), entrypoint="x", args=(), max_restarts=0
-    )
-    worker, group = Worker(local_rank=0), WorkerGroup(spec)
-    for thing, names in (
-        (worker, ("local_rank", "global_rank", "world_size")),
-        (group, ("workers", "group_rank", "master_addr", "master_port", "spec")),
     ):
-        missing = [name for name in names if not hasattr(thing, name)]
-        assert not missing, f"{LOOK}{type(thing).__name__} has no {missing}; see ForkAgent._rank_info."
-
-
-def test_the_states_that_we_return_exist() -> None:
-    assert {"FAILED", "SUCCEEDED", "HEALTHY"} <= set(WorkerState.__members__), LOOK + "see ForkAgent._monitor_workers."
+        missing = names - set(parameters(what))
+        assert not missing, f"{LOOK}{what.__qualname__} no longer takes {sorted(missing)}."
+    for by_position, count in ((RendezvousInfo, 4), (RendezvousStoreInfo, 2)):
+        assert len(parameters(by_position)) == count, f"{LOOK}{by_position.__qualname__}; see next_rendezvous."
 
 
 def test_the_agent_counts_restarts_down_before_it_starts_workers_again() -> None:
@@ -128,14 +91,6 @@ def test_the_agent_counts_restarts_down_before_it_starts_workers_again() -> None
     result = Agent(spec).run()
     assert seen == [3, 2, 1], f"{LOOK}_remaining_restarts went {seen} over three starts; ForkAgent.restarts counts by it."
     assert not result.is_failed()
-
-
-def test_a_signal_reaches_the_workers_through_shutdown_and_the_caller_as_an_exception() -> None:
-    source = inspect.getsource(SimpleElasticAgent.run)
-    assert "except SignalException" in source and "self._shutdown(e.sigval" in source, (
-        f"{LOOK}SimpleElasticAgent.run treats signals in another way; see launcher/local/run.py, _signals_raise."
-    )
-    assert parameters(SignalException.__init__)[1:] == ["msg", "sigval"]
 
 
 # ---- the store --------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -34,10 +33,10 @@ from echelon.launcher.local.hang import HangLimit
 from echelon.launcher.local.progress import Progress
 from echelon.launcher.local.rank_state import has_handler, waits
 from echelon.launcher.local.worker import STACK_SIGNAL
-from echelon.launcher.protocol import write_spec
 from echelon.launcher.records import exit_record
-from tests.conftest import clean_environment, ends_of
+from tests.conftest import ends_of
 from tests.kit.refusals import refused
+from tests.kit.two_nodes import start_nodes
 
 OWN, COLLECTIVE = (
     '  File "/home/me/train.py", line 7 in clean',
@@ -526,17 +525,9 @@ def test_on_several_nodes_the_evidence_of_all_is_one(
     (tmp_path / "train.py").write_text(HANGS_ON_NODE_1)
     run = RunDir.create(tmp_path / "runs", "two", begin=False)
     spec = JobSpec(str(tmp_path / "train.py"), args=(how,), ranks=1, nodes=2, hang_timeout_s=2.0, grace_s=1.0)
-    write_spec(run, spec, launcher="slurm", id="7")
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,127.0.0.1"}
-    nodes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)],
-            env={**clean_environment(), **step, "SLURM_NODEID": str(node)},
-            cwd=tmp_path,
-        )
-        for node in (0, 1)
-    ]
-    assert ends_of(nodes, 120) == [124, 124]
+    said_of_nodes = tmp_path / "said"
+    nodes = start_nodes(run, spec, [said_of_nodes] * 2, hosts="localhost,127.0.0.1")
+    assert ends_of(nodes, 120) == [124, 124], said_of_nodes.read_text()
     assert conclude(run, 124, "7.0") == 124
     assert f"echelon: {said}" in capfd.readouterr().err
     ended = exit_record(run.path / "attempts" / "000" / "exit.json") or {}

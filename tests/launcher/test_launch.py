@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -36,6 +37,7 @@ from echelon.launcher.failure import render
 from echelon.launcher.functions import launch as functions
 from echelon.launcher.functions.launch import launch, spawn
 from echelon.launcher.job import Failure, auto_ranks, parse_ranks
+from echelon.launcher.local import attempt as attempt_of_ranks
 from echelon.launcher.local.relay import Relay
 from echelon.launcher.records import rank_record
 from tests.kit import forked
@@ -129,11 +131,6 @@ def _die_once(folder: str, skew_ms: int) -> tuple[int, int]:
     return int(value), attempt
 
 
-class Point:
-    def __init__(self, x: int) -> None:
-        self.x = x
-
-
 class TwoArguments(Exception):
     """An exception that pickles but cannot be unpickled."""
 
@@ -174,10 +171,6 @@ def _write_without_closing(folder: str) -> None:
     _KEPT.append(file)
 
 
-def _print_and_warn() -> None:
-    print("from rank", os.environ["RANK"])
-
-
 def _children_and_return() -> list[int]:
     return [subprocess.Popen(["sleep", "600"], start_new_session=own).pid for own in (False, True)]
 
@@ -203,28 +196,12 @@ def test_spawn_refuses_an_option_that_it_cannot_honour() -> None:
         spawn(_rank_first, nprocs=1, join=False)
 
 
-def test_launch_is_found_at_the_root_although_a_package_has_its_name() -> None:
-    assert echelon.launch(_who, ranks=1) == [(0, 1, (), {})]
-
-
-def test_launch_hands_on_more_environment() -> None:
-    assert launch(_environment, ranks=1, args=("A_B",), env={"A_B": "c"}) == [["c"]]
-
-
-def test_launch_does_not_start_threads_that_fight_for_cores() -> None:
-    (threads,) = {int(value) for (value,) in launch(_environment, ranks=2, args=("OMP_NUM_THREADS",))}
-    assert 1 <= threads <= max(1, len(os.sched_getaffinity(0)) // 2)
-
-
-def test_ranks_of_one_machine_meet_on_loopback() -> None:
-    """Not on the address of the host's name: containers often cannot resolve it, and others could connect to it."""
-    assert launch(_environment, ranks=1, args=("GLOO_SOCKET_IFNAME", "MASTER_ADDR")) == [["lo", "127.0.0.1"]]
-
-
-@pytest.mark.full
-def test_a_value_may_be_an_instance_of_a_class_in_the_test_module() -> None:
-    (value,) = launch(Point, ranks=1, args=(4,))
-    assert value.x == 4
+def test_ranks_have_the_environment_they_need() -> None:
+    """They meet on loopback: containers often cannot resolve the host's name, and others could connect to its address."""
+    names = ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "A_B", "OMP_NUM_THREADS")
+    for *found, threads in echelon.launch(_environment, ranks=2, args=names, env={"A_B": "c"}):  # a package has its name, too
+        assert found == ["lo", "127.0.0.1", "c"]
+        assert 1 <= int(threads) <= max(1, len(os.sched_getaffinity(0)) // 2)  # threads that do not fight for cores
 
 
 @pytest.mark.full
@@ -251,11 +228,6 @@ def test_a_launch_at_a_scripts_top_level_is_refused_instead_of_starting_ranks_fo
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert 'if __name__ == "__main__"' in err.decode()
-
-
-def test_rank_0_is_shown_and_rank_1_is_not(capfd: pytest.CaptureFixture[str]) -> None:
-    launch(_print_and_warn, ranks=2)
-    assert capfd.readouterr().out == "from rank 0\n"
 
 
 def test_an_idle_executor_does_not_keep_a_rank() -> None:
@@ -295,10 +267,11 @@ def test_auto_takes_one_rank_per_core_without_devices(monkeypatch: pytest.Monkey
     assert parse_ranks("auto") == auto_ranks() == len(os.sched_getaffinity(0))
 
 
-def test_what_cannot_be_sent_is_refused_with_the_remedy() -> None:
+def test_what_cannot_be_sent_is_refused_with_the_remedy_and_leaves_no_folder(tmp_path: Path) -> None:
     lock = threading.Lock()
     with refused(LaunchError):
         launch(lambda: lock, ranks=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lambda_and_a_closure_are_sent_by_value() -> None:
@@ -342,9 +315,10 @@ def test_a_folder_that_was_removed_is_named_where_a_run_would_start(
     assert str(Frame("/somewhere/train.py", 3, "f")) == "train.py:3 in f"
 
 
-def test_an_exception_that_cannot_be_unpickled_still_arrives_as_text() -> None:
-    with pytest.raises(RankFailedError, match="TwoArguments: 1 and 2"):
+def test_an_exception_that_cannot_be_unpickled_still_arrives_as_text_and_the_logs_it_names_are_kept() -> None:
+    with pytest.raises(RankFailedError, match="TwoArguments: 1 and 2") as caught:
         launch(_raise_unpicklable, ranks=1)
+    assert Path(caught.value.logs or "", "rank0.log").exists()
 
 
 def test_an_environment_that_is_no_text_is_refused() -> None:
@@ -374,27 +348,20 @@ def test_a_rank_that_cannot_even_start_says_why(tmp_path: Path, monkeypatch: pyt
         ("kill", "exits", 137, "killed by SIGKILL"),
         ("segfault", "exits", 139, "killed by SIGSEGV"),
         ("exit", "exits", 7, "exit code 7"),
+        *[pytest.param("raise", "raises", 1, "bad data", marks=pytest.mark.full) for _ in range(5)],  # a matter of moments
+        *[pytest.param("kill", "raises", 137, "SIGKILL", marks=pytest.mark.full) for _ in range(5)],
     ],
 )
 def test_the_first_failure_is_the_cause_whatever_follows(
     tmp_path: Path, how: str, victim: str, exit_code: int, says: str
 ) -> None:
-    _fails_first(tmp_path, how, victim, exit_code, says)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("how", "exit_code", "says"), [("raise", 1, "bad data"), ("kill", 137, "SIGKILL")])
-def test_rank_0_that_waits_is_never_blamed(tmp_path: Path, how: str, exit_code: int, says: str) -> None:
-    for _ in range(5):
-        _fails_first(tmp_path, how, "raises", exit_code, says)
-
-
-def _fails_first(folder: Path, how: str, victim: str, exit_code: int, says: str) -> None:
     with pytest.raises(RankFailedError) as caught:
-        launch(_fail_while_others_wait, ranks=2, args=(how, victim, str(folder)), run_dir=folder)
-    text = str(caught.value)
+        launch(_fail_while_others_wait, ranks=2, args=(how, victim, str(tmp_path)), run_dir=tmp_path)
+    text, logs = str(caught.value), Path(caught.value.logs or "")
     assert (caught.value.rank, caught.value.exit_code) == (1, exit_code), text
     assert "rank 1 failed first" in text and says in text
+    if how == "raise after goodbye":  # each rank's own traceback is in its log
+        assert says in (logs / "rank1.log").read_text() and "RuntimeError" in (logs / "rank0.log").read_text()
 
 
 def test_a_rank_that_left_early_is_named_beside_the_one_that_noticed(tmp_path: Path) -> None:
@@ -410,14 +377,6 @@ def test_a_failure_shows_the_users_frames_and_where_the_logs_are(tmp_path: Path)
     assert "site-packages" not in head and "echelon/launch" not in head
     assert str(Path(caught.value.logs or "") / "rank1.log") in head
     assert isinstance(caught.value.__cause__, ValueError)
-
-
-def test_every_ranks_own_traceback_is_in_its_log(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError) as caught:
-        launch(_fail_while_others_wait, ranks=2, args=("raise after goodbye", "raises", str(tmp_path)), run_dir=tmp_path)
-    logs = Path(caught.value.logs or "")
-    assert "ValueError: rank 1 has bad data" in (logs / "rank1.log").read_text()
-    assert "RuntimeError" in (logs / "rank0.log").read_text()
 
 
 def _fail_in_a_removed_folder(folder: str) -> None:
@@ -459,23 +418,6 @@ def test_a_connection_to_a_data_worker_that_dies_is_told_as_its_death(tmp_path: 
     assert "ConnectionResetError" in said["traceback"]
 
 
-def _failure(rank: int, ms: int, kind: str = "ValueError", said: str = "", reported: bool = True) -> Failure:
-    trace = f"Traceback (most recent call last):\n    code()\n{kind}: {said}\n" if reported else ""
-    return Failure(rank, 1, ms * 1_000_000, kind, said, traceback=trace, reported=reported)
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        [_failure(0, 5, said="later")],
-        [_failure(0, 0, "RuntimeError", "[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4711")],
-        [_failure(0, 0, "RuntimeError", "NCCL error: remote process exited")],
-    ],
-)
-def test_the_earliest_that_is_no_mere_loss_of_a_peer_comes_first(others: list[Failure]) -> None:
-    assert Failure.first([*others, _failure(1, 3, said="mine")]).rank == 1
-
-
 @pytest.mark.parametrize(
     ("cause", "later_ms"),
     [
@@ -496,19 +438,6 @@ def test_user_code_that_speaks_of_connections_is_no_victim() -> None:
     assert not Failure(0, 1, 0, "ValueError", "x", traceback=trace).is_victim
 
 
-def test_a_failure_in_libraries_only_says_how_much_is_hidden() -> None:
-    trace = (
-        'Traceback (most recent call last):\n  File "/lib/a.py", line 1, in f\n  File "/lib/b.py", line 2, in g\nKeyError: 1\n'
-    )
-    text = render(Failure(0, 1, 0, "KeyError", "1", traceback=trace, log=Path("runs/x/rank0.log")), ranks=1)
-    assert text.splitlines() == [
-        "echelon: rank 0 failed (exit code 1)",
-        "  ... 2 more frames in libraries, in the log",
-        "KeyError: 1",
-        "log: runs/x/rank0.log",
-    ]
-
-
 def test_a_failure_that_holds_a_whole_file_leaves_room_for_the_rest_on_a_terminal() -> None:
     text = render(Failure(0, 1, 0, "ValueError", "\n".join(f"line {n}" for n in range(100_000))), ranks=1)
     assert "line 0\n" in text and "line 99999" in text and "99900 more lines, in the log" in text and len(text) < 10_000
@@ -524,40 +453,23 @@ def test_a_restart_joins_whenever_a_rank_is_killed(tmp_path: Path, skew_ms: int)
     assert values == [(3, 1), (3, 1)]
 
 
-def _meet_at_attempt_2() -> tuple[str, ...]:
+def _meet_at_attempt_2() -> str:
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     print("attempt", attempt)
     if attempt != "2":
         raise ValueError(f"attempt {attempt}")
-    return tuple(_environment("TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "ECHELON_ATTEMPT"))  # type: ignore[arg-type]
+    return attempt
 
 
-@pytest.fixture(scope="module")
-def third_attempt(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[str, ...]], Path]:
-    """A job that fails twice: its values and its run folder."""
-    folder = tmp_path_factory.mktemp("third")
-    values = launch(_meet_at_attempt_2, ranks=2, max_restarts=3, timeout_s=120, run_dir=folder)
-    (run,) = folder.iterdir()
-    return values, run
-
-
-def test_ranks_know_the_number_of_restarts(third_attempt: tuple[list[tuple[str, ...]], Path]) -> None:
-    assert [value[0] for value in third_attempt[0]] == ["2", "2"]
-
-
-def test_each_attempt_has_a_folder_with_its_own_logs(third_attempt: tuple[list[tuple[str, ...]], Path]) -> None:
-    attempts = third_attempt[1] / "attempts"
-    assert sorted(p.name for p in attempts.iterdir()) == ["000", "001", "002"]
-    for n in range(3):
-        end = json.loads((attempts / f"{n:03d}" / "exit.json").read_text())
-        rank = (end["first_failure"] or {"rank": 1})["rank"]  # the other one may be ended before it says a word
-        assert (attempts / f"{n:03d}" / f"rank{rank}.log").read_text().splitlines()[0] == f"attempt {n}"
-
-
-def test_each_attempt_says_how_it_ended(third_attempt: tuple[list[tuple[str, ...]], Path]) -> None:
-    ends = [json.loads((third_attempt[1] / "attempts" / f"{n:03d}" / "exit.json").read_text()) for n in range(3)]
-    assert [end["exit_code"] for end in ends] == [1, 1, 0]
+def test_each_attempt_of_a_job_that_fails_twice_has_a_folder_with_its_logs_and_its_end(tmp_path: Path) -> None:
+    assert launch(_meet_at_attempt_2, ranks=2, max_restarts=3, timeout_s=120, run_dir=tmp_path) == ["2", "2"]
+    attempts = sorted(tmp_path.glob("*/attempts/*"))
+    ends = [json.loads((attempt / "exit.json").read_text()) for attempt in attempts]
+    assert [attempt.name for attempt in attempts] == ["000", "001", "002"] and [end["exit_code"] for end in ends] == [1, 1, 0]
     assert [(end["first_failure"] or {}).get("message") for end in ends] == ["attempt 0", "attempt 1", None]
+    for n, end in enumerate(ends):
+        rank = (end["first_failure"] or {"rank": 1})["rank"]  # the other one may be ended before it says a word
+        assert (attempts[n] / f"rank{rank}.log").read_text().splitlines()[0] == f"attempt {n}"
     assert ends[2]["ranks"] == {}
 
 
@@ -571,20 +483,6 @@ def test_a_job_that_fails_for_ever_ends_with_its_last_failure(tmp_path: Path) ->
 
 def test_a_launch_that_went_well_leaves_no_folder(tmp_path: Path) -> None:
     launch(_nothing, ranks=1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_launch_that_failed_keeps_the_logs_it_names() -> None:
-    with pytest.raises(RankFailedError) as caught:
-        launch(_raise_unpicklable, ranks=1)
-    assert Path(caught.value.logs or "", "rank0.log").exists()
-
-
-def test_a_launch_that_could_not_begin_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lock = threading.Lock()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(UsageError):
-        launch(lambda: lock, ranks=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -615,6 +513,43 @@ def test_the_server_has_one_thread_so_that_forking_it_is_safe(tmp_path: Path) ->
     with forked.anew():  # of a server that is forked, the libraries learnt how many threads to have when its parent began
         done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=90, cwd=tmp_path)
     assert "threads 1\n" in done.stdout, done.stderr
+
+
+def _fails_and_stays() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        atexit.register(time.sleep, 600)
+        raise ValueError("bad data")
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.full
+def test_a_rank_stuck_in_its_exit_is_named_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has failed and does not end must not hold the others."""
+    monkeypatch.setattr(attempt_of_ranks, "_EXIT_WAIT_S", 0.2)
+    with pytest.raises(RankFailedError, match="rank 1 failed first") as caught:
+        launch(_fails_and_stays, ranks=2, timeout_s=120)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+FORKS = """
+import os, sys
+import echelon as ech
+ech.init_from_env()
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+print("the child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_child_that_a_rank_has_forked_ends_as_it_wants(started: Started, ranks: str) -> None:
+    """An ordinary end of the interpreter would wait there for the group's threads, which only the rank has."""
+    run = started.run("--device", "cpu", "--ranks", ranks, started.script(FORKS))
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 0 and b"the child ended with 7" in out, err.decode()
 
 
 def test_what_a_rank_started_ends_with_it_even_in_a_session_of_its_own() -> None:
@@ -722,7 +657,7 @@ def _answers(sock: socket.socket, count: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.splitlines()]
 
 
-def test_the_server_understands_a_message_that_arrives_in_pieces(
+def test_the_server_understands_a_message_that_arrives_in_pieces_and_two_that_arrive_as_one(
     raw_server: tuple[socket.socket, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     sock, _ = raw_server
@@ -731,12 +666,6 @@ def test_the_server_understands_a_message_that_arrives_in_pieces(
         sock.sendall(message[i : i + 97])
     forked, exited = _answers(sock, 2)
     assert exited["exited"] == forked["forked"] and os.waitstatus_to_exitcode(exited["status"]) == 5
-
-
-def test_the_server_understands_two_messages_that_arrive_as_one(
-    raw_server: tuple[socket.socket, subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
-    sock, _ = raw_server
     sock.sendall(_request(tmp_path, "pass") * 2)
     assert len({a["forked"] for a in _answers(sock, 4) if "forked" in a}) == 2
 

@@ -19,9 +19,9 @@ from echelon.launcher.calls import checksum
 from echelon.launcher.cluster.conclude import conclude
 from echelon.launcher.explain import Evidence, explain
 from echelon.launcher.job import JobSpec
-from echelon.launcher.protocol import write_spec
 from tests.conftest import clean_environment, ends_of
 from tests.kit.started import wait_until
+from tests.kit.two_nodes import start_nodes
 
 SCRIPT = """
 import json, os, sys
@@ -73,18 +73,11 @@ def test_two_nodes_share_one_store_by_a_token_and_restart_together(tmp_path: Pat
     (tmp_path / "train.py").write_text(SCRIPT.replace("sys.exit(3)", "sys.exit(3 * info.rank)"))
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
-    run = RunDir.create(tmp_path, "a", begin=False)
-    write_spec(run, JobSpec(str(tmp_path / "train.py"), nodes=2, max_restarts=1), launcher="slurm", cwd=str(tmp_path), id="7")
-    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,localhost"}
-    env |= {"UNPICKLED": str(tmp_path / "unpickled"), "PYTHONPATH": f"{tmp_path / 'site'}:{env.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
-    with open(tmp_path / "said", "w") as said:
-        nodes = [
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env={**env, "SLURM_NODEID": str(n)})
-            for n in range(2)
-        ]
-        codes = ends_of(nodes)
-    assert codes == [0, 0], (tmp_path / "said").read_text()
+    run, said = RunDir.create(tmp_path, "a", begin=False), tmp_path / "said"
+    path = f"{tmp_path / 'site'}:{clean_environment().get('PYTHONPATH', '')}"
+    spec = JobSpec(str(tmp_path / "train.py"), nodes=2, max_restarts=1)
+    nodes = start_nodes(run, spec, [said, said], UNPICKLED=str(tmp_path / "unpickled"), PYTHONPATH=path)
+    assert ends_of(nodes) == [0, 0], said.read_text()
     token = str((read_json(run.path / "job" / "meeting-7.0.json") or {})["token"])
     seen = [json.loads((tmp_path / f"keys{attempt}.json").read_text()) for attempt in range(2)]
     assert len(token) == 32 and {key.split("/")[0] for each in seen for key in each["keys"]} == {token}
@@ -174,16 +167,10 @@ def test_a_link_that_goes_dead_ends_both_sides_and_the_job_is_queued_again(tmp_p
     run = RunDir.create(tmp_path, "a", begin=False)
     spec = JobSpec(str(tmp_path / "train.py"), nodes=2, max_restarts=1, hang_timeout_s=20)
     spec = spec if kind == "script" else _by_a_command(tmp_path)
-    write_spec(run, spec, launcher="slurm", cwd=str(tmp_path), id="7")
-    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "10.77.0.1,10.77.0.2"}
     said = [tmp_path / f"said{node}" for node in range(2)]
-    nodes = []
     with two_networks() as names:
-        for node, name in enumerate(names):
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
-            with open(said[node], "w") as file:
-                more = {"SLURM_NODEID": str(node)}
-                nodes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**env, **more}))
+        within = [("ip", "netns", "exec", name) for name in names]
+        nodes = start_nodes(run, spec, said, hosts="10.77.0.1,10.77.0.2", before=within)
         try:
             wait_until(lambda: min(_calls(tmp_path, rank) for rank in range(2)) > 5, "the ranks meet", 120.0)
             subprocess.run(["ip", "-n", names[1], "link", "set", "link0", "down"], check=True)
@@ -211,21 +198,13 @@ def test_a_link_that_goes_dead_ends_both_sides_and_the_job_is_queued_again(tmp_p
 @pytest.mark.full
 def test_ranks_that_come_on_are_not_ended_while_a_launcher_is_silent(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MEETS)
-    run = RunDir.create(tmp_path, "a", begin=False)
-    spec = JobSpec(str(tmp_path / "train.py"), nodes=2, hang_timeout_s=8)
-    write_spec(run, spec, launcher="slurm", cwd=str(tmp_path), id="7")
-    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,localhost"}
-    command = [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
-    with open(tmp_path / "said", "w") as said:
-        nodes = [
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env={**env, "SLURM_NODEID": str(n)})
-            for n in range(2)
-        ]
+    run, said = RunDir.create(tmp_path, "a", begin=False), tmp_path / "said"
+    nodes = start_nodes(run, JobSpec(str(tmp_path / "train.py"), nodes=2, hang_timeout_s=8), [said, said])
     try:
         wait_until(lambda: min(_calls(tmp_path, rank) for rank in range(2)) > 5, "the ranks meet", 120.0)
         nodes[1].send_signal(signal.SIGSTOP)
         named = "nothing was heard of node 1 (localhost)"
-        wait_until(lambda: named in (tmp_path / "said").read_text(), named, 120.0)
+        wait_until(lambda: named in said.read_text(), named, 120.0)
         since = _calls(tmp_path, 0)
         wait_until(lambda: _calls(tmp_path, 0) > since + 200, "the ranks come on", 120.0)
         assert nodes[0].poll() is None
@@ -233,7 +212,7 @@ def test_ranks_that_come_on_are_not_ended_while_a_launcher_is_silent(tmp_path: P
         nodes[1].send_signal(signal.SIGCONT)
         (tmp_path / "go").touch()
         codes = ends_of(nodes)
-    assert codes == [0, 0], (tmp_path / "said").read_text()
+    assert codes == [0, 0], said.read_text()
 
 
 MISSES = """
@@ -299,16 +278,8 @@ while not os.path.exists("go"): time.sleep(0.05)
 def test_a_node_of_which_nothing_is_heard_is_named_and_one_that_is_heard_of_again(tmp_path: Path) -> None:
     """Its launcher stands, as if the link to it were dead; either half says so."""
     (tmp_path / "train.py").write_text(TRAINS_ON)
-    run = RunDir.create(tmp_path, "a", begin=False)
-    write_spec(run, JobSpec(str(tmp_path / "train.py"), nodes=2), launcher="slurm", cwd=str(tmp_path), id="7")
-    env = {**clean_environment(), "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,localhost"}
-    command = [sys.executable, "-m", "echelon.launcher.cluster.node", str(run.path)]
     said = [tmp_path / f"said{node}" for node in range(2)]
-    nodes = []
-    for node, path in enumerate(said):
-        with open(path, "w") as file:
-            more = {"SLURM_NODEID": str(node)}
-            nodes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**env, **more}))
+    nodes = start_nodes(RunDir.create(tmp_path, "a", begin=False), JobSpec(str(tmp_path / "train.py"), nodes=2), said)
     try:
         wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)), "the ranks run")
         for other in (1, 0):

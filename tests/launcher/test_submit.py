@@ -21,7 +21,6 @@ from echelon.launcher.cluster.background import LocalLauncher
 from echelon.launcher.cluster.conclude import conclude, refuse
 from echelon.launcher.cluster.jobs import job_of
 from echelon.launcher.cluster.slurm import commands
-from echelon.launcher.cluster.slurm.job import SlurmLauncher
 from echelon.launcher.cluster.slurm.render import SlurmOptions, exported, render
 from echelon.launcher.cluster.snapshot import snapshot
 from echelon.launcher.job import Failure, JobSpec
@@ -560,9 +559,3 @@ def test_the_state_of_a_job_that_slurm_has_forgotten_is_in_its_folder(tmp_path: 
     assert job_of(run).state() is JobState.DONE
     monkeypatch.setattr(commands, "ask", lambda job: (JobState.PENDING, "PENDING: Resources"))
     assert job_of(run).state() is JobState.PENDING and job_of(run).why() == "PENDING: Resources"
-
-
-def test_the_launcher_of_slurm_prints_what_it_would_submit(tmp_path: Path) -> None:
-    launcher = SlurmLauncher(SlurmOptions(), python="/p", cwd=tmp_path)
-    script = launcher.script(JobSpec("train.py", nodes=2), RunDir(tmp_path / "x"))
-    assert "\npython=/p\n" in script and f"#SBATCH --chdir={tmp_path}\n" in script and not (tmp_path / "x").exists()

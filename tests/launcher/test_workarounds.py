@@ -26,16 +26,14 @@ from tests.kit.started import Started
 SOURCES = Path(echelon.__file__).parent
 
 
-def _free_a_model_while_its_group_wants_the_interpreter(kept: bool) -> bool:
+def _free_a_model_while_its_group_wants_the_interpreter() -> None:
     """Frees a wrapped model, and with it the group, while a thread of the group waits to free its last tensor."""
     dist.init_process_group("gloo")
     model, group = DistributedDataParallel(torch.nn.Linear(1, 1)), dist.group.WORLD
     assert group is not None
-    destroy = dist.destroy_process_group if kept else dist.destroy_process_group.__wrapped__  # type: ignore[attr-defined]
-    destroy()
+    dist.destroy_process_group.__wrapped__()  # type: ignore[attr-defined]
     del model.process_group  # which would let go of the interpreter for a moment
-    if not kept:
-        faulthandler.dump_traceback_later(4, exit=True)
+    faulthandler.dump_traceback_later(4, exit=True)
     sys.setswitchinterval(1000)
     group.allreduce([torch.ones(1)])
     del group
@@ -45,25 +43,18 @@ def _free_a_model_while_its_group_wants_the_interpreter(kept: bool) -> bool:
     del model
     gc.collect()
     sys.setswitchinterval(0.005)
-    if not kept:
-        faulthandler.cancel_dump_traceback_later()
-    return True
-
-
-@pytest.mark.full
-def test_a_function_returns_when_its_destroyed_group_is_kept() -> None:
-    assert launch(_free_a_model_while_its_group_wants_the_interpreter, ranks=2, args=(True,), quiet=True, timeout_s=120) == [
-        True,
-        True,
-    ]
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.full
 def test_torch_still_hangs_when_a_destroyed_group_is_freed() -> None:
-    """If it does not: take `keep_process_groups` away. On a busy machine a rank may come too late for the other to hang."""
+    """If it does not: take `keep_process_groups` away. On a busy machine a rank may come too late for the other to hang.
+
+    That groups are kept: test_launch.py, test_a_process_group_is_not_freed_while_its_rank_lives.
+    """
     for _ in range(5):
         try:
-            launch(_free_a_model_while_its_group_wants_the_interpreter, ranks=2, args=(False,), quiet=True, timeout_s=120)
+            launch(_free_a_model_while_its_group_wants_the_interpreter, ranks=2, quiet=True, timeout_s=120)
         except RankFailedError:
             return
     raise AssertionError("both ranks returned, five times")
@@ -236,53 +227,25 @@ def test_a_script_is_imported_as_multiprocessing_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("dragon") is None, reason="dragonhpc is not installed")
-def test_dragon_still_raises_a_ranks_failure_instead_of_closing() -> None:
-    """If `close` is no longer decorated: take `close_failed` away. If the other name is gone: it does nothing any more."""
+def test_what_is_worked_around_in_dragon_is_still_there() -> None:
     spec = importlib.util.find_spec("dragon")
     assert spec is not None and spec.origin is not None
     tree = ast.parse((Path(spec.origin).parent / "native/process_group.py").read_text())
-    group = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ProcessGroup")
-    methods = {node.name: node for node in group.body if isinstance(node, ast.FunctionDef)}
+    methods = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    # It raises a rank's failure in place of closing. If not: take `close_failed` away.
     assert "_close_no_decorator" in methods
     assert [ast.unparse(each) for each in methods["close"].decorator_list] == ["_check_exception"]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("dragon") is None, reason="dragonhpc is not installed")
-def test_dragon_still_looks_for_failures_in_a_loop() -> None:
-    """If not: take `look_for_failures_with_pauses` away. That the loop computes all the time is seen in test_group.py."""
-    spec = importlib.util.find_spec("dragon")
-    assert spec is not None and spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / "native/process_group.py").read_text())
-    [monitor] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_exq_monitor"]
-    [loop] = [node for node in monitor.body if isinstance(node, ast.While)]
+    # It looks for failures in a loop. If not: take `look_for_failures_with_pauses` away. What the loop costs: test_group.py.
+    [loop] = [node for node in methods["_exq_monitor"].body if isinstance(node, ast.While)]
     assert "if self._exq.poll(timeout=" in ast.unparse(loop)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("dragon") is None, reason="dragonhpc is not installed")
-def test_dragon_still_takes_its_address_from_a_variable() -> None:
-    """If not: take `serve_dragon_on_loopback` away."""
-    spec = importlib.util.find_spec("dragon")
-    assert spec is not None and spec.origin is not None
+    # Its address is in a variable. If not: take `serve_dragon_on_loopback` away.
     assert 'os.getenv("_DRAGON_CG_MASTER_ADDR")' in (Path(spec.origin).parent / "ai/collective_group.py").read_text()
 
 
 @pytest.mark.full
 def test_nothing_else_of_the_launcher_reaches_into_other_libraries() -> None:
     """Private names of Python, torch and Dragon are used in workarounds.py alone (`os._exit` is documented)."""
-    libraries = {
-        "atexit",
-        "dist",
-        "gc",
-        "logging",
-        "multiprocessing",
-        "process",
-        "signal",
-        "socket",
-        "spawn",
-        "threading",
-        "torch",
-        "weakref",
-    }
+    libraries = set("atexit dist gc logging multiprocessing process signal socket spawn threading torch weakref".split())
     found = set()
     for path in sorted((SOURCES / "launcher").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
