@@ -267,7 +267,7 @@ def test_auto_takes_one_rank_per_core_without_devices(monkeypatch: pytest.Monkey
     assert parse_ranks("auto") == auto_ranks() == len(os.sched_getaffinity(0))
 
 
-def test_what_cannot_be_sent_is_refused_with_the_remedy_and_leaves_no_folder(tmp_path: Path) -> None:
+def test_what_cannot_be_sent_is_refused_with_the_remedy(tmp_path: Path) -> None:
     lock = threading.Lock()
     with refused(LaunchError):
         launch(lambda: lock, ranks=1)

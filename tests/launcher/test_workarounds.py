@@ -245,7 +245,10 @@ def test_what_is_worked_around_in_dragon_is_still_there() -> None:
 @pytest.mark.full
 def test_nothing_else_of_the_launcher_reaches_into_other_libraries() -> None:
     """Private names of Python, torch and Dragon are used in workarounds.py alone (`os._exit` is documented)."""
-    libraries = set("atexit dist gc logging multiprocessing process signal socket spawn threading torch weakref".split())
+    libraries = {
+        *("atexit", "dist", "gc", "logging", "multiprocessing", "process"),
+        *("signal", "socket", "spawn", "threading", "torch", "weakref"),
+    }
     found = set()
     for path in sorted((SOURCES / "launcher").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
