@@ -25,29 +25,20 @@ from tests.kit.refusals import refused
 # ---- the folder -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_run_has_its_folders(tmp_path: Path) -> None:
+def test_a_new_run_has_its_folders_and_a_name_used_again_is_one_more_attempt(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "runs", "first")
     assert run.path == tmp_path / "runs" / "first" and run.attempt == 0
     assert run.attempt_path.is_dir() and run.checkpoints.is_dir() and run.dumps.is_dir()
-
-
-def test_a_name_used_again_is_one_more_attempt_in_the_same_folder(tmp_path: Path) -> None:
-    runs = [RunDir.create(tmp_path, "again") for _ in range(3)]
-    assert [run.attempt for run in runs] == [0, 1, 2] and len({run.path for run in runs}) == 1
-
-
-def test_attempts_go_on_after_a_gap(tmp_path: Path) -> None:
+    again = [RunDir.create(tmp_path / "runs", "first") for _ in range(2)]
+    assert [each.attempt for each in again] == [1, 2] and {each.path for each in again} == {run.path}
     (tmp_path / "gap" / "attempts" / "007").mkdir(parents=True)
     assert RunDir.create(tmp_path, "gap").attempt == 8
 
 
-def test_two_launchers_never_share_an_attempt(tmp_path: Path) -> None:
+def test_two_launchers_never_share_an_attempt_nor_two_unnamed_runs_of_a_second_a_folder(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         attempts = list(pool.map(lambda _: RunDir.create(tmp_path, "busy").attempt, range(40)))
     assert sorted(attempts) == list(range(40))
-
-
-def test_two_unnamed_runs_of_the_same_second_get_two_folders(tmp_path: Path) -> None:
     assert len({RunDir.create(tmp_path, None, stem="train").path for _ in range(5)}) == 5
 
 
@@ -57,45 +48,32 @@ def test_a_name_made_from_a_script_is_a_plain_file_name(tmp_path: Path, stem: st
     assert run.path.parent == tmp_path and re.fullmatch(r"[A-Za-z0-9_-]+", run.name)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "-o", "a/b", "/abs", "a b", "a\nb", "ä", "a\x00", "x" * 65, "$(id)"])
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../a", ".hidden", "-o", "a/b", "/abs", "a b", "a\nb", "ä", "a\x00", "x" * 65, "$(id)", "'", "; rm -rf ~"],
+)
 def test_a_name_that_could_be_more_than_a_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError) as caught:
         RunDir.create(tmp_path, name)
-    assert repr(name) in str(caught.value) and list(tmp_path.iterdir()) == []
+    assert repr(name) in str(caught.value) and "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
-@given(st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", fullmatch=True))
-def test_every_name_that_is_allowed_stays_within_the_root(name: str) -> None:
-    assert (Path("/root/of/runs") / name).resolve().parent == Path("/root/of/runs")
-
-
-def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
+def test_a_root_or_a_run_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    with refused(RunFolderError):
-        RunDir.create(tmp_path / "runs", "x")
-
-
-def test_a_run_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("")
-    with refused(RunFolderError):
-        RunDir.create(tmp_path, "x")
+    for root, name in ((tmp_path / "runs", "x"), (tmp_path, "runs")):
+        with refused(RunFolderError):
+            RunDir.create(root, name)
 
 
 def test_a_rank_finds_the_folder_and_the_attempt_of_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in RunDir(tmp_path / "run", 3).to_env().items():
-        monkeypatch.setenv(name, value)
-    found = RunDir.current()
-    assert found is not None and (found.path, found.attempt) == (tmp_path / "run", 3)
-
-
-def test_a_relative_folder_is_found_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert RunDir("runs/x").to_env()["ECHELON_RUN_DIR"] == str(tmp_path / "runs" / "x")
-
-
-def test_without_a_launcher_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was said by a relative path. Without a launcher there is none."""
     monkeypatch.delenv("ECHELON_RUN_DIR", raising=False)
     assert RunDir.current() is None
+    monkeypatch.chdir(tmp_path)
+    for name, value in RunDir("runs/x", 3).to_env().items():
+        monkeypatch.setenv(name, value)
+    found = RunDir.current()
+    assert found is not None and (found.path, found.attempt) == (tmp_path / "runs/x", 3)
 
 
 # ---- small files ------------------------------------------------------------------------------------------------------------
@@ -118,6 +96,7 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     finally:
         enough.set()
         writer.join()
+    assert [p.name for p in tmp_path.iterdir()] == ["exit.json"]
 
 
 def _rewrite(path: Path, enough: Any) -> None:
@@ -125,11 +104,6 @@ def _rewrite(path: Path, enough: Any) -> None:
         if enough.is_set():
             break
         write_json(path, {"n": n, "text": "x" * 100 * n})
-
-
-def test_writing_json_leaves_no_other_file(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"path": Path("x")})
-    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
 @pytest.mark.parametrize("text", [None, "", '{"a": 1', "[1]", "\x00"])
@@ -143,20 +117,15 @@ def test_json_that_is_absent_or_cut_off_reads_as_none(tmp_path: Path, text: str 
 # ---- lines ------------------------------------------------------------------------------------------------------------------
 
 
-def test_an_event_is_on_disk_when_emit_returns(tmp_path: Path) -> None:
+def test_an_event_is_on_disk_when_emit_returns_and_a_closed_log_takes_no_more(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", rank=3)
     log.emit("train_start", step=0)
     (event,) = read_lines(tmp_path / "events.jsonl")
     assert (event["event"], event["rank"], event["step"]) == ("train_start", 3, 0) and event["time"] > 1e9
     log.close()
-
-
-def test_a_closed_log_takes_no_more_and_says_nothing(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-    log.close()
     log.emit("late")
     log.close()
-    assert read_lines(tmp_path / "events.jsonl") == []
+    assert read_lines(tmp_path / "events.jsonl") == [event]
 
 
 @pytest.mark.parametrize(("value", "text"), [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")])
@@ -184,11 +153,6 @@ def test_many_records_at_once_are_the_lines_that_they_would_be_one_by_one(record
         assert log.path.read_text() == "".join(encode(record) + "\n" for record in records)
 
 
-@given(st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.floats(), st.none()), max_size=4))
-def test_a_record_is_one_line(record: dict[str, Any]) -> None:
-    assert "\n" not in encode(record)
-
-
 @pytest.mark.full
 @given(st.lists(st.text(max_size=20), max_size=6), st.lists(st.integers(0, 200), max_size=8))
 def test_a_growing_file_is_read_once_wherever_it_is_cut(texts: list[str], cuts: list[int]) -> None:
@@ -205,23 +169,9 @@ def test_a_growing_file_is_read_once_wherever_it_is_cut(texts: list[str], cuts: 
     assert seen == texts
 
 
-def test_a_last_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "lines").write_text('{"a": 1}\n{"a": 2')
-    assert read_lines(tmp_path / "lines") == [{"a": 1}]
-
-
-def test_lines_that_are_no_record_are_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "lines").write_bytes(b'{"a": 1}\n{"a": {"a": 3}\n\xff\xfe\n[1]\n\n{"a": 2}\n')
+def test_lines_that_are_no_record_and_a_last_one_cut_off_by_a_kill_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_bytes(b'{"a": 1}\n{"a": {"a": 3}\n\xff\xfe\n[1]\n\n{"a": 2}\n{"a": 4')
     assert read_lines(tmp_path / "lines") == [{"a": 1}, {"a": 2}]
-
-
-def test_a_reader_from_the_end_sees_only_what_comes_later(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    path.write_text('{"a": 1}\n')
-    reader = LineReader(path, from_end=True)
-    with open(path, "a") as file:
-        file.write('{"a": 2}\n')
-    assert reader.read() == [{"a": 2}]
 
 
 @pytest.mark.parametrize("anew", ['{"b": 7}\n', '{"b": 7}\n{"b": 8}\n{"b": 9}\n' * 200], ids=["shorter", "longer"])
@@ -231,7 +181,7 @@ def test_a_reader_finds_a_file_that_another_took_the_place_of(tmp_path: Path, an
     path = tmp_path / "lines"
     path.write_text('{"a": 1}\n{"a": 2}\n')
     reader = LineReader(path, from_end=from_end)
-    reader.read()
+    assert reader.read() == ([] if from_end else [{"a": 1}, {"a": 2}])
     with open(path, "a") as file:
         file.write('{"a": 3}\n{"a')
     assert reader.read() == [{"a": 3}]

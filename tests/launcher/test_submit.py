@@ -110,15 +110,11 @@ def test_a_value_that_is_more_than_a_value_is_refused(name: str, value: str) -> 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["a\nb", "; rm -rf ~", "'", "-n", ".x", "a b", "$x", "x" * 65, ""])
-def test_a_name_that_is_no_name_is_refused_in_one_line(echelon_command: Any, tmp_path: Path, name: str) -> None:
+def test_a_name_that_is_no_name_is_refused_in_one_line(echelon_command: Any, tmp_path: Path) -> None:
+    """Which those are: tests/contracts/test_run_dir.py."""
     (tmp_path / "train.py").write_text("pass\n")
-    with pytest.raises(UsageError) as caught:
-        RunDir.check_name(name)
-    assert "\n" not in str(caught.value)
-    if name == "a\nb":
-        said = echelon_command("submit", "--name", name, "--dry-run", "train.py")
-        assert said.returncode == 2 and said.stderr.count("\n") == 1 and not said.stdout
+    said = echelon_command("submit", "--name", "a\nb", "--dry-run", "train.py")
+    assert said.returncode == 2 and said.stderr.count("\n") == 1 and not said.stdout
 
 
 def test_no_value_of_the_environment_is_in_the_script(monkeypatch: pytest.MonkeyPatch) -> None:

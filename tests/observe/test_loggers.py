@@ -202,7 +202,7 @@ def test_rank_0_writes_or_each_rank_its_own_file(ranks: Ranks, tmp_path: Path) -
     assert os.listdir(tmp_path / "board-0") and not (tmp_path / "board-1").exists()
 
 
-def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_and_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     logger = InMemoryLogger()
     logger.log("a", 1, 5)
     logger.log_dict({"b": torch.tensor(2.0)}, 5)
@@ -211,14 +211,11 @@ def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'b': 2.0" in capsys.readouterr().out
     logger.close()
     assert logger.log_buffer == {}
-
-
-def test_stdout_has_a_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = StdoutLogger(precision=2)
-    logger.log("a", 0.126, 1)
-    logger.log("b", torch.tensor(2), 1)
-    logger.log_dict({"a": 3, "b": 4}, 2)
-    logger.close()
+    shown = StdoutLogger(precision=2)
+    shown.log("a", 0.126, 1)
+    shown.log("b", torch.tensor(2), 1)
+    shown.log_dict({"a": 3, "b": 4}, 2)
+    shown.close()
     assert capsys.readouterr().out == "\n[Step 1] a=0.13 b=2.00\n[Step 2] a=3.00 b=4.00\n\n"
 
 

@@ -35,28 +35,21 @@ def _record(step: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_the_line_holds_loss_rate_learning_rate_and_time_left() -> None:
+def test_the_line_holds_loss_rate_learning_rate_time_left_memory_and_the_slowest_rank() -> None:
     model = ProgressModel()
     model.event({"event": "train_start", "total_steps": 100, "step": 0})
     for step in range(1, 41):
         model.record(_record(step))
     assert model.line() == "update 40/100  loss 2.0000  lr 0.001  10.0k tokens/s  1:00 left"
-
-
-def test_numbers_of_an_evaluation_leave_the_line_as_it_is() -> None:
+    model.record({"step": 40, "eval_accuracy": 0.5, "time": 141.0})  # numbers of an evaluation leave it as it is
+    assert model.line() == "update 40/100  loss 2.0000  lr 0.001  10.0k tokens/s  1:00 left"
     model = ProgressModel()
-    model.record(_record(1))
-    before = model.line()
-    model.record({"step": 1, "eval_accuracy": 0.5, "time": 101.0})
-    assert model.line() == before and "tokens/s" in before
-
-
-def test_the_line_holds_memory_and_the_slowest_rank() -> None:
-    model = ProgressModel()
+    model.event({"event": "train_start", "total_steps": None, "step": 0})
     model.record(_record(1, memory_peak_bytes=3 << 30, mfu=0.4))
     model.record(_record(2))
     model.slowest = "rank 3 1.8x slow"
     assert model.line().endswith("MFU 40%  3 GiB  rank 3 1.8x slow")
+    assert "left" not in model.line() and model.fraction is None  # a run without an end
 
 
 def test_a_slow_rank_is_said_once_and_stands_in_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,25 +74,12 @@ def test_a_slow_rank_is_said_once_and_stands_in_the_line(tmp_path: Path, monkeyp
     assert lines[1].startswith("update 200") and "rank 1 3.0x slow" in lines[1] and len(lines) == 2
 
 
-def test_a_run_without_an_end_shows_no_time_left() -> None:
-    model = ProgressModel()
-    model.event({"event": "train_start", "total_steps": None, "step": 0})
-    model.record(_record(1))
-    assert "left" not in model.line() and model.fraction is None
-
-
-def test_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
+def test_a_resumed_run_counts_its_own_steps_and_a_second_training_shows_nothing_of_the_first() -> None:
     model = ProgressModel()
     model.event({"event": "train_start", "total_steps": 1000, "step": 900})
-    model.record(_record(901))
+    model.record(_record(901, loss=1e13, lr=0.5, mfu=0.9))
     model.record(_record(911))
     assert model.left_s == pytest.approx(89)
-
-
-def test_a_second_training_in_a_process_shows_nothing_of_the_first() -> None:
-    model = ProgressModel()
-    model.event({"event": "train_start", "total_steps": 10, "step": 0})
-    model.record(_record(1, loss=1e13, lr=0.5, mfu=0.9))
     model.event({"event": "train_end"})
     model.event({"event": "train_start", "total_steps": 20, "step": 0})
     assert "loss" not in model.line() and "lr" not in model.line()
@@ -108,20 +88,13 @@ def test_a_second_training_in_a_process_shows_nothing_of_the_first() -> None:
 
 
 @pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
-def test_a_number_that_is_not_finite_is_forgotten_with_the_next(odd: str) -> None:
+def test_a_number_that_is_not_finite_or_none_is_forgotten_with_the_next(odd: str) -> None:
     model = ProgressModel()
-    model.record(_record(1))
+    model.record(_record(1, loss=odd, tokens_per_s=None))
     model.record(_record(2, loss=odd))
-    assert f"loss {odd}" in model.line()
+    assert f"update 2  loss {odd}" in model.line()
     model.record(_record(3))
     assert "loss 2.0000" in model.line()
-
-
-def test_numbers_that_are_none_or_not_finite_do_not_stop_it() -> None:
-    model = ProgressModel()
-    model.record(_record(1, loss="nan", tokens_per_s=None))
-    model.record(_record(2, loss="inf"))
-    assert "update 2" in model.line()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599.7, "1:00:00"), (7384, "2:03:04")])

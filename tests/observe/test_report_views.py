@@ -87,7 +87,7 @@ def test_restarts_and_checkpoints_are_marks_on_every_chart(tmp_path: Path) -> No
     assert page.facts()["marks"] == [[4, "restart", "attempt 1 begins"], [8, "checkpoint", "saved"]]
 
 
-def test_the_reason_that_was_found_is_told_first(tmp_path: Path) -> None:
+def test_the_reason_that_was_found_is_told_first_and_what_it_says_is_not_said_again(tmp_path: Path) -> None:
     failure = {"rank": 2, "kind": "ValueError", "message": "bad", "traceback": "T"}
     end = {
         "exit_code": 1,
@@ -97,9 +97,6 @@ def test_the_reason_that_was_found_is_told_first(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path, ends=[end]))
     assert "Failure on rank 2: ValueError Rank 2 raised <b> while 0 and 1 waited" in page.text()
     assert "hf_abc" not in page.text()
-
-
-def test_what_the_reason_says_is_not_said_again(tmp_path: Path) -> None:
     for message, is_told in (("bad batch", False), ("another", True)):
         failure = {"rank": 2, "kind": "ValueError", "message": message, "traceback": "T"}
         end = {"exit_code": 1, "first_failure": failure, "explained": "Rank 2 raised ValueError: bad batch."}
@@ -148,10 +145,8 @@ def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
     (spent,), steps = spent_of(times_of(run))
     assert steps == (0, 100) and spent.steps == pytest.approx(100, abs=2)
     assert spent.cells[-1][1][1] / spent.cells[-1][0] == pytest.approx(0.02)
-
-
-def test_a_start_that_took_no_step_hides_nothing(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ends=[{"exit_code": 1}, {"exit_code": 1}])
+    # A start that took no step hides nothing.
+    run = make_run(tmp_path / "none", ends=[{"exit_code": 1}, {"exit_code": 1}])
     times(run, 0, 0, stretch(0, 60, forward=0.01))
     times(run, 1, 0, {"steps": [0, 0], "wall_s": 1.0, "other_s": 1.0})
     (spent,), _ = spent_of(times_of(run))
@@ -228,7 +223,7 @@ def three(folder: Path, names: tuple[str, ...] = ("a", "b", "c")) -> list[RunDir
     return runs
 
 
-def test_runs_are_compared_in_every_chart_and_by_their_numbers(tmp_path: Path) -> None:
+def test_runs_are_compared_in_every_chart_and_by_their_numbers_and_settings(tmp_path: Path) -> None:
     page = Page(report.render(*three(tmp_path)))
     assert [s["label"] for s in page.charts()[0]["series"] if s["kind"] == "smooth"] == ["a", "b", "c"]
     assert [(s["label"], s["y"]) for s in page.charts()[0]["series"] if s["kind"] == "points"] == [
@@ -236,11 +231,8 @@ def test_runs_are_compared_in_every_chart_and_by_their_numbers(tmp_path: Path) -
     ]
     assert {s["run"] for c in page.charts() for s in c["series"]} == {0, 1, 2}
     assert "c finished 2.105 mean of the last 10" in page.text()
-
-
-def test_only_what_differs_between_runs_is_listed(tmp_path: Path) -> None:
-    text = Page(report.render(*three(tmp_path))).text()
-    listed = text.partition("Differences")[2].partition("other settings are the same")[0]
+    # Of their settings only what differs is listed.
+    listed = page.text().partition("Differences")[2].partition("other settings are the same")[0]
     assert (
         "versions.python 3.10 3.11 3.12" in listed
         and "--lr 0 1 2" in listed
@@ -394,13 +386,8 @@ def test_a_spike_makes_the_axis_logarithmic(chromium: browser.Browser, tmp_path:
 
 
 HOSTILE = [
-    [0.0, 0.0],
-    [5.0, 5.0],
-    [1.0, math.nextafter(1.0, 2.0)],
-    [0.0, 5e-324],
-    [-1e300, 1e300],
-    [1e-300, 1e300],
-    [-5e-324, 0.0],
+    *([0.0, 0.0], [5.0, 5.0], [1.0, math.nextafter(1.0, 2.0)], [0.0, 5e-324]),
+    *([-1e300, 1e300], [1e-300, 1e300], [-5e-324, 0.0]),
 ]
 
 

@@ -94,33 +94,25 @@ def _usual(rank: int, own_s: float, wait_s: float, **more: Any) -> list[TimeReco
     return [replace(each, steps=(n * 10, n * 10 + 10), **more) for n in range(4)]
 
 
-def test_one_slow_step_or_a_slow_beginning_accuses_nobody() -> None:
+def test_one_slow_step_a_slow_beginning_or_computing_for_which_nobody_waits_accuses_nobody() -> None:
     times = {0: _usual(0, 0.05, 0.05), 1: _usual(1, 0.05, 0.05)}
     times[1][0] = replace(times[1][0], forward_s=60.0, own_s=6.0, wall_s=60.0)  # it compiles
     times[1][2] = replace(times[1][2], data_s=5.0, wall_s=6.0)  # a worker starts
     assert [stragglers({r: records[:end] for r, records in times.items()}) for end in range(5)] == [[]] * 5
-
-
-def test_a_rank_that_computes_more_while_nobody_waits_for_it_is_none() -> None:
     assert stragglers({0: _usual(0, 0.010, 0.089), 1: _usual(1, 0.016, 0.083)}) == []
     assert [s.rank for s in stragglers({0: _usual(0, 0.050, 0.049), 1: _usual(1, 0.080, 0.019)})] == [1]
 
 
-def test_ranks_of_other_roles_are_not_compared() -> None:
+def test_all_slow_ranks_of_a_role_are_named_the_slowest_first() -> None:
     first, last = _usual(0, 0.05, 0.05, role="stage 0"), _usual(1, 0.1, 0.0, role="stage 1")
     assert stragglers({0: first, 1: last}) == []
     assert [s.rank for s in stragglers({0: first, 1: last, 2: _usual(2, 0.1, 0.0, role="stage 0")})] == [2]
-
-
-def test_all_slow_ranks_are_named_the_slowest_first() -> None:
     times = {rank: _usual(rank, 0.02, 0.08) for rank in range(5)} | {5: _usual(5, 0.06, 0.04), 6: _usual(6, 0.1, 0.0)}
     assert [(s.rank, s.host, round(s.factor, 1)) for s in stragglers(times)] == [(6, "node6", 5.0), (5, "node5", 3.0)]
     assert str(Straggler(6, "node6", 5.0, "data", "t.py:1 in f")) == (
         "rank 6 on node6 takes 5.0 x as long as the others: its data, t.py:1 in f"
     )
-
-
-def test_garbage_now_and_then_is_seen_behind_usual_steps() -> None:
+    # Garbage now and then is seen behind usual steps.
     times = {0: _usual(0, 0.05, 0.05), 1: _usual(1, 0.05, 0.0, gc_s=0.5, forward_s=1.0)}
     assert [(s.rank, s.cause) for s in stragglers(times)] == [(1, "gc")]
 
@@ -257,16 +249,13 @@ def _group(step: int, at: float, queued: float = 0.0, **parts: tuple[float, floa
     return Group(step, at, tuple(wall), tuple(used), queued)
 
 
-def test_what_a_pass_does_not_compute_is_a_wait_if_the_looks_say_so() -> None:
+def test_what_a_pass_does_not_compute_is_a_wait_if_the_looks_say_so_and_nobodys_if_others_had_the_cores() -> None:
     groups = [_group(0, 0.0), _group(10, 2.0, FORWARD=(1.0, 0.2), BACKWARD=(1.0, 0.5))]
     seen = {(Part.FORWARD, Part.FORWARD, "own"): 3, (Part.FORWARD, Part.FORWARD, "wait"): 1}
     record = record_of(groups, seen, alone=False)  # type: ignore[arg-type]
     assert record["wait_s"] == pytest.approx(0.8 / 4 + 0.5) and record["forward_s"] == pytest.approx(0.8)
     assert record["own_s"] == pytest.approx((0.8 + 0.5) / 10)
     assert record_of(groups, {}, alone=True)["wait_s"] == 0
-
-
-def test_time_for_which_others_had_the_cores_is_nobodys() -> None:
     record = record_of([_group(0, 0.0), _group(10, 2.0, 1.0, FORWARD=(2.0, 1.0))], {}, alone=False)
     assert (record["queue_s"], record["own_s"]) == (pytest.approx(1.0), pytest.approx(0.1))
 
@@ -293,22 +282,10 @@ GOOD = {"steps": [0, 3], "wall_s": 1.0, "data_s": 0.25, "line": "a.py:1 in f", "
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"steps": [3, 0]},
-        {"steps": [0.0, 3]},
-        {"steps": [-1, 3]},
-        {"steps": [0, 1 << 60]},
-        {"steps": [True, 3]},
-        {"steps": "03"},
-        {"steps": None},
-        {"wall_s": -1},
-        {"wall_s": "nan"},
-        {"wall_s": 1 << 5000},
-        {"data_s": True},
-        {"data_s": None},
-        {"line": 1},
-        {"line": "x" * 301},
-        {"host": []},
-        {"time": float("inf")},
+        *({"steps": steps} for steps in ([3, 0], [0.0, 3], [-1, 3], [0, 1 << 60], [True, 3], "03", None)),
+        *({"wall_s": seconds} for seconds in (-1, "nan", 1 << 5000)),
+        *({"data_s": seconds} for seconds in (True, None)),
+        *({"line": 1}, {"line": "x" * 301}, {"host": []}, {"time": float("inf")}),
     ],
 )
 def test_a_line_that_no_rank_of_ours_wrote_is_left_out(wrong: dict[str, Any]) -> None:
