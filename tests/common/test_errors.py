@@ -28,9 +28,6 @@ def test_each_kind_has_a_code_of_its_own_and_a_page() -> None:
     codes = [kind.code for kind in KINDS]
     assert len(set(codes)) == len(codes) and sorted(codes) == sorted(PAGES)
     assert [class_of(kind.code) for kind in KINDS] == KINDS
-
-
-def test_the_page_of_all_codes_is_what_the_library_says() -> None:
     assert PAGE.read_text() == as_markdown(), "write anew what as_markdown() gives"
 
 

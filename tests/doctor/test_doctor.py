@@ -196,9 +196,7 @@ def test_a_quick_look_accuses_nobody_of_being_slow() -> None:
     assert _bad(judged(checkup))
     checkup.quick = True
     assert not _bad(judged(checkup))
-
-
-def test_ranks_of_one_host_that_are_slow_are_a_warning() -> None:
+    # And of ranks of one host it is a warning.
     rows = _bad(judged(_checkup({2: {"products": {"gflop_s": 1.0, "device": "cpu"}}}, hosts=1)))
     assert [(row.name, row.state) for row in rows] == [("matmul", "warn")]
 

@@ -17,6 +17,7 @@ from torch import nn
 import echelon as ech
 from echelon.contracts.run_dir import RUN_DIR_VARIABLE, RunDir
 from echelon.contracts.times import TimeRecord, read_times
+from tests.kit.own_loops import own_loop
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -99,10 +100,13 @@ class Batches:
             yield self._batch
 
 
+def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
 class Unit(ech.AutoUnit[Batch]):
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        x, y = data
-        return nn.functional.mse_loss(self.module(x), y), None
+        return _loss(self.module, *data), None
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
         return torch.optim.SGD(module.parameters(), lr=0.01), None
@@ -114,23 +118,11 @@ def train(folder: str, kind: str, slow: int | None, layout: str = "ddp", *, own:
     os.environ[RUN_DIR_VARIABLE] = folder
     try:
         if own:
-            _own_loop(fault, layout, steps)
+            own_loop(Net(fault), Batches(steps, fault), _loss, lr=0.01, layout=layout)
         else:
             ech.train(Unit(module=Net(fault), layout=layout), Batches(steps, fault), max_epochs=1)
     finally:
         del os.environ[RUN_DIR_VARIABLE]
-
-
-def _own_loop(fault: Fault, layout: str, steps: int) -> None:
-    model: Any = Net(fault)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer, loader = ech.prepare(model, optimizer, Batches(steps, fault), layout=layout)
-    for _ in ech.epochs(loader, 1):
-        for x, y in loader:
-            with ech.window(model) as window:
-                window.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
 
 
 def times_of(folder: Path) -> dict[int, list[TimeRecord]]:

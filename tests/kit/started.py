@@ -66,6 +66,10 @@ class Started:
         (self.folder / name).write_text(text)
         return name
 
+    def ranks_run(self, count: int = 2) -> None:
+        """Wait until each of so many ranks has made its file `ready0`, `ready1` and so on."""
+        wait_until(lambda: all((self.folder / f"ready{rank}").exists() for rank in range(count)), "the ranks run")
+
     def alive(self) -> list[psutil.Process]:
         return processes_with(self.mark)
 

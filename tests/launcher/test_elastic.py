@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -372,10 +370,6 @@ while True:
 """
 
 
-def _ready(started: Started, count: int) -> None:
-    wait_until(lambda: all((started.folder / f"ready{rank}").exists() for rank in range(count)), "the ranks run")
-
-
 def _exit_json(started: Started, attempt: int = 0) -> dict[str, Any]:
     value: dict[str, Any] = json.loads((started.folder / f"runs/x/attempts/{attempt:03d}/exit.json").read_text())
     return value
@@ -385,7 +379,7 @@ def _exit_json(started: Started, attempt: int = 0) -> dict[str, Any]:
 def test_sigusr1_before_training_ends_the_ranks_with_75(started: Started, count: int) -> None:
     restarts = ["--max-restarts", "1"] if count > 1 else []
     launcher = started.run("--ranks", str(count), *restarts, "--name", "x", started.script(WAITS))
-    _ready(started, count)
+    started.ranks_run(count)
     launcher.send_signal(signal.SIGUSR1)
     _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == REQUEUE, err.decode()
@@ -398,7 +392,7 @@ def test_sigusr1_before_training_ends_the_ranks_with_75(started: Started, count:
 @pytest.mark.full
 def test_who_does_not_leave_with_the_others_is_stopped_after_the_grace_time(started: Started) -> None:
     launcher = started.run("--ranks", "2", "--grace", "0.5", "--name", "x", started.script(WAITS), "deaf")
-    _ready(started, 2)
+    started.ranks_run()
     launcher.send_signal(signal.SIGUSR1)
     _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == REQUEUE, err.decode()
@@ -409,7 +403,7 @@ def test_who_does_not_leave_with_the_others_is_stopped_after_the_grace_time(star
 @pytest.mark.full
 def test_ranks_that_save_when_they_are_terminated_make_it_75(started: Started) -> None:
     launcher = started.run("--ranks", "2", "--name", "x", started.script(WAITS), "saves")
-    _ready(started, 2)
+    started.ranks_run()
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == REQUEUE, err.decode()  # else it is 143: test_cli has that
@@ -464,20 +458,6 @@ def test_a_time_limit_ends_the_run_with_75(started: Started, count: int, deaf: b
     assert launcher.returncode == REQUEUE and "0.2 s are over" in err.decode(), err.decode()
     assert _exit_json(started)["exit_code"] == REQUEUE
     started.all_gone()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--stop-after", "soon"], "got 'soon'"),
-        (["--ranks", "4:2", "--max-restarts", "1"], "ranks must be MIN:MAX with MIN at most MAX, got '4:2'"),
-        (["--ranks", "1:2"], "--max-restarts"),
-    ],
-)
-def test_bad_input_is_named(started: Started, arguments: list[str], says: str) -> None:
-    launcher = started.run(*arguments, started.script("print('ran')"))
-    out, err = launcher.communicate(timeout=120)
-    assert launcher.returncode == 2 and says in err.decode() and out == b""
 
 
 # ---- training that is interrupted, under the launcher -------------------------------------------------------------------------
@@ -631,34 +611,19 @@ if sys.argv[1] == "stuck":
 """
 
 
-@pytest.fixture
-def reads(started: Started) -> Iterator[Any]:
-    def run(how: str) -> subprocess.Popen[bytes]:
-        return started.python(started.script(READS), how, process_group=0)
-
-    yield run
-
-
 @pytest.mark.full
-def test_a_signal_to_the_whole_group_leaves_the_workers_at_work(reads: Any, started: Started) -> None:
-    out, err = reads("all").communicate(timeout=120)
-    assert out == b"99\n", err.decode()
-    started.all_gone()
-
-
-@pytest.mark.full
-def test_workers_end_with_their_parent(reads: Any, started: Started) -> None:
-    process = reads("killed")
-    process.stdout.readline()
-    workers = psutil.Process(process.pid).children()
-    assert len(workers) == 2
-    process.kill()
-    started.all_gone()
-
-
-@pytest.mark.full
-def test_a_worker_that_is_stuck_does_not_hold_up_the_end(reads: Any, started: Started) -> None:
-    process = reads("stuck")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err.decode()
+@pytest.mark.parametrize("how", ["all", "stuck", "killed"])
+def test_a_signal_to_the_whole_group_leaves_the_workers_at_work_and_they_end_with_their_parent(
+    started: Started, how: str
+) -> None:
+    """Also one that is stuck; and if the parent is killed."""
+    process = started.python(started.script(READS), how, process_group=0)
+    if how == "killed":
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert len(psutil.Process(process.pid).children()) == 2
+        process.kill()
+    else:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0 and (out == b"99\n" or how == "stuck"), err.decode()
     started.all_gone()

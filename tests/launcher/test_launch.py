@@ -187,11 +187,9 @@ def test_launch_returns_each_ranks_value() -> None:
     assert launch(_who, ranks=3, args=(1,), kwargs={"b": 2}) == [(rank, 3, (1,), {"b": 2}) for rank in range(3)]
 
 
-def test_spawn_passes_the_rank_first_in_torchs_order_of_arguments() -> None:
-    assert spawn(_rank_first, ("a",), 2) == [(0, ("a",)), (1, ("a",))]
-
-
 def test_spawn_refuses_an_option_that_it_cannot_honour() -> None:
+    """It passes the rank first, in torch's order of arguments."""
+    assert spawn(_rank_first, ("a",), 2) == [(0, ("a",)), (1, ("a",))]
     with refused(LaunchError):
         spawn(_rank_first, nprocs=1, join=False)
 
@@ -241,14 +239,10 @@ def test_a_file_left_open_is_not_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_two_threads_may_launch_at_once() -> None:
+def test_two_threads_may_launch_at_once_and_so_may_a_rank() -> None:
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda n: launch(_who, ranks=n), (1, 2)))
     assert [len(values) for values in both] == [1, 2]
-
-
-@pytest.mark.full
-def test_a_rank_may_launch_ranks() -> None:
     assert launch(functools.partial(launch, _who, ranks=2), ranks=1) == [[(0, 2, (), {}), (1, 2, (), {})]]
 
 
@@ -596,7 +590,7 @@ def test_killing_the_launcher_or_the_server_leaves_nothing_running(started: Star
         "    echelon.launch(wait, ranks=2)\n"
     )
     launcher = started.python(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, fresh=True)
-    wait_until(lambda: all((started.folder / f"ready{r}").exists() for r in range(2)), "the ranks run", 60)
+    started.ranks_run()
     (server,) = psutil.Process(launcher.pid).children()
     for pid in {"launcher": [launcher.pid], "server": [server.pid], "both": [launcher.pid, server.pid]}[who]:
         os.kill(pid, signal.SIGKILL)
@@ -614,12 +608,11 @@ def test_a_signal_to_the_callers_process_takes_its_ordinary_course_after_the_ran
         "    echelon.launch(wait, ranks=2)\n"
     )
     launcher = started.python(script)
-    ready = [started.folder / f"ready{r}" for r in range(2)]
-    wait_until(lambda: all(p.exists() for p in ready), "the ranks run", 60)
-    for path in ready:
+    started.ranks_run()
+    for path in started.folder.glob("ready*"):
         path.unlink()
     launcher.send_signal(signal.SIGINT)
-    wait_until(lambda: all(p.exists() for p in ready), "the second launch runs")
+    started.ranks_run()  # of the second launch
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(60) == -signal.SIGTERM
     assert launcher.stdout is not None and launcher.stdout.read() == b"interrupted\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -433,12 +434,9 @@ def _alone(folder: Path, *args: str) -> tuple[int, str]:
 
 
 @pytest.mark.full
-def test_plain_python_leaves_with_75_too_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_plain_python_leaves_with_75_too_unless_it_has_a_handler_of_its_own_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert _alone(tmp_path, "evaluation", str(int(signal.SIGUSR1))) == (REQUEUE, "")
     assert _alone(tmp_path, "evaluation", str(int(signal.SIGUSR1))) == (0, "after fit: 4 True\n")
-
-
-@pytest.mark.full
-def test_plain_python_before_training_and_with_a_handler_of_its_own(tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "c")
     assert _alone(tmp_path, "joined", str(int(signal.SIGTERM))) == (REQUEUE, "")
     assert _alone(tmp_path, "own", str(int(signal.SIGTERM))) == (0, "my own\nafter fit: 4 True\n")

@@ -19,6 +19,7 @@ from echelon.observe.sinks.model import ProgressModel, _count
 from echelon.observe.sinks.progress import ProgressSink, RunScreen
 from tests.conftest import clean_environment
 from tests.kit.models import batch
+from tests.kit.own_loops import own_loop
 from tests.kit.units import Regression
 
 
@@ -203,16 +204,9 @@ def test_a_loop_of_ones_own_with_nothing_left_to_do_says_so(tmp_path: Path, monk
         run = ech.evidence.RunDir.create(tmp_path, name)
         for key, value in run.to_env().items():
             monkeypatch.setenv(key, value)
-        module = torch.nn.Linear(2, 1)
-        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4)
-        model, optimizer, loader = ech.prepare(
-            module, torch.optim.SGD(module.parameters(), lr=0.1), data, layout="none", checkpoints=tmp_path / "saved"
-        )
-        for _ in ech.epochs(loader, 3 if name == "longer" else 2):
-            for x, y in loader:
-                with ech.window(model) as window:
-                    window.backward(torch.nn.functional.mse_loss(model(x), y))
-                    optimizer.step()
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=4)
+        options: dict[str, Any] = {"epochs": 3 if name == "longer" else 2, "layout": "none", "checkpoints": tmp_path / "saved"}
+        own_loop(torch.nn.Linear(2, 1), data, lambda model, x: model(x).square().mean(), **options)
         shown = ProgressModel()
         said.append(next(line for event in read_lines(run.events(0)) if (line := shown.event(event))))
     assert said[0] == "training from update 0 of 4" and "of 6, restored from" in said[2]

@@ -246,7 +246,7 @@ def test_hostile_text_stays_text(tmp_path: Path, payload: str) -> None:
 
 
 def test_the_page_has_no_address_of_anything_outside(tmp_path: Path) -> None:
-    """Nor may anything load one, or run a script or use a style but ours."""
+    """Nor may anything load one, or run a script or use a style but ours. The licence of what draws is on it."""
     html = report.render(make_run(tmp_path, [training(s, 1.0) for s in range(100)]))
     (script, uplot), (style,) = (
         re.findall(r"<script>(/\*!.*?\*/\n(.*?\n).*?)</script>", html, re.DOTALL)[0],
@@ -256,14 +256,7 @@ def test_the_page_has_no_address_of_anything_outside(tmp_path: Path) -> None:
     assert "http" not in ours.replace("http-equiv", "").replace("uPlot", "") and not re.search(r"url\(|@import|\bsrc=", html)
     hashes = (f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}" for text in (style, script))
     assert "content=\"default-src 'none'; style-src '{}'; script-src '{}'\"".format(*hashes) in html
-
-
-def test_the_licence_of_what_draws_is_on_the_page(tmp_path: Path) -> None:
-    html = report.render(make_run(tmp_path))
-    assert (
-        "Copyright (c) 2022 Leon Sorokin" in html
-        and "The above copyright notice and this permission notice shall be included" in html
-    )
+    assert "Copyright (c) 2022 Leon Sorokin" in html and "this permission notice shall be included" in html
 
 
 @given(JSON.filter(lambda value: "nan" not in repr(value) and "inf" not in repr(value)) | st.sampled_from(PAYLOADS))
