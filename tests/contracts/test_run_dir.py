@@ -263,8 +263,3 @@ def test_every_error_is_public_and_also_a_builtin_one() -> None:
     for cls in classes:
         if cls is not EchelonError:
             assert any(base.__module__ == "builtins" and base not in (Exception, BaseException, object) for base in cls.__mro__)
-
-
-def test_the_tree_of_errors_in_the_docstring_is_the_real_one() -> None:
-    names = re.findall(r"(\w+Error)\b", errors.__doc__ or "")
-    assert {n for n in names if n in errors.__all__} == set(errors.__all__) - {"require"}

@@ -455,8 +455,11 @@ def _meet_at_attempt_2() -> str:
     return attempt
 
 
-def test_each_attempt_of_a_job_that_fails_twice_has_a_folder_with_its_logs_and_its_end(tmp_path: Path) -> None:
+def test_each_attempt_of_a_job_that_fails_twice_has_a_folder_with_its_logs_and_its_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert launch(_meet_at_attempt_2, ranks=2, max_restarts=3, timeout_s=120, run_dir=tmp_path) == ["2", "2"]
+    assert capfd.readouterr().out.splitlines().count("attempt 2") == 1  # rank 0 is shown, and rank 1 is not
     attempts = sorted(tmp_path.glob("*/attempts/*"))
     ends = [json.loads((attempt / "exit.json").read_text()) for attempt in attempts]
     assert [attempt.name for attempt in attempts] == ["000", "001", "002"] and [end["exit_code"] for end in ends] == [1, 1, 0]
