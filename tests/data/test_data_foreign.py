@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import echelon as ech
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.own_loops import told
 from tests.kit.units import Regression, under_each
 
 Saver = ech.DistributedCheckpointSaver
@@ -158,7 +159,7 @@ def test_a_save_from_which_no_run_can_go_on_exactly_is_told_once(
     assert text is None or text in caplog.text
 
 
-class Uneven:
+class Uneven(Bare):
     """Batches of a bucketing sampler that has not counted the last."""
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -168,11 +169,13 @@ class Uneven:
         return 2
 
 
-def test_batches_beyond_a_loaders_length_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_beyond_a_loaders_length_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     unit = Regression()
-    ech.train(unit, DataLoader(DATA, batch_sampler=Uneven()), max_epochs=1)
+    saver = Saver(tmp_path, save_every_n_epochs=1)
+    ech.train(unit, DataLoader(DATA, batch_sampler=Uneven()), max_epochs=1, callbacks=[saver])
     assert unit.train_progress.num_steps_completed == 2
     assert "more batches than its length, 2, which are left out" in caplog.text
+    assert "middle of an epoch" not in caplog.text  # at its end there is nothing to tell
 
 
 def _told(loader: str) -> str:
@@ -184,26 +187,14 @@ def _told(loader: str) -> str:
         "own parts": lambda: DataLoader(mine, batch_size=4, shuffle=True),
         "sampler": lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA)),
         "one rank": lambda: DataLoader(DATA, batch_size=2 if rank else 4, sampler=DistributedSampler(DATA) if rank else None),
-        "a stream": lambda: ech.StreamLoader(_Stream(), 8, shards="itself"),
-        "a divided stream": lambda: ech.StreamLoader(_Stream(), 8, shards="stride"),
+        "a stream": lambda: ech.StreamLoader(Bare(), 8, shards="itself"),
+        "a divided stream": lambda: ech.StreamLoader(Bare(), 8, shards="stride"),
         "a list": lambda: list(DataLoader(DATA, batch_size=4)),
         "own list": lambda: list(DataLoader(DATA, batch_size=4))[rank::2],
     }
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("echelon.loop.feeding")
-    log.addHandler(handler)
-    try:
+    with told("echelon.loop.feeding") as texts:
         ech.train(Regression(layout="ddp"), made[loader](), max_updates=2)
-    finally:
-        log.removeHandler(handler)
-    return "".join(records)
-
-
-class _Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return (DATA[i] for i in range(len(DATA)))
+    return "".join(texts)
 
 
 @pytest.mark.full
@@ -217,10 +208,3 @@ def test_ranks_that_all_train_on_all_samples_are_told(ranks: Ranks) -> None:
     for same in ("a stream", "a list"):
         assert said.pop(same).startswith("ranks 0 and 1 have the same first batch"), same
     assert set(said.values()) == set(others.values()) == {""}
-
-
-def test_at_the_end_of_an_epoch_there_is_nothing_to_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ech.train(
-        Regression(module=net()), DataLoader(DATA, batch_size=8), max_epochs=2, callbacks=[Saver(tmp_path, save_every_n_epochs=1)]
-    )
-    assert "middle of an epoch" not in caplog.text

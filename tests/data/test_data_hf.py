@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import echelon as ech
 from echelon.common.errors import DataError, LoaderError
 from echelon.data.parts import Padding
 from tests.conftest import Ranks
+from tests.kit.own_loops import step, told
 from tests.kit.refusals import refused
 
 tqdm.monitor_interval = 0  # no thread that watches progress bars, and stays
@@ -28,21 +28,15 @@ def table() -> Any:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_table_goes_through_the_loader(table: Any, workers: int) -> None:
+def test_a_table_goes_through_the_loader_a_batch_at_once(table: Any, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, real = [], datasets.Dataset.__getitems__
+    monkeypatch.setattr(datasets.Dataset, "__getitems__", lambda self, keys: calls.append(len(keys)) or real(self, keys))
     loader = ech.Loader(table.with_format("torch"), 8, seed=1, num_workers=workers, options=ech.data.LoaderOptions(dp=(0, 1)))
     batches = list(loader)
-    assert batches[0]["x"].shape == (8, 2)
+    assert batches[0]["x"].shape == (8, 2) and (workers or calls == [8] * 5)
     rows = torch.cat([b["y"] for b in batches])
     assert rows.tolist() == loader.order.at(0, torch.arange(40).numpy()).tolist()  # type: ignore[arg-type]
     assert torch.equal(torch.cat([b["x"] for b in batches])[:, 0], rows.float())
-
-
-def test_a_batch_is_read_at_once(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    original = datasets.Dataset.__getitems__
-    monkeypatch.setattr(datasets.Dataset, "__getitems__", lambda self, keys: calls.append(len(keys)) or original(self, keys))
-    list(ech.Loader(table, 8, options=ech.data.LoaderOptions(dp=(0, 1))))
-    assert calls == [8] * 5
 
 
 def test_another_table_is_noticed_on_resume(table: Any) -> None:
@@ -152,17 +146,11 @@ def _tables_of_ranks(kind: str) -> list[str]:
     elif kind == "tensors":
         mine = torch.utils.data.TensorDataset(torch.arange(8.0)[:, None] + place["rank"])
     model = torch.nn.Linear(1, 1)
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("echelon").addHandler(handler)
-    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), ech.Loader(mine, 4, seed=1)
-    model, optimizer, loader = ech.prepare(*parts)
-    for batch in loader:
-        with ech.window(model) as window:
-            window.backward(model(batch["x"] if isinstance(batch, dict) else batch[0]).mean())
-            optimizer.step()
-    return [text for text in told if "divided twice" in text]
+    with told() as texts:
+        model, optimizer, loader = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), ech.Loader(mine, 4, seed=1))
+        for batch in loader:
+            step(model, optimizer, batch["x"] if isinstance(batch, dict) else batch[0], loss=lambda model, x: model(x).mean())
+    return [text for text in texts if "divided twice" in text]
 
 
 @pytest.mark.full

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 import echelon as ech
 from echelon.common.errors import DataError, LoaderError, UsageError
 from tests.conftest import Ranks
+from tests.kit.own_loops import step
 from tests.kit.refusals import refused
 
 
@@ -99,48 +99,6 @@ def test_every_sample_is_seen_once_over_all_ranks_and_workers(kind: Any, shards:
         assert {len(b) for rank in batches for b in rank} <= {4, 3, 2, 1}
 
 
-def test_dropping_the_tail_drops_less_than_a_micro_batch_of_each_stream() -> None:
-    batches = _all(_stream(Counted(61), 0, 1, num_workers=2))
-    assert [len(b) for b in batches] == [8] * 6
-
-
-def test_epochs_differ_by_what_the_dataset_makes_of_them() -> None:
-    loader = _stream(Counted(8), 0, 1)
-    assert _all(loader) == [list(range(8))]
-    loader.set_epoch(2)
-    assert _all(loader) == [[2000 + i for i in range(8)]]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "shards", "workers"),
-    [
-        (Counted, None, 0),
-        (Counted, None, 1),
-        (OwnIterator, "stride", 0),
-        (OwnIterator, "stride", 1),
-        (Counted, None, 3),
-        (OwnIterator, "stride", 2),
-    ],
-)
-def test_a_stream_goes_on_exactly_wherever_it_was_left(kind: Any, shards: Any, workers: int) -> None:
-    """Streams of different lengths, so that some have ended; 61 samples over up to three workers of rank 1."""
-
-    def loader() -> ech.StreamLoader:
-        return _stream(kind(61), 1, num_workers=workers, tail="keep", shards=shards)
-
-    want, first, states = _all(loader()), loader(), []
-    with contextlib.closing(iter(first)) as batches:
-        for _ in want[1:]:
-            next(batches)
-            states.append(first.state_dict())
-    for at, state in enumerate(states, 1):
-        second = loader()
-        second.load_state_dict(state)
-        assert second.seek(at) == at
-        assert _all(second) == want[at:]
-
-
 class Uneven(Counted):
     """The first stream is much shorter; one that has ended would start over if it were asked again."""
 
@@ -153,22 +111,6 @@ class Uneven(Counted):
         self.at = 0
 
 
-@pytest.mark.full
-def test_a_stream_that_ends_early_does_not_end_the_others() -> None:
-    def loader() -> ech.StreamLoader:
-        return _stream(Uneven(), 0, 1, num_workers=2)
-
-    want = _all(loader())
-    assert [batch[0] for batch in want] == [1, 101, 109, 117, 125, 133]
-    first = loader()
-    batches = iter(first)
-    for _ in range(4):
-        next(batches)
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    assert _all(second) == want[4:]
-
-
 class AnewAtItsEnd(Counted):
     """Past its last sample it stands at its beginning."""
 
@@ -177,24 +119,53 @@ class AnewAtItsEnd(Counted):
         self.at = 0
 
 
-def test_a_stream_whose_short_last_batch_was_given_does_not_begin_anew() -> None:
-    want = _all(_stream(AnewAtItsEnd(), tail="keep"))
-    for at in range(len(want) + 1):
-        first, second = _stream(AnewAtItsEnd(), tail="keep"), _stream(AnewAtItsEnd(), tail="keep")
-        batches = iter(first)
-        for _ in range(at):
+STREAMS: dict[str, tuple[Any, Any, int]] = {
+    "alone": (Counted, None, 0),
+    "in a worker": (Counted, None, 1),
+    "in workers": (Counted, None, 3),
+    "of an iterator": (OwnIterator, "stride", 0),
+    "of an iterator in a worker": (OwnIterator, "stride", 1),
+    "of an iterator in workers": (OwnIterator, "stride", 2),
+    "of which one ends early": (Uneven, None, 2),
+    "that stands at its beginning at its end": (AnewAtItsEnd, None, 0),
+}
+
+
+@pytest.mark.full(but=("alone", "that stands at its beginning at its end"))
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_goes_on_exactly_wherever_it_was_left(name: str) -> None:
+    """Streams of different lengths, so that some have ended; 61 samples over up to three workers of rank 1."""
+    kind, shards, workers = STREAMS[name]
+
+    def loader() -> ech.StreamLoader:
+        place = (0, 1) if kind is Uneven else (1, 2)
+        return _stream(kind(61), *place, num_workers=workers, tail="keep", shards=shards)
+
+    want, first, states = _all(loader()), loader(), []
+    assert kind is not Uneven or [batch[0] for batch in want] == [1, 101, 109, 117, 125, 133]
+    with contextlib.closing(iter(first)) as batches:
+        for _ in want:
             next(batches)
-        second.load_state_dict(first.state_dict())
+            states.append(first.state_dict())
+    for at, state in enumerate(states, 1):
+        second = loader()
+        second.load_state_dict(state)
+        assert at == len(want) or second.seek(at) == at
         assert _all(second) == want[at:]
 
 
-def test_the_state_before_what_was_read_ahead_is_known() -> None:
+def test_the_state_before_what_was_read_ahead_is_known_and_epochs_are_the_datasets() -> None:
     loader = _stream(Counted(), 0, 1)
     batches = iter(loader)
     next(batches), next(batches), next(batches)
     assert loader.state_at(2)["ranks"]["0"]["streams"][0]["own"]["at"] == 16
     assert loader.seek(2) == 2
     assert _all(loader)[0] == list(range(16, 24))
+    loader.set_epoch(2)
+    assert _all(loader)[0] == list(range(2000, 2008))
+    assert [len(b) for b in _all(_stream(Counted(61), 0, 1, num_workers=2))] == [
+        8
+    ] * 6  # of each stream less than a batch is left out
 
 
 class Sees(ech.TrainUnit[torch.Tensor]):
@@ -224,29 +195,17 @@ def test_a_run_over_streams_goes_on_exactly_through_checkpoints(ranks: Ranks, tm
     assert want[0][-1][0] >= 1000 and not set(sum(want[0], [])) & set(sum(want[1], []))
 
 
-class _Counted:
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(float(self._count)).view(-1, 1))
-
-
 def _trained_on(count: int, workers: int) -> tuple[int, int]:
     """Updates of two epochs over a stream of so many samples, and how many samples this rank has trained on."""
     model, seen = torch.nn.Linear(1, 1), 0
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    loader: Any = ech.StreamLoader(_Counted(count), 8, shards="stride", num_workers=workers)
-    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="ddp" if dist.is_initialized() else "none")
+    loader: Any = ech.StreamLoader(Plain(count), 8, shards="stride", num_workers=workers)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="ddp")
     updates = 0
     for _ in ech.epochs(loader, 2):
         for x in loader:
             seen += len(x)
-            with ech.window(model) as window:
-                window.backward(model(x).square().mean())
-                updates += window.is_last
-                optimizer.step()
-                optimizer.zero_grad()
+            updates += step(model, optimizer, x[:, None].float(), loss=lambda model, x: model(x).square().mean()).is_last
     return updates, seen
 
 
@@ -295,31 +254,22 @@ def test_other_workers_or_another_split_are_refused() -> None:
         list(second)
 
 
-def test_an_iterable_without_state_is_told_when_it_would_begin_anew() -> None:
-    unit, loader = Sees(), _stream(Plain(), 0, 1)
-    ech.train(unit, loader, max_updates=3)
-    with refused(LoaderError):
-        ech.train(unit, loader, max_updates=5)
-
-
-def test_a_unit_in_mid_epoch_and_a_fresh_stream_do_not_go_together() -> None:
-    unit = Sees()
-    ech.train(unit, _stream(Counted(), 0, 1), max_updates=3)
-    with refused(LoaderError):
-        ech.train(unit, _stream(Counted(), 0, 1), max_updates=5)
-
-
-def test_stopping_and_training_on_loses_nothing() -> None:
+def test_streams_that_would_begin_anew_in_mid_epoch_are_refused_and_others_lose_nothing() -> None:
+    for first, second in ((_stream(Plain(), 0, 1), None), (_stream(Counted(), 0, 1), _stream(Counted(), 0, 1))):
+        unit = Sees()
+        ech.train(unit, first, max_updates=3)
+        with refused(LoaderError):
+            ech.train(unit, second or first, max_updates=5)
     unit, loader = Sees(), _stream(Counted(64), 0, 1)
     ech.train(unit, loader, max_updates=3)
     ech.train(unit, loader, max_epochs=1)
     assert sum(unit.seen, []) == list(range(64))
 
 
-def test_rng_that_would_read_the_same_are_refused() -> None:
-    for options in ({"ranks": 2}, {"ranks": 1, "num_workers": 2}):
+def test_ranks_and_workers_that_would_read_the_same_or_cannot_divide_are_refused() -> None:
+    for data, options in ((Plain(), {"ranks": 2}), (Plain(), {"ranks": 1, "num_workers": 2}), (Counted(), {"ranks": 3})):
         with refused(LoaderError):
-            list(_stream(Plain(), **options))
+            list(_stream(data, **options))
     assert len(_all(_stream(Plain(), shards="itself"))) == 15  # each rank all of them, if the dataset is trusted to divide itself
     with refused(LoaderError):
         _stream(Plain(), shards="set_place")
@@ -336,8 +286,3 @@ def test_an_error_in_a_stream_is_named(workers: int) -> None:
     with refused(DataError) as caught:
         list(_stream(Torn(), 0, 1, num_workers=workers))
     assert ("In worker 0" in str(caught.value)) == bool(workers)
-
-
-def test_a_global_batch_that_ranks_cannot_divide_is_refused() -> None:
-    with refused(LoaderError):
-        list(_stream(Counted(), 0, 3))

@@ -33,55 +33,34 @@ def _numbered(sizes: list[int]) -> list[list[int]]:
 def test_every_token_is_an_input_once_and_a_target_once_unless_its_document_begins_with_it(
     sizes: list[int], length: int, cut: bool
 ) -> None:
-    documents = _numbered(sizes)
-    rows = ech.Packed(documents, length, cut=cut)
-    inputs, targets = [], []
-    for row in rows.__getitems__(range(len(rows))):
-        real = row.documents >= 0
-        inputs += row.inputs[real].tolist()
-        has_target = row.targets != IGNORED
-        targets += row.targets[has_target].tolist()
-        assert not (has_target & ~real).any()
-        assert (row.targets[has_target] == row.inputs[has_target] + 1).all()
-        assert (row.inputs[~real] == 0).all()
-    assert inputs == list(range(1, sum(sizes) + 1))
-    firsts = {document[0] for document in documents if document}
-    assert targets == [t for t in inputs if t not in firsts]
-
-
-@pytest.mark.full
-@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=25).filter(any), length=st.integers(1, 12), cut=st.booleans())
-def test_documents_and_positions_say_where_each_token_is(sizes: list[int], length: int, cut: bool) -> None:
+    """Documents and positions say where each token is; a document is not cut unless told, or longer than a row."""
     documents = _numbered(sizes)
     place = {token: (d, p) for d, document in enumerate(documents) for p, token in enumerate(document)}
-    for row in map(ech.Packed(documents, length, cut=cut).__getitem__, range(len(ech.Packed(documents, length, cut=cut)))):
-        seen = [
-            (place[t], d, p)
-            for t, d, p in zip(*(x.tolist() for x in (row.inputs, row.documents, row.positions)), strict=True)
-            if d >= 0
-        ]
-        assert [p for _, _, p in seen] == [p for (_, p), _, _ in seen]
-        numbers = [d for _, d, _ in seen]
+    rows = ech.Packed(documents, length, cut=cut)
+    inputs, targets = [], []
+    row_of: dict[int, int] = {}
+    for number, row in enumerate(rows.__getitems__(range(len(rows)))):
+        real, has_target = row.documents >= 0, row.targets != IGNORED
+        tokens, numbers = row.inputs[real].tolist(), row.documents[real].tolist()
+        inputs += tokens
+        targets += row.targets[has_target].tolist()
+        row_of |= dict.fromkeys(tokens, number)
+        assert not (has_target & ~real).any() and (row.inputs[~real] == 0).all()
+        assert (row.targets[has_target] == row.inputs[has_target] + 1).all()
+        assert row.positions[real].tolist() == [place[token][1] for token in tokens]
         assert numbers[0] == 0 and all(b - a in (0, 1) for a, b in pairwise(numbers))
-        owners = [d for (d, _), _, _ in seen]
+        owners = [place[token][0] for token in tokens]
         assert [a == b for a, b in pairwise(owners)] == [a == b for a, b in pairwise(numbers)]
-
-
-@pytest.mark.full
-@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=25).filter(any), length=st.integers(1, 12))
-def test_whole_documents_are_not_cut_unless_longer_than_a_row(sizes: list[int], length: int) -> None:
-    documents = _numbered(sizes)
-    rows = ech.Packed(documents, length, cut=False)
-    row_of = {
-        t: r for r in range(len(rows)) for t, d in zip(rows[r].inputs.tolist(), rows[r].documents.tolist(), strict=True) if d >= 0
-    }
-    for document in filter(None, documents):
-        assert len({row_of[t] for t in document}) == (1 if len(document) <= length else -(-len(document) // length))
+    assert inputs == list(range(1, sum(sizes) + 1))
+    assert targets == [t for t in inputs if place[t][1] > 0]
     assert rows.fill == sum(sizes) / (len(rows) * length)
+    for document in filter(None, documents if not cut else []):
+        assert len({row_of[t] for t in document}) == (1 if len(document) <= length else -(-len(document) // length))
 
 
 def test_a_row_by_hand() -> None:
-    row = ech.Packed(DOCUMENTS, 6)[0]
+    rows = ech.Packed(DOCUMENTS, 6)
+    row = rows[0]
     assert row.inputs.tolist() == [1, 2, 3, 4, 5, 6]
     assert row.targets.tolist() == [2, 3, IGNORED, IGNORED, 6, 7]
     assert row.documents.tolist() == [0, 0, 0, 1, 2, 2] and row.positions.tolist() == [0, 1, 2, 0, 0, 1]
@@ -91,12 +70,7 @@ def test_a_row_by_hand() -> None:
     assert last.documents.tolist() == [0, -1, -1, -1, -1, -1] and last.positions.tolist() == [1, 0, 0, 0, 0, 0]
     assert ech.Packed(DOCUMENTS, 6, across=True)[0].targets.tolist() == [2, 3, 4, 5, 6, 7]
     assert ech.Packed(DOCUMENTS, 6, across=True)[2].targets.tolist() == [IGNORED] * 6
-
-
-def test_lengths_of_sequences_for_attention() -> None:
-    rows = ech.Packed(DOCUMENTS, 6)
-    documents = torch.stack([rows[r].documents for r in range(3)])
-    edges, longest = ech.data.cu_seqlens(documents)
+    edges, longest = ech.data.cu_seqlens(torch.stack([rows[r].documents for r in range(3)]))
     # row 0: 3 + 1 + 2, row 1: 5 + 1, row 2: 1 and the padding's 5
     assert edges.tolist() == [0, 3, 4, 6, 11, 12, 13, 18] and longest == 5 and edges.dtype == torch.int32
 
@@ -134,12 +108,8 @@ def test_what_is_written_is_read(tmp_path: Path, dtype: str) -> None:
     assert [tokens.document(i).tolist() for i in range(4)] == documents
     again = pickle.loads(pickle.dumps(tokens))
     assert [again.document(i).tolist() for i in range(4)] == documents
+    assert len(pickle.dumps(ech.Packed(ech.data.write_tokens(tmp_path / "t.bin", [range(60_000)]), 8))) < 2000  # opened again
     assert not tokens.data.flags.writeable and list(tmp_path.iterdir()) == [tmp_path / "t.bin"]
-
-
-def test_a_pickled_file_is_opened_again_not_copied(tmp_path: Path) -> None:
-    tokens = ech.data.write_tokens(tmp_path / "t.bin", [range(60_000)])
-    assert len(pickle.dumps(ech.Packed(tokens, 8))) < 2000
 
 
 def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
@@ -169,16 +139,29 @@ def test_raw_files_are_read_with_their_type(tmp_path: Path) -> None:
         ech.Tokens(tmp_path / "absent.bin")
 
 
-def test_files_of_megatron_are_read_with_their_index(tmp_path: Path) -> None:
+def test_files_of_megatron_are_read_with_their_index_unless_it_says_what_cannot_be(tmp_path: Path) -> None:
     """Three sequences in two documents: the second document is the last two sequences."""
+
+    def index(counts: tuple[int, int], lengths: tuple[int, ...], bounds: tuple[int, ...]) -> bytes:
+        head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, *counts) + struct.pack("<3i", *lengths)
+        return head + struct.pack("<3q", 0, 8, 10) + struct.pack("<3q", *bounds)
+
     np.arange(1, 11, dtype=np.uint16).tofile(tmp_path / "m.bin")
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 3) + struct.pack("<3i", 4, 1, 5) + struct.pack("<3q", 0, 8, 10)
-    (tmp_path / "m.idx").write_bytes(index + struct.pack("<3q", 0, 1, 3))
+    right = index((3, 3), (4, 1, 5), (0, 1, 3))
+    (tmp_path / "m.idx").write_bytes(right)
     tokens = ech.Tokens(tmp_path / "m.bin")
     assert [tokens.document(i).tolist() for i in range(tokens.documents)] == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
-    (tmp_path / "m.idx").write_bytes(index[:40])
-    with refused(DataError):
-        ech.Tokens(tmp_path / "m.bin")
+    for wrong in (
+        right[:40],
+        index((3, 3), (-4, 9, 5), (0, 1, 3)),  # ten in all
+        index((3, 3), (4, 1, 5), (0, 1, 2**40)),
+        index((3, 3), (4, 1, 5), (-5, 1, 3)),
+        index((2**63, 3), (4, 1, 5), (0, 1, 3)),
+        index((3, 2**64 - 1), (4, 1, 5), (0, 1, 3)),
+    ):
+        (tmp_path / "m.idx").write_bytes(wrong)
+        with refused(DataError):
+            ech.Tokens(tmp_path / "m.bin")
 
 
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-1], lambda raw: raw + b"x", lambda raw: raw[:70]])
@@ -220,22 +203,6 @@ def test_a_document_that_lies_elsewhere_is_named_when_it_is_read(tmp_path: Path,
 def _forged(path: Path, offsets: list[int]) -> None:
     header = struct.pack("<8s8sQQ32x", b"ECHTOK1\n", b"<u2", 10, len(offsets) - 1)
     path.write_bytes(header + struct.pack("<10H4x", *range(10)) + struct.pack(f"<{len(offsets)}q", *offsets))
-
-
-def test_an_index_of_megatrons_that_says_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    np.arange(10, dtype=np.uint16).tofile(tmp_path / "m.bin")
-    start = b"MMIDIDX\x00\x00"
-    for counts, lengths, bounds in (
-        ((3, 3), (-4, 9, 5), (0, 1, 3)),  # ten in all
-        ((3, 3), (4, 1, 5), (0, 1, 2**40)),
-        ((3, 3), (4, 1, 5), (-5, 1, 3)),
-        ((2**63, 3), (4, 1, 5), (0, 1, 3)),
-        ((3, 2**64 - 1), (4, 1, 5), (0, 1, 3)),
-    ):
-        index = start + struct.pack("<QBQQ", 1, 8, *counts) + struct.pack("<3i", *lengths) + struct.pack("<3q", 0, 8, 10)
-        (tmp_path / "m.idx").write_bytes(index + struct.pack("<3q", *bounds))
-        with refused(DataError):
-            ech.Tokens(tmp_path / "m.bin")
 
 
 def test_a_writer_follows_no_link(tmp_path: Path) -> None:

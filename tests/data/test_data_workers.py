@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
@@ -40,11 +41,6 @@ class Trap:
         if index == self.at:
             self.what()
         return index
-
-
-class TrapAtOnce(Trap):
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [self[i] for i in indices]
 
 
 def _wrong() -> None:
@@ -85,7 +81,17 @@ def collected() -> Iterator[None]:
 # Rank 1 of two is given samples 4 .. 7, 12 .. 15, 20 .. 23, ...; with two workers 12 .. 15 are worker 1's.
 
 
-@pytest.mark.parametrize("kind", [Trap, TrapAtOnce])
+class AtOnce(Trap):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[i] for i in indices]
+
+
+class TooFew(Trap):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices[1:]
+
+
+@pytest.mark.parametrize("kind", [Trap, AtOnce])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_names_sample_epoch_and_rank_and_keeps_its_traceback(kind: type[Trap], workers: int) -> None:
     with pytest.raises(DataError) as caught:
@@ -97,48 +103,30 @@ def test_an_error_names_sample_epoch_and_rank_and_keeps_its_traceback(kind: type
         assert "In worker 1 (pid " in text and "in _wrong" in text
     else:
         assert isinstance(caught.value.__cause__, ValueError)
+    for other in ([torch.zeros(2 if i == 13 else 1) for i in range(40)], TooFew(-1, None)):  # of various shapes, too few at once
+        with refused(DataError):
+            list(_loader(other, workers))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_that_do_not_fit_together_are_named(workers: int) -> None:
-    ragged = [torch.zeros(2 if i == 13 else 1) for i in range(40)]
-    with refused(DataError):
-        list(_loader(ragged, workers))
-
-
-def test_too_few_samples_at_once_are_noticed() -> None:
-    class Short(Trap):
-        def __getitems__(self, indices: list[int]) -> list[int]:
-            return indices[1:]
-
-    with refused(DataError):
-        list(_loader(Short(-1, None), 0))
-
-
+@pytest.mark.full(but=("killed", "exited"))
 @pytest.mark.usefixtures("collected")
-@pytest.mark.parametrize(("what", "ended"), [(_kill, "was killed by SIGKILL"), (_exit, "exited with code 3")])
-def test_a_worker_that_dies_is_named_within_seconds(what: Any, ended: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "ended", "timeout_s"),
+    [
+        pytest.param(_kill, "was killed by SIGKILL", 300.0, id="killed"),
+        pytest.param(_exit, "exited with code 3", 300.0, id="exited"),
+        pytest.param(_stop, "gave no batch for 2 s; its process was stopped", 2.0, id="stopped"),
+    ],
+)
+def test_a_worker_that_dies_or_stops_is_named_within_seconds_and_is_gone(what: Any, ended: str, timeout_s: float) -> None:
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
-        list(_loader(Trap(13, what), 2))
+        list(_loader(Trap(13, what), 2, timeout_s=timeout_s))
     text = str(caught.value)
     assert "loader worker 1 (pid " in text and "which was reading sample 13 (epoch 3, data rank 1)" in text and ended in text
     assert ("out of memory" in text) == (what is _kill)
     assert time.monotonic() - began < 60
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("collected")
-def test_a_worker_that_stops_ends_in_a_named_error_and_is_gone() -> None:
-    began = time.monotonic()
-    with pytest.raises(DataError) as caught:
-        list(_loader(Trap(13, _stop), 2, timeout_s=2))
-    text = str(caught.value)
-    assert "loader worker 1 (pid " in text and "which was reading sample 13 (epoch 3, data rank 1)" in text
-    assert "gave no batch for 2 s; its process was stopped" in text
-    assert time.monotonic() - began < 60
-    pid = int(text.partition("(pid ")[2].partition(")")[0])
-    assert not psutil.pid_exists(pid)
+    assert not psutil.pid_exists(int(text.partition("(pid ")[2].partition(")")[0]))
 
 
 @pytest.mark.usefixtures("collected")
@@ -178,33 +166,25 @@ def test_a_connection_that_breaks_before_its_worker_is_known_to_be_dead_names_th
     board.done()
     del batches
     assert isinstance(better, DataError) and "was killed by SIGKILL" in str(better)
-
-
-@pytest.mark.full
-def test_a_connection_of_somebody_else_that_breaks_is_told_as_it_is() -> None:
-    board, error = Board(1, ""), ConnectionResetError()
+    board = Board(1, "")  # one of somebody else that breaks is told as it is
     batches = board.started(DataLoader(range(40), num_workers=1))
     assert named(error, board, 0, 300.0) is error
     board.done()
     del batches
 
 
-class Augmented:
+class Noise(Trap):
     """Samples with noise from all three streams."""
 
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        import random
-
+    def __getitem__(self, index: int) -> Any:
         assert get_worker_info() is not None
         return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
 
 
 def test_augmentation_in_workers_draws_the_same_after_a_restart() -> None:
     def batches(at: int = 0) -> list[torch.Tensor]:
-        loader = ech.Loader(Augmented(), 4, num_workers=2, options=ech.data.LoaderOptions(dp=(0, 1), fingerprint="none"))
+        options = ech.data.LoaderOptions(dp=(0, 1), fingerprint="none")
+        loader = ech.Loader(Noise(-1, None), 4, num_workers=2, options=options)
         loader.seek(at)
         return list(loader)
 

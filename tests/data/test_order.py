@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echelon.common.errors import LoaderError
@@ -18,12 +17,9 @@ from tests.kit.refusals import refused
 HUGE = st.one_of(st.integers(1, 2**62), st.integers(0, 62).map(lambda bits: 2**bits), st.integers(1, 2**31).map(lambda n: n * n))
 
 
-def test_every_small_length_is_permuted() -> None:
-    for length in range(1, 700):
-        assert sorted(Order(length, 3).indices(1, 0, length).tolist()) == list(range(length))
-
-
 @given(length=st.integers(1, 3000), seed=st.integers(0, 2**64), epoch=st.integers(0, 100))
+@example(length=1, seed=3, epoch=1)
+@example(length=2, seed=3, epoch=1)
 def test_the_order_is_a_permutation(length: int, seed: int, epoch: int) -> None:
     assert sorted(Order(length, seed).indices(epoch, 0, length).tolist()) == list(range(length))
 
@@ -45,12 +41,6 @@ def test_orders_of_other_seeds_and_epochs_have_little_in_common() -> None:
         assert np.mean(base == other) < 0.002  # one in ten thousand is chance
 
 
-def test_neighbours_are_scattered_evenly() -> None:
-    """Chi-squared over a hundred bins of the first thousand positions; 99.9% of fair shuffles stay below 149."""
-    counts = np.bincount(Order(100_000, 7).indices(0, 0, 1000) // 1000, minlength=100)
-    assert ((counts - 10) ** 2 / 10).sum() < 149
-
-
 @given(length=HUGE, seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40), data=st.data())
 def test_points_of_a_huge_order_do_not_collide_and_can_be_found_again(
     length: int, seed: int, epoch: int, data: st.DataObject
@@ -62,26 +52,21 @@ def test_points_of_a_huge_order_do_not_collide_and_can_be_found_again(
     assert order.positions_of(epoch, samples).tolist() == points
 
 
-def test_the_largest_length_uses_all_its_places() -> None:
+def test_the_largest_length_uses_all_its_places_in_blocks_that_make_no_difference() -> None:
     """2**62 fills the table of 2**31 by 2**31 exactly; sums of two halves still fit into 32 bits."""
     order = Order(2**62, 1)
     positions = np.array([0, 1, 2**31 - 1, 2**31, 2**62 - 1])
-    samples = order.at(0, positions)
-    assert order.positions_of(0, samples).tolist() == positions.tolist()
-    many = order.indices(0, 2**62 - 10_000, 2**62)
+    assert order.positions_of(0, order.at(0, positions)).tolist() == positions.tolist()
+    many = order.indices(0, 2**62 - 20_000, 2**62)
     assert many.max() > 2**61 and np.median(many) == pytest.approx(2**61, rel=0.1)
-
-
-def test_blocks_make_no_difference() -> None:
-    order = Order(10**10, 5)
-    together = order.indices(2, 10**9, 10**9 + 20_000)
-    assert (together[8190:8200] == order.indices(2, 10**9 + 8190, 10**9 + 8200)).all()
+    assert (many[8190:8200] == order.indices(0, 2**62 - 20_000 + 8190, 2**62 - 20_000 + 8200)).all()
 
 
 def test_the_order_is_the_same_in_every_version() -> None:
     """A saved position means nothing in another order; whoever changes the formula must change `order.FORMULA`."""
     assert Order(10, 1).indices(0, 0, 10).tolist() == [1, 0, 5, 4, 9, 2, 3, 6, 7, 8]
     assert Order(10**10, 2**40).indices(7, 123456789, 123456792).tolist() == [9445327563, 7642716990, 2628302116]
+    assert Order(10, 1, shuffle=False).indices(3, 2, 5).tolist() == [2, 3, 4]
 
 
 def test_all_orders_of_a_few_samples_come_equally_often() -> None:
@@ -99,27 +84,9 @@ def test_what_follows_what_is_random() -> None:
     assert steps[0] == 0 and ((steps[1:] - 500) ** 2 / 500).sum() / 99 < 1.6
 
 
-def test_a_seek_takes_no_time_and_no_memory() -> None:
-    """Less than a millisecond on an idle machine (bench/data.py); here, with others beside it, ten."""
-    order = Order(10**10, 1)
-    times = []
-    for position in range(0, 10**10, 10**9):
-        began = time.perf_counter()
-        order.indices(4, position, position + 128)
-        times.append(time.perf_counter() - began)
-    assert min(times) < 0.01
-
-
-def test_without_shuffling_a_sample_is_its_position() -> None:
-    assert Order(10, 1, shuffle=False).indices(3, 2, 5).tolist() == [2, 3, 4]
-
-
 @pytest.mark.parametrize("length", [0, -1, 2**62 + 1])
-def test_a_length_that_cannot_be_is_refused(length: int) -> None:
+def test_a_length_that_cannot_be_is_refused_and_so_are_positions_outside(length: int) -> None:
     with refused(LoaderError):
         Order(length)
-
-
-def test_positions_outside_the_epoch_are_refused() -> None:
     with refused(LoaderError):
         Order(10).indices(0, 5, 11)

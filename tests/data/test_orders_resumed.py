@@ -14,7 +14,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import echelon as ech
 from tests.kit.models import batch, net
-from tests.kit.units import Regression
+from tests.kit.own_loops import step
+from tests.kit.units import Hooks, Regression
 
 SAMPLES, EPOCHS = 12, 4
 
@@ -55,61 +56,50 @@ class Seeing(Regression):
         return super().compute_loss(state, data[:2])
 
 
-class Dying(ech.Callback):
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_train_step_start(self, state: ech.State, unit: Any) -> None:
-        if unit.train_progress.num_steps_completed == self.at:
+def _dying(at: int) -> Callable[[ech.State, Any], None]:
+    def step_starts(state: ech.State, unit: Any) -> None:
+        if unit.train_progress.num_steps_completed == at:
             raise KeyError("died")
+
+    return step_starts
 
 
 def _run(make: Callable[[], Any], folder: str | None, saves: dict[str, int], dies: int | None, evaluates: int | None) -> Any:
     torch.manual_seed(3)
     loader, unit, callbacks = make(), Seeing(), []
+    held_out = DataLoader(_data(), batch_size=5, shuffle=True)
     torch.manual_seed(4)
     if folder is not None:
         saver = ech.DistributedCheckpointSaver(folder, **saves)
         saver.restore_from_latest(folder, unit, train_dataloader=loader)
         callbacks.append(saver)
     if dies is not None:
-        callbacks.append(Dying(dies))
+        callbacks.append(Hooks(on_train_step_start=_dying(dies)))
     with contextlib.suppress(KeyError):
-        ech.fit(
-            unit,
-            loader,
-            DataLoader(_data(), batch_size=5, shuffle=True),
-            max_epochs=EPOCHS,
-            callbacks=callbacks,
-            evaluate_every_n_epochs=evaluates,
-        )
+        ech.fit(unit, loader, held_out, max_epochs=EPOCHS, callbacks=callbacks, evaluate_every_n_epochs=evaluates)
     return unit.seen, [p.detach().tolist() for p in unit.module.parameters()]
 
 
+# Where it is saved, and where it dies. In mid-epoch not with a generator for loader and sampler together: torchdata by itself
+# goes on with another order in the epoch after.
+ENDS = [("save_every_n_epochs", name, (4, 10, None)) for name in LOADERS]
+ENDS += [("save_every_n_updates", "stateful", (2, 4, 6, 11, None)), ("save_every_n_updates", "stateful with workers", (6, None))]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", LOADERS)
-def test_an_epochs_end_is_gone_on_from(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saves", "name", "ends"), ENDS)
+def test_an_epochs_end_and_its_middle_are_gone_on_from(
+    saves: str, name: str, ends: tuple[int | None, ...], tmp_path: Path
+) -> None:
     """With the order of the next epoch, and not that of the first; twice, so that a resumed run saves it as well."""
     seen, trained = _run(LOADERS[name], None, {}, None, None)
     again: list[list[int]] = []
-    for dies in (4, 10, None):
-        own, parameters = _run(LOADERS[name], str(tmp_path), {"save_every_n_epochs": 1}, dies, None)
-        again = again[: len(again) // 4 * 4] + own
+    for dies in ends:
+        own, parameters = _run(LOADERS[name], str(tmp_path), {saves: 1}, dies, None)
+        again = again[: len(again) // 4 * 4] + own if saves == "save_every_n_epochs" else again + own
     assert again == seen and parameters == trained
     assert sorted(sum(seen[:4], [])) == list(range(SAMPLES)) or name == "a weighted sampler"
     assert seen[:4] != seen[4:8]
-
-
-# Not with a generator for loader and sampler together: torchdata by itself goes on with another order in the epoch after.
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "ends"), [("stateful", (2, 4, 6, 11, None)), ("stateful with workers", (6, None))])
-def test_the_middle_of_an_epoch_is_gone_on_from(name: str, ends: tuple[int | None, ...], tmp_path: Path) -> None:
-    seen, trained = _run(LOADERS[name], None, {}, None, None)
-    again: list[list[int]] = []
-    for dies in ends:
-        own, parameters = _run(LOADERS[name], str(tmp_path), {"save_every_n_updates": 1}, dies, None)
-        again += own
-    assert again == seen and parameters == trained
 
 
 @pytest.mark.parametrize("name", ["torch", "torch with a generator", "stateful"])
@@ -126,19 +116,14 @@ def _own(folder: str, stops: int | None) -> list[list[int]]:
     torch.manual_seed(3)
     module, seen = net(), []
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.001)
-    loader: Any = LOADERS["stateful"]()
-    model, optimizer, loader = ech.prepare(
-        module, optimizer, loader, layout="none", checkpoints=ech.Checkpoints(folder, every="epoch")
-    )
+    checkpoints = ech.Checkpoints(folder, every="epoch")
+    model, optimizer, loader = ech.prepare(module, optimizer, LOADERS["stateful"](), layout="none", checkpoints=checkpoints)
     for _ in ech.epochs(loader, EPOCHS):
         if stops is not None and len(seen) >= stops:
             break
         for x, y, which in loader:
             seen.append(which.tolist())
-            with ech.window(model) as window:
-                optimizer.zero_grad()
-                window.backward((model(x) - y).square().mean())
-                optimizer.step()
+            step(model, optimizer, x, y)
     return seen
 
 

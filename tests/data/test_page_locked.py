@@ -78,26 +78,24 @@ def test_a_process_on_a_cpu_locks_nothing_and_starts_no_cuda(monkeypatch: pytest
         assert len(list(loader)) == 2
 
 
-def test_what_cannot_be_locked_stays_as_it_is(cuda: None) -> None:
-    """torch's own pinning would raise for a batch that lies on a device."""
-    there, sparse, subclass = torch.empty(2, device="meta"), torch.eye(2).to_sparse(), torch.nn.Parameter(torch.ones(2))
-    here = torch.ones(2)
-    made = locked({"pair": Pair(here, "a"), "rest": [there, sparse, subclass], "user": UserDict(x=torch.ones(1)), "n": 3})
-    assert _is_locked(made["pair"].x) and made["pair"].name == "a" and _is_locked(made["user"]["x"]) and made["n"] == 3
-    assert made["rest"][0] is there and made["rest"][1] is sparse and made["rest"][2] is subclass
-
-
 class OwnList(list[Any]):
     def __init__(self) -> None:
         super().__init__([torch.ones(2)])
 
 
-def test_layouts_are_kept_and_what_cannot_be_rebuilt_goes_unlocked(cuda: None) -> None:
-    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    positions, mine = torch.arange(3).expand(2, 3), OwnList()
-    made = locked([images, positions])
-    assert made[0].is_contiguous(memory_format=torch.channels_last) and made[1].is_contiguous()
-    assert all(map(_is_locked, made)) and torch.equal(made[1], positions) and locked(mine) is mine
+def test_what_cannot_be_locked_stays_as_it_is_and_layouts_are_kept(cuda: None) -> None:
+    """torch's own pinning would raise for a batch that lies on a device."""
+    there, sparse, subclass = torch.empty(2, device="meta"), torch.eye(2).to_sparse(), torch.nn.Parameter(torch.ones(2))
+    images, positions = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.arange(3).expand(2, 3)
+    rest, mine = [there, sparse, subclass], OwnList()
+    made = locked(
+        {"pair": Pair(torch.ones(2), "a"), "rest": rest, "user": UserDict(x=torch.ones(1)), "n": 3, "of": [images, positions]}
+    )
+    assert _is_locked(made["pair"].x) and made["pair"].name == "a" and _is_locked(made["user"]["x"]) and made["n"] == 3
+    assert all(now is before for now, before in zip(made["rest"], rest, strict=True)) and locked(mine) is mine
+    image, position = made["of"]
+    assert image.is_contiguous(memory_format=torch.channels_last) and position.is_contiguous()
+    assert _is_locked(image) and _is_locked(position) and torch.equal(position, positions)
 
 
 def test_a_dataloader_of_the_users_is_left_as_it_is(cuda: None) -> None:

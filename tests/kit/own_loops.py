@@ -25,9 +25,9 @@ class _Told(logging.Handler):
 
 
 @contextmanager
-def told() -> Iterator[list[str]]:
-    """What the library logs on this rank within: the list grows."""
-    handler, logger = _Told(), logging.getLogger("echelon")
+def told(room: str = "echelon") -> Iterator[list[str]]:
+    """What the library, or a room of it, logs on this rank within: the list grows."""
+    handler, logger = _Told(), logging.getLogger(room)
     logger.addHandler(handler)
     try:
         yield handler.texts
@@ -35,10 +35,23 @@ def told() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+def squares(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def step(model: Any, optimizer: Any, *batch: Any, loss: Loss = squares) -> Any:
+    """Trains on one batch in a window of its own, which is returned."""
+    with ech.window(model) as window:
+        window.backward(loss(model, *batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return window
+
+
 def own_loop(
     module: nn.Module,
     loader: Any,
-    loss: Loss,
+    loss: Loss = squares,
     *,
     epochs: int = 1,
     lr: float = 0.1,

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch.distributed as dist
 
 from echelon.contracts.events import encode
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import report
 
 START = 1_760_000_000.0
+
+
+@contextlib.contextmanager
+def recorded(folder: str | Path) -> Iterator[RunDir]:
+    """What is trained within on this rank has this run folder, which rank 0 makes."""
+    run = RunDir(Path(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            run.at_attempt(0)
+        for key, value in run.to_env().items():
+            patch.setenv(key, value)
+        yield run
 
 
 class Page(HTMLParser):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import echelon as ech
 from tests.kit.models import batch, net, whole
@@ -51,6 +52,24 @@ def uninterrupted(layout: str, steps: int, **options: Any) -> dict[str, torch.Te
     unit = make_unit(layout, **options)
     ech.train(unit, make_loader(), max_updates=steps)
     return whole(unit.module)
+
+
+def goes_on(folder: Path | None, unit: Any, until: int, batch: int = 8) -> Any:
+    """Trains a unit to that update: restored from the folder if there is something, and saved there."""
+    loader = ech.Loader(DATA, batch, seed=1)
+    if folder is not None:
+        ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
+    ech.train(unit, loader, max_updates=until, callbacks=[] if folder is None else [ech.DistributedCheckpointSaver(folder)])
+    return unit
+
+
+def of_all(unit: Any) -> dict[str, torch.Tensor]:
+    """Its module's parameters, also those of the older FSDP, and its buffers as far as they are finite."""
+    if isinstance(unit.module, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(unit.module):
+            return {n: p.detach().clone() for n, p in unit.module.module.named_parameters()}
+    buffers = {name: buffer.double().clone() for name, buffer in unit.prepared.unwrapped.named_buffers()}
+    return whole(unit.module) | {name: buffer for name, buffer in buffers.items() if buffer.isfinite().all()}
 
 
 class Marked:

@@ -61,6 +61,18 @@ class Regression(ech.AutoUnit[Batch]):
             self.norms.append(float(results.total_grad_norm))
 
 
+class Masked(Regression):
+    """A mean over chosen rows, which is 0/0, with an infinite derivative, where there are none; they are what it weighs."""
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y, chosen = data
+        errors = (self.module(x) - y).square().mean(1)
+        return (errors * chosen).sum() / chosen.sum(), errors
+
+    def weight(self, data: Any) -> float | torch.Tensor:
+        return data[2].sum()
+
+
 class Hooks(ech.Callback):
     """A callback of functions, by the hooks' names."""
 

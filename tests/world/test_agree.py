@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from echelon.checkpoint import commit, store
-from echelon.common.errors import CheckpointCorruptError, EchelonError, RanksDisagreeError, UsageError
-from echelon.world import agree, first, rng
+from echelon.common.errors import CheckpointCorruptError, EchelonError, RanksDisagreeError
+from echelon.world import agree, first
 from tests.conftest import Ranks
 from tests.kit.refusals import refused
 
@@ -28,25 +28,24 @@ def test_values_of_any_length_are_gathered_by_rank(ranks: Ranks) -> None:
     assert ranks(4, _gather) == [want] * 4
 
 
+LENGTHS = [0, 1, 245, 246, 247, 248, 249, 5000]
+
+
 def _lengths() -> tuple[list[list[int]], list[int], list[int]]:
     """What arrives of texts around the length that one message holds, from all ranks and from the first; and the collectives."""
     counted, gathered, told = [], [], []
     real = dist.all_gather
-    dist.all_gather = lambda *a, **k: counted.append(1) or real(*a, **k)  # type: ignore[func-returns-value]
-    try:
-        for length in (0, 1, 245, 246, 247, 248, 249, 5000):
+    with mock.patch("torch.distributed.all_gather", lambda *a, **k: counted.append(1) or real(*a, **k)):
+        for length in LENGTHS:
             gathered.append([len(text) for text in agree.gather("x" * (length if dist.get_rank() else 3))])
             told.append(len(agree.from_rank0(lambda n=length: "y" * n)))  # type: ignore[misc]
-    finally:
-        dist.all_gather = real
     return gathered, told, counted
 
 
 def test_short_messages_take_one_collective_and_long_ones_two(ranks: Ranks) -> None:
-    lengths = [0, 1, 245, 246, 247, 248, 249, 5000]
     for gathered, told, counted in ranks(2, _lengths):
-        assert gathered == [[3, length] for length in lengths] and told == lengths
-        assert len(counted) == len(lengths) + 4  # quotes take two of the 248 bytes
+        assert gathered == [[3, length] for length in LENGTHS] and told == LENGTHS
+        assert len(counted) == len(LENGTHS) + 4  # quotes take two of the 248 bytes
 
 
 def _any(flags: list[bool]) -> bool:
@@ -74,13 +73,9 @@ def test_disagreement_is_raised_on_every_rank_with_every_value(ranks: Ranks) -> 
 
 def _told(values: list[Any]) -> tuple[Any, list[Any], bool]:
     """What each says first, the different values, and whether the first of these took nothing that grows with the ranks."""
-    mine, gathers = values[dist.get_rank()], []
-    real = dist.all_gather
-    dist.all_gather = lambda *a, **k: gathers.append(1) or real(*a, **k)  # type: ignore[func-returns-value]
-    try:
+    mine, gathers, real = values[dist.get_rank()], [], dist.all_gather
+    with mock.patch("torch.distributed.all_gather", lambda *a, **k: gathers.append(1) or real(*a, **k)):
         return agree.first_told(mine), agree.kinds(mine), not gathers
-    finally:
-        dist.all_gather = real
 
 
 @pytest.mark.parametrize(
@@ -168,11 +163,8 @@ def _read(fails: bool) -> Any:
         return type(error).__name__, str(error)
 
 
-def test_rank_0_looks_and_all_believe_it(ranks: Ranks) -> None:
+def test_rank_0_looks_and_its_answer_or_error_reaches_all(ranks: Ranks) -> None:
     assert ranks(2, _read, False) == ["seen", "seen"]
-
-
-def test_rank_0s_error_reaches_all_instead_of_leaving_them_waiting(ranks: Ranks) -> None:
     first, second = ranks(2, _read, True)
     assert first == ("FileNotFoundError", "the folder is gone")
     assert second == ("EchelonError", "rank 0 failed: FileNotFoundError: the folder is gone")
@@ -225,33 +217,3 @@ def test_a_world_of_one_agrees_with_itself_without_a_group() -> None:
     assert agree.gather(5) == [5] and agree.any_rank(True) and agree.same_on_all("x", 1, "") == 1
     with pytest.raises(FileNotFoundError):
         agree.from_rank0(lambda: open("/absent"))
-
-
-def test_rng_come_back() -> None:
-    import random
-
-    import numpy as np
-    import torch
-
-    rng.seed(3)
-    saved = rng.states()
-    first = (random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1))
-    rng.load_states(saved)
-    assert (random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1)) == first
-
-
-def test_rng_of_ranks_differ_and_rank_0_keeps_the_common_one() -> None:
-    import torch
-
-    drawn = []
-    for rank in range(4):
-        rng.seed(7)
-        rng.separate(rank)
-        drawn.append(torch.rand(1).item())
-    rng.seed(7)
-    assert drawn[0] == torch.rand(1).item() and len(set(drawn)) == 4
-
-
-def test_a_seed_outside_numpys_range_is_refused() -> None:
-    with refused(UsageError, name="seed", got="-1"):
-        rng.seed(-1)

@@ -23,14 +23,15 @@ from echelon.common.errors import EchelonError, LauncherEnvironmentError, RanksD
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo, said_by
 from echelon.launcher.functions.launch import launch
 from echelon.launcher.local.nodes import free_port
-from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.run import train
 from echelon.world import agree
 from echelon.world.handshake import Said, differences, refusal_of, tellers_of
 from echelon.world.init import init_from_env
 from echelon.world.meeting import Facts, meet
 from echelon.world.program import arguments, program
+from tests.kit.models import batch
 from tests.kit.refusals import refused
+from tests.kit.units import Regression
 
 WAIT = timedelta(seconds=30)
 
@@ -73,14 +74,9 @@ def test_all_that_differs_is_said_at_once() -> None:
     said = _together({0: usual, 1: odd, 2: usual})[2]
     assert "argument --lr: rank 1 (host): 1e-4; the others: 1e-3" in said and "torch: rank 1" in said
     assert "module model: rank 1 (host): abc; the others: def" in said and "set ECHELON_HANDSHAKE=versions for every rank" in said
-
-
-def test_two_halves_are_both_named() -> None:
-    said = _together({rank: _said(script="a" if rank < 2 else "b") for rank in range(4)})
-    assert "script: ranks 0-1: a; ranks 2-3: b\n" in said[1]
-
-
-def test_modules_that_only_some_ranks_have_imported_are_no_difference() -> None:
+    halves = _together({rank: _said(script="a" if rank < 2 else "b") for rank in range(4)})
+    assert "script: ranks 0-1: a; ranks 2-3: b\n" in halves[1]
+    # Modules that only some ranks have imported are no difference.
     assert set(_together({0: _said(**{"module plots": "abc"}), 1: _said(), 2: _said()}).values()) == {""}
 
 
@@ -89,6 +85,9 @@ def test_other_world_sizes_are_refused_long_before_the_timeout(monkeypatch: pyte
     want = "LauncherEnvironmentError: the world size must be the same on all ranks, got rank "
     said = _together({0: _said(), 1: _said()}, sizes={0: 3, 1: 2}, wait=timedelta(minutes=10))
     assert said[0] == said[1] and said[0].startswith(f"{want}0: 3; rank 1: 2.")
+    earlier = dist.HashStore()  # a word of an earlier attempt misleads nobody
+    earlier.set("facts/1", json.dumps({"world_size": 3}))
+    meet(earlier, RankInfo(rank=0, world_size=2), Facts(), WAIT, fresh=False, said=_said())
     said = _together({0: _said(), 1: _said(), 2: _said()}, sizes={0: 2, 1: 2, 2: 3})
     assert (said[0], said[1]) == ("", "") and said[2].startswith(f"{want}0: 2; rank 2: 3.")
 
@@ -124,7 +123,7 @@ def test_a_rank_that_came_to_another_jobs_store_is_told() -> None:
     assert "rank 1 runs something else than those that rank 0 at" in _met(store, 1, 2, _said(job="another"), Facts(), WAIT)
 
 
-NO_STORE = """
+JOINS = """
 import sys
 from datetime import timedelta
 import echelon.world.store
@@ -153,20 +152,9 @@ def test_what_is_wrong_with_rank_0s_address_is_named(started: Any, address: str,
         silent.listen()
         port = silent.getsockname()[1]
         env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        program = started.python(started.script(NO_STORE), env=env)
+        program = started.python(started.script(JOINS), env=env)
         _, err = program.communicate(timeout=60)
     assert program.returncode == 1 and says.format(port=port) in err.decode()
-
-
-LEFT_OVER = """
-import sys
-from datetime import timedelta
-import echelon
-try:
-    echelon.init_from_env(timeout=timedelta(seconds=3))
-except echelon.world.init.LauncherEnvironmentError as error:
-    sys.exit(str(error))
-"""
 
 
 @pytest.mark.full
@@ -175,9 +163,9 @@ def test_a_shell_that_holds_another_programs_ranks_is_said_and_not_by_warnings_o
         f"OMPI_COMM_WORLD_{name}": value
         for name, value in (("RANK", "0"), ("SIZE", "4"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "4"))
     }
-    program = started.python(started.script(LEFT_OVER), env={**env, "PMIX_NAMESPACE": "words"})
+    program = started.python(started.script(JOINS), env={**env, "PMIX_NAMESPACE": "words"})
     err = program.communicate(timeout=100)[1].decode()
-    assert program.returncode == 1 and "ranks 1-3 of 4 did not come within 3 s" in err
+    assert program.returncode == 1 and "ranks 1-3 of 4 did not come within 2 s" in err
     assert "is said by OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE=4: unset these" in err
     assert "waitForInput" not in err, err
 
@@ -187,13 +175,6 @@ def test_a_rank_that_echelon_started_is_not_told_to_unset_its_variables() -> Non
     assert said_by(info, env) == "RANK=1 and WORLD_SIZE=2"
     assert said_by(info, {**env, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == "SLURM_PROCID=1 and SLURM_NTASKS=2"
     assert said_by(info, {**env, STORE_PREFIX_VARIABLE: "x"}) == said_by(info, {**env, "TORCHELASTIC_MAX_RESTARTS": "0"}) == ""
-
-
-def test_another_world_size_of_an_earlier_attempt_misleads_nobody() -> None:
-    store = dist.HashStore()
-    store.set("facts/1", json.dumps({"world_size": 3}))
-    info = RankInfo(rank=0, world_size=2)
-    meet(store, info, Facts(), WAIT, fresh=False, said=_said())
 
 
 # ---- what a rank says of itself ---------------------------------------------------------------------------------------------
@@ -320,7 +301,7 @@ def _joined_with(other: str) -> str:
             if other == "by itself":
                 dist.init_process_group("gloo")
                 dist.barrier()
-                train(_Unit(), [torch.ones(1)], max_epochs=1)
+                train(Regression(layout="ddp"), [batch(2, 0)], max_epochs=1)
             else:
                 if other == "of torchrun":
                     os.environ.pop("ECHELON_STORE_PREFIX")
@@ -332,17 +313,6 @@ def _joined_with(other: str) -> str:
     return str(caught.value)
 
 
-class _Unit(AutoUnit[torch.Tensor]):
-    def __init__(self) -> None:
-        super().__init__(module=torch.nn.Linear(1, 1), layout="ddp")
-
-    def compute_loss(self, state: Any, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return self.module(data).sum(), None
-
-    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> Any:
-        return torch.optim.SGD(module.parameters(), lr=0.1), None
-
-
 def _with_a_bad_mode(group: str, bad: list[int]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if int(os.environ["RANK"]) in bad:
@@ -350,7 +320,7 @@ def _with_a_bad_mode(group: str, bad: list[int]) -> str:
         if group == "by itself":
             dist.init_process_group("gloo", timeout=WAIT)
         with pytest.raises(EchelonError) as caught:
-            init_from_env(timeout=WAIT) if group == "of ours" else train(_Unit(), [torch.ones(1)], max_epochs=1)
+            init_from_env(timeout=WAIT) if group == "of ours" else train(Regression(layout="ddp"), [batch(2, 0)], max_epochs=1)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -27,6 +27,7 @@ from echelon.common.errors import DeviceError, EchelonError, LauncherEnvironment
 from echelon.common.machine import missing_interface
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.launch import launch
+from echelon.launcher.local.nodes import free_port
 from echelon.world.device import copy_data_to_device, device_of, set_threads, use
 from echelon.world.init import World, ensure_group, init_from_env
 from echelon.world.meeting import Facts, meet
@@ -35,13 +36,7 @@ from echelon.world.timeout import inherit_timeout, timeout_of_default_group
 from tests.conftest import clean_environment
 from tests.kit.refusals import refused
 
-LAUNCHERS = ("torchrun", "by hand", "srun", "Open MPI", "PMI", "Dragon")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+LAUNCHERS = ("ours", "torchrun", "by hand", "srun", "Open MPI", "PMI", "Dragon")
 
 
 def _environment_of(launcher: str, rank: int, size: int, port: int) -> dict[str, str]:
@@ -76,10 +71,12 @@ def _forget_our_launcher() -> int:
 
 
 def _join_as(launcher: str, port: int) -> tuple[str, int, int, float]:
-    os.environ.update(_environment_of(launcher, _forget_our_launcher(), 2, port))
+    if launcher != "ours":
+        os.environ.update(_environment_of(launcher, _forget_our_launcher(), 2, port))
     device = init_from_env(timeout=timedelta(seconds=30))
     value = torch.ones(1) * (dist.get_rank() + 1)
     dist.all_reduce(value)
+    init_from_env()  # a second call changes nothing
     result = (str(device), dist.get_rank(), dist.get_world_size(), value.item())
     dist.destroy_process_group()
     return result
@@ -90,20 +87,6 @@ def test_ranks_of_every_launcher_join(launcher: str) -> None:
     assert launch(_join_as, ranks=2, args=(launcher, free_port()), timeout_s=60) == [("cpu", 0, 2, 3.0), ("cpu", 1, 2, 3.0)]
 
 
-def _join_ours() -> tuple[int, str | None]:
-    init_from_env()
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    backend = dist.get_backend()
-    init_from_env()  # a second call changes nothing
-    dist.destroy_process_group()
-    return int(value), backend
-
-
-def test_our_own_ranks_join() -> None:
-    assert launch(_join_ours, ranks=2, timeout_s=60) == [(2, "gloo"), (2, "gloo")]
-
-
 def test_no_launcher_is_a_world_of_one_without_a_group() -> None:
     assert init_from_env() == torch.device("cpu") or torch.cuda.is_available()
     assert not dist.is_initialized()
@@ -111,15 +94,18 @@ def test_no_launcher_is_a_world_of_one_without_a_group() -> None:
 
 def test_a_world_of_one_on_purpose_takes_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two such programs at once would otherwise fight for the default port."""
+    assert (World.current().rank, World.current().size) == (0, 1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", "1")
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        for name, value in _environment_of("by hand", 0, 1, taken.getsockname()[1]).items():
+            monkeypatch.setenv(name, value)
         init_from_env()
-    assert dist.get_world_size() == 1
+    ensure_group(torch.device("cpu"))  # there is one
+    assert (World.current().rank, World.current().size, dist.get_world_size()) == (0, 1, 1)
+    dist.destroy_process_group()
+    ensure_group(torch.device("cpu"))
+    assert dist.is_initialized()
     dist.destroy_process_group()
 
 
@@ -194,44 +180,37 @@ def test_groups_of_a_mesh_wait_as_long_as_the_default_group() -> None:
 # ---- the device -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_device_type_is_named() -> None:
-    with refused(DeviceError):
-        init_from_env("tpu")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_cuda_without_a_device_is_refused_with_the_remedy() -> None:
-    with refused(DeviceError):
-        init_from_env("cuda")
-
-
 def _pretend_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
-def test_a_rank_takes_the_device_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_devices(monkeypatch, 4)
-    assert device_of(RankInfo(rank=6, local_rank=2, world_size=8, local_world_size=4)) == torch.device("cuda", 2)
+# Of a rank on a node with so many GPUs: the device that it takes, or None where it is refused.
+CHOSEN: dict[str, tuple[int, dict[str, str], tuple[int, int], dict[str, Any], str | None]] = {
+    "its local rank's": (4, {}, (2, 4), {}, "cuda:2"),
+    "more ranks than devices": (2, {}, (2, 4), {}, None),
+    "each sees one": (1, {"CUDA_VISIBLE_DEVICES": "3"}, (3, 4), {}, "cuda:0"),
+    "there is one": (1, {}, (1, 2), {}, None),
+    "shared": (1, {}, (1, 2), {"shared": True}, "cuda:0"),
+    "as the command says": (1, {"ECHELON_DEVICE": "cpu"}, (1, 2), {"device_type": "cuda"}, "cpu"),
+    "an unknown type": (0, {}, (0, 1), {"device_type": "tpu"}, None),
+    "an unknown type in the command": (1, {"ECHELON_DEVICE": "tpu"}, (0, 1), {}, None),
+    "none there": (0, {}, (0, 1), {"device_type": "cuda"}, None),
+}
 
 
-def test_more_ranks_than_devices_is_an_error_not_a_shared_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_devices(monkeypatch, 2)
-    with refused(DeviceError):
-        device_of(RankInfo(rank=2, local_rank=2, world_size=4, local_world_size=4))
-
-
-def test_a_launcher_that_shows_each_rank_one_device_leaves_index_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_devices(monkeypatch, 1)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert device_of(RankInfo(rank=3, local_rank=3, world_size=4, local_world_size=4)) == torch.device("cuda", 0)
-
-
-def test_two_ranks_on_a_machine_with_one_device_do_not_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_devices(monkeypatch, 1)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(UsageError):
-        device_of(RankInfo(rank=1, local_rank=1, world_size=2, local_world_size=2))
+@pytest.mark.parametrize("case", CHOSEN)
+def test_a_rank_takes_the_device_that_is_its_own_or_is_refused(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    gpus, env, (local, size), options, want = CHOSEN[case]
+    _pretend_devices(monkeypatch, gpus)
+    for name in ("CUDA_VISIBLE_DEVICES", "ECHELON_DEVICE"):
+        monkeypatch.setenv(name, env.get(name, "")) if name in env else monkeypatch.delenv(name, raising=False)
+    info = RankInfo(rank=local, local_rank=local, world_size=size, local_world_size=size)
+    if want is None:
+        with refused(DeviceError):
+            device_of(info, **options)
+    else:
+        assert device_of(info, **options) == torch.device(want)
 
 
 def _threads_of(ranks: int, omp: str | None) -> int:
@@ -310,35 +289,27 @@ def _together(store: dist.Store, every: dict[int, Facts], *, fresh: bool) -> dic
         return {rank: answer.result() for rank, answer in asked.items()}
 
 
-def test_a_store_with_words_of_an_earlier_attempt_misleads_nobody() -> None:
+def test_a_store_with_words_of_an_earlier_attempt_misleads_nobody_and_a_wish_to_share_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store, gpus = dist.HashStore(), {rank: Facts("cuda", gpu=str(rank), nccl=True) for rank in range(3)}
     assert _together(store, gpus, fresh=False) == {0: "", 1: "", 2: ""}
     again = _together(store, {**gpus, 1: Facts("cpu", why="its torch finds no GPU")}, fresh=False)
     assert "cpu on rank 1" in again[1]  # the others may have read what it said before
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert _together(dist.HashStore(), {**gpus, 1: gpus[0]}, fresh=True) == {0: "", 1: "", 2: ""}
 
 
 @pytest.mark.full
-def test_ranks_that_never_come_are_named() -> None:
-    said = _together(dist.HashStore(), {0: Facts(), 2: Facts()}, fresh=True)
-    assert said[0] == said[2]
-    assert said[0] == (
-        "rank 1 of 3 did not come within 2 s. Look at their output for how they ended; start as many ranks as "
-        "WORLD_SIZE=3 says; and see that their hosts reach MASTER_ADDR=127.0.0.1 MASTER_PORT=29500."
-    )
-
-
-@pytest.mark.full
-def test_ranks_that_are_late_are_named_long_before_the_end(
+def test_ranks_that_never_come_are_named_also_long_before_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("_LOOK_S", "_LONGEST_LOOK_S"):
         monkeypatch.setattr(f"echelon.world.meeting.{name}", 0.1)
     said = _together(dist.HashStore(), {0: Facts(), 2: Facts()}, fresh=True)
-    assert "rank 1 of 3 did not come" in said[0]
-    assert re.search(
-        r"rank 0 waits for rank 1 of 3, and gives up in [012] s. Do they run, and can their hosts reach MASTER_ADDR=127.0.0.1 M",
-        caplog.text,
-    )
+    assert said[0] == said[2] and said[0].startswith("rank 1 of 3 did not come within 2 s. ")
+    assert all(name in said[0] for name in ("WORLD_SIZE=3", "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"))
+    assert re.search(r"rank 0 waits for rank 1 of 3, and gives up in [012] s. ", caplog.text)
 
 
 def test_what_a_store_holds_is_not_believed_blindly() -> None:
@@ -353,15 +324,6 @@ def test_a_world_size_that_is_no_number_brings_no_rank_down(size: str) -> None:
     store.set("answer", f"go {size} digest")
     said = _met(store, 1, Facts(), fresh=True)
     assert said.startswith("the world size must be the same on all ranks, got rank 0: 0; rank 1: 3.")
-
-
-def test_one_gpu_may_be_shared_by_gloo_and_by_the_users_own_wish(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_devices(monkeypatch, 1)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert device_of(RankInfo(rank=1, world_size=2), shared=True) == torch.device("cuda", 0)
-    same = dict.fromkeys(range(2), Facts("cuda", gpu="GPU-x", nccl=True))
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert _together(dist.HashStore(), {**same, 2: Facts("cuda", gpu="GPU-y", nccl=True)}, fresh=True) == {0: "", 1: "", 2: ""}
 
 
 def test_segments_of_a_gpus_memory_may_grow_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,44 +344,12 @@ def test_segments_of_a_gpus_memory_may_grow_unless_the_user_says_otherwise(monke
     assert not seen and "PYTORCH_ALLOC_CONF" not in os.environ
 
 
-def test_echelon_device_decides_before_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_devices(monkeypatch, 1)
-    monkeypatch.setenv("ECHELON_DEVICE", "cpu")
-    assert device_of(RankInfo(rank=1, world_size=2), "cuda") == torch.device("cpu")
-    monkeypatch.setenv("ECHELON_DEVICE", "tpu")
-    with refused(DeviceError):
-        device_of(RankInfo(rank=0, world_size=1))
-
-
 # ---- the world --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_world_is_what_torch_has_joined() -> None:
-    assert (World.current().rank, World.current().size) == (0, 1)
-    ensure_group(torch.device("cpu"))
-    try:
-        assert dist.is_initialized() and (World.current().rank, World.current().size) == (0, 1)
-        ensure_group(torch.device("cpu"))  # a second time changes nothing
-    finally:
-        dist.destroy_process_group()
-
-
-def _world_by_hand(store: str) -> tuple[int, int]:
-    """A user who joins by hand, without our environment, still has a world."""
-    rank = _forget_our_launcher()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    world = World.current()
-    dist.barrier()  # who leaves at once ends the connections that the other is still making
-    dist.destroy_process_group()
-    return world.rank, world.size
-
-
-def test_a_group_that_the_user_started_is_the_world(tmp_path: Path) -> None:
-    assert launch(_world_by_hand, ranks=2, args=(str(tmp_path / "store"),)) == [(0, 2), (1, 2)]
 
 
 # What a script's environment may say while its ranks have met elsewhere: half of a launcher's facts, or another job's.
 OTHERS = {
+    "nothing": {},
     "half": {"RANK": "{rank}", "WORLD_SIZE": "2"},
     "another's": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"},
     "contradicting": {"RANK": "7", "WORLD_SIZE": "2"},
@@ -445,7 +375,7 @@ def _trained_by_hand(store: str, env: dict[str, str], layout: Any) -> tuple[int,
     return world.rank, world.size, float(window.loss)
 
 
-@pytest.mark.full
+@pytest.mark.full(but=("nothing",))
 @pytest.mark.parametrize("others", OTHERS)
 def test_a_group_that_exists_is_the_truth_whatever_the_environment_says(tmp_path: Path, others: str) -> None:
     for i, layout in enumerate(("ddp", ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD"))):
@@ -456,19 +386,16 @@ def test_a_group_that_exists_is_the_truth_whatever_the_environment_says(tmp_path
 # ---- data on its way --------------------------------------------------------------------------------------------------------
 
 
-def test_sequences_that_are_no_lists_keep_their_kind() -> None:
-    packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
-    moved = copy_data_to_device({"x": packed, "y": deque([torch.ones(1)], maxlen=4)}, torch.device("meta"))
-    assert isinstance(moved["x"], PackedSequence) and moved["x"].data.is_meta and moved["x"].sorted_indices.is_meta
-    assert moved["x"].batch_sizes.equal(packed.batch_sizes)  # torch wants lengths in host memory
-    assert isinstance(moved["y"], deque) and moved["y"].maxlen == 4 and moved["y"][0].is_meta
-
-
 def test_data_keeps_its_structure_on_its_way_to_the_device() -> None:
-    data: dict[str, Any] = {"a": [torch.ones(2), (torch.zeros(1), "text")], "b": {"c": 3}}
+    packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+    queue = deque([torch.ones(1)], maxlen=4)
+    data: dict[str, Any] = {"a": [torch.ones(2), (torch.zeros(1), "text")], "b": {"c": 3}, "x": packed, "y": queue}
     moved = copy_data_to_device(data, torch.device("meta"))
     assert moved["a"][0].device.type == moved["a"][1][0].device.type == "meta"
     assert moved["a"][1][1] == "text" and moved["b"] == {"c": 3} and isinstance(moved["a"][1], tuple)
+    assert isinstance(moved["x"], PackedSequence) and moved["x"].data.is_meta and moved["x"].sorted_indices.is_meta
+    assert moved["x"].batch_sizes.equal(packed.batch_sizes)  # torch wants lengths in host memory
+    assert isinstance(moved["y"], deque) and moved["y"].maxlen == 4 and moved["y"][0].is_meta
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,10 @@ TORCHRUN = {
 # Recorded on Slurm 22.05, four nodes (research notes: the Slurm lab), without what says nothing about ranks.
 # `srun -N2 -n4 env`, task 3, whose nodes took three tasks and one:
 SRUN = {
-    "SLURM_CPUS_ON_NODE": "1",
-    "SLURM_GTIDS": "3",
     "SLURM_JOBID": "1",
-    "SLURM_JOB_CPUS_PER_NODE": "3,1",
     "SLURM_JOB_ID": "1",
     "SLURM_JOB_NODELIST": "node[1-2]",
     "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.213.0.254",
     "SLURM_LOCALID": "0",
     "SLURM_NNODES": "2",
     "SLURM_NODEID": "1",
@@ -53,11 +49,9 @@ SRUN = {
     "SLURM_STEP_TASKS_PER_NODE": "3,1",
     "SLURM_TASKS_PER_NODE": "3,1",
 }
-SRUN_OF_RANK_2 = {**SRUN, "SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0", "SLURM_GTIDS": "0,1,2"}
+SRUN_OF_RANK_2 = {**SRUN, "SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"}
 # The shell of `sbatch -N2 -n4`: it has a task's variables but is no task.
 BATCH = {
-    "SLURM_CPUS_ON_NODE": "3",
-    "SLURM_GTIDS": "0",
     "SLURM_JOB_ID": "4",
     "SLURM_JOB_NODELIST": "node[1-2]",
     "SLURM_JOB_NUM_NODES": "2",
@@ -78,7 +72,6 @@ INTERACTIVE = {
     "SLURM_STEP_NODELIST": "node1",
     "SLURM_STEP_TASKS_PER_NODE": "1",
 }
-PMI2 = {"PMI_FD": "11", "PMI_JOBID": "3.0", "PMI_RANK": "3", "PMI_SIZE": "4"}  # by `srun --mpi=pmi2`, beside SRUN
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -106,102 +99,56 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
 # ---- each launcher ----------------------------------------------------------------------------------------------------------
 
 
-def test_torchrun() -> None:
-    assert RankInfo.from_env(TORCHRUN) == RankInfo(5, 1, 2, 6, 2, "10.0.0.1", 4711, 3, "job-7")
+PMI2 = {"PMI_FD": "11", "PMI_JOBID": "3.0", "PMI_RANK": "3", "PMI_SIZE": "4"}  # by `srun --mpi=pmi2`, beside SRUN
+# Hydra starts one proxy per node by srun; the proxies' Slurm variables are not the ranks'.
+PROXY = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "node1"}
+# `export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS`, as many job scripts do, says nothing about the node.
+BY_HAND = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "2000"}
+
+# What is read: rank, local rank, node rank, world size, local world size, address; and whatever else that launcher says.
+READ: dict[str, tuple[dict[str, str], tuple[int | str, ...], dict[str, int | str]]] = {
+    "torchrun": (TORCHRUN, (5, 1, 2, 6, 2, "10.0.0.1"), {"master_port": 4711, "restart_count": 3, "run_id": "job-7"}),
+    "torchrun inside srun": ({**SRUN, **TORCHRUN}, (5, 1, 2, 6, 2, "10.0.0.1"), {"master_port": 4711, "run_id": "job-7"}),
+    "dragon": (DRAGON, (3, 1, 1, 4, 2, "nid001"), {"master_port": 29500, "restart_count": 0, "run_id": "dragon"}),
+    "dragon's spellings": (DRAGON, (), {"my_rank": 3, "my_local_rank": 1, "my_node_rank": 1, "my_local_world_size": 2}),
+    "no launcher": ({"PATH": "/bin", "MASTER_ADDR": "left.over"}, (0, 0, 0, 1, 1), {"restart_count": 0}),
+    "empty variables": ({"RANK": "", "WORLD_SIZE": " "}, (0, 0, 0, 1, 1), {}),
+    "open mpi": ({**OPEN_MPI, "MASTER_ADDR": "host1"}, (3, 1, 1, 4, 2, "host1"), {}),
+    "pmi on one node": (HYDRA, (1, 1, 0, 2, 2, "127.0.0.1"), {}),
+    "srun": (SRUN, (3, 0, 1, 4, 1, "node1"), {"run_id": "1"}),
+    "srun, the first node": (SRUN_OF_RANK_2, (2, 2, 0, 4, 3, "node1"), {}),
+    "srun on one node": ({**SRUN, "SLURM_STEP_NODELIST": "node7"}, (3, 0, 1, 4, 1, "127.0.0.1"), {}),
+    "srun with an address": ({**SRUN, "MASTER_ADDR": "ib", "MASTER_PORT": "1234"}, (3, 0, 1, 4, 1, "ib"), {"master_port": 1234}),
+    "srun, requeued": ({**SRUN, "SLURM_RESTART_COUNT": "2"}, (3, 0, 1, 4, 1, "node1"), {"restart_count": 2}),
+    "srun with pmi2": ({**SRUN, **PMI2}, (3, 0, 1, 4, 1, "node1"), {"run_id": "1"}),
+    "pmi below srun": (
+        {**PROXY, "PMI_RANK": "7", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"},
+        (7, 3, 1, 8, 4, "node1"),
+        {},
+    ),
+    "by hand in srun": ({**SRUN, **BY_HAND}, (3, 0, 1, 4, 1, "node1"), {"master_port": 2000}),
+    "one process of a batch script": ({**BATCH, "RANK": "0", "WORLD_SIZE": "1"}, (0, 0, 0, 1, 1), {}),
+    "a job of one task": ({**BATCH, "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}, (0, 0, 0, 1, 1), {"run_id": "4"}),
+}
 
 
-def test_dragon() -> None:
-    assert RankInfo.from_env(DRAGON) == RankInfo(3, 1, 1, 4, 2, "nid001", 29500, 0, "dragon")
+@pytest.mark.parametrize("launcher", READ)
+def test_the_facts_of_each_launcher(launcher: str) -> None:
+    env, places, more = READ[launcher]
+    info = RankInfo.from_env(env)
+    found = info.rank, info.local_rank, info.node_rank, info.world_size, info.local_world_size, info.master_addr
+    assert found[: len(places)] == places and {name: getattr(info, name) for name in more} == more
 
 
-def test_dragons_spellings_answer_too() -> None:
-    info = RankInfo.from_env(DRAGON)
-    assert (info.my_rank, info.my_local_rank, info.my_node_rank, info.my_local_world_size) == (3, 1, 1, 2)
-
-
-def test_no_launcher_is_a_world_of_one() -> None:
-    info = RankInfo.from_env({"PATH": "/bin", "MASTER_ADDR": "left.over"})
-    assert (info.rank, info.local_rank, info.world_size, info.local_world_size, info.restart_count) == (0, 0, 1, 1, 0)
-
-
-def test_empty_variables_count_as_unset() -> None:
-    assert RankInfo.from_env({"RANK": "", "WORLD_SIZE": " "}).world_size == 1
-
-
-def test_open_mpi_on_several_nodes_with_an_address() -> None:
-    info = RankInfo.from_env({**OPEN_MPI, "MASTER_ADDR": "host1"})
-    assert (info.rank, info.local_rank, info.node_rank, info.world_size, info.local_world_size) == (3, 1, 1, 4, 2)
-    assert info.master_addr == "host1"
-
-
-def test_open_mpi_on_several_nodes_without_an_address_is_an_error_with_the_remedy() -> None:
-    with refused(LauncherEnvironmentError):
-        RankInfo.from_env(OPEN_MPI)
-
-
-def test_pmi_on_one_node_needs_no_address() -> None:
-    info = RankInfo.from_env(HYDRA)
-    assert (info.rank, info.local_rank, info.world_size, info.master_addr) == (1, 1, 2, "127.0.0.1")
-
-
-def test_srun() -> None:
-    info = RankInfo.from_env(SRUN)
-    assert (info.rank, info.local_rank, info.node_rank, info.world_size, info.local_world_size) == (3, 0, 1, 4, 1)
-    assert (info.master_addr, info.run_id) == ("node1", "1")
-
-
-def test_srun_counts_the_tasks_of_the_own_node() -> None:
-    info = RankInfo.from_env(SRUN_OF_RANK_2)
-    assert (info.rank, info.local_rank, info.node_rank, info.local_world_size) == (2, 2, 0, 3)
-
-
-def test_all_ranks_of_a_step_find_the_same_address_and_port() -> None:
+def test_all_ranks_of_a_step_find_the_same_port_and_those_of_another_job_or_step_another() -> None:
     first, second = RankInfo.from_env(SRUN), RankInfo.from_env(SRUN_OF_RANK_2)
     assert (first.master_addr, first.master_port) == (second.master_addr, second.master_port)
-
-
-@pytest.mark.parametrize("changed", ["SLURM_JOB_ID", "SLURM_STEP_ID"])
-def test_another_job_or_step_gets_another_port(changed: str) -> None:
-    assert RankInfo.from_env(SRUN).master_port != RankInfo.from_env({**SRUN, changed: "17"}).master_port
+    for changed in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
+        assert first.master_port != RankInfo.from_env({**SRUN, changed: "17"}).master_port
 
 
 def test_a_computed_port_lies_below_those_the_kernel_gives_away() -> None:
     assert all(1024 < RankInfo.from_env({**SRUN, "SLURM_JOB_ID": str(n)}).master_port < 32768 for n in range(500))
-
-
-def test_srun_on_one_node_uses_loopback() -> None:
-    assert RankInfo.from_env({**SRUN, "SLURM_STEP_NODELIST": "node7"}).master_addr == "127.0.0.1"
-
-
-def test_an_address_that_the_user_set_is_taken_in_slurm() -> None:
-    info = RankInfo.from_env({**SRUN, "MASTER_ADDR": "ib-node1", "MASTER_PORT": "1234"})
-    assert (info.master_addr, info.master_port) == ("ib-node1", 1234)
-
-
-def test_a_requeued_job_counts_its_restarts() -> None:
-    assert RankInfo.from_env({**SRUN, "SLURM_RESTART_COUNT": "2"}).restart_count == 2
-
-
-def test_srun_with_pmi2_is_read_as_slurm_which_says_more() -> None:
-    assert RankInfo.from_env({**SRUN, **PMI2}) == RankInfo.from_env(SRUN)
-
-
-def test_pmi_below_srun_is_read_as_pmi_if_the_ranks_are_others() -> None:
-    """Hydra starts one proxy per node by srun; the proxies' Slurm variables are not the ranks'."""
-    proxy = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "node1"}
-    info = RankInfo.from_env({**proxy, "PMI_RANK": "7", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"})
-    assert (info.rank, info.local_rank, info.world_size) == (7, 3, 8)
-
-
-def test_torchrun_inside_srun_wins() -> None:
-    assert RankInfo.from_env({**SRUN, **TORCHRUN}) == RankInfo.from_env(TORCHRUN)
-
-
-def test_a_rank_exported_from_slurms_variables_gets_the_rest_from_slurm() -> None:
-    """`export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS`, as many job scripts do, says nothing about the node."""
-    by_hand = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "2000"}
-    info = RankInfo.from_env({**SRUN, **by_hand})
-    assert (info.local_rank, info.node_rank, info.local_world_size) == (0, 1, 1)
 
 
 @pytest.mark.parametrize(("per_node", "node", "expected"), [("2(x3),1", 0, 2), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("4", 0, 4)])
@@ -216,25 +163,14 @@ def test_slurms_tasks_per_node_are_understood(per_node: str, node: int, expected
 # ---- srun forgotten ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("env", [BATCH, INTERACTIVE], ids=["sbatch", "salloc"])
-def test_several_tasks_without_srun_are_an_error_with_the_remedy(env: dict[str, str]) -> None:
+# `sbatch -N2` without -n sets no SLURM_NTASKS.
+BY_NODES = {**without(BATCH, "SLURM_NTASKS", "SLURM_NPROCS"), "SLURM_TASKS_PER_NODE": "1(x2)"}
+
+
+@pytest.mark.parametrize("env", [BATCH, INTERACTIVE, BY_NODES, OPEN_MPI], ids=["sbatch", "salloc", "sbatch -N2", "no address"])
+def test_several_tasks_without_srun_or_an_address_are_an_error_with_the_remedy(env: dict[str, str]) -> None:
     with refused(LauncherEnvironmentError):
         RankInfo.from_env(env)
-
-
-def test_several_nodes_without_srun_are_an_error_too() -> None:
-    """`sbatch -N2` without -n sets no SLURM_NTASKS."""
-    with refused(LauncherEnvironmentError):
-        RankInfo.from_env({**without(BATCH, "SLURM_NTASKS", "SLURM_NPROCS"), "SLURM_TASKS_PER_NODE": "1(x2)"})
-
-
-def test_one_process_on_purpose_in_a_batch_script_is_possible() -> None:
-    assert RankInfo.from_env({**BATCH, "RANK": "0", "WORLD_SIZE": "1"}).world_size == 1
-
-
-def test_a_job_of_one_task_needs_no_srun() -> None:
-    info = RankInfo.from_env({**BATCH, "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"})
-    assert (info.world_size, info.run_id) == (1, "4")
 
 
 # ---- half-set, contradictory ------------------------------------------------------------------------------------------------
@@ -300,20 +236,16 @@ def test_a_hostile_variable_is_named_with_its_value_in_one_short_line(env: dict[
 NUMBERS = st.one_of(st.integers(-2, 9).map(str), st.sampled_from(["", " ", "x", "1.5", "0x1"]))
 NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"]
 
+SLURM_NAMES = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID"]
+
 
 @given(st.dictionaries(st.sampled_from(NAMES), NUMBERS), st.booleans())
 def test_whatever_torchruns_variables_hold_the_answer_is_consistent_or_names_one(env: dict[str, str], address: bool) -> None:
-    env = {**env, **({"MASTER_ADDR": "host"} if address else {})}
-    _consistent_or_named(env)
+    _consistent_or_named({**env, **({"MASTER_ADDR": "host"} if address else {})})
 
 
 @given(
-    st.dictionaries(
-        st.sampled_from(
-            ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID"]
-        ),
-        NUMBERS,
-    ),
+    st.dictionaries(st.sampled_from(SLURM_NAMES), NUMBERS),
     st.sampled_from(["1", "2(x2)", "3,1", "(x", ""]),
     st.sampled_from(["n[1-2]", "n1", "n[1", "", "[]"]),
 )
@@ -361,31 +293,18 @@ def test_what_a_launcher_writes_a_rank_reads(info: RankInfo) -> None:
     assert RankInfo.from_env(info.to_env()) == info
 
 
-def test_without_arguments_it_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_arguments_it_reads_the_environment_and_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert RankInfo() == RankInfo.from_env(TORCHRUN)
-
-
-def test_with_arguments_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(os.environ)
+    assert RankInfo() == RankInfo.from_env(TORCHRUN) and dict(os.environ) == before
     monkeypatch.setenv("RANK", "nonsense")
-    assert RankInfo(rank=1, world_size=2).rank == 1
-
-
-def test_a_rank_without_a_size_is_refused() -> None:
+    info = RankInfo(rank=1, world_size=2)
+    assert info.rank == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        info.rank = 0  # type: ignore[misc]
     with refused(LauncherEnvironmentError):
         RankInfo(rank=1)
-
-
-def test_it_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        RankInfo.from_env(TORCHRUN).rank = 0  # type: ignore[misc]
-
-
-def test_reading_leaves_the_environment_alone() -> None:
-    before = dict(os.environ)
-    RankInfo.from_env(SRUN)
-    assert dict(os.environ) == before
 
 
 # ---- node lists -------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import echelon as ech
-from echelon.compat.torchtnt.utils.module_summary import get_module_summary
+from echelon.common.errors import UsageError
 from echelon.world import rng
 from tests.conftest import Ranks
 from tests.kit.models import net, whole
+from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -179,14 +180,18 @@ def test_a_seed_for_another_process_follows_from_all_streams() -> None:
         assert differ == [i == place for i in range(3)]
 
 
-@pytest.mark.parametrize("drawing", [random.random, np.random.rand])
-def test_a_summary_draws_nothing(drawing: Any) -> None:
-    class Draws(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            drawing()
-            return super().forward(x)
-
-    ech.seed(1)
-    before = rng.digest()
-    get_module_summary(Draws(2, 2), (torch.ones(1, 2),))
-    assert rng.digest() == before
+def test_states_come_back_and_ranks_are_apart_but_for_the_first() -> None:
+    rng.seed(3)
+    saved = rng.states()
+    first = (*_draw(), random.gauss(0, 1))
+    rng.load_states(saved)
+    assert (*_draw(), random.gauss(0, 1)) == first
+    drawn = []
+    for rank in range(4):
+        rng.seed(7)
+        rng.separate(rank)
+        drawn.append(_draw())
+    rng.seed(7)
+    assert drawn[0] == _draw() and len(set(drawn)) == 4
+    with refused(UsageError, name="seed", got="-1"):
+        ech.seed(-1)
