@@ -927,6 +927,44 @@ def test_scripts_that_save_on_rank_0_write_what_was_trained(count: int, ranks: A
         assert set(want) >= set(read) and all(torch.equal(read[name], want[name]) for name in read)
 
 
+def _adapted(folder: str, strategy: str | None, is_replaced: bool) -> dict[str, torch.Tensor]:
+    """As alpaca-lora has it: `state_dict` of the model itself gives the adapter alone. Two updates, and then two more."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    for updates in (2, 4):
+        torch.manual_seed(0)
+        model: Any = peft.get_peft_model(program.build_model(), config)
+        whole = model.state_dict
+        if is_replaced:
+            own = lambda self, *_, whole=whole, **__: peft.get_peft_model_state_dict(self, whole())  # noqa: E731
+            model.state_dict = own.__get__(model, type(model))
+        saves = {"max_steps": updates, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+        trainer = _trainer(folder, model=model, args={**saves, "strategy": strategy})
+        trainer.train(resume_from_checkpoint=updates == 4)
+        trainer.save_model(f"{folder}/adapter")
+    assert is_replaced == (len(model.state_dict()) < len(whole()))  # as the script has it, until its end
+    return _values(model)
+
+
+@pytest.mark.parametrize(("count", "strategy"), [(1, None), (2, "fsdp")])
+def test_a_state_dict_that_a_script_puts_on_its_model_is_left_to_what_it_saves(
+    count: int, strategy: str | None, ranks: Any, tmp_path: Path
+) -> None:
+    """It ended in torch's words about missing keys, or a resumed run had none of the adapter's weights."""
+    from safetensors.torch import load_file
+
+    pytest.importorskip("peft")
+    [want, *_] = ranks(1, _adapted, str(tmp_path / "whole"), None, False)
+    for values in ranks(count, _adapted, str(tmp_path / "own"), strategy, True):
+        assert largest_difference(values, want) < 1e-5
+    saved = load_file(tmp_path / "own/adapter/adapter_model.safetensors")
+    named = {name.replace(".weight", ".default.weight"): value for name, value in saved.items()}
+    assert len(named) == 8 and largest_difference(named, {name: want[name] for name in named}) < 1e-5
+    index = (tmp_path / "own/checkpoint-4/index.json").read_text()
+    assert "lora_A" in index and "embed_tokens" not in index  # the base is the script's to build
+
+
 def _split(folder: str, overrides: bool) -> str:
     from echelon.compat.transformers import Trainer
 

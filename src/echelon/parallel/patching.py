@@ -18,6 +18,7 @@ from torch import nn
 __all__ = [
     "class_for_now",
     "in_front_of",
+    "own_taken_out",
     "part_for_now",
     "replace",
     "replace_class",
@@ -74,6 +75,17 @@ def replace_of_class(kind: type, name: str, by: str, new: Any) -> None:
     """Put `new` in the place of a method that a class has from its bases, for good."""
     setattr(kind, name, new)
     _note(kind, name, by, functools.partial(delattr, kind, name))
+
+
+@contextlib.contextmanager
+def own_taken_out(things: Iterable[Any], name: str) -> Iterator[None]:
+    """Context in which objects have what their classes have under a name, whatever scripts have put on the objects themselves."""
+    own = [(thing, vars(thing).pop(name)) for thing in things if name in vars(thing)]
+    try:
+        yield
+    finally:
+        for thing, value in own:
+            vars(thing)[name] = value
 
 
 @contextlib.contextmanager

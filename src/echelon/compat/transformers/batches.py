@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,16 +21,18 @@ from echelon.data.stream import StreamLoader, is_divided
 from echelon.data.views import Ordered
 from echelon.world import rng
 
-__all__ = ["columns_of", "default_collator", "loader_of"]
+__all__ = ["columns_of", "default_collator", "loader_of", "without_adapters"]
 
 
 def columns_of(model: torch.nn.Module, label_names: list[str]) -> list[str]:
     """The names of what the model's forward takes, and of labels."""
-    inner: Any = model
-    base = getattr(model, "get_base_model", None)  # of PEFT, whose own forward takes anything
-    if callable(base) and type(model).__module__.startswith("peft."):
-        inner = base()
-    return [*inspect.signature(inner.forward).parameters, "label", "label_ids", *label_names]
+    return [*inspect.signature(without_adapters(model).forward).parameters, "label", "label_ids", *label_names]
+
+
+def without_adapters(model: Any) -> Any:
+    """What PEFT is around, whose own forward takes anything; any other model is itself."""
+    peft = sys.modules.get("peft")
+    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
 def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:

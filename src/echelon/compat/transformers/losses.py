@@ -12,6 +12,7 @@ from transformers.loss import loss_utils
 from transformers.utils import can_return_loss, find_labels
 
 from echelon.common.errors import UsageError
+from echelon.compat.transformers.batches import without_adapters
 from echelon.loop.loss import count_tokens, rows
 
 __all__ = ["Losses"]
@@ -28,10 +29,8 @@ class Losses:
     def look_at_model(self) -> None:
         """What follows from the model's class."""
         self.label_names: list[str] = self.args.label_names
-        kind, inner = type(self.model), self.model
-        if hasattr(inner, "get_base_model") and type(inner).__module__.startswith("peft."):
-            inner = inner.get_base_model()
-            kind = type(inner)
+        inner = without_adapters(self.model)
+        kind = type(inner)
         if self.label_names is None:
             self.label_names = find_labels(kind)
         self._returns_loss = bool(can_return_loss(kind))

@@ -84,10 +84,11 @@ class Saver(DistributedCheckpointSaver):
         folder: that has the checkpoints' folders.
         limit: how many stay, the newest and the best among them.
         restart: set those of another run aside.
+        only_trained: leave out what is frozen, as the base of an adapter.
     """
 
-    def __init__(self, folder: str, limit: int | None, *, restart: bool) -> None:
-        super().__init__(folder, options=SaveOptions(restart=restart))
+    def __init__(self, folder: str, limit: int | None, *, restart: bool, only_trained: bool = False) -> None:
+        super().__init__(folder, options=SaveOptions(restart=restart, only_trained=only_trained))
         self.folder = _Folder(self.folder.path, self.folder.keep, restart=restart)
         self.folder.limit = limit
         self._background = Background(self.folder.retire)

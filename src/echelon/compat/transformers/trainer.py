@@ -247,7 +247,9 @@ class Trainer(Losses, Optimizing, Evaluating):
             return None
         again = self.__dict__.get("_has_trained", False)  # then what is there is this trainer's own
         self._has_trained = True
-        return Saver(args.output_dir, args.save_total_limit, restart=args.overwrite_output_dir or again)
+        adapters = batches.without_adapters(self.model) is not self.model
+        restart = args.overwrite_output_dir or again
+        return Saver(args.output_dir, args.save_total_limit, restart=restart, only_trained=adapters)
 
     def _refer(self, unit: TrainerUnit, loader: Any) -> None:
         """For callbacks."""

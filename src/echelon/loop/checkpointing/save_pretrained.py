@@ -6,6 +6,7 @@ holds more than its own parts and one whole tensor.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -27,6 +28,8 @@ from echelon.world import agree
 from echelon.world.init import World
 
 __all__ = ["save_pretrained"]
+
+logger = logging.getLogger(__name__)
 
 
 def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, merged: bool = False, **options: Any) -> Path:
@@ -127,6 +130,9 @@ def _needed(module: nn.Module, weights: Weights) -> set[str]:
     Collective.
     """
     if (own := of_adapters(module, _stand_ins(weights))) is None:
+        if "state_dict" in vars(module) and agree.is_rank0():
+            kind = type(module).__name__
+            logger.warning("save_pretrained writes all weights of the %s, whatever the state_dict set on it would give", kind)
         return set(weights.entries)
     # A stage knows of its own layers only what PEFT would write.
     return {name for each in agree.kinds(sorted(own)) for name in each}

@@ -16,6 +16,7 @@ from torch import nn
 
 from echelon.common.errors import CheckpointError
 from echelon.parallel.names import class_name, plain_buffers, plain_modules, plain_name, plain_names, tied_names, unwrapped
+from echelon.parallel.patching import own_taken_out
 from echelon.parallel.registry import wrapper_of
 from echelon.parallel.shards import is_split, reshard
 from echelon.parallel.state.keys import Saved
@@ -27,7 +28,10 @@ __all__ = ["ModuleState", "states_by_name"]
 
 
 class ModuleState:
-    """Parameters and buffers of a module, by name; sharded ones as DTensors."""
+    """Parameters and buffers of a module, by name; sharded ones as DTensors.
+
+    All of them, also where a script has put a `state_dict` of its own on the module, as for PEFT: to say what a library writes.
+    """
 
     keyed_by_name = True
 
@@ -41,6 +45,10 @@ class ModuleState:
         return not any(True for tensors in (self._module.parameters(), self._module.buffers()) for _ in tensors)
 
     def state_dict(self) -> dict[str, Any]:
+        with own_taken_out(self._module.modules(), "state_dict"):
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
         if self._is_bare:
             return dict(self._module.state_dict())
         if (found := self._by_torch()) is not None:
@@ -91,6 +99,7 @@ class ModuleState:
             self._module.load_state_dict(state_dict)
             return
         with contextlib.ExitStack() as stack:
+            stack.enter_context(own_taken_out(self._module.modules(), "state_dict"))
             shapes = {key: list(value.shape) for key, value in state_dict.items() if isinstance(value, torch.Tensor)}
             for key, owner, name, buffer in self._reshaped(shapes):
                 if buffer is None:
