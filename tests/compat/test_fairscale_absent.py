@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.common.errors import NotHereError, UsageError
 from echelon.compat import fairscale
-from echelon.compat.fairscale.absent import BELOW, INSTEAD
+from echelon.compat.fairscale.absent import ALIASES, BELOW, INSTEAD
 
 
 def test_import_lines_of_what_is_not_here_work_and_uses_say_what_to_take() -> None:
@@ -21,6 +21,9 @@ def test_import_lines_of_what_is_not_here_work_and_uses_say_what_to_take() -> No
             found(1)
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module(f"echelon.compat.fairscale.{module}.nonsense")
+    for name, same in ALIASES.items():
+        modules = [importlib.import_module(f"echelon.compat.fairscale.{each}") for each in (name, same)]
+        assert modules[0] is modules[1]
     import echelon.compat.fairscale.nn.pipe.balance as balance
 
     assert balance.__name__.endswith("pipe.balance") and fairscale.__version__ == "0.4.13"

@@ -15,7 +15,6 @@ from torch import nn
 
 from echelon.common.errors import LayoutError, NotHereError
 from echelon.compat.fairscale.nn import FullyShardedDataParallel
-from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import ProcessGroupName
 from tests.compat.fairscale import loss
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net
@@ -48,14 +47,6 @@ def _x(update: int = 0) -> torch.Tensor:
     return batch(4, 10 * update + dist.get_rank(), torch.float32)[0]
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"flatten_parameters": False},
-    {"mixed_precision": True, "compute_dtype": torch.bfloat16},
-    {"reshard_after_forward": False},
-]
-
-
 USUAL = {
     "mixed_precision": False,
     "cpu_offload": False,
@@ -66,8 +57,6 @@ USUAL = {
     "compute_dtype": torch.float32,
     "buffer_dtype": torch.float32,
     "bucket_cap_mb": 25,
-    "gradient_predivide_factor": 2.0,
-    "gradient_postdivide_factor": 1.0,
 }
 LOW = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
 OPTIONS: list[dict[str, Any]] = [{}, {"flatten_parameters": False}, LOW, {"reshard_after_forward": False}]
@@ -91,8 +80,6 @@ def _attributes() -> list[dict[str, Any]]:
         )
     offloaded = _nested(cpu_offload=True)
     assert offloaded.cpu_offload and offloaded.move_params_to_cpu and offloaded.move_grads_to_cpu
-    model = _nested(gradient_predivide_factor=1.0, process_group_reduce_scatter=ProcessGroupName.default)
-    assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (1.0, 2.0)
     return found
 
 
@@ -275,6 +262,7 @@ def _left_out() -> None:
         model.reset_parameters,
         lambda: model.append_shared_param(model.last.weight),
         lambda: model.set_gradient_divide_factors(4.0, 0.5, True),
+        lambda: FullyShardedDataParallel(nn.Linear(1, 1), gradient_predivide_factor=1.0),
     ):
         with refused(NotHereError):
             use()

@@ -13,7 +13,7 @@ from torch import nn
 
 from echelon.compat.fairscale.nn import FullyShardedDataParallel, auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 from echelon.compat.fairscale.nn.data_parallel import auto_wrap_bn
-from echelon.compat.fairscale.nn.wrap.auto_wrap import ConfigAutoWrap
+from echelon.compat.fairscale.nn.wrap import ConfigAutoWrap
 from echelon.errors import LayoutError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, net

@@ -124,9 +124,9 @@ def _told(library: str, module: str, name: str = "") -> str | None:
 
 def _aliases(library: str) -> dict[str, str]:
     """Modules that are another one of compat's, by the same library's names."""
-    if library != "lightning":
-        return {}
-    return {f"pytorch.{name}": f"pytorch.{same}".rstrip(".") for name, same in _table(library).ALIASES.items()}
+    below = "pytorch." if library == "lightning" else ""
+    aliases = getattr(_table(library), "ALIASES", {})
+    return {f"{below}{name}": f"{below}{same}".rstrip(".") for name, same in aliases.items()}
 
 
 def _is_alias(library: str, module: str) -> bool:

@@ -1,6 +1,8 @@
 """FairScale's names: `from fairscale.x import y` becomes `from echelon.compat.fairscale.x import y`. See docs/migrating.md."""
 
 from echelon.compat.fairscale import absent
-from echelon.compat.fairscale.version import __version__ as __version__
+
+__version_tuple__ = (0, 4, 13)  # programs ask
+__version__ = ".".join(map(str, __version_tuple__))
 
 absent.register(__name__)

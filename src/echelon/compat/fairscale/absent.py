@@ -1,10 +1,15 @@
-"""Modules of FairScale of which nothing is here: import lines that name them work, and a use says what to take instead."""
+"""Modules and names of FairScale that are not here: import lines that have them work, and a use says what to take instead."""
 
 from __future__ import annotations
 
-from echelon.compat.names import Missing, leave_out
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
-__all__ = ["BELOW", "INSTEAD", "METHODS", "NAMES", "instead", "register"]
+from echelon.compat import names
+from echelon.compat.names import Missing, attach, leave_out
+
+__all__ = ["ALIASES", "BELOW", "INSTEAD", "METHODS", "NAMES", "alias", "instead", "later", "register"]
 
 _ADASCALE = "keep FairScale's file, which needs torch and NumPy alone; or a warm-up to the larger batch's learning rate."
 _BUCKETS = "nothing: what travels in one message is decided inside."
@@ -17,10 +22,12 @@ _MODEL_PARALLEL = (
 )
 _SLOWMO = "DiLoCoStrategy(every=..., outer_optimizer=...), whose outer optimizer has the slow momentum."
 
-_CHECKPOINT = dict.fromkeys(
-    ("disable_checkpointing", "is_checkpointing", "is_recomputing"),
-    "nothing: a batch norm's statistics and random draws are those of one pass; else FairScale's file.",
-)
+# Modules that are another one of those here.
+ALIASES = {
+    "nn.checkpoint.checkpoint_activations": "nn.checkpoint",
+    "nn.misc": "nn.checkpoint",
+    "nn.wrap.auto_wrap": "nn.wrap",
+}
 _FSDP = {
     "TrainingState": "nothing: a method that must not be called at a moment says so.",
     "get_fsdp_instances": "[m for m in module.modules() if isinstance(m, FullyShardedDataParallel)].",
@@ -36,11 +43,17 @@ NAMES: dict[str, dict[str, str]] = {
         "Top2Gate": _EXPERTS,
         "model_parallel": _MODEL_PARALLEL,
     },
-    "nn.checkpoint": _CHECKPOINT,
-    "nn.checkpoint.checkpoint_activations": _CHECKPOINT,
+    "nn.checkpoint": {
+        "FlattenParamsWrapper": _FLAT,
+        "GradBucket": _BUCKETS,
+        "ParamBucket": _BUCKETS,
+        **dict.fromkeys(
+            ("disable_checkpointing", "is_checkpointing", "is_recomputing"),
+            "nothing: a batch norm's statistics and random draws are those of one pass; else FairScale's file.",
+        ),
+    },
     "nn.data_parallel": _FSDP,
     "nn.data_parallel.fully_sharded_data_parallel": _FSDP,
-    "nn.misc": {"FlattenParamsWrapper": _FLAT, "GradBucket": _BUCKETS, "ParamBucket": _BUCKETS},
     "optim": {
         "AdaScale": _ADASCALE,
         "AdaScaleWrapper": _ADASCALE,
@@ -49,11 +62,12 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 METHODS = {
-    name: Missing(f"FullyShardedDataParallel.{name} is not part of echelon.compat. Instead: {instead}")
+    name: Missing(f"{name} is not part of echelon.compat. Instead: {instead}")
     for name, instead in {
-        "append_shared_param": "wrap the module that has all that use the parameter, and none of these by itself.",
-        "reset_parameters": "call it before the module is wrapped.",
-        "set_gradient_divide_factors": "FullyShardedDataParallel(gradient_predivide_factor=...).",
+        "FullyShardedDataParallel.append_shared_param": "wrap the module around all that use it.",
+        "FullyShardedDataParallel.reset_parameters": "call it before the module is wrapped.",
+        "FullyShardedDataParallel.set_gradient_divide_factors": "nothing: half of the division comes first.",
+        "OSS.partition_parameters": "OSS.optim.param_groups, which have what this rank owns.",
     }.items()
 }
 
@@ -91,6 +105,7 @@ INSTEAD = {
     "nn.misc.flatten_params_wrapper": _FLAT,
     "nn.misc.param_bucket": _BUCKETS,
     "utils": _HELPERS,
+    "version": "fairscale.__version__.",
 }
 
 # Modules below these, of which the same is to be said.
@@ -115,9 +130,21 @@ def _modules() -> dict[str, str]:
 
 def instead(module: str, name: str = "") -> str | None:
     """What to take in place of a name of a module, or of a module, below `fairscale`; None: it is in no table."""
-    return NAMES.get(module, {}).get(name) if name else _modules().get(module)
+    return NAMES.get(ALIASES.get(module, module), {}).get(name) if name else _modules().get(module)
+
+
+def later(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
+    """The `__getattr__` of a module here: for names that are slow to import, by the module that has them, and for those of the
+    table."""
+    return names.later("fairscale", module, homes or {}, NAMES[module])
 
 
 def register(package: str) -> None:
     """Let the modules of the tables be imported below `package`."""
     leave_out("fairscale", package, _modules())
+
+
+def alias(package: str) -> None:
+    """Let modules below `package` that are here be imported by their other names, too."""
+    for name, same in ALIASES.items():
+        attach(f"{package}.{name}", sys.modules[f"{package}.{same}"])

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from echelon.common.errors import UsageError
 
 if TYPE_CHECKING:
-    from echelon.compat.transformers.arguments import TrainingArguments
     from echelon.compat.transformers.trainer import Trainer
     from echelon.compat.transformers.trainer_seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
+    from echelon.compat.transformers.training_args import TrainingArguments
 
 try:
     import transformers
@@ -25,7 +25,7 @@ __all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArg
 
 _HOMES = {
     "Trainer": "trainer",
-    "TrainingArguments": "arguments",
+    "TrainingArguments": "training_args",
     "Seq2SeqTrainer": "trainer_seq2seq",
     "Seq2SeqTrainingArguments": "trainer_seq2seq",
 }

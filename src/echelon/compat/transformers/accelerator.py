@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from echelon.compat.transformers.refused import NotHereError
+from echelon.compat.transformers.absent import not_of_accelerator
 from echelon.world import agree
 
 __all__ = ["Accelerator"]
 
-_INSTEAD = {
-    "prepare": "the trainer prepares its model, optimizer and data",
-    "backward": "override compute_loss; the trainer does the rest",
-    "gather": "compute_metrics sees the predictions of all ranks",
-    "gather_for_metrics": "compute_metrics sees the predictions of all ranks",
-    "save_state": "TrainingArguments(save_strategy=...), or a callback that sets control.should_save",
-    "load_state": "train(resume_from_checkpoint=...)",
-    "get_state_dict": "trainer.save_model(folder), called on every rank",
-    "save_model": "trainer.save_model(folder), called on every rank",
-    "clip_grad_norm_": "TrainingArguments(max_grad_norm=...)",
-    "log": "trainer.log(...)",
+_ASKED: dict[str, Callable[[Any], Any]] = {
+    "process_index": lambda args: args.process_index,
+    "local_process_index": lambda args: args.local_process_index,
+    "num_processes": lambda args: args.world_size,
+    "device": lambda args: args.device,
+    "is_main_process": lambda args: args.process_index == 0,
+    "is_local_main_process": lambda args: args.local_process_index == 0,
+    "is_last_process": lambda args: args.process_index == args.world_size - 1,
 }
 
 
@@ -35,39 +31,9 @@ class Accelerator:
         self._trainer = trainer
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        instead = _INSTEAD.get(name, "trainer.unit(), and echelon.world.agree for what ranks tell one another")
-        raise NotHereError(f"Trainer.accelerator.{name} is not part of echelon.compat. Instead: {instead}.")
-
-    @property
-    def process_index(self) -> int:
-        return int(self._trainer.args.process_index)
-
-    @property
-    def local_process_index(self) -> int:
-        return int(self._trainer.args.local_process_index)
-
-    @property
-    def num_processes(self) -> int:
-        return int(self._trainer.args.world_size)
-
-    @property
-    def device(self) -> torch.device:
-        found: torch.device = self._trainer.args.device
-        return found
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.local_process_index == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        return self.process_index == self.num_processes - 1
+        if name in _ASKED:
+            return _ASKED[name](self._trainer.args)
+        raise not_of_accelerator(name)
 
     def print(self, *args: Any, **options: Any) -> None:
         """On each node's first rank, as Accelerate's own."""

@@ -15,6 +15,7 @@ from transformers import trainer_utils
 
 from echelon.compat.collect import collect
 from echelon.compat.trainer.rank import shared
+from echelon.compat.transformers.absent import Part
 from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.run import evaluate
@@ -92,27 +93,12 @@ class Watch(Callback):
         self._told()
 
 
-class Evaluating:
-    """Of a Trainer: its evaluations and predictions."""
+class Evaluating(Part):
+    """Evaluations and predictions of a Trainer."""
 
-    model: Any
-    args: Any
-    state: Any
-    control: Any
-    callback_handler: Any
-    eval_dataset: Any
-    compute_metrics: Any
-    preprocess_logits_for_metrics: Any
-    unit: Any
-    data_ranks: Any
-    labels_of: Any
-    samples_given: int | None
-    log: Any
-    get_eval_dataloader: Any
-    get_test_dataloader: Any
     generates = False  # and looks at no outputs of the model
-    _outputs: Outputs | None
-    _ignored: list[str]
+    control: Any
+    _outputs: Outputs | None = None
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

@@ -12,18 +12,16 @@ from transformers.loss import loss_utils
 from transformers.utils import can_return_loss, find_labels
 
 from echelon.common.errors import UsageError
+from echelon.compat.transformers.absent import Part
 from echelon.compat.transformers.batches import without_adapters
 from echelon.loop.loss import count_tokens, rows
 
 __all__ = ["Losses"]
 
 
-class Losses:
-    """Of a Trainer: what its subclasses override to have a loss of their own."""
+class Losses(Part):
+    """What subclasses of a Trainer override to have a loss of their own."""
 
-    model: Any
-    args: Any
-    compute_loss_func: Any
     samples_given: int | None = None  # that the loader put into the batch under way
 
     def look_at_model(self) -> None:

@@ -8,18 +8,17 @@ import torch
 import transformers
 
 from echelon.common.errors import UsageError
+from echelon.compat.transformers.absent import Part
 
 __all__ = ["Optimizing"]
 
 
-class Optimizing:
-    """Of a Trainer: what its subclasses override to have an optimizer of their own."""
+class Optimizing(Part):
+    """What subclasses of a Trainer override to have an optimizer of their own."""
 
-    model: Any
-    args: Any
     optimizer: Any
     lr_scheduler: Any
-    optimizer_cls_and_kwargs: Any
+    create_scheduler = transformers.Trainer.create_scheduler
     max_updates = 0
 
     def make_optimizer(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
@@ -58,18 +57,6 @@ class Optimizing:
                 )
             self.optimizer = make([group for group in groups if group["params"]] or groups, **options)
         return self.optimizer  # type: ignore[no-any-return]
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        if self.lr_scheduler is None:
-            args = self.args
-            self.lr_scheduler = transformers.get_scheduler(
-                args.lr_scheduler_type,
-                optimizer=optimizer if optimizer is not None else self.optimizer,
-                num_warmup_steps=args.get_warmup_steps(num_training_steps),
-                num_training_steps=num_training_steps,
-                scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-            )
-        return self.lr_scheduler
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         return list(transformers.Trainer.get_decay_parameter_names(self, model))

@@ -21,14 +21,14 @@ from echelon.checkpoint.location import location
 from echelon.common.errors import UsageError, require
 from echelon.compat.trainer.rank import planned, shared
 from echelon.compat.transformers import batches
+from echelon.compat.transformers.absent import check_overrides
 from echelon.compat.transformers.accelerator import Accelerator
-from echelon.compat.transformers.arguments import TrainingArguments
 from echelon.compat.transformers.evaluation import Evaluating
 from echelon.compat.transformers.flow import Flow, History
 from echelon.compat.transformers.losses import Losses
 from echelon.compat.transformers.optimizing import Optimizing
-from echelon.compat.transformers.refused import check_overrides, not_here
 from echelon.compat.transformers.saving import Saver, newest, ranks_that_share, resume, was_cut_short
+from echelon.compat.transformers.training_args import TrainingArguments
 from echelon.compat.transformers.unit import TrainerUnit
 from echelon.contracts.run_dir import RunDir
 from echelon.data.replayed import Replayed
@@ -44,6 +44,7 @@ from echelon.world.init import World, rank_info
 
 __all__ = ["Trainer"]
 
+theirs = transformers.Trainer
 logger = logging.getLogger(__name__)
 
 
@@ -109,7 +110,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         self._outputs = None
 
     def _check_datasets(self) -> None:
-        args = self.args
+        args: Any = self.args
         own = type(self).get_eval_dataloader is not Trainer.get_eval_dataloader
         if args.eval_strategy != "no" and self.eval_dataset is None and not own:
             raise UsageError(
@@ -136,9 +137,6 @@ class Trainer(Losses, Optimizing, Evaluating):
         return trainer_callback.TrainerState(
             is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
         )
-
-    def __getattr__(self, name: str) -> Any:
-        raise not_here(type(self).__name__, name)
 
     # --- training
 
@@ -351,6 +349,8 @@ class Trainer(Losses, Optimizing, Evaluating):
         trainer_pt_utils.save_state,
     )
     metrics_format = staticmethod(trainer_pt_utils.metrics_format)
+    is_world_process_zero, is_local_process_zero = theirs.is_world_process_zero, theirs.is_local_process_zero
+    pop_callback, remove_callback = theirs.pop_callback, theirs.remove_callback
 
     def create_model_card(self, *args: Any, **options: Any) -> None:
         """Nothing: the model card is a file of the script's own. Scripts call it at their end, when training is done."""
@@ -363,23 +363,11 @@ class Trainer(Losses, Optimizing, Evaluating):
     # What scripts ask before they save: here `save_model` writes whole weights under every strategy.
     is_fsdp_enabled = is_deepspeed_enabled = False
 
-    def is_world_process_zero(self) -> bool:
-        return bool(self.args.process_index == 0)
-
-    def is_local_process_zero(self) -> bool:
-        return bool(self.args.local_process_index == 0)
-
     def add_callback(self, callback: Any) -> None:
         if isinstance(callback, Callback):
             self._own_callbacks.append(callback)
         else:
             self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.remove_callback(callback)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from echelon.common.errors import UsageError
-from echelon.compat.transformers.arguments import TrainingArguments
 from echelon.compat.transformers.trainer import Trainer
+from echelon.compat.transformers.training_args import TrainingArguments
 from echelon.parallel.shards import is_split
 
 __all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments"]

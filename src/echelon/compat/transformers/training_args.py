@@ -1,15 +1,170 @@
-"""`transformers.training_args`, from which programs import TrainingArguments; its other names are transformers' own."""
+"""`transformers.TrainingArguments`, on echelon's ranks: the same dataclass, whose device and ranks are `init_from_env`'s."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
-from transformers import training_args
+import torch
+import torch.distributed as dist
+import transformers
 
-from echelon.compat.transformers.arguments import TrainingArguments
+from echelon.common.errors import require
+from echelon.compat.transformers.absent import check_arguments
+from echelon.compat.transformers.deepspeed import strategy_of
+from echelon.contracts.rank import RankInfo
+from echelon.parallel.ddp.ddp import DDPStrategy
+from echelon.parallel.recipe.recipe import TorchCompileParams
+from echelon.parallel.strategy import Strategy
+from echelon.world import agree
+from echelon.world.init import World, init_from_env
 
 __all__ = ["TrainingArguments"]
 
+_TIMEOUT_S = 1800  # transformers' default, in which echelon's own is taken
+
+
+@dataclass(repr=False)
+class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
+    """transformers' arguments, by their names and with their defaults.
+
+    Args:
+        strategy: of echelon, or its name: "ddp" (by default, with several ranks), "fsdp", "hsdp", "zero1", "zero2", "zero3".
+        deepspeed: a configuration of DeepSpeed, whose stage of ZeRO is the strategy; one that says more is refused.
+        overwrite_output_dir: checkpoints of another run in `output_dir` are set aside; else they are refused.
+        evaluation_strategy, no_cuda, warmup_ratio: older names, as in transformers 4.
+        logging_dir, save_safetensors, group_by_length: of transformers 4; the first two without effect.
+    Raises:
+        UsageError: an argument that cannot be had here; the text says what to write instead.
+    """
+
+    strategy: str | None = None
+    overwrite_output_dir: bool = False
+    evaluation_strategy: str | None = None
+    no_cuda: bool = False
+    warmup_ratio: float | None = None
+    logging_dir: str | None = None
+    save_safetensors: bool | None = None
+    group_by_length: bool = False
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+        if self.evaluation_strategy is not None:
+            self.eval_strategy = self.evaluation_strategy
+        if self.warmup_ratio is not None:
+            require(0 <= self.warmup_ratio <= 1, "warmup_ratio", "between 0 and 1", self.warmup_ratio)
+            given: float = vars(self)["warmup_steps"]  # which counts, as in transformers 4
+            self.warmup_steps = given or min(self.warmup_ratio, 1 - 1e-9)
+        if self.no_cuda:
+            self.use_cpu = True
+        configuration, self.deepspeed = vars(self)["deepspeed"], None  # of which transformers' would make DeepSpeed's
+        super().__post_init__()
+        if (stage := strategy_of(configuration, self)) is not None:
+            self.strategy = stage
+
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers', for those who log it: a strategy by its text."""
+        found: dict[str, Any] = super().to_dict()
+        return {**found, "strategy": str(self.strategy) if self.strategy is not None else None}
+
+    # --- where: echelon's ranks instead of Accelerate's
+
+    @functools.cached_property
+    def _setup_devices(self) -> torch.device:
+        self.distributed_state, self._n_gpu = None, 1
+        own: dict[str, Any] = {} if self.ddp_timeout == _TIMEOUT_S else {"timeout": timedelta(seconds=self.ddp_timeout)}
+        return init_from_env("cpu" if self.use_cpu else None, self.ddp_backend, **own)
+
+    @property
+    def n_gpu(self) -> int:
+        return 1
+
+    @property
+    def world_size(self) -> int:
+        return World.current(torch.device("cpu")).size
+
+    @property
+    def process_index(self) -> int:
+        return World.current(torch.device("cpu")).rank
+
+    @property
+    def local_process_index(self) -> int:
+        return RankInfo.from_env().local_rank if self.world_size > 1 else 0
+
+    @property
+    def parallel_mode(self) -> Any:
+        modes = transformers.training_args.ParallelMode
+        return modes.DISTRIBUTED if self.world_size > 1 else modes.NOT_PARALLEL
+
+    @contextlib.contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Context that rank 0 goes through first, or the first rank of each machine. Collective."""
+        first = self.local_process_index == 0 if local else self.process_index == 0
+        if agree.is_joined() and not first:
+            dist.barrier(group=agree.control_group())
+        try:
+            yield
+        finally:
+            if agree.is_joined() and first:
+                dist.barrier(group=agree.control_group())
+
+    # --- what they mean for a unit
+
+    def unit_options(self, model: torch.nn.Module) -> dict[str, Any]:
+        """AutoOptions of the unit."""
+        compiled = None
+        if self.torch_compile:
+            compiled = TorchCompileParams(backend=self.torch_compile_backend, mode=self.torch_compile_mode)
+        recomputes = self._recomputes and not recomputes_itself(model, self._recompute_options)
+        return {
+            "device": self.device,
+            "layout": self._strategy_for(model),
+            "precision": "bf16" if self.bf16 else "fp16" if self.fp16 else None,
+            "accumulate": self.gradient_accumulation_steps,
+            "clip_grad_norm": self.max_grad_norm or None,
+            "compile": compiled,
+            "recompute": "blocks" if recomputes else None,
+        }
+
+    @property
+    def _recomputes(self) -> bool:
+        return bool(getattr(self, "activation_checkpointing", False) or self.gradient_checkpointing)  # the newer name, the older
+
+    @property
+    def _recompute_options(self) -> Any:
+        return getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs
+
+    def _strategy_for(self, model: torch.nn.Module) -> Strategy | str | None:
+        given: Any = self.strategy
+        if given not in (None, "ddp") or self.world_size == 1:
+            return given  # type: ignore[no-any-return]
+        unused = self.ddp_find_unused_parameters
+        if unused is None:  # as transformers has it: recomputation cannot be traversed beforehand
+            unused = not self._recomputes
+        return DDPStrategy(
+            find_unused_parameters=unused,
+            bucket_cap_mb=self.ddp_bucket_cap_mb,
+            broadcast_buffers=True if self.ddp_broadcast_buffers is None else self.ddp_broadcast_buffers,
+            static_graph=bool(self.ddp_static_graph),
+        )
+
+
+def recomputes_itself(model: Any, options: Any) -> bool:
+    """Have a model of transformers recompute its activations by its own means; False for others."""
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if (enable := getattr(model, name, None)) is None:
+            continue
+        given = dict(options or {})
+        more = {key: given.pop(key) for key in ("every_n_layers", "offload") if key in given}
+        enable(given or None, **more)
+        return True
+    return False
+
 
 def __getattr__(name: str) -> Any:
-    return getattr(training_args, name)
+    """Other names of `transformers.training_args`, such as ParallelMode."""
+    return getattr(transformers.training_args, name)

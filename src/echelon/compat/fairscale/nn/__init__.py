@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.compat.fairscale.absent import NAMES
-from echelon.compat.fairscale.names import later
+from echelon.compat.fairscale.absent import alias, later
 from echelon.compat.fairscale.nn.checkpoint import checkpoint_wrapper
 from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
 from echelon.compat.fairscale.nn.wrap import auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap
@@ -24,4 +23,6 @@ __all__ = [
     "wrap",
 ]
 
-__getattr__ = later("nn", {"FullyShardedDataParallel": "nn.data_parallel.fully_sharded_data_parallel"}, NAMES["nn"])
+alias(__name__.removesuffix(".nn"))
+
+__getattr__ = later("nn", {"FullyShardedDataParallel": "nn.data_parallel.fully_sharded_data_parallel"})

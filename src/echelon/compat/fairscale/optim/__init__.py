@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.compat.fairscale.absent import NAMES
-from echelon.compat.fairscale.names import later
+from echelon.compat.fairscale.absent import later
 from echelon.compat.fairscale.optim.oss import OSS
 
 if TYPE_CHECKING:
@@ -13,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["OSS", "GradScaler", "ShardedGradScaler"]
 
-__getattr__ = later("optim", dict.fromkeys(("GradScaler", "ShardedGradScaler"), "optim.grad_scaler"), NAMES["optim"])
+__getattr__ = later("optim", dict.fromkeys(("GradScaler", "ShardedGradScaler"), "optim.grad_scaler"))

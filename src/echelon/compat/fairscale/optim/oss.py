@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod
 
@@ -13,9 +13,10 @@ from torch import nn
 
 from echelon.common.errors import CheckpointError, CheckpointMismatchError, UsageError
 from echelon.compat.collect import collect
+from echelon.compat.fairscale.absent import METHODS
 from echelon.compat.fairscale.clip import clip_owned_
 from echelon.compat.fairscale.groups import outlive
-from echelon.parallel.state.partition import Partition, assign
+from echelon.parallel.state.partition import Partition
 from echelon.world.init import ensure_group
 
 __all__ = ["OSS"]
@@ -49,6 +50,8 @@ class OSS(torch.optim.Optimizer):
         state: of this rank's own parameters.
     """
 
+    partition_parameters: Any = METHODS["OSS.partition_parameters"]
+
     def __init__(
         self,
         params: Any,
@@ -66,8 +69,6 @@ class OSS(torch.optim.Optimizer):
         outlive(group)
         self.before_clipping: list[WeakMethod[Callable[[], None]]] = []  # of wrappers that may have gradients to reduce yet
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.global_rank, self.backend = dist.get_rank(), dist.get_backend(group)
-        self.broadcast_fp16, self.force_broadcast_object = broadcast_fp16, force_broadcast_object
         if broadcast_fp16 and self.rank == 0:
             logger.warning("OSS(broadcast_fp16=True) has no effect: parameters are sent in their own type")
         self.optim = optim([_own_group(each) for each in self.param_groups], **default)
@@ -104,18 +105,12 @@ class OSS(torch.optim.Optimizer):
         self._pull()
         return loss
 
-    def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        filter_params_fn: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]] | None = None,
-    ) -> torch.Tensor:
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that the norm of all of them together is at most `max_norm`. Collective.
 
         Args:
             max_norm: > 0.
             norm_type: > 0; 2 is the Euclidean norm, inf the largest absolute value.
-            filter_params_fn: chooses, of this rank's own parameters, those that the norm counts.
         Returns:
             The norm before clipping, the same on every rank.
         Source: Pascanu et al. 2013, section 3.2, as `torch.nn.utils.clip_grad_norm_` does it.
@@ -123,22 +118,12 @@ class OSS(torch.optim.Optimizer):
         for reference in self.before_clipping:
             if (settle := reference()) is not None:
                 settle()
-        own: list[torch.Tensor] = [p for group in self.optim.param_groups for p in group["params"]]
-        counted = own if filter_params_fn is None else list(filter_params_fn(own))
-        return clip_owned_(self._parameters, counted, max_norm, norm_type, self.group)
+        own = [p for group in self.optim.param_groups for p in group["params"]]
+        return clip_owned_(self._parameters, own, max_norm, norm_type, self.group)
 
     def refresh_trainable(self) -> None:
         """Give owners to what was unfrozen since. Collective. ShardedDataParallel calls it by itself."""
         self.partition.refresh()
-
-    def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """By rank, the parameter groups with what that rank owns; frozen parameters are spread as well."""
-        frozen = [p for p in self._parameters if p not in self.partition.owners]
-        owners = self.partition.owners | dict(zip(frozen, assign([1] * len(frozen), [0] * self.world_size), strict=True))
-        return [
-            [{**group, "params": [p for p in group["params"] if owners.get(p) == rank]} for group in self.param_groups]
-            for rank in range(self.world_size)
-        ]
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Bring the whole state to one rank's host memory, or to every rank's. Collective.

@@ -5,8 +5,10 @@ For new programs `echelon`'s strategy "fsdp" is the better choice: it builds on 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,44 +18,39 @@ from torch.distributed.fsdp import CPUOffload, FullStateDictConfig, MixedPrecisi
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.common.errors import LayoutError, NotHereError
-from echelon.compat.fairscale.absent import METHODS, NAMES
+from echelon.compat.fairscale.absent import METHODS, later
 from echelon.compat.fairscale.clip import clip_owned_
 from echelon.compat.fairscale.groups import outlive
-from echelon.compat.fairscale.names import later
-from echelon.compat.fairscale.nn.data_parallel import local_state
-from echelon.compat.fairscale.nn.data_parallel.fsdp_optim_utils import gathered, sharded
-from echelon.compat.fairscale.nn.data_parallel.options import Options, ProcessGroupName, check
+from echelon.compat.fairscale.nn.data_parallel import fsdp_states
 from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import (
     LowPrecision,
     Offload,
     around_conversion,
     claim,
-    divisors,
+    claimed,
     forwards_may_precede_backwards,
     is_summoned,
     plain,
-    set_divisors,
     without_messages,
     wrappers,
 )
 from echelon.world.init import World, ensure_group
 
-__all__ = ["FullyShardedDataParallel", "ProcessGroupName"]
+__all__ = ["FullyShardedDataParallel", "Options"]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
-    auto_wrap_bn: Callable[..., nn.Module]
+__getattr__ = later("nn.data_parallel.fully_sharded_data_parallel", {"auto_wrap_bn": "nn.wrap"})
 
-_MODULE = "nn.data_parallel.fully_sharded_data_parallel"
+logger = logging.getLogger(__name__)
 
-__getattr__ = later(_MODULE, {"auto_wrap_bn": "nn.wrap.batch_norm"}, NAMES[_MODULE])
+_HELD_ANYWAY = {"disable_reshard_on_root": True, "bucket_cap_mb": 25}
 
 
-class FullyShardedDataParallel(TorchFSDP):
-    """Parameters, gradients and optimizer state in shards, one flat parameter per wrapped module.
-
-    Parameters keep their names (`use_orig_params`), and start from rank 0's values. Collective. Arguments are attributes.
+@dataclass
+class Options:
+    """FullyShardedDataParallel's arguments after the module and its group, in their order.
 
     Args:
         process_group_reduce_scatter: accepted; torch overlaps its messages in one group.
@@ -68,106 +65,130 @@ class FullyShardedDataParallel(TorchFSDP):
         state_dict_device, state_dict_on_rank_0_only: where `state_dict()` puts the whole parameters: on their device, or
             torch.device("cpu"); on all ranks, or on rank 0.
         force_input_to_fp32: half-precision inputs are cast, unless `mixed_precision`.
-        gradient_predivide_factor: gradients are divided by it before ranks add them, and by the rest afterwards.
         disable_reshard_on_root, bucket_cap_mb, verbose: accepted; torch decides.
+        gradient_predivide_factor: refused; torch divides gradients before ranks add them, and afterwards.
+    """
+
+    process_group_reduce_scatter: Any = None
+    reshard_after_forward: bool = True
+    disable_reshard_on_root: bool = True
+    mixed_precision: bool = False
+    fp32_reduce_scatter: bool = False
+    flatten_parameters: bool = True
+    move_params_to_cpu: bool = False
+    compute_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    move_grads_to_cpu: bool | None = None
+    bucket_cap_mb: int = 25
+    compute_device: torch.device | None = None
+    no_broadcast_optim_state: bool | None = False
+    state_dict_device: torch.device | None = None
+    clear_autocast_cache: bool = False
+    force_input_to_fp32: bool = False
+    verbose: bool = False
+    cpu_offload: bool = False
+    state_dict_on_rank_0_only: bool = False
+    gradient_predivide_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        """By which of several names something is asked, and what stands for None."""
+        self.compute_device = self.compute_device or World.current().device
+        self.cpu_offload = self.move_params_to_cpu = self.move_params_to_cpu or self.cpu_offload
+        if self.move_grads_to_cpu is None:
+            self.move_grads_to_cpu = self.cpu_offload
+        self.low = (self.compute_dtype or torch.float16) if self.mixed_precision else None
+        self.compute_dtype = self.compute_dtype or self.low or torch.float32
+        self.torch_buffer_dtype = self.buffer_dtype or self.low
+        self.buffer_dtype = self.buffer_dtype or self.compute_dtype
+
+    def check(self, module: nn.Module, on_cpu: bool) -> None:
+        """
+        Raises:
+            LayoutError, NotHereError, ValueError: what the module cannot be, or torch's class cannot do.
+        """
+        if self.gradient_predivide_factor is not None:
+            raise NotHereError(
+                f"FullyShardedDataParallel(gradient_predivide_factor={self.gradient_predivide_factor}) is not part of "
+                "echelon.compat. Instead: leave it out. Half of the division is before ranks add the gradients."
+            )
+        if self.fp32_reduce_scatter and not self.mixed_precision:
+            raise ValueError("fp32_reduce_scatter requires mixed_precision=True")
+        if self.move_grads_to_cpu != self.cpu_offload and not on_cpu:
+            raise LayoutError(f"move_grads_to_cpu={self.move_grads_to_cpu}: gradients lie where the shards do. Leave it out.")
+        own = dict(_own_parameters(module))
+        half = self.compute_dtype is torch.float16 and not self.mixed_precision
+        if half and any(p.dtype is not torch.float16 for p in own.values()):
+            raise ValueError("Expecting FP16 param type in pure FP16 mode.")
+        if not half and any(p.dtype is torch.float16 for p in own.values()):
+            raise ValueError("Expecting FP16 param type in FP32 & MP modes.")
+        if twice := claimed(own):
+            raise LayoutError(f"{', '.join(twice)}: another wrapper has the same parameters. Wrap what has all that use them.")
+        changed = [name for name, usual in _HELD_ANYWAY.items() if getattr(self, name) != usual]
+        if changed and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.info("FullyShardedDataParallel(%s=...) has no effect: torch decides", "=..., ".join(changed))
+
+
+class FullyShardedDataParallel(TorchFSDP):
+    """Parameters, gradients and optimizer state in shards, one flat parameter per wrapped module.
+
+    Parameters keep their names (`use_orig_params`), and start from rank 0's values. Collective. Arguments are attributes.
+
+    Args:
+        args, options: as `Options` has them.
     Raises:
         LayoutError: `move_grads_to_cpu` alone; a parameter that another wrapper has already.
     """
 
     mixed_precision: Any
     cpu_offload: Any
-    append_shared_param: Any = METHODS["append_shared_param"]
-    reset_parameters: Any = METHODS["reset_parameters"]
-    set_gradient_divide_factors: Any = METHODS["set_gradient_divide_factors"]
+    append_shared_param: Any = METHODS["FullyShardedDataParallel.append_shared_param"]
+    reset_parameters: Any = METHODS["FullyShardedDataParallel.reset_parameters"]
+    set_gradient_divide_factors: Any = METHODS["FullyShardedDataParallel.set_gradient_divide_factors"]
 
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: dist.ProcessGroup | None = None,
-        process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter,
-        reshard_after_forward: bool = True,
-        disable_reshard_on_root: bool = True,
-        mixed_precision: bool = False,
-        fp32_reduce_scatter: bool = False,
-        flatten_parameters: bool = True,
-        move_params_to_cpu: bool = False,
-        compute_dtype: torch.dtype | None = None,
-        buffer_dtype: torch.dtype | None = None,
-        move_grads_to_cpu: bool | None = None,
-        bucket_cap_mb: int = 25,
-        compute_device: torch.device | None = None,
-        no_broadcast_optim_state: bool | None = False,
-        state_dict_device: torch.device | None = None,
-        clear_autocast_cache: bool = False,
-        force_input_to_fp32: bool = False,
-        verbose: bool = False,
-        cpu_offload: bool = False,
-        state_dict_on_rank_0_only: bool = False,
-        gradient_predivide_factor: float | None = None,
-    ) -> None:
-        given = Options(  # mypy knows the types of the first tuple only
-            *(process_group_reduce_scatter, reshard_after_forward, disable_reshard_on_root, mixed_precision),
-            *(fp32_reduce_scatter, flatten_parameters, move_params_to_cpu, compute_dtype, buffer_dtype, move_grads_to_cpu),  # type: ignore[arg-type]
-            *(bucket_cap_mb, compute_device, no_broadcast_optim_state, state_dict_device, clear_autocast_cache),  # type: ignore[arg-type]
-            *(force_input_to_fp32, verbose, cpu_offload, state_dict_on_rank_0_only, gradient_predivide_factor),  # type: ignore[arg-type]
-        )
-        is_real = process_group is None or isinstance(process_group, dist.ProcessGroup)
-        device = compute_device or World.current().device
-        if is_real:
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None, *args: Any, **options: Any) -> None:
+        given = Options(*args, **options)
+        device = given.compute_device
+        assert device is not None
+        if is_real := process_group is None or isinstance(process_group, dist.ProcessGroup):
             ensure_group(device)
             outlive(process_group)
-        attributes = given.attributes(process_group, device)
-        check(module, attributes, device)
+        given.check(module, device.type == "cpu")
         self._build(module, process_group, given, device, is_real)
-        self._take(attributes)
-        self._set_form_of_state(given, device)
+        # Two that torch's class has as well, with more in them: torch's, as true as FairScale's.
+        low, offload = LowPrecision(**vars(self.mixed_precision)), Offload(self.cpu_offload.offload_params, given.cpu_offload)
+        vars(self).update(vars(given), compute_device=self.compute_device, state_dict_device=given.state_dict_device or device)
+        self.mixed_precision, self.cpu_offload = low, offload
+        for each in wrappers(self)[1:]:  # its optimizer state is another on every rank, as experts' is
+            if each.world_size == 1 < self.world_size:
+                each.no_broadcast_optim_state = True  # type: ignore[assignment]
+        claim(self)
+        if given.state_dict_device is not None or given.state_dict_on_rank_0_only:
+            # On a CPU torch 2.13 crashes if it is told to offload, and there is nothing to offload.
+            on_cpu = device.type != "cpu" and torch.device(given.state_dict_device or device).type == "cpu"
+            config = FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=given.state_dict_on_rank_0_only)
+            TorchFSDP.set_state_dict_type(self, StateDictType.FULL_STATE_DICT, config)
 
     def _build(self, module: nn.Module, group: Any, given: Options, device: torch.device, is_real: bool) -> None:
         """As torch's class."""
-        low = given.low_precision
-        if device.type == "cpu" and is_real:  # where torch's `sync_module_states` refuses to work
+        on_cpu = device.type == "cpu"
+        if on_cpu and is_real:  # where torch's `sync_module_states` refuses to work
             _send_from_rank0(module, group)
         super().__init__(
             module,
             group,
             sharding_strategy=ShardingStrategy.FULL_SHARD if given.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP,
-            cpu_offload=CPUOffload(offload_params=given.offloads and device.type != "cpu"),
+            cpu_offload=CPUOffload(offload_params=given.cpu_offload and not on_cpu),
             mixed_precision=MixedPrecision(
-                param_dtype=low,
-                reduce_dtype=torch.float32 if low and given.fp32_reduce_scatter else low,
-                buffer_dtype=given.buffer_dtype or low,
+                param_dtype=given.low,
+                reduce_dtype=torch.float32 if given.low and given.fp32_reduce_scatter else given.low,
+                buffer_dtype=given.torch_buffer_dtype,
             ),
             device_id=device,
-            sync_module_states=device.type != "cpu" and is_real,
+            sync_module_states=not on_cpu and is_real,
             use_orig_params=True,
         )
         if not is_real:
             without_messages(self)
-
-    def _set_form_of_state(self, given: Options, device: torch.device) -> None:
-        """Of `state_dict()`."""
-        where = given.state_dict_device
-        if where is not None or given.state_dict_on_rank_0_only:
-            # On a CPU torch 2.13 crashes if it is told to offload, and there is nothing to offload.
-            on_cpu = device.type != "cpu" and where is not None and torch.device(where).type == "cpu"
-            config = FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=given.state_dict_on_rank_0_only)
-            TorchFSDP.set_state_dict_type(self, StateDictType.FULL_STATE_DICT, config)
-
-    def _take(self, attributes: dict[str, Any]) -> None:
-        before = attributes.pop("gradient_predivide_factor")
-        # Two that torch's class has as well, with more in them: torch's, as true as FairScale's.
-        self.mixed_precision = LowPrecision(**vars(self.mixed_precision))
-        self.cpu_offload = Offload(self.cpu_offload.offload_params, is_asked=attributes.pop("cpu_offload"))
-        del attributes["mixed_precision"]
-        for name, value in {**attributes, "compute_device": self.compute_device}.items():
-            setattr(self, name, value)
-        self.gradient_predivide_factor = float(before or divisors(self)[0])
-        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
-        set_divisors(self, self.gradient_predivide_factor, self.gradient_postdivide_factor)
-        for each in wrappers(self)[1:]:  # its optimizer state is another on every rank, as experts' is
-            if each.world_size == 1 < self.world_size:
-                each.no_broadcast_optim_state = True  # type: ignore[assignment]
-        claim(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if is_summoned(self):
@@ -237,15 +258,15 @@ class FullyShardedDataParallel(TorchFSDP):
 
     def gather_full_optim_state_dict(self, optim: torch.optim.Optimizer, **ignored: Any) -> dict[str, Any] | None:
         """The whole optimizer state, as the undivided optimizer has it, on rank 0; None elsewhere. Collective."""
-        return gathered(self, optim)
+        return fsdp_states.gathered(self, optim)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of what `gather_full_optim_state_dict` gave, for the optimizer's `load_state_dict`."""
-        return sharded(self, full_optim_state_dict)
+        return fsdp_states.sharded(self, full_optim_state_dict)
 
     def local_state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, torch.Tensor]:
         """This rank's part of the parameters, and the buffers."""
-        return local_state.local_state(self, prefix)
+        return fsdp_states.local_state(self, prefix)
 
     def load_local_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
         """Take what `local_state_dict` gave to this rank, of as many ranks.
@@ -253,11 +274,11 @@ class FullyShardedDataParallel(TorchFSDP):
         Raises:
             RuntimeError: other sizes; or, if `strict`, other keys.
         """
-        return local_state.load_local_state(self, state_dict, strict)
+        return fsdp_states.load_local_state(self, state_dict, strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What `consolidate_shard_weights` must know about this rank's `local_state_dict`."""
-        return local_state.local_metadata(self)
+        return fsdp_states.local_metadata(self)
 
     @staticmethod
     def consolidate_shard_weights(
@@ -271,7 +292,7 @@ class FullyShardedDataParallel(TorchFSDP):
         Raises:
             ValueError: not as many weights as metadata, or none.
         """
-        return local_state.consolidated(shard_weights, shard_metadata, with_module_buffers, strict)
+        return fsdp_states.consolidated(shard_weights, shard_metadata, with_module_buffers, strict)
 
 
 def _in_float32(value: Any) -> Any:
@@ -288,3 +309,13 @@ def _send_from_rank0(module: nn.Module, group: dist.ProcessGroup | None) -> None
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in done:
             dist.broadcast(tensor.detach(), group_src=0, group=group)
+
+
+def _own_parameters(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Those that are in no wrapper within the module."""
+    if isinstance(module, TorchFSDP):
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        yield path + name, parameter
+    for name, child in module.named_children():
+        yield from _own_parameters(child, f"{path}{name}.")

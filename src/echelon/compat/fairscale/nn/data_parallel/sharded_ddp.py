@@ -171,15 +171,6 @@ class ShardedDataParallel(nn.Module):
         self.refresh_trainable()
         return self
 
-    @property
-    def device_type(self) -> str:
-        """That of the parameters."""
-        return next(self.module.parameters()).device.type
-
-    @property
-    def is_multi_device_module(self) -> bool:
-        return len({p.device for p in self.module.parameters()}) > 1
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -1,8 +1,8 @@
 """What torch's FullyShardedDataParallel keeps to itself, and programs of FairScale's class ask for.
 
-torch has no public way to learn which elements of its parameters a rank holds without a collective, to forget whole parameters
-that are still in memory, or to set the divisors of gradients; and its class runs one forward for each backward. Tried with
-torch 2.13; `test_torchs_private_names` in tests/compat/test_fairscale_local.py notices when a name goes.
+torch has no public way to learn which elements of its parameters a rank holds without a collective, or to forget whole
+parameters that are still in memory; and its class runs one forward for each backward. Tried with torch 2.13;
+`test_torchs_private_names` in tests/compat/test_fairscale_local.py notices when a name goes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ __all__ = [
     "around_conversion",
     "claim",
     "claimed",
-    "divisors",
     "forget_whole",
     "forwards_may_precede_backwards",
     "is_summoned",
     "length",
     "pieces",
     "plain",
-    "set_divisors",
     "shared_names",
     "without_messages",
     "wrappers",
@@ -145,16 +143,6 @@ def without_messages(wrapper: TorchFSDP) -> None:
     """A stand-in for a group of one rank: gradients are whole already."""
     if wrapper.world_size == 1:
         vars(wrapper)["_comm_hook"] = lambda state, gradient: None
-
-
-def divisors(wrapper: TorchFSDP) -> tuple[float, float]:
-    """What gradients are divided by before ranks add them, and afterwards."""
-    return float(wrapper._gradient_predivide_factor), float(wrapper._gradient_postdivide_factor)
-
-
-def set_divisors(wrapper: TorchFSDP, before: float, after: float) -> None:
-    """Gradients are divided by the one before ranks add them, and by the other one afterwards."""
-    vars(wrapper).update(_gradient_predivide_factor=before, _gradient_postdivide_factor=after)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What transformers' TrainingArguments can say: what is understood, what has no effect, and what is refused, with the remedy."""
+"""What transformers has and compat has not: arguments, methods of a Trainer and of its accelerator, each with the remedy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+import transformers
+
+from echelon.common import errors
 from echelon.common.errors import UsageError
 
-__all__ = ["check"]
+__all__ = ["NotHereError", "Part", "check_arguments", "check_overrides", "not_of_accelerator"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ _WITHOUT_EFFECT = {
 }
 _SHARDED = 'strategy="fsdp", or an FSDPStrategy(...)'
 # Of those that are refused, what to write instead.
-_INSTEAD = {
+_ARGUMENTS = {
     "accelerator_config": "the batch sizes here are of each rank, and the seed decides the order; leave it out",
     "auto_find_batch_size": "give per_device_train_batch_size",
     "average_tokens_across_devices": "every label counts alike on all ranks; leave it out",
@@ -66,6 +69,29 @@ _INSTEAD = {
     "train_sampling_strategy": "'random' or 'sequential'; another order is a sampler's, in get_train_dataloader",
     "use_liger_kernel": "apply the kernels to the model before the Trainer, or echelon.nn.linear_cross_entropy",
 }
+_TRAINER = {
+    "training_step": "override compute_loss; what comes before and after an update is a callback's",
+    "prediction_step": "override compute_loss, and give preprocess_logits_for_metrics",
+    "evaluation_loop": "override evaluate, or give compute_metrics",
+    "get_batch_samples": "override weight(inputs), which says what a batch counts",
+    "hyperparameter_search": "a script that is started with other arguments, by `echelon submit` or `echelon run`",
+    "_save_checkpoint": "a callback's on_save",
+    "floating_point_ops": "metrics.jsonl of a run folder has mfu",
+    "is_in_train": "a callback's hooks",
+}
+_ACCELERATOR = {
+    "prepare": "the trainer prepares its model, optimizer and data",
+    "backward": "override compute_loss; the trainer does the rest",
+    "gather": "compute_metrics sees the predictions of all ranks",
+    "gather_for_metrics": "compute_metrics sees the predictions of all ranks",
+    "save_state": "TrainingArguments(save_strategy=...), or a callback that sets control.should_save",
+    "load_state": "train(resume_from_checkpoint=...)",
+    "get_state_dict": "trainer.save_model(folder), called on every rank",
+    "save_model": "trainer.save_model(folder), called on every rank",
+    "clip_grad_norm_": "TrainingArguments(max_grad_norm=...)",
+    "log": "trainer.log(...)",
+}
+_UNCHANGED = "`echelon run` starts the script unchanged, with transformers' own Trainer"
 _ALSO_FINE: Mapping[str, tuple[Any, ...]] = {
     "fsdp": ("", [], False),
     "fsdp_config": ({},),
@@ -75,7 +101,7 @@ _ALSO_FINE: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def check(args: Any) -> None:
+def check_arguments(args: Any) -> None:
     """
     Raises:
         UsageError: an argument was given that would mean something else here, or nothing.
@@ -91,7 +117,44 @@ def check(args: Any) -> None:
         if name in _WITHOUT_EFFECT:
             ineffective.append(name)
             continue
-        instead = _INSTEAD.get(name, "not known here; `echelon run` starts the script unchanged, with transformers' own Trainer")
+        instead = _ARGUMENTS.get(name, f"not known here; {_UNCHANGED}")
         raise UsageError(f"TrainingArguments({name}={value!r}) is not part of echelon.compat. Instead: {instead}.")
     if ineffective:
         logger.warning("TrainingArguments: %s has no effect here", ", ".join(sorted(ineffective)))
+
+
+class NotHereError(errors.NotHereError, AttributeError):
+    """An attribute of transformers' Trainer that this one does not have."""
+
+
+class Part:
+    """Of a Trainer. What is asked for and is not here says what to take instead."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _TRAINER or (hasattr(transformers.Trainer, name) and not name.startswith("__")):
+            raise NotHereError(f"Trainer.{name} is not part of echelon.compat. Instead: {_TRAINER.get(name, _UNCHANGED)}.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def not_of_accelerator(name: str) -> Exception:
+    """The error of a name that `trainer.accelerator` does not have."""
+    if name.startswith("__"):
+        return AttributeError(name)
+    instead = _ACCELERATOR.get(name, "trainer.unit(), and echelon.world.agree for what ranks tell one another")
+    return NotHereError(f"Trainer.accelerator.{name} is not part of echelon.compat. Instead: {instead}.")
+
+
+def check_overrides(kind: type, base: type) -> None:
+    """
+    Raises:
+        UsageError: a subclass overrides a method of transformers' Trainer that nothing here calls.
+    """
+    for each in kind.__mro__[: kind.__mro__.index(base)]:
+        for name in vars(each):
+            theirs: Any = getattr(transformers.Trainer, name, None)
+            if not callable(theirs) or name.startswith("__") or hasattr(base, name):
+                continue
+            raise UsageError(
+                f"{each.__name__} overrides {name}, which nothing in echelon.compat calls. Instead: "
+                f"{_TRAINER.get(name, _UNCHANGED)}."
+            )

@@ -1,26 +1,37 @@
-"""Wrap submodules one by one, by what a surrounding `enable_wrap` says; outside of it modules stay as they are."""
+"""`fairscale.nn.wrap`: submodules are wrapped one by one, as the `enable_wrap` around the calls says; outside they stay."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.common.errors import UsageError
 
 __all__ = [
+    "CollisionError",
     "ConfigAutoWrap",
     "NestedWrapError",
     "WrappedAlreadyError",
     "auto_wrap",
+    "auto_wrap_bn",
     "config_auto_wrap_policy",
     "default_auto_wrap_policy",
     "enable_wrap",
     "wrap",
 ]
 
+_OF_BATCH_NORMS = {
+    "mixed_precision": False,
+    "flatten_parameters": False,
+    "reshard_after_forward": False,
+    "bucket_cap_mb": 0,
+    "force_input_to_fp32": False,
+}
 # (module, recurse, unwrapped_params, module_is_root): whether to look inside, or whether to wrap.
 WrapPolicy = Callable[..., bool]
 
@@ -31,6 +42,10 @@ class NestedWrapError(UsageError, NotImplementedError):
 
 class WrappedAlreadyError(UsageError, AssertionError):
     """A module whose submodules are to be chosen has wrapped ones."""
+
+
+class CollisionError(UsageError, AssertionError):
+    """A batch norm is to be wrapped by another policy already."""
 
 
 class _DefaultPolicy:
@@ -148,3 +163,34 @@ def _wrapped(module: nn.Module, policy: WrapPolicy, is_root: bool, kwargs: dict[
     if policy(module=module, recurse=False, unwrapped_params=count - taken, module_is_root=is_root):
         return wrap(module, **kwargs), count
     return module, taken
+
+
+def auto_wrap_bn(
+    module: nn.Module,
+    single_rank_pg: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    fsdp_config: dict[str, Any] | None = None,
+    wrap_it: bool = True,
+    assert_on_collision: bool = True,
+) -> nn.Module:
+    """Wrap every batch norm by itself, in full precision.
+
+    Args:
+        single_rank_pg: FairScale's for Apex; refused.
+        fsdp_config: arguments for the wrappers; by default full precision, whole between forward and backward.
+        wrap_it: False only sets `wrapper_config`, for `auto_wrap` with `config_auto_wrap_policy`.
+        assert_on_collision: refuse a batch norm that has a `wrapper_config` already.
+    """
+    if single_rank_pg:
+        raise UsageError("auto_wrap_bn(single_rank_pg=True): leave batch norms out of the wrapping, or use nn.SyncBatchNorm.")
+    config = _OF_BATCH_NORMS | {"process_group": process_group} if fsdp_config is None else fsdp_config
+    for each in module.modules():
+        if isinstance(each, _BatchNorm):
+            if assert_on_collision and hasattr(each, "wrapper_config"):
+                raise CollisionError(
+                    "Module shouldn't already have a wrapper_config. Is it tagged already by another policy? Remove it, or "
+                    "auto_wrap_bn(assert_on_collision=False)."
+                )
+            each.wrapper_config = config  # type: ignore[assignment]
+    with enable_wrap(config_auto_wrap_policy) if wrap_it else nullcontext():
+        return auto_wrap(module)

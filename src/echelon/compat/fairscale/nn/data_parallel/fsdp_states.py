@@ -1,0 +1,241 @@
+"""States of a FullyShardedDataParallel: this rank's part of the parameters, many ranks' parts as one whole, and an optimizer's.
+
+Keys and forms are FairScale's. The elements that a rank holds are those that torch gives it, a range of each parameter, so parts
+are loaded on as many ranks as have saved them. An optimizer's state is whole as the undivided optimizer has it; not by torch's
+`full_optim_state_dict`: on CPUs torch 2.13 gives all tensors of a parameter's state the values of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+
+from echelon.common.errors import CheckpointMismatchError, LayoutError
+from echelon.compat.collect import collect
+from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import (
+    Piece,
+    forget_whole,
+    length,
+    pieces,
+    plain,
+    shared_names,
+    wrappers,
+)
+
+__all__ = ["consolidated", "gathered", "load_local_state", "local_metadata", "local_state", "sharded"]
+
+_FLAT = "flat_param_0"
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `load_state_dict` of a module returns."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def local_state(module: TorchFSDP, prefix: str = "") -> dict[str, torch.Tensor]:
+    """This rank's elements, by wrapper or by parameter, and the buffers."""
+    found: dict[str, torch.Tensor] = {}
+    for path, wrapper in _wrappers(module):
+        for key, held in _parts(wrapper).items():
+            own = torch.cat([piece.values for piece in held])
+            found[f"{prefix}{path}{key}"] = torch.cat([own, own.new_zeros(_padding(wrapper, held))])
+    # In mixed precision, buffers are low between forwards.
+    low = bool(getattr(module, "mixed_precision", False))
+    for name, buffer in _buffers(module):
+        found[prefix + name] = buffer.detach().float() if low and buffer.is_floating_point() else buffer.detach()
+    return found
+
+
+@torch.no_grad()
+def load_local_state(module: TorchFSDP, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
+    """Take what `local_state` of a rank of this number, of as many ranks, gave.
+
+    Raises:
+        RuntimeError: a tensor of another size; or, if `strict`, keys that are missing or unexpected.
+    """
+    now = local_state(module)
+    missing, unexpected = [k for k in now if k not in state], [k for k in state if k not in now]
+    sizes = {k: (state[k].numel(), value.numel()) for k, value in now.items() if k in state}
+    errors = [f"size mismatch for {k}: ({size},), not ({own},)" for k, (size, own) in sizes.items() if size != own]
+    if strict:
+        errors += [f"Missing key(s) in state_dict: {missing}"] * bool(missing)
+        errors += [f"Unexpected key(s) in state_dict: {unexpected}"] * bool(unexpected)
+    if errors:
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join(errors))
+    for path, wrapper in _wrappers(module):
+        for key, held in _parts(wrapper).items():
+            if (given := state.get(path + key)) is not None:
+                lengths = [piece.parameter.numel() for piece in held]
+                for piece, values in zip(held, given[: sum(lengths)].split(lengths), strict=True):  # what is left is padding
+                    piece.values.copy_(values)
+        forget_whole(wrapper)
+    for name, buffer in _buffers(module):
+        if name in state:
+            buffer.copy_(state[name])
+    return IncompatibleKeys(missing, unexpected)
+
+
+def local_metadata(module: TorchFSDP) -> dict[str, Any]:
+    """What `consolidated` must know about this rank's part."""
+    rows = []
+    for path, wrapper in _wrappers(module):
+        parameters = {
+            key: {
+                "names": [piece.name for piece in held],
+                "shapes": [piece.shape for piece in held],
+                "numels": [piece.shape.numel() for piece in held],
+                "padding": _padding(wrapper, held),
+            }
+            for key, held in _parts(wrapper).items()
+        }
+        rows.append(
+            {
+                "fsdp_path": path.removesuffix("."),
+                "params": parameters,
+                "no_broadcast_optim_state": bool(getattr(wrapper, "no_broadcast_optim_state", False)),
+                "shared_param_info": shared_names(wrapper),
+            }
+        )
+    return {"param_metadata": rows, "buffer_names": [name for name, _ in _buffers(module)]}
+
+
+def consolidated(
+    weights: list[dict[str, torch.Tensor]], metadata: list[dict[str, Any]], with_buffers: bool, strict: bool
+) -> dict[str, torch.Tensor]:
+    """The state dict of the unwrapped module, from every rank's `local_state` and `local_metadata`; no process group is needed.
+
+    Raises:
+        ValueError: not as many weights as metadata, or none.
+    """
+    if len(weights) != len(metadata) or not weights:
+        raise ValueError("Require metadata for each shard and non-empty shards")
+    whole: dict[str, torch.Tensor] = {}
+    for number, of_wrapper in enumerate(metadata[0]["param_metadata"]):
+        path = f"{of_wrapper['fsdp_path']}." if of_wrapper["fsdp_path"] else ""
+        alone = of_wrapper["no_broadcast_optim_state"]  # a group of one rank: its part is the whole
+        for key, parameters in of_wrapper["params"].items():
+            if path + key not in weights[0] and not strict:
+                continue
+            parts = []
+            for state, each in list(zip(weights, metadata, strict=True))[: 1 if alone else None]:
+                part = state[path + key].flatten()
+                parts.append(part[: part.numel() - each["param_metadata"][number]["params"][key]["padding"]])
+            tensors = torch.cat(parts).split(parameters["numels"])
+            for name, shape, tensor in zip(parameters["names"], parameters["shapes"], tensors, strict=True):
+                whole[path + name] = tensor.view(shape)
+        for source, target in of_wrapper["shared_param_info"]:
+            whole[path + target] = whole[path + source]
+    if with_buffers:
+        whole |= {name: weights[0][name] for name in metadata[0]["buffer_names"] if strict or name in weights[0]}
+    return whole
+
+
+def _wrappers(module: TorchFSDP) -> Iterator[tuple[str, TorchFSDP]]:
+    """(path with a point at its end, wrapper) of this one and those in it."""
+    for name, each in module.named_modules():
+        if isinstance(each, TorchFSDP):
+            yield f"{plain(name)}." if plain(name) else "", each
+
+
+def _parts(wrapper: TorchFSDP) -> dict[str, list[Piece]]:
+    """By key of the state dict: all of a wrapper's in one, or each by itself."""
+    held = pieces(wrapper)
+    if getattr(wrapper, "flatten_parameters", True):
+        return {_FLAT: held} if held else {}
+    return {piece.name: [piece] for piece in held}
+
+
+def _padding(wrapper: TorchFSDP, held: list[Piece]) -> int:
+    """Ranks' parts of a flattened wrapper are of one size."""
+    if not getattr(wrapper, "flatten_parameters", True):
+        return 0
+    return length(wrapper) - sum(piece.parameter.numel() for piece in held)
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, each in module.named_modules():
+        for name, buffer in each.named_buffers(recurse=False):
+            if name not in each._non_persistent_buffers_set:
+                yield plain(f"{path}.{name}" if path else name), buffer
+
+
+def gathered(module: TorchFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """The whole state in host memory on the group's rank 0, by the parameters' numbers; None elsewhere. Collective.
+
+    Of a wrapper in a group of one rank it is that of rank 0: "uncollected_local_ids" has the number of the wrapper.
+    """
+    group = _one_group(module)
+    alone = {i for i, each in enumerate(wrappers(module)) if _is_alone(each, module)}
+    held: dict[torch.Tensor, Piece] = {piece.parameter: piece for each in wrappers(module) for piece in pieces(each)}
+    owner: dict[torch.Tensor, int] = {p.parameter: i for i, each in enumerate(wrappers(module)) for p in pieces(each)}
+    parameters = [p for each in optimizer.param_groups for p in each["params"]]
+    numbers: dict[torch.Tensor, int] = {p: i for i, p in enumerate(parameters)}
+    state = {p: each for p, each in optimizer.state.items() if p in held}
+    everyones = collect({numbers[p]: {k: _piece(p, v) for k, v in each.items()} for p, each in state.items()}, 0, group)
+    if everyones is None:
+        return None
+    whole: dict[int, dict[str, Any]] = {}
+    for parameter, number in numbers.items():
+        those = everyones[:1] if owner.get(parameter) in alone else everyones
+        if parts := [each[number] for each in those if each.get(number)]:
+            shape = held[parameter].shape
+            whole[number] = {key: _joined([part[key] for part in parts if key in part], shape) for key in parts[0]}
+    groups = [{**each, "params": [numbers[p] for p in each["params"]]} for each in optimizer.param_groups]
+    local = {number: owner.get(p) if number in whole else None for p, number in numbers.items()}
+    return {"state": whole, "param_groups": groups, "param_id_map": local, "uncollected_local_ids": sorted(alone)}
+
+
+def sharded(module: TorchFSDP, full: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of a whole state, as an optimizer over the module's parameters loads it."""
+    _one_group(module)
+    held = {p.parameter: p for each in wrappers(module) for p in pieces(each)}
+    order = [held[p] for p in module.parameters() if p in held]
+    numbers = [number for group in full["param_groups"] for number in group["params"]]
+    if len(numbers) != len(order):
+        raise CheckpointMismatchError(f"the optimizer's state has {len(numbers)} parameters, this module {len(order)}.")
+    state = {}
+    for number, piece in zip(numbers, order, strict=True):
+        given = full["state"].get(number)
+        if given and piece.parameter.numel():
+            state[number] = {key: _cut(value, piece) for key, value in given.items()}
+    return {"state": state, "param_groups": [dict(group) for group in full["param_groups"]]}
+
+
+def _is_alone(wrapper: TorchFSDP, around: TorchFSDP) -> bool:
+    """Whether every rank has another state of it, as of an expert: the first rank's stands for all."""
+    return wrapper.world_size == 1 < around.world_size
+
+
+def _one_group(module: TorchFSDP) -> dist.ProcessGroup | None:
+    groups = {id(m.process_group): m.process_group for m in wrappers(module) if not _is_alone(m, module)}
+    if len(groups) > 1:
+        raise LayoutError("an optimizer's state over several process groups: save it with echelon.DistributedCheckpointSaver.")
+    return next(iter(groups.values()))
+
+
+def _piece(parameter: torch.Tensor, value: Any) -> Any:
+    """What there is for each element, apart from what there is once: a list of one tensor."""
+    per_element = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
+    return [value.flatten()] if per_element else value
+
+
+def _joined(parts: list[Any], shape: torch.Size) -> Any:
+    if isinstance(parts[0], list):
+        return torch.cat([part[0] for part in parts]).view(shape)
+    return parts[0]
+
+
+def _cut(value: Any, piece: Piece) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != piece.shape or not value.dim():
+        return value.clone()
+    part = value.flatten()[piece.start : piece.start + piece.parameter.numel()]
+    return part.clone().view(piece.parameter.shape)  # which is whole where one rank has all
