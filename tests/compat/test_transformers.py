@@ -760,7 +760,14 @@ def test_what_arguments_cannot_mean_is_said(tmp_path: Path, given: dict[str, Any
 
 
 def test_arguments_have_older_names_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    older = {"evaluation_strategy": "epoch", "no_cuda": True, "warmup_ratio": 0.5, "warmup_steps": 0, "logging_dir": "x"}
+    older = {
+        "evaluation_strategy": "epoch",
+        "no_cuda": True,
+        "warmup_ratio": 0.5,
+        "warmup_steps": 0,
+        "logging_dir": "x",
+        "report_to": None,
+    }
     args = _arguments(tmp_path, **older)
     assert args.eval_strategy == "epoch" and args.use_cpu and args.get_warmup_steps(6) == 3
     assert "logging_dir has no effect" in caplog.text

@@ -16,10 +16,8 @@ from transformers import trainer_utils
 from echelon.compat.collect import collect
 from echelon.compat.trainer.rank import shared
 from echelon.compat.transformers.absent import Part
-from echelon.loop.callback import Callback
 from echelon.loop.loss import rows
 from echelon.loop.run import evaluate
-from echelon.loop.state import State
 
 __all__ = ["Evaluating"]
 
@@ -81,18 +79,6 @@ def logits_of(outputs: Any, ignored: list[str], *, with_loss: bool) -> Any:
     return found[0] if len(found) == 1 else found
 
 
-class Watch(Callback):
-    """Tells transformers' callbacks of each step of an evaluation."""
-
-    may_stop = False
-
-    def __init__(self, told: Any) -> None:
-        self._told = told
-
-    def on_eval_step_end(self, state: State, unit: Any) -> None:
-        self._told()
-
-
 class Evaluating(Part):
     """Evaluations and predictions of a Trainer."""
 
@@ -137,7 +123,7 @@ class Evaluating(Part):
         self._outputs = outputs = Outputs(keeps=keeps)
         unit.eval_loss = math.nan
         try:
-            evaluate(unit, loader, callbacks=[Watch(self._predicted_a_step)])
+            evaluate(unit, loader)
         finally:
             self._outputs = None
         rank, _ = unit.data_rank_and_size or (self.args.process_index, 1)
@@ -156,6 +142,7 @@ class Evaluating(Part):
         """The unit's, after each batch of an evaluation that is no padding."""
         if self._outputs is None:
             return
+        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         labels = self.labels_of(batch)
         logits = self.prediction_of(batch, outputs, labels) if self._outputs.keeps else None
         if self.preprocess_logits_for_metrics is not None and logits is not None:
@@ -164,6 +151,3 @@ class Evaluating(Part):
 
     def prediction_of(self, batch: Any, outputs: Any, labels: Any) -> Any:
         return logits_of(outputs, self._ignored, with_loss=labels is not None)
-
-    def _predicted_a_step(self) -> None:
-        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -12,25 +12,20 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 __all__ = ["GradScaler", "ShardedGradScaler"]
 
 
+# Of torch.amp.GradScaler, in FairScale's order.
+_ORDER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled", "process_group")
+
+
 class GradScaler(TorchGradScaler):  # type: ignore[misc, unused-ignore]
     """torch's scaler with FairScale's arguments; half-precision gradients, which torch's refuses, are unscaled as well.
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.amp.GradScaler, in its order.
+        args, options: init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.amp.GradScaler.
         device: where the loss is; by default a GPU if there is one.
     """
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        device: str | None = None,
-    ) -> None:
-        super().__init__(_device(device), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    def __init__(self, *args: Any, device: str | None = None, **options: Any) -> None:
+        super().__init__(_device(device), **dict(zip(_ORDER[: len(args)], args, strict=True)), **options)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
         """torch (2.13) has no public way to allow it."""
@@ -41,31 +36,12 @@ class ShardedGradScaler(TorchShardedGradScaler):  # type: ignore[misc, unused-ig
     """torch's scaler of this name, with FairScale's order of arguments: an inf or nan on one rank makes all ranks skip.
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.amp.GradScaler, in its order.
-        process_group: the ranks that hold parts of one model; by default all.
+        args, options: as of GradScaler; and process_group, the ranks that hold parts of one model, by default all.
         device: where the loss is; by default a GPU if there is one.
     """
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        *,
-        device: str | None = None,
-    ) -> None:
-        super().__init__(
-            _device(device),
-            init_scale=init_scale,
-            backoff_factor=backoff_factor,
-            growth_factor=growth_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-            process_group=process_group,
-        )
+    def __init__(self, *args: Any, device: str | None = None, **options: Any) -> None:
+        super().__init__(_device(device), **dict(zip(_ORDER[: len(args)], args, strict=True)), **options)
         self._unscaled: set[torch.optim.Optimizer] = set()
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
