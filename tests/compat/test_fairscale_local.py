@@ -17,7 +17,7 @@ from echelon.common.errors import LayoutError, NotHereError
 from echelon.compat.fairscale.nn import FullyShardedDataParallel
 from tests.compat.fairscale import loss
 from tests.conftest import Ranks
-from tests.kit.models import batch, largest_difference, net
+from tests.kit.models import batch, largest_difference
 from tests.kit.refusals import refused
 
 pytestmark = pytest.mark.standing_ranks
@@ -232,26 +232,6 @@ def test_optimizer_states_of_models_with_unused_parameters(ranks: Ranks) -> None
     (numbers, owners, mean), (_, _, other) = first
     assert numbers == [0, 1, 4, 5] and owners == {0: 1, 1: 1, 2: None, 3: None, 4: 0, 5: 0}
     assert mean.shape == (4, 4) and torch.allclose(mean, other)
-
-
-def _groups() -> list[str]:
-    """An expert with a group of its own, as each rank's."""
-    group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    module: Any = net(dtype=torch.float32)
-    module.last = FullyShardedDataParallel(module.last, process_group=group, process_group_reduce_scatter=group)
-    model = FullyShardedDataParallel(module, process_group_reduce_scatter=dist.new_group([0, 1]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss(model, batch(4, dist.get_rank(), torch.float32)).backward()
-    optimizer.step()
-    with pytest.raises(NotImplementedError, match="all params share one process group"):
-        model.clip_grad_norm_(1.0)
-    fp16 = FullyShardedDataParallel(nn.Linear(2, 2), force_input_to_fp32=True)
-    assert fp16(torch.ones(1, 2, dtype=torch.float16)).dtype is torch.float32
-    return list(model.state_dict())
-
-
-def test_experts_with_groups_of_their_own(ranks: Ranks) -> None:
-    assert ranks(2, _groups) == [list(net().state_dict())] * 2
 
 
 def _left_out() -> None:

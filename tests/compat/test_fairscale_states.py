@@ -87,7 +87,7 @@ def _experts() -> tuple[Any, ...]:
     def made() -> tuple[Any, torch.optim.Optimizer]:
         module: Any = net(dtype=torch.float32)
         torch.manual_seed(dist.get_rank())
-        module.last = FullyShardedDataParallel(nn.Linear(8, 1), process_group=group)
+        module.last = FullyShardedDataParallel(nn.Linear(8, 1), process_group=group, process_group_reduce_scatter=group)
         model = FullyShardedDataParallel(module)
         return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
@@ -106,6 +106,7 @@ def _experts() -> tuple[Any, ...]:
     shared = optimizer.state[model.first.weight], loaded.state[other.first.weight]
     with pytest.raises(NotImplementedError, match="all params share one process group"):
         model.clip_grad_norm_(1.0)
+    assert list(model.state_dict()) == list(net().state_dict())
     number = [name for name, _ in net().named_parameters()].index("last.weight")
     whole = None if full is None else full["state"][number]["exp_avg"]
     same = not shared[0] or torch.equal(shared[0]["exp_avg"], shared[1]["exp_avg"])
@@ -129,6 +130,8 @@ def _converted() -> list[Any]:
     low(_rows())
     low.half()
     low.float()
+    fp16 = FullyShardedDataParallel(nn.Linear(2, 2), force_input_to_fp32=True)
+    assert fp16(torch.ones(1, 2, dtype=torch.float16)).dtype is torch.float32
     seen.append((low.compute_dtype, low(_rows()).dtype))
     return seen
 

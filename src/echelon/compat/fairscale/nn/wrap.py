@@ -57,7 +57,6 @@ class _DefaultPolicy:
         min_num_params: from how many on.
         force_leaf_modules: classes whose submodules are never wrapped.
         exclude_wrap_modules: classes that are never wrapped themselves.
-        skip_params_check_for_root: wrap the root whatever its size.
     """
 
     EXCLUDE_WRAP_MODULES: ClassVar[set[type[nn.Module]]] = {nn.ModuleList, nn.ModuleDict}
@@ -73,14 +72,13 @@ class _DefaultPolicy:
         min_num_params: int = int(1e8),
         force_leaf_modules: set[type[nn.Module]] | None = None,
         exclude_wrap_modules: set[type[nn.Module]] | None = None,
-        skip_params_check_for_root: bool = False,
     ) -> bool:
         is_large = unwrapped_params >= min_num_params
         if recurse:
             leaves = self.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
             return is_large and not isinstance(module, tuple(leaves))
         never = self.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-        return (is_large or (module_is_root and skip_params_check_for_root)) and not isinstance(module, tuple(never))
+        return is_large and not isinstance(module, tuple(never))
 
 
 default_auto_wrap_policy = _DefaultPolicy()
