@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,99 +13,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, NotHereError, UsageError
-from echelon.contracts.run_dir import RunDir
-from echelon.data.loader import Loader
-from echelon.data.options import LoaderOptions
-from echelon.data.prefetch import Feed
+from echelon.common.errors import NotHereError, UsageError
 from echelon.parallel.fsdp.fsdp import FSDPStrategy
-from echelon.world import rng
 from tests.compat.reference import in_order, plain, run_programs
+from tests.compat.small_trainer import (
+    CLIP,
+    DECAY,
+    EPOCHS,
+    RATE,
+    WARMUP,
+    global_batches,
+    losses_of,
+    program,
+    trained_plainly,
+    trainer_of,
+    training_arguments,
+    values_of,
+)
 from tests.conftest import server_with
 from tests.kit.models import largest_difference
 from tests.kit.refusals import refused
 
-program: Any = pytest.importorskip("tests.compat.programs.transformers_trainer", reason="pip install transformers")
-pytest.importorskip("accelerate", reason="pip install 'echelon[accelerate]'")
-
 pytestmark = [pytest.mark.standing_ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 HERE = Path(__file__).parent / "programs"
-EPOCHS, GLOBAL_BATCH, RATE, DECAY, WARMUP, CLIP = 2, 8, 1e-2, 0.1, 2, 0.5
-
-
-def _arguments(folder: Any, *, ranks: int = 1, **more: Any) -> Any:
-    from echelon.compat.transformers import TrainingArguments
-
-    given: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": GLOBAL_BATCH // ranks // 2,
-        "per_device_eval_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": EPOCHS,
-        "learning_rate": RATE,
-        "weight_decay": DECAY,
-        "adam_epsilon": 1e-3,  # so that Adam does not blow a rounding up to a step
-        "max_grad_norm": CLIP,
-        "warmup_steps": WARMUP,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return TrainingArguments(**{**given, **more})
-
-
-def _batches(epoch: int, data: Any = None, *, seed: int = 42, size: int = GLOBAL_BATCH) -> list[Any]:
-    """The global batches of an epoch, whole."""
-    data = data if data is not None else program.Rows(program.ROWS, 1)
-    loader = Loader(data, size, seed=seed, options=LoaderOptions(dp=(0, 1)))
-    loader.set_epoch(epoch)
-    return [{k: v for k, v in batch.items() if k != "number"} for batch in loader]
-
-
-def _plain() -> tuple[dict[str, torch.Tensor], list[float], float]:
-    """(parameters, losses of the updates, loss on the other rows) of a loop that imports nothing of echelon's but its order."""
-    module: Any = program.build_model()
-    decays = [p for n, p in module.named_parameters() if "norm" not in n]
-    others = [p for n, p in module.named_parameters() if "norm" in n]
-    groups = [{"params": decays, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, eps=1e-3)
-    losses = []
-    for epoch in range(EPOCHS):
-        for batch in _batches(epoch):
-            done = len(losses)
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * (done / WARMUP if done < WARMUP else (6 - done) / (6 - WARMUP))
-            optimizer.zero_grad()
-            loss = module(**batch).loss  # the mean over all labels of the global batch
-            loss.backward()
-            nn.utils.clip_grad_norm_(module.parameters(), CLIP)
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    held_out = [program.Rows(7, 2)[at] for at in range(7)]
-    whole = {name: torch.stack([row[name] for row in held_out]) for name in ("input_ids", "attention_mask", "labels")}
-    module.eval()
-    with torch.no_grad():
-        loss = float(module(**whole).loss)
-    return {n: p.detach().clone() for n, p in module.named_parameters()}, losses, loss
-
-
-def _values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in model.named_parameters()}
-
-
-def _losses(trainer: Any) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-def _trainer(folder: Any, *, kind: Any = None, model: Any = None, args: dict[str, Any] | None = None, **more: Any) -> Any:
-    from echelon.compat.transformers import Trainer
-
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    given: dict[str, Any] = {"train_dataset": program.Rows(program.ROWS, 1), "eval_dataset": program.Rows(7, 2), **more}
-    model = model if model is not None else program.build_model()
-    return (kind or Trainer)(model, _arguments(folder, ranks=ranks, **(args or {})), **given)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,18 +51,20 @@ def ranks_have_loaded_transformers() -> None:
 def _train_with(folder: str, strategies: list[str | None]) -> list[Any]:
     found = []
     for strategy in strategies:
-        trainer = _trainer(folder, args={"strategy": strategy}, compute_metrics=program.accuracy)
+        trainer = trainer_of(folder, args={"strategy": strategy}, compute_metrics=program.accuracy)
         done = trainer.train()
         metrics = trainer.evaluate()
         predictions = trainer.predict(program.Rows(5, 3))
         rows = [torch.from_numpy(predictions.predictions), torch.from_numpy(predictions.label_ids)]
         rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
-        found.append((_values(trainer.model), (_losses(trainer), rates), done.training_loss, metrics, rows, predictions.metrics))
+        found.append(
+            (values_of(trainer.model), (losses_of(trainer), rates), done.training_loss, metrics, rows, predictions.metrics)
+        )
     return found
 
 
 def _check_numbers(found: list[Any]) -> None:
-    want, losses, loss = _plain()
+    want, losses, loss = trained_plainly()
     module: Any = program.build_model()
     module.load_state_dict(want, strict=False)
     last = program.Rows(5, 3)
@@ -160,368 +91,6 @@ def test_one_process_trains_as_plain_pytorch(tmp_path: Path) -> None:
 def test_two_ranks_train_as_plain_pytorch_under_every_strategy(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(2, _train_with, str(tmp_path), [None, "fsdp", "zero1"]):
         _check_numbers(found)
-
-
-# --- going on
-
-
-def _resume(folder: str, strategies: list[tuple[str | None, str | None]]) -> list[Any]:
-    """Six updates at once; four, and then the rest, perhaps under another strategy."""
-    from transformers import EarlyStoppingCallback
-
-    saves = {
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "metric_for_best_model": "loss",
-        "load_best_model_at_end": True,
-        "lr_scheduler_type": "constant",
-    }
-    found = []
-    for first, then in strategies:
-        runs = []
-        for name, strategy, stops_at in (("whole", first, 6), ("parts", first, 4), ("parts", then, 6)):
-            given = {**saves, "strategy": strategy, "max_steps": stops_at}
-            patience = EarlyStoppingCallback(9)
-            trainer = _trainer(f"{folder}/{first}-{then}-{name}", args=given, callbacks=[patience])
-            trainer.train(resume_from_checkpoint=True if (name, stops_at) == ("parts", 6) else None)
-            history = [row for row in trainer.state.log_history if "train_loss" not in row]
-            rows = [{k: v for k, v in row.items() if "per_second" not in k and "runtime" not in k} for row in history]
-            best = Path(trainer.state.best_model_checkpoint).name, patience.early_stopping_patience_counter
-            runs.append((_values(trainer.model), rows, trainer.state.best_metric, best))
-        found.append(runs)
-    return found
-
-
-def _check_resumed(found: list[Any], *, exactly: bool = True) -> None:
-    for (values, rows, best, path), _, (resumed, rows_again, best_again, path_again) in found:
-        if exactly:
-            assert all(torch.equal(values[name], resumed[name]) for name in values)
-            assert rows == rows_again and best == best_again
-        assert largest_difference(values, resumed) < 1e-6 and path == path_again
-
-
-@pytest.mark.full
-def test_a_resumed_run_is_the_whole_run_to_the_bit(ranks: Any, tmp_path: Path) -> None:
-    _check_resumed(_resume(str(tmp_path / "one"), [(None, None)]))
-    saved = sorted(path.name for path in (tmp_path / "one/None-None-whole").iterdir())
-    assert saved == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    for found in ranks(2, _resume, str(tmp_path / "two"), [(None, None), ("fsdp", "fsdp"), ("fsdp", "zero1")]):
-        _check_resumed(found[:2])
-        _check_resumed(found[2:], exactly=False)
-
-
-def _with_loader_of_its_own(folder: str) -> list[Any]:
-    """The whole run, and one that goes on in the middle of its second epoch."""
-    from torch.utils.data import DataLoader, WeightedRandomSampler
-
-    from echelon.compat.transformers import Trainer
-
-    class Weighted(Trainer):
-        def get_train_dataloader(self) -> Any:
-            sampler = WeightedRandomSampler([1.0 + at for at in range(24)], 24)  # which draws from torch's own generator
-            return DataLoader(program.Rows(24, 1), batch_size=4, sampler=sampler, collate_fn=self.data_collator)
-
-    saves = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1, "num_train_epochs": 2}
-    found = []
-    for args in ({**saves}, {**saves, "save_strategy": "no"}):
-        trainer = _trainer(folder, kind=Weighted, args=args)
-        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-8" if found else None)
-        found.append((_values(trainer.model), _losses(trainer), trainer.state.global_step))
-    return found
-
-
-@pytest.mark.full
-def test_a_run_with_a_dataloader_of_the_users_goes_on_where_it_stood(tmp_path: Path) -> None:
-    """It began the epoch again, and went past the updates that its schedule knows."""
-    (values, losses, _), (resumed, losses_again, updates) = _with_loader_of_its_own(str(tmp_path))
-    assert updates == 12 and losses_again == losses
-    assert all(torch.equal(values[name], resumed[name]) for name in values)
-
-
-def test_a_dataloader_that_is_saved_before_it_is_read_stands_where_it_was_restored() -> None:
-    """Saved again before its first batch, as by a run that is asked to stop at once, it stood at the epoch's beginning."""
-    from echelon.data.replayed import Replayed
-
-    def loader() -> Any:
-        return Replayed(torch.utils.data.DataLoader(range(12), batch_size=2, shuffle=True))
-
-    first, second, third = loader(), loader(), loader()
-    batches = iter(first)
-    for _ in range(2):
-        next(batches)
-    second.load_state_dict(first.state_dict())
-    third.load_state_dict(second.state_dict())
-    assert [each.tolist() for each in third] == [each.tolist() for each in batches]
-    assert len(list(third)) == 6
-
-
-@pytest.mark.parametrize(
-    ("state", "error", "says"),
-    [
-        ({"given": 1, "begun": {"torch": 1}}, CheckpointCorruptError, "is not valid"),
-        ({"given": -1}, CheckpointCorruptError, "given must be .* at least 0, got -1"),
-        ({"position": 4, "begun": {}}, CheckpointMismatchError, "another kind of loader"),
-    ],
-)
-def test_a_state_that_no_dataloader_of_the_users_gave_is_refused(state: dict[str, Any], error: Any, says: str) -> None:
-    """It was found out when the first batch was read, by one rank alone."""
-    from echelon.data.replayed import Replayed
-
-    loader = Replayed(torch.utils.data.DataLoader(range(12), batch_size=2))
-    drawn = torch.get_rng_state()
-    with pytest.raises(error, match=says):
-        loader.load_state_dict({"begun": {**rng.states(), "generator": None}, **state} if "given" in state else state)
-    assert torch.equal(torch.get_rng_state(), drawn) and len(list(loader)) == 6
-
-
-class Streamed(torch.utils.data.IterableDataset[Any]):
-    """Its length is a guess: each worker's last batch may be a short one."""
-
-    def __len__(self) -> int:
-        return program.ROWS
-
-    def __iter__(self) -> Any:
-        worker = torch.utils.data.get_worker_info()
-        rows = program.Rows(program.ROWS, 1)
-        return iter([rows[at] for at in range(worker.id if worker else 0, program.ROWS, worker.num_workers if worker else 1)])
-
-
-@pytest.mark.full
-def test_all_batches_of_a_dataloader_are_trained_on_whatever_its_length_says(tmp_path: Path) -> None:
-    """Those beyond its length were left out, and a sampler that draws at its end did not."""
-    from echelon.compat.transformers import Trainer
-    from echelon.data.replayed import Replayed
-
-    class Reads(Trainer):
-        def get_train_dataloader(self) -> Any:
-            loader = torch.utils.data.DataLoader(Streamed(), batch_size=8, num_workers=2, collate_fn=self.data_collator)
-            assert sum(1 for _ in loader) > len(loader)
-            return loader
-
-    trainer = _trainer(tmp_path, kind=Reads, args={"gradient_accumulation_steps": 1, "num_train_epochs": 1})
-    assert trainer.train().global_step == sum(1 for _ in trainer.get_train_dataloader())
-
-    def order(wraps: Any) -> list[Any]:
-        sampler = torch.utils.data.RandomSampler(range(6), num_samples=9, generator=torch.Generator().manual_seed(3))
-        loader = wraps(torch.utils.data.DataLoader(range(6), batch_size=2, sampler=sampler))
-        return [[step.batch.tolist() for step in Feed(loader)] for _ in range(3)]
-
-    assert order(Replayed) == order(lambda loader: loader)
-
-
-@pytest.mark.full
-def test_a_run_goes_on_with_fewer_micro_batches_in_its_folder(tmp_path: Path) -> None:
-    """Its updates have the same numbers; a folder of another name was looked for, and was not there."""
-    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "lr_scheduler_type": "constant"}
-    runs = [(tmp_path / "one", 2, 4)] + [(tmp_path / "two", *each) for each in ((2, 2), (1, 3), (2, 4))]
-    for folder, accumulation, updates in runs:
-        parts = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": GLOBAL_BATCH // accumulation}
-        trainer = _trainer(folder, args={**saves, **parts, "max_steps": updates})
-        trainer.train(resume_from_checkpoint=folder.exists() or None)
-        assert sorted(path.name for path in folder.iterdir()) == [f"checkpoint-{at}" for at in (updates - 1, updates)]
-        if folder == tmp_path / "one":
-            want = _values(trainer.model)
-    assert largest_difference(_values(trainer.model), want) < 1e-6
-
-
-@pytest.mark.full
-def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saves = {"save_strategy": "epoch", "save_total_limit": 1}
-    trainer = _trainer(tmp_path, args=saves)
-    with refused(UsageError):
-        trainer.train(resume_from_checkpoint=True)
-    trainer = _trainer(tmp_path, args=saves)
-    trainer.train()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
-    with refused(CheckpointError):
-        _trainer(tmp_path, args=saves).train()
-    again = _trainer(tmp_path, args={**saves, "overwrite_output_dir": True})
-    again.train()
-    assert largest_difference(_values(again.model), _values(trainer.model)) == 0
-    done = _trainer(tmp_path, args=saves)
-    done.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert largest_difference(_values(done.model), _values(trainer.model)) == 0 and done.state.epoch == 2.0
-    monkeypatch.setenv("ECHELON_RESTART", "1")  # as `echelon run --restart` sets it
-    anew = _trainer(tmp_path, args=saves)
-    anew.train(resume_from_checkpoint=True)
-    assert len(_losses(anew)) == 6 and largest_difference(_values(anew.model), _values(trainer.model)) == 0
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs/trainer_state.json").write_text("{}")
-    with refused(UsageError):
-        _trainer(tmp_path, args=saves).train(resume_from_checkpoint=str(tmp_path / "theirs"))
-
-
-def _best(folder: str) -> Any:
-    """The rate is far too high: it gets worse, and stops."""
-    from transformers import EarlyStoppingCallback
-
-    more = {
-        "learning_rate": 3.0,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": 0,
-        "num_train_epochs": 9,
-        "save_total_limit": 1,
-        "load_best_model_at_end": True,
-        "eval_strategy": "steps",
-        "save_strategy": "steps",
-        "eval_steps": 1,
-        "save_steps": 1,
-        "eval_on_start": True,
-    }
-    losses = iter([1.0, 0.5, 0.7, 0.8, 0.9, 1.0])
-    trainer = _trainer(
-        folder,
-        args={**more, "metric_for_best_model": "made_up"},
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
-        compute_metrics=lambda prediction: {"made_up": next(losses)},
-    )
-    trainer.args.greater_is_better = False
-    seen = []
-
-    class Keeps(type(trainer.callback_handler.callbacks[0])):  # type: ignore[misc]
-        def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            seen.append(_values(model))
-
-    trainer.add_callback(Keeps)
-    trainer.train()
-    kept = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith("checkpoint"))
-    return kept, trainer.state.global_step, trainer.state.best_metric, largest_difference(_values(trainer.model), seen[0])
-
-
-@pytest.mark.full
-def test_the_best_is_loaded_at_the_end_and_a_run_stops_early(ranks: Any, tmp_path: Path) -> None:
-    # The first of the made-up numbers is that of the evaluation before training, which counts for nothing.
-    want = ["checkpoint-1", "checkpoint-3"], 3, 0.5, 0.0
-    assert _best(str(tmp_path / "one")) == want
-    assert ranks(2, _best, str(tmp_path / "two")) == [want, want]
-
-
-def _asked_on_one_rank_and_started_again(folder: str) -> Any:
-    """A callback of rank 0 alone asks for a save; then the launcher starts the job again, and the script says nothing of it."""
-    from transformers import TrainerCallback
-
-    class Asks(TrainerCallback):  # type: ignore[misc]
-        stops = True
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_save = control.should_save or (state.is_world_process_zero and state.global_step == 3)
-            if state.global_step == 4 and args.process_index == 1 and self.stops:
-                control.should_training_stop = True
-
-    found = []
-    for Asks.stops in (True, False):
-        trainer = _trainer(folder, args={"save_strategy": "steps", "save_steps": 100}, callbacks=[Asks])
-        began = len(trainer.state.log_history)
-        trainer.train()
-        found.append(
-            (began, trainer.state.global_step, len(_losses(trainer)), sorted(path.name for path in Path(folder).iterdir()))
-        )
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    return found, _values(trainer.model)
-
-
-@pytest.mark.full
-def test_ranks_do_what_one_of_them_asks_and_a_job_that_is_started_again_goes_on(ranks: Any, tmp_path: Path) -> None:
-    for found, values in ranks(2, _asked_on_one_rank_and_started_again, str(tmp_path)):
-        assert found == [(0, 4, 4, ["checkpoint-3"]), (0, 6, 6, ["checkpoint-3", "checkpoint-6"])]
-        assert largest_difference(values, _plain()[0]) < 1e-5
-
-
-def _interrupted(folder: str, signal_at: int | None, **args: Any) -> Any:
-    """A script that says `train()`, whoever started it; exit codes are returned."""
-    from transformers import TrainerCallback
-
-    class Signals(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == signal_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    given = {"save_strategy": "steps", "save_steps": 100, "per_device_train_batch_size": 2, **args}
-    trainer = _trainer(folder, args=given, callbacks=[Signals])
-    try:
-        done = trainer.train()
-    except SystemExit as error:
-        return error.code
-    return done.global_step, len(_losses(trainer)), _values(trainer.model)
-
-
-@pytest.mark.full
-@pytest.mark.fresh_ranks
-def test_a_stopped_run_goes_on_with_the_same_command_also_on_fewer_ranks(ranks: Any, tmp_path: Path) -> None:
-    """Four samples a rank and update: one rank keeps the global batch of the two that were there, however often it starts."""
-    wanted = _plain()[0]
-    for number, sizes in enumerate(((2, 2), (2, 1, 1), (2, 1, 2))):
-        folder = str(tmp_path / str(number))
-        for size, stops_at in zip(sizes[:-1], (2, 4), strict=False):
-            assert set(ranks(size, _interrupted, folder, stops_at)) == {75}
-        for updates, losses, values in ranks(sizes[-1], _interrupted, folder, None):
-            assert (updates, losses) == (6, 6) and largest_difference(values, wanted) < 1e-5
-
-
-@pytest.mark.full
-@pytest.mark.fresh_ranks
-def test_another_batch_of_the_script_counts_when_a_run_goes_on(ranks: Any, tmp_path: Path) -> None:
-    """Four updates of 8 samples, in an epoch of 22; then batches of 4."""
-    assert ranks(1, _interrupted, str(tmp_path), 4, per_device_train_batch_size=4) == [75]
-    ((updates, *_),) = ranks(1, _interrupted, str(tmp_path), None, per_device_train_batch_size=2)
-    assert updates == 4 + 4
-
-
-def _complete_or_another(folder: str) -> list[Any]:
-    found = [_interrupted(f"{folder}/one", None, max_steps=2)[:2]]
-    with refused(CheckpointError):
-        _interrupted(f"{folder}/one", None, max_steps=2)
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.fresh_ranks
-def test_a_complete_run_is_not_gone_on_with_by_itself(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(1, _complete_or_another, str(tmp_path)) == [[(2, 2)]]
-    other = str(tmp_path / "other")
-    assert ranks(1, _interrupted, other, 2) == [75]
-    again = ranks(1, _interrupted, other, None, max_steps=4, overwrite_output_dir=True)
-    assert again[0][:2] == (4, 4)  # from its beginning
-
-
-@pytest.mark.full
-def test_a_run_that_was_killed_goes_on_with_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(Exception):
-        pass
-
-    def killed(*given: Any) -> None:
-        raise Killed
-
-    for name, words in (("first", ["t.py", "--lr", "1"]), ("second", ["t.py", "--lr", "1"]), ("third", ["t.py", "--lr", "2"])):
-        run = RunDir.create(tmp_path / "runs", name)
-        run.run_json.write_text(json.dumps({"command": words}))
-        for key, value in run.to_env().items():
-            monkeypatch.setenv(key, value)
-        trainer = _trainer(tmp_path / "out", args={"save_strategy": "steps", "save_steps": 2})
-        if name == "first":
-            monkeypatch.setattr(trainer.callback_handler, "on_epoch_end", killed)
-            with pytest.raises(Killed):
-                trainer.train()
-            monkeypatch.undo()
-        elif name == "second":
-            trainer.train()
-            assert largest_difference(_values(trainer.model), _plain()[0]) < 1e-5 and len(_losses(trainer)) == 6
-        else:
-            with refused(CheckpointError):
-                trainer.train()
-
-
-def test_what_scripts_call_after_training_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = _trainer(tmp_path, args={"max_steps": 1})
-    trainer.train()
-    trainer.create_model_card(finetuned_from="m", tasks="text-generation")
-    trainer.push_to_hub(commit_message="done")
-    assert not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled
-    assert "no model card was written" in caplog.text and "nothing was uploaded" in caplog.text
 
 
 # --- what programs write themselves
@@ -568,7 +137,7 @@ def _by_hand(batches: list[Any], loss: Any = nn.functional.mse_loss) -> dict[str
         optimizer.zero_grad()
         loss(module(batch["x"])[0], batch["labels"]).backward()
         optimizer.step()
-    return _values(module)
+    return values_of(module)
 
 
 _PLAIN_SGD: dict[str, Any] = {
@@ -618,7 +187,7 @@ def _own_parts(folder: str) -> dict[str, float]:
     in_turn = [
         {k: torch.stack([Points()[at][k] for at in range(i, min(i + 8, 21))]) for k in ("x", "labels")} for i in (0, 8, 16)
     ]
-    whole = _batches(0, Points())
+    whole = global_batches(0, Points())
     found = {}
 
     def run(name: str, want: dict[str, torch.Tensor], kind: Any = Trainer, args: Any = None, **more: Any) -> None:
@@ -629,11 +198,11 @@ def _own_parts(folder: str) -> dict[str, float]:
             **momentum,
             **more,
         }
-        trainer = _trainer(folder, kind=kind, args={**_PLAIN_SGD, **(args or {})}, **given)
+        trainer = trainer_of(folder, kind=kind, args={**_PLAIN_SGD, **(args or {})}, **given)
         trainer.train()
         metrics = trainer.evaluate()
         assert {"eval_a_loss", "eval_b_loss"} <= set(metrics)
-        found[name] = largest_difference(_values(trainer.model), want)
+        found[name] = largest_difference(values_of(trainer.model), want)
 
     absolute = _by_hand(whole, lambda out, labels: (out - labels).abs().mean())
     run("a module", _by_hand(whole))
@@ -687,7 +256,7 @@ def test_parts_of_a_padded_batch_weigh_what_their_losses_are_means_over(kind: st
     for row, length in enumerate((1, 2, 4, 6)):
         labels[row, length:] = -100
     whole = {"input_ids": ids, "labels": labels}
-    trainer = Trainer(model=model, args=_arguments(tmp_path))
+    trainer = Trainer(model=model, args=training_arguments(tmp_path))
     halves = [{name: each[rows] for name, each in whole.items()} for rows in (slice(0, 2), slice(2, 4))]
     total, *parts = (float(trainer.weight(each) * model(**each).loss.detach()) for each in (whole, *halves))
     assert sum(parts) == pytest.approx(total, rel=1e-5)
@@ -727,7 +296,7 @@ def test_callbacks_of_both_kinds_are_called_at_transformers_times(tmp_path: Path
             self.steps += 1
 
     counts = Counts()
-    trainer = _trainer(tmp_path, args={"num_train_epochs": 1, "save_strategy": "epoch"}, callbacks=[Tells, counts])
+    trainer = trainer_of(tmp_path, args={"num_train_epochs": 1, "save_strategy": "epoch"}, callbacks=[Tells, counts])
     assert trainer.train().global_step == 3 and counts.steps == 6
     micro = ["step_begin", "substep_end", "step_end"]
     want = ["train_begin", "epoch_begin", *micro, *micro, "evaluate", "save", *micro, "epoch_end", "save", "train_end"]
@@ -756,7 +325,7 @@ def test_callbacks_of_both_kinds_are_called_at_transformers_times(tmp_path: Path
 )
 def test_what_arguments_cannot_mean_is_said(tmp_path: Path, given: dict[str, Any]) -> None:
     with refused(UsageError):
-        _arguments(tmp_path, **given)
+        training_arguments(tmp_path, **given)
 
 
 def test_arguments_have_older_names_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -768,10 +337,10 @@ def test_arguments_have_older_names_too(tmp_path: Path, caplog: pytest.LogCaptur
         "logging_dir": "x",
         "report_to": None,
     }
-    args = _arguments(tmp_path, **older)
+    args = training_arguments(tmp_path, **older)
     assert args.eval_strategy == "epoch" and args.use_cpu and args.get_warmup_steps(6) == 3
     assert "logging_dir has no effect" in caplog.text
-    shown = json.loads(_arguments(tmp_path, strategy=FSDPStrategy(cpu_offload=True)).to_json_string())["strategy"]
+    shown = json.loads(training_arguments(tmp_path, strategy=FSDPStrategy(cpu_offload=True)).to_json_string())["strategy"]
     assert shown.startswith("FSDPStrategy(") and "cpu_offload=True" in shown
     assert dataclasses.replace(args, learning_rate=3.0).learning_rate == 3.0
     assert args.world_size == args.n_gpu == 1 and args.process_index == args.local_process_index == 0
@@ -857,9 +426,9 @@ def test_a_configuration_of_deepspeed_that_is_only_a_stage_is_a_strategy(tmp_pat
         zero = {"stage": stage, "overlap_comm": True, "offload_param": {"device": "none"}}
         file = tmp_path / "ds.json"
         file.write_text(json.dumps({"zero_optimization": zero, "optimizer": optimizer, **auto, **more}))
-        assert _arguments(tmp_path, deepspeed=str(file)).strategy == want
-    assert _arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 2}}, push_to_hub=True).strategy == "zero2"
-    assert _arguments(tmp_path, deepspeed="").strategy is None
+        assert training_arguments(tmp_path, deepspeed=str(file)).strategy == want
+    assert training_arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 2}}, push_to_hub=True).strategy == "zero2"
+    assert training_arguments(tmp_path, deepspeed="").strategy is None
 
 
 def test_names_of_the_modules_in_which_programs_look(tmp_path: Path) -> None:
@@ -893,11 +462,11 @@ def _sampled(folder: str) -> float:
             return Backwards(len(self.train_dataset))
 
     options = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})}
-    trainer = _trainer(folder, kind=Sorted, args=_PLAIN_SGD, train_dataset=Points(), model=_summed(), **options)
+    trainer = trainer_of(folder, kind=Sorted, args=_PLAIN_SGD, train_dataset=Points(), model=_summed(), **options)
     trainer.train()
     order = [range(20, 12, -1), range(12, 4, -1), range(4, -1, -1)]
     whole = [{k: torch.stack([Points()[at][k] for at in part]) for k in ("x", "labels")} for part in order]
-    return largest_difference(_values(trainer.model), _by_hand(whole))
+    return largest_difference(values_of(trainer.model), _by_hand(whole))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -913,12 +482,12 @@ def _saved_by_hand(folder: str, strategy: str) -> Any:
         def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
             super()._save(f"{output_dir}/inner", state_dict)
 
-    trainer = _trainer(folder, args={"max_steps": 2, "strategy": strategy})
+    trainer = trainer_of(folder, args={"max_steps": 2, "strategy": strategy})
     trainer.train()
     state = trainer.model.state_dict()
     if trainer.args.should_save:
         trainer._save(f"{folder}/alpaca", state_dict={name: value.cpu() for name, value in state.items()})
-    other = _trainer(folder, kind=Saves, args={"max_steps": 1, "strategy": strategy})
+    other = trainer_of(folder, kind=Saves, args={"max_steps": 1, "strategy": strategy})
     other.train()
     other.save_model(f"{folder}/own")
     return dict(state), dict(other.model.state_dict())
@@ -947,11 +516,11 @@ def _adapted(folder: str, strategy: str | None, is_replaced: bool) -> dict[str, 
             own = lambda self, *_, whole=whole, **__: peft.get_peft_model_state_dict(self, whole())  # noqa: E731
             model.state_dict = own.__get__(model, type(model))
         saves = {"max_steps": updates, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
-        trainer = _trainer(folder, model=model, args={**saves, "strategy": strategy})
+        trainer = trainer_of(folder, model=model, args={**saves, "strategy": strategy})
         trainer.train(resume_from_checkpoint=updates == 4)
         trainer.save_model(f"{folder}/adapter")
     assert is_replaced == (len(model.state_dict()) < len(whole()))  # as the script has it, until its end
-    return _values(model)
+    return values_of(model)
 
 
 @pytest.mark.parametrize(("count", "strategy"), [(1, None), (2, "fsdp")])
@@ -978,7 +547,7 @@ def _split(folder: str, overrides: bool) -> str:
     class Saves(Trainer):
         def _save(self, output_dir: Any = None, state_dict: Any = None) -> None: ...
 
-    trainer = _trainer(folder, kind=Saves if overrides else Trainer, args={"max_steps": 1, "strategy": "fsdp"})
+    trainer = trainer_of(folder, kind=Saves if overrides else Trainer, args={"max_steps": 1, "strategy": "fsdp"})
     try:
         trainer.train()
         trainer._save(folder)
@@ -1013,12 +582,12 @@ def test_what_a_trainer_cannot_mean_is_said(tmp_path: Path) -> None:
     with refused(UsageError, name="args", got="'TrainingArguments'"):
         ours.Trainer(_summed(), theirs)
     with refused(UsageError):
-        _trainer(tmp_path, kind=Steps)
+        trainer_of(tmp_path, kind=Steps)
     with refused(UsageError):
-        ours.Trainer(args=_arguments(tmp_path))
+        ours.Trainer(args=training_arguments(tmp_path))
     with refused(UsageError):
-        _trainer(tmp_path, args={"eval_strategy": "steps"}, eval_dataset=None)
-    trainer = _trainer(tmp_path)
+        trainer_of(tmp_path, args={"eval_strategy": "steps"}, eval_dataset=None)
+    trainer = trainer_of(tmp_path)
     for name in ("hyperparameter_search", "training_step", "is_in_train"):
         with refused(NotHereError):
             getattr(trainer, name)
@@ -1029,15 +598,15 @@ def test_what_a_trainer_cannot_mean_is_said(tmp_path: Path) -> None:
         trainer.nonsense  # noqa: B018
     for callback, says in ((Optimizes, "Optimizes has on_pre_optimizer_step or on_optimizer_step"), (Ends, "should_epoch_stop")):
         with pytest.raises(UsageError, match=says):
-            _trainer(tmp_path, callbacks=[callback]).train()
+            trainer_of(tmp_path, callbacks=[callback]).train()
     with refused(UsageError):
-        _trainer(tmp_path, args={"eval_strategy": "epoch", "metric_for_best_model": "bleu"}).train()
+        trainer_of(tmp_path, args={"eval_strategy": "epoch", "metric_for_best_model": "bleu"}).train()
     with refused(UsageError):
-        _trainer(tmp_path, train_dataset=Points(5), model=_summed()).train()
+        trainer_of(tmp_path, train_dataset=Points(5), model=_summed()).train()
     with refused(UsageError):
-        _trainer(tmp_path, train_dataset=Stream(), model=_summed())
+        trainer_of(tmp_path, train_dataset=Stream(), model=_summed())
     with refused(UsageError):
-        _trainer(tmp_path, model=nn.Linear(4, 1), train_dataset=[{"input": torch.zeros(4)} for _ in range(8)]).train()
+        trainer_of(tmp_path, model=nn.Linear(4, 1), train_dataset=[{"input": torch.zeros(4)} for _ in range(8)]).train()
     assert ours.AutoModelForCausalLM is transformers.AutoModelForCausalLM
 
 
@@ -1108,7 +677,7 @@ def _check_loop(folder: Path) -> None:
 def _check_scripts(folder: Path) -> None:
     from safetensors.torch import load_file
 
-    want, losses, held_out = _plain()
+    want, losses, held_out = trained_plainly()
     theirs, ours = (torch.load(folder / name / "numbers.pt", weights_only=False) for name in ("theirs", "ours"))
     assert theirs["updates"] == ours["updates"] == 6
     assert theirs["predictions"].shape == ours["predictions"].shape == (5, program.LENGTH, 50)
@@ -1122,7 +691,7 @@ def _check_scripts(folder: Path) -> None:
 
 
 def _ends_as_scripts_do(folder: str) -> Any:
-    trainer = _trainer(folder, args={"max_steps": 1, "save_strategy": "no"})
+    trainer = trainer_of(folder, args={"max_steps": 1, "save_strategy": "no"})
     trainer.train()
     accelerator = trainer.accelerator
     accelerator.wait_for_everyone()

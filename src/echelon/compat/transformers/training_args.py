@@ -61,7 +61,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             self.warmup_steps = given or min(self.warmup_ratio, 1 - 1e-9)
         if self.no_cuda:
             self.use_cpu = True
-        self.report_to = self.report_to or "none"
+        self.report_to = vars(self)["report_to"] or "none"
         configuration, self.deepspeed = vars(self)["deepspeed"], None  # of which transformers' would make DeepSpeed's
         super().__post_init__()
         if (stage := strategy_of(configuration, self)) is not None:
