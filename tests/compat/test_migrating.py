@@ -63,6 +63,7 @@ TESTED: dict[str, str] = {
     "`experimental.nn.data_parallel": NOT_THERE,
     "`optim.Adam`": NOT_THERE,
     "`experimental.nn.OffloadModel`": NOT_THERE,
+    "OSS's `partition_parameters`": f"{OSS}::test_norms_names_options_and_errors",
     "FSDP's `gather_full_optim_state_dict` over several": f"{FSDP}::test_fsdps_options_and_what_has_a_successor",
     # TorchTNT
     "`from torchtnt.": IMPORTS,
