@@ -8,8 +8,13 @@ from echelon.compat.fairscale.absent import later
 from echelon.compat.fairscale.nn.data_parallel.sharded_ddp import ShardedDataParallel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
     from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
-    from echelon.compat.fairscale.nn.wrap import auto_wrap_bn
+
+    auto_wrap_bn: Callable[..., nn.Module]
 
 __all__ = ["FullyShardedDataParallel", "ShardedDataParallel", "auto_wrap_bn"]
 
